@@ -204,6 +204,6 @@ def _encode(tokenizer: Tokenizer, prompt: TextPrompt, chat: bool, variables: Map
             return [int(item) for item in prompt]  # pyright: ignore[reportArgumentType]
         messages: list[Any] = list(prompt)
         return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables))
-    if chat and tokenizer.chat_template is not None:
+    if chat and tokenizer.chat_templates:
         return tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **variables))
     return tokenizer.encode(prompt, add_special_tokens=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import urllib.parse
-from collections.abc import Callable, Collection
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
 
 from jaxrl.config.declared import shown
 from jaxrl.config.rewards import JudgeSection, RewardSection
 
 OF_DEVICES = frozenset(
     {
-        *("apply_chat_template_kwargs", "max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib"),
+        *("max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib"),
         *("resident_layers", "when", "busy_share"),
     }
 )
@@ -38,6 +38,18 @@ def fill_template(template: str, value_of: Callable[[str], str]) -> str:
     return _FIELD.sub(lambda match: value_of(match[2]) if match[2] else "{" + match[1] + "}", template)
 
 
+def template_problem(variables: Mapping[str, Any]) -> str | None:
+    """What is wrong with variables for a chat template, as the end of a sentence that begins with their option; None if
+    nothing is."""
+    for name in ("messages", "add_generation_prompt"):
+        if name in variables:
+            return f"{name}: the run gives the chat template {name} itself"
+    tools = variables.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return f"tools must be a list of JSON schemas, found {shown(tools)}"
+    return None
+
+
 def judge_kind(reward: RewardSection) -> Literal["judge", "model"] | None:
     """The kind of reward that a model on the run's devices gives; None: there is no such model."""
     kinds = {reward.kind, *(domain.kind for domain in reward.domains.values())}
@@ -54,6 +66,8 @@ def judge_problem(judge: JudgeSection, kinds: Collection[str], *, has_answers: b
       kinds: the kinds of scorers that are asked for, of which `judge` and `model` read the section.
       has_answers: whether prompts have reference answers.
     """
+    if {"judge", "model"} & set(kinds) and (problem := template_problem(judge.apply_chat_template_kwargs)):
+        return f"reward.judge.apply_chat_template_kwargs.{problem}"
     if "judge" in kinds:
         return _source_problem(judge) or _text_problem(judge, has_answers)
     if "model" in kinds:

@@ -121,7 +121,9 @@ class JudgeSection:
     ] = 4
     system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
     apply_chat_template_kwargs: Annotated[
-        dict[str, Any], "Variables for the judge's chat template, such as `{enable_thinking: false}`."
+        dict[str, Any],
+        "Variables for the judge's chat template, such as `{enable_thinking: false}`; an endpoint is sent them as "
+        "`chat_template_kwargs`.",
     ] = field(default_factory=dict)
     prompt: Annotated[
         str,

@@ -5,6 +5,9 @@ A template is a program that came with the model, and jinja's sandbox bounds nei
 in a process of its own with limits of the operating system. Only then is it compiled here; each conversation that it
 renders has a limit of time, which is looked at between two pieces of the output, and one of size.
 
+A tokenizer may have several, by name (`default`, `tool_use`, `rag`). Which one renders a conversation is decided as in
+transformers: the one that is named, or else `tool_use` where tools are given and there is one, or else `default`.
+
 This file is also the program of that process, so it imports nothing large of jaxrl.
 """
 
@@ -12,12 +15,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -34,6 +39,9 @@ TIME_LIMIT_S = 2
 """Processor time of the trial, and of one conversation: a template takes a millisecond."""
 MAX_CHARACTERS = 2**20
 """The longest template, and the most that it may write around the messages."""
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names that templates have on the Hub; the only one of a tokenizer is the default."""
+_TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 _MEMORY_LIMIT_BYTES = 2**30
 _TOO_LARGE, _NO_MEMORY = 3, 4  # statuses of the trial
 _TRIED: tuple[list[dict[str, str]], ...] = (
@@ -47,8 +55,62 @@ _TRIED: tuple[list[dict[str, str]], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A template.
+
+    Attributes:
+      source: in jinja.
+      place: the file that it comes from, for messages.
+    """
+
+    source: str
+    place: str = field(compare=False)
+
+
 class RefusedMessages(ValueError):
     """The template is sound, but not for these messages."""
+
+
+def check_template_name(name: Any, place: str) -> None:
+    """Raises ValueError for what cannot name a template: a saved one is a file of that name."""
+    if not isinstance(name, str) or not _TEMPLATE_NAME.fullmatch(name):
+        raise ValueError(
+            f"{place}: a chat template's name must be made of letters, digits, _, - and ., found {name!r:.80}"
+        )
+
+
+def choose(
+    templates: Mapping[str, ChatTemplate], owner: str, name: str | None = None, *, has_tools: bool = False
+) -> ChatTemplate:
+    """The template that renders a conversation.
+
+    Args:
+      templates: of a tokenizer, by name.
+      owner: the tokenizer's folder or file, for messages.
+      name: of the one that is asked for.
+      has_tools: whether tools are given.
+
+    Raises:
+      ValueError: there is none of that name; or none, without a name.
+    """
+    there = ", ".join(map(repr, sorted(templates)))
+    if name is not None:
+        if not isinstance(name, str) or name not in templates:
+            raise ValueError(
+                f"{owner}: chat_template must name one of its templates ({there or 'none'}), found {name!r:.80}"
+            )
+        return templates[name]
+    if not templates:
+        raise ValueError(f"{owner}: has no chat template; give prompts as text (data.apply_chat_template=false)")
+    found = templates.get(WITH_TOOLS) if has_tools else None
+    found = templates.get(DEFAULT) if found is None else found
+    if found is None:
+        raise ValueError(
+            f"{owner}: none of its chat templates ({there}) is called {DEFAULT!r}: name one, as in "
+            "data.apply_chat_template_kwargs.chat_template"
+        )
+    return found
 
 
 def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:

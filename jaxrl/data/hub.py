@@ -21,10 +21,13 @@ from typing import Any
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?(?::(.+))?", re.ASCII)
 _SMALL = ("*.json", "*.jinja")  # of a model: its configuration, tokenizer and chat template
+_TEMPLATES = "additional_chat_templates"
+"""The one folder in a model's repository that is looked into."""
 _WEIGHTS = ("*.safetensors",)
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _DATA = (".jsonl", ".jsonl.gz", ".parquet")
 _SHOWN = 12  # files in a message
+_PATIENCE_S = 10.0  # for the Hub to answer at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:
 def used_files(folder: Path) -> list[Path]:
     """The files in a model's folder that are fetched from the Hub, in order."""
     patterns = _SMALL + _WEIGHTS
-    return sorted(file for file in folder.iterdir() if any(fnmatch(file.name, pattern) for pattern in patterns))
+    top = (file for file in folder.iterdir() if any(fnmatch(file.name, pattern) for pattern in patterns))
+    return sorted([*top, *(folder / _TEMPLATES).glob("*.jinja")])
 
 
 def data_paths(name: HubName, option: str) -> list[Path]:
@@ -133,24 +137,27 @@ def _snapshot(
 
     Args:
       wanted: patterns of files.
-      flat: only files of the repository's top folder.
+      flat: only files of the repository's top folder and of that with chat templates.
     """
     hub = _package(name, option)
     own: dict[str, Any] = {"repo_type": kind, "allow_patterns": list(wanted)}
     if flat:
-        own["ignore_patterns"] = ["*/*"]
-    commit = name.revision or None
+        own["ignore_patterns"] = _other_folders(_TEMPLATES)
+    commit, lacks = name.revision or None, "it is not in the cache of this machine (HF_HOME)"
+    some = f"the cache of this machine (HF_HOME) has {f'no {name.file}' if name.file else 'not all of its files'}"
     try:
         cached = Path(hub.snapshot_download(name.repository, revision=commit, local_files_only=True, **own))
         if complete(cached):
             return cached
-        commit = cached.name
+        commit, lacks = cached.name, some
     except hub.errors.LocalEntryNotFoundError as error:
         there = getattr(error, "snapshot_path", None)  # of a snapshot that lacks files
-        commit = Path(there).name if there else commit
+        commit, lacks = (Path(there).name, some) if there else (commit, lacks)
     except hub.errors.HFValidationError as error:
         raise ValueError(f"{option}: {name} is no name of the Hugging Face Hub ({error})") from None
     try:
+        # tells at once what keeps the Hub away; a download would try again for half a minute
+        hub.HfApi().repo_info(name.repository, revision=commit or "main", repo_type=kind, timeout=_PATIENCE_S)
         return Path(hub.snapshot_download(name.repository, revision=commit, **own))
     except hub.errors.GatedRepoError:
         why = "access to it must be asked for on its page, and HF_TOKEN must be a token of somebody with access"
@@ -160,12 +167,19 @@ def _snapshot(
         why = f"it has no revision {name.revision or commit}"
     except _unreachable(hub) as error:
         why = (
-            f"it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached ({_reason(error)}); "
+            f"{lacks}, and the Hub cannot be reached ({_reason(error)}); "
             f"where there is a network, {_command(name, kind)} fills that cache"
         )
     raise ValueError(
         f"{option}: there is no {name} on this machine, and as a {kind} of the Hugging Face Hub it cannot be had: {why}"
     )
+
+
+def _other_folders(folder: str) -> list[str]:
+    """Patterns of what lies in any folder but this one."""
+    begins = [(folder[:end], folder[end]) for end in range(len(folder))]
+    differs = [f"{same}[!{letter}]*/*" for same, letter in begins]
+    return [*differs, *(f"{same}/*" for same, _ in begins if same), f"{folder}[!/]*/*"]
 
 
 def _package(name: HubName, option: str) -> Any:
@@ -198,7 +212,8 @@ def _reason(error: BaseException) -> str:
 def _command(name: HubName, kind: str) -> str:
     """The command that fetches a repository."""
     revision = f" --revision {name.revision}" if name.revision else ""
-    return f"`hf download {name.repository}{revision}{' --repo-type dataset' if kind == 'dataset' else ''}`"
+    only = f" --include '{name.file}'" if name.file else ""
+    return f"`hf download {name.repository}{only}{revision}{' --repo-type dataset' if kind == 'dataset' else ''}`"
 
 
 def _there_are(name: HubName, option: str) -> str:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.data.chat_template import render, variables_of
-from jaxrl.data.tokenizer_files import TokenizerFiles, read_folder
+from jaxrl.data.chat_template import DEFAULT, ChatTemplate, choose, render, variables_of
+from jaxrl.data.tokenizer_files import ADDITIONAL_TEMPLATES, DEFAULT_TEMPLATE, TokenizerFiles, read_folder
 from jaxrl.data.tokenizer_gguf import read_gguf
 
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Special tokens that end a turn or a text in one family or another; those that a vocabulary has stop generation."""
 
 _OWN_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+
+_NOT_GIVEN = {"tools": None, "documents": None}
 
 
 class Tokenizer:
@@ -36,7 +38,7 @@ class Tokenizer:
     Attributes:
       special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
       eos_token_ids: ids that end a response: the eos token and what generation_config.json adds.
-      chat_template: jinja source, or None.
+      chat_templates: by name; most tokenizers have one, which is the `default`, or none.
       named_ids: ids that other files of the model name, by file and entry.
     """
 
@@ -45,20 +47,18 @@ class Tokenizer:
         fast: FastTokenizer,
         *,
         special_tokens: Mapping[str, str],
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, ChatTemplate] | None = None,
         eos_token_ids: Iterable[int] = (),
         config: Mapping[str, Any] | None = None,
         name: str = "tokenizer",
-        template_place: str = "",
         named_ids: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._fast = fast
         self._config = dict(config or {})
         self._name = name
-        self._template_place = template_place or name
         self.named_ids = dict(named_ids or {})
         self.special_tokens = dict(special_tokens)
-        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})
         eos = [self._id("eos_token"), *eos_token_ids]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in eos if i is not None))
 
@@ -77,11 +77,10 @@ class Tokenizer:
         return cls(
             files.fast,
             special_tokens=files.special_tokens,
-            chat_template=files.chat_template,
+            chat_templates=files.chat_templates,
             eos_token_ids=files.eos_token_ids,
             config=files.config,
             name=files.name,
-            template_place=files.template_place,
             named_ids=files.named_ids,
         )
 
@@ -99,33 +98,48 @@ class Tokenizer:
         return self._fast.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        **variables: Any,
     ) -> str:
-        """The rendered conversation. `variables` reach the template (`tools`, `enable_thinking` ...).
+        """The rendered conversation.
+
+        Args:
+          chat_template: the name of one of `chat_templates`; None: `tool_use` where that exists and `tools` are given,
+            or else `default`.
+          variables: reach the template (`tools`, `enable_thinking` ...).
 
         Raises:
-          ValueError: it reads no variable of such a name, or there is no template.
+          ValueError: there is no such template, or it reads no variable of such a name.
           RefusedMessages: it refuses these messages.
         """
-        if self.chat_template is None:
-            raise ValueError(
-                f"{self._name}: has no chat template; give prompts as text (data.apply_chat_template=false)"
-            )
-        self.refuse_unread(variables)
-        context = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        template = self._template(variables, chat_template)
+        context = {**_NOT_GIVEN, **self.special_tokens, **variables}
         context = {**context, "add_generation_prompt": add_generation_prompt}
-        return render(self.chat_template, self._template_place, messages, context)
+        return render(template.source, template.place, messages, context)
 
-    def refuse_unread(self, variables: Collection[str]) -> None:
-        """Raises ValueError for a variable that the chat template does not read."""
-        if self.chat_template is None or not variables:
-            return
-        known = variables_of(self.chat_template, self._template_place) - _OWN_VARIABLES
-        for name in variables:
-            if name not in known:
-                near = difflib.get_close_matches(name, sorted(known), n=1)
-                hint = f", but {near[0]!r}" if near else ""
-                raise ValueError(f"{self._template_place}: the chat template reads no variable {name!r}{hint}")
+    def check_template_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raises ValueError where `apply_chat_template` would, whatever the messages; not if there is no template and
+        none is named."""
+        if self.chat_templates or "chat_template" in arguments:
+            variables = dict(arguments)
+            self._template(variables, variables.pop("chat_template", None))
+
+    def _template(self, variables: Mapping[str, Any], name: str | None) -> ChatTemplate:
+        """The template for these variables; ValueError if there is none, or for a variable that it does not read."""
+        has_tools = variables.get("tools") is not None
+        template = choose(self.chat_templates, self._name, name, has_tools=has_tools)
+        if variables:
+            known = variables_of(template.source, template.place) - _OWN_VARIABLES
+            for variable, value in variables.items():
+                if variable not in known and not (value is None and variable in _NOT_GIVEN):
+                    near = difflib.get_close_matches(variable, sorted(known), n=1)
+                    hint = f", but {near[0]!r}" if near else ""
+                    raise ValueError(f"{template.place}: the chat template reads no variable {variable!r}{hint}")
+        return template
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -161,7 +175,7 @@ class Tokenizer:
         return max(self._fast.get_vocab(with_added_tokens=True).items(), key=lambda token: token[1])
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; returns the files."""
+        """Write tokenizer.json, tokenizer_config.json and the files of the chat templates; returns all of them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
@@ -174,9 +188,11 @@ class Tokenizer:
         }
         config.pop("chat_template", None)
         files[1].write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        if self.chat_template is not None:
-            files.append(folder / "chat_template.jinja")
-            files[2].write_text(self.chat_template, encoding="utf-8")
+        for name, template in self.chat_templates.items():
+            inside = DEFAULT_TEMPLATE if name == DEFAULT else f"{ADDITIONAL_TEMPLATES}/{name}.jinja"
+            files.append(folder / inside)
+            files[-1].parent.mkdir(exist_ok=True)
+            files[-1].write_text(template.source, encoding="utf-8")
         return files
 
     def _id(self, name: str) -> int | None:

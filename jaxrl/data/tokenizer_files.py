@@ -14,8 +14,11 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from jaxrl.config.inputs import read_json, reading
+from jaxrl.data.chat_template import DEFAULT, ChatTemplate, check_template_name
 from jaxrl.data.fit import token_ids
 
+DEFAULT_TEMPLATE, ADDITIONAL_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+"""The file of the default chat template, and the folder in which the others have files named after them."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
@@ -30,8 +33,7 @@ class TokenizerFiles:
       special_tokens: the text of those in `SPECIAL` that the files name.
       name: the folder or file, for messages.
       eos_token_ids: ids that end a response, beside the eos token's own.
-      chat_template: jinja source, or None.
-      template_place: the file that it comes from, for messages.
+      chat_templates: by name.
       config: what tokenizer_config.json holds.
       named_ids: ids that files beside the tokenizer's name, by file and entry; they must be in the model's vocabulary.
     """
@@ -40,8 +42,7 @@ class TokenizerFiles:
     special_tokens: Mapping[str, str]
     name: str
     eos_token_ids: tuple[int, ...] = ()
-    chat_template: str | None = None
-    template_place: str = ""
+    chat_templates: Mapping[str, ChatTemplate] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     named_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -55,10 +56,8 @@ def read_folder(folder: Path) -> TokenizerFiles:
     for name, token in special.items():
         if name != "unk_token" and fast.token_to_id(token) is None:  # no text becomes unk in a byte-level vocabulary
             raise ValueError(f"{folder}: {name} {token!r} is not in the vocabulary of tokenizer.json")
-    template, place = _template(config.get("chat_template"), str(config_file)), str(config_file)
-    if (jinja_file := folder / "chat_template.jinja").exists():
-        with reading(jinja_file):
-            template, place = jinja_file.read_text(encoding="utf-8"), str(jinja_file)
+    listed = _templates_of_config(config.get("chat_template"), str(config_file))
+    templates = _templates_of_files(folder) or listed
     named: dict[str, tuple[int, ...]] = {}
     eos: tuple[int, ...] = ()
     for name in ("config.json", "generation_config.json"):
@@ -71,7 +70,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
             named[f"{folder / name}: {key}"] = ids = token_ids(value, f"{folder / name}: {key}")
             if kind == "eos" and value is not None:
                 eos = ids
-    return TokenizerFiles(fast, special, str(folder), eos, template, place, config, named)
+    return TokenizerFiles(fast, special, str(folder), eos, templates, config, named)
 
 
 def _fast(folder: Path) -> FastTokenizer:
@@ -119,14 +118,27 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return special
 
 
-def _template(value: Any, file: str) -> str | None:
-    """One template, or the one that is called default of a list of named ones."""
-    if isinstance(value, list):
-        rule = f"{file}: chat_template must be text or a list of objects with text in 'name' and 'template'"
-        for entry in value:
-            if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("name", "template")):
-                raise ValueError(f"{rule}, found {entry!r:.80}")
-        return next((entry["template"] for entry in value if entry["name"] == "default"), None)
-    if value is not None and not isinstance(value, str):
+def _templates_of_files(folder: Path) -> dict[str, ChatTemplate]:
+    others = {file.stem: file for file in sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
+    found: dict[str, ChatTemplate] = {}
+    for name, file in {DEFAULT: folder / DEFAULT_TEMPLATE, **others}.items():
+        if file.exists():
+            with reading(file):
+                found[name] = ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+    return found
+
+
+def _templates_of_config(value: Any, file: str) -> dict[str, ChatTemplate]:
+    """One template, or a list of named ones; of two with one name the last counts, as in transformers."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: ChatTemplate(value, file)}
+    if not isinstance(value, list):
         raise ValueError(f"{file}: chat_template must be text or a list of named templates, found {value!r:.80}")
-    return value
+    rule = f"{file}: chat_template must be text or a list of objects with text in 'name' and 'template'"
+    for entry in value:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("name", "template")):
+            raise ValueError(f"{rule}, found {entry!r:.80}")
+        check_template_name(entry["name"], file)
+    return {entry["name"]: ChatTemplate(entry["template"], file) for entry in value}

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from jaxrl.data.chat_template import DEFAULT, ChatTemplate, check_template_name
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.data.tokenizer_files import SPECIAL, TokenizerFiles
 
@@ -53,17 +54,29 @@ def read_gguf(file: Path) -> TokenizerFiles:
     bos = special.get("bos_token") if add_bos else None
     fast = _byte_level_bpe(tokens, merges, kinds, pre, bos, str(file))
     eot = _id(get, "tokenizer.ggml.eot_token_id", len(tokens), file)
-    template = get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{file}: tokenizer.chat_template must be text, found {template!r:.80}")
     return TokenizerFiles(
         fast,
         special,
         str(file),
         eos_token_ids=() if eot is None else (eot,),
-        chat_template=template,
-        template_place=str(file),
+        chat_templates=_templates(get, file),
     )
+
+
+def _templates(get: Callable[..., Any], file: Path) -> dict[str, ChatTemplate]:
+    """The default, and those that `tokenizer.chat_templates` names."""
+    keys = {DEFAULT: "tokenizer.chat_template"}
+    for name in list(get("tokenizer.chat_templates", [])):
+        check_template_name(name, f"{file}: tokenizer.chat_templates")
+        keys.setdefault(name, f"tokenizer.chat_template.{name}")
+    found: dict[str, ChatTemplate] = {}
+    for name, key in keys.items():
+        template = get(key)
+        if template is not None and not isinstance(template, str):
+            raise ValueError(f"{file}: {key} must be text, found {template!r:.80}")
+        if template is not None:
+            found[name] = ChatTemplate(template, str(file))
+    return found
 
 
 def _fields(file: Path) -> Callable[..., Any]:

@@ -32,10 +32,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxrl.config.rewards import JudgeSection
-from jaxrl.rewards.endpoint_client import Client, Failed, Refused, UnderWay
+from jaxrl.rewards.endpoint_client import Client, Failed, Refused, UnderWay, request_body
 from jaxrl.rewards.judge import JudgeText
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
-from jaxrl.rewards.tasks import Ended, VerdictCounts, awaited, taken, verdict_of
+from jaxrl.rewards.tasks import Ended, VerdictCounts, awaited, in_words, taken, verdict_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
@@ -51,6 +51,7 @@ class EndpointPool:
       seed: the run's; a verdict's own seed comes from it, the sample's key and the verdict's number.
       clock: stamps the verdicts.
       sleep: waits between requests.
+      where: how warnings name a sample.
 
     Raises:
       ValueError: the environment has no variable `reward.judge.api_key_env`, or it holds no key.
@@ -63,11 +64,12 @@ class EndpointPool:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        where: Callable[[SampleKey], str] = in_words,
     ) -> None:
         self._judge, self._seed, self._clock = judge, seed, clock
         self._text = JudgeText(judge)
         self._client = Client(judge, api_key(judge.api_key_env), sleep)
-        self._counts = VerdictCounts()
+        self._counts = VerdictCounts(where)
         self._unparsed = 0
         self._has_asked = False
         self._numbers = itertools.count()
@@ -181,8 +183,7 @@ class EndpointPool:
         """What a sample's requests come to, all of them under way at once. Its seconds are those of the one that the
         endpoint had longest: what they waited for their turns says nothing of it."""
         judge = self._judge
-        body: dict[str, Any] = {"model": judge.endpoint_model, "messages": messages, "max_tokens": judge.max_tokens}
-        body["temperature"] = judge.temperature
+        body = request_body(judge, messages, judge.max_tokens) | {"temperature": judge.temperature}
         seeds = [verdict_seed(self._seed, key, i) if judge.temperature else None for i in range(judge.num_samples)]
         bodies = [body if seed is None else {**body, "seed": seed} for seed in seeds]
         times = [UnderWay() for _ in bodies]

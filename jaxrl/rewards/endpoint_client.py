@@ -14,7 +14,7 @@ import asyncio
 import email.utils
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,6 +66,14 @@ class Refused(Exception):
     """The endpoint refuses what the configuration says; the text is a sentence for the user."""
 
 
+def request_body(judge: JudgeSection, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, Any]:
+    """A chat completion's body. Variables of the chat template stand where vLLM and SGLang read them; a body without
+    them has no such entry, because other servers refuse what they do not know."""
+    body = {"model": judge.endpoint_model, "messages": messages, "max_tokens": max_tokens}
+    variables = judge.apply_chat_template_kwargs
+    return body | ({"chat_template_kwargs": variables} if variables else {})
+
+
 class Client:
     """Used in one event loop, while `stay_open` runs in it."""
 
@@ -111,7 +119,7 @@ class Client:
 
     async def probe(self) -> None:
         """Raises Refused for a URL, model or key that the endpoint does not take; Failed if it is out of order."""
-        body = {"model": self._judge.endpoint_model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        body = request_body(self._judge, [{"role": "user", "content": "Hi"}], 1)
         try:
             await self.ask(body, is_probe=True)
         except Failed as failed:

@@ -120,7 +120,7 @@ def conversation_ids(
       variables: for the template.
       asks: whether the model's answer is to follow.
     """
-    if tokenizer.chat_template is None:
+    if not tokenizer.chat_templates:
         return tokenizer.encode("\n\n".join(message["content"] for message in messages), add_special_tokens=True)
     return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=asks, **variables))
 

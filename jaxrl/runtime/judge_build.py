@@ -82,7 +82,7 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
         right = "reward.kind=model" if model.scalar_head else "reward.kind=judge"
         raise ConfigError(f"reward.judge.model ({judge.model}) is {found}, which needs {right}, found {kind}")
     tokenizer = Tokenizer.from_path(folder)
-    tokenizer.refuse_unread(judge.apply_chat_template_kwargs)
+    tokenizer.check_template_arguments(judge.apply_chat_template_kwargs)
     check_vocabulary(tokenizer, model, folder)
     more = "" if kind == "model" else f" + reward.judge.max_tokens ({judge.max_tokens})"
     length = judge_length(config)

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from small_hub import SmallHub, small_hub
 
-from jaxrl.data.hub import HubName, hub_name
+from jaxrl.data.hub import HubName, hub_name, used_files
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, DATA = "org/tiny", "org/sums"
@@ -40,6 +41,8 @@ def hub(tmp_path: Path, tiny_model: Path) -> Iterator[SmallHub]:
     (model / "onnx").mkdir()
     (model / "onnx" / "config.json").write_text("{}")
     (model / "README.md").write_text("words")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (data / "main").mkdir(parents=True)
     for name in ("train-0", "train-1", "test-0"):
         (data / "main" / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "1"}) + "\n")
@@ -92,7 +95,10 @@ def test_a_model_comes_in_two_parts_and_then_from_the_cache(hub: SmallHub, tmp_p
     home = tmp_path / "home"
     (folder,) = map(Path, asked(hub, home, ("small", MODEL)))  # type: ignore[arg-type]
     small = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert {file.name for file in folder.iterdir()} == small
+    templates = folder / "additional_chat_templates"
+    assert {file.name for file in folder.iterdir()} == small | {templates.name}
+    assert [file.name for file in templates.iterdir()] == ["tool_use.jinja"]
+    assert {file.name for file in used_files(folder)} == small | {"tool_use.jinja"}
     assert asked(hub, home, ("weights", MODEL), ("small", f"random:{MODEL}")) == [str(folder), f"random:{folder}"]
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert not (folder / "onnx").exists()
@@ -146,6 +152,7 @@ def test_what_cannot_be_had(hub: SmallHub, tmp_path: Path):
         ("small", f"{MODEL}:no.gguf"),
         ("data", "org/missing:train.jsonl"),
     )
+    asked(hub, home, ("small", MODEL), ("data", f"{DATA}:main/train-0.jsonl"))
     for found, name, why in (
         (missing, "org/missing", "there is no such repository, or it is private"),
         (closed, "org/closed", "access to it must be asked for on its page"),
@@ -154,7 +161,23 @@ def test_what_cannot_be_had(hub: SmallHub, tmp_path: Path):
         assert found["refused"].startswith(f"{begins.format(name)}it cannot be had: {why}")  # type: ignore[index]
     assert file == {"refused": f"model.path: the model {MODEL} of the Hugging Face Hub has no file no.gguf"}
     assert "as a dataset of the Hugging Face Hub it cannot be had: there is no such repo" in data["refused"]  # type: ignore[index]
-    (unreachable,) = asked(None, home, ("small", "org/other"))
+    before = time.monotonic()
+    unreachable, no_file, no_data, no_weights = asked(
+        None,
+        home,
+        ("small", "org/other"),
+        ("small", f"{MODEL}:no.gguf"),
+        ("data", f"{DATA}:main/test*"),
+        ("weights", MODEL),
+    )
+    assert time.monotonic() - before < 15, "a download tries again for half a minute"
+    for found, lacks, command in (
+        (no_file, "has no no.gguf", f"hf download {MODEL} --include 'no.gguf'"),
+        (no_data, "has no main/test*", f"hf download {DATA} --include 'main/test*' --repo-type dataset"),
+        (no_weights, "has not all of its files", f"hf download {MODEL}"),
+    ):
+        assert f": the cache of this machine (HF_HOME) {lacks}, and the Hub cannot be reached (" in found["refused"]  # type: ignore[index]
+        assert found["refused"].endswith(f"where there is a network, `{command}` fills that cache")  # type: ignore[index]
     assert "it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached (" in unreachable["refused"]  # type: ignore[index]
     assert unreachable["refused"].endswith("`hf download org/other` fills that cache")  # type: ignore[index]
 

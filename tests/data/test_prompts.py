@@ -228,7 +228,7 @@ def test_validation_files(ten: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "dropped 1 of 4 validation problems" in caplog.text
     assert len(load_validation(config(train_files=[ten], val_files=[val], val_size=0))) == 3
     assert load_validation(config(train_files=[ten])) == []
-    with pytest.raises(ValueError, match=r"ten\.jsonl: all 10 problems are in the training set"):
+    with pytest.raises(ValueError, match=r"ten\.jsonl: all 10 problems of data.val_files are in the training set"):
         load_validation(config(train_files=[ten], val_files=[ten]))
 
 
@@ -280,7 +280,7 @@ def test_gsm8k(data_folder: Path):
     c = config(**files, val_size=0, max_prompt_length=1 << 14)
     train = load_train(c)
     assert (len(train), train[0].answer) == (7473, "72")
-    held_out = validation_prompts(c, Characters(), train)
+    held_out = validation_prompts(c, Characters(), load_validation(c, train))
     assert len(held_out) == 1319
     assert (held_out[0].source, held_out[0].answer) == ("gsm8k_test", "18")
     assert PromptSource(train, Characters(), c).num_prompts == 7473

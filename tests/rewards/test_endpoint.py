@@ -88,6 +88,20 @@ def test_a_verdict():
         pool.close()
 
 
+def test_variables_of_the_servers_chat_template():
+    """At the top level of the body, as vLLM and SGLang read them; a body without them has no such entry."""
+    variables = {"enable_thinking": False, "tools": [{"name": "add"}]}
+    for given in (variables, {}):
+        with chat_server() as server:
+            pool = pool_of(server, apply_chat_template_kwargs=given, num_samples=2, temperature=1.0)
+            pool.warm()
+            (verdict,) = verdicts(pool)
+            pool.close()
+        assert verdict.status == "ok"
+        assert [body.get("chat_template_kwargs", {}) for body in server.seen] == [given] * 3  # the probe, two verdicts
+        assert [("chat_template_kwargs" in body) for body in server.seen] == [bool(given)] * 3
+
+
 @pytest.mark.parametrize(
     ("behaviour", "counted"),
     [

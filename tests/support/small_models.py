@@ -1,4 +1,5 @@
-"""Small random models of three families and requests to them, for tests that compare tokens bit for bit."""
+"""Small random models of three families and requests to them, for tests that compare tokens bit for bit; and the one
+that is trained."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.types import SampleKey, SamplingParams
 
 VOCABULARY = 300
+TRAINED = ModelConfig("llama", 64, 32, 48, 2, 4, 2, 8, tie_word_embeddings=True)
 MODELS = {"llama": (8, 4), "qwen2": (14, 2), "smollm2": (9, 3)}
 
 

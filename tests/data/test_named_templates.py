@@ -1,0 +1,193 @@
+"""Tokenizers with several chat templates: which one renders, where they are read from, and what transformers makes of
+the same files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from beside import import_transformers
+from gguf import GGUFWriter, TokenType
+from tiny import write_tiny_model
+from tokenizers import pre_tokenizers
+
+from jaxrl.data.tokenizer import Tokenizer
+
+ASK = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object"}}}]
+TEMPLATES = {
+    "default": "plain {{ messages[0].content }}{% if enable_thinking %}?{% endif %}",
+    "tool_use": "with {{ tools | tojson }} {{ messages[0].content }}",
+    "rag": "from {{ documents | length }} documents {{ messages[0].content }}",
+}
+Write = Callable[[Path, dict[str, str]], object]
+
+
+def in_config(folder: Path, templates: dict[str, str]) -> None:
+    """As transformers wrote them until it had folders for them."""
+    file = folder / "tokenizer_config.json"
+    listed = [{"name": name, "template": source} for name, source in templates.items()]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": listed}))
+
+
+def in_files(folder: Path, templates: dict[str, str]) -> None:
+    """As it writes them now."""
+    for name, source in templates.items():
+        file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+
+
+def folder_with(tmp_path: Path, write: Write, templates: dict[str, str]) -> Path:
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    write(folder, templates)
+    return folder
+
+
+@pytest.fixture(params=[in_config, in_files])
+def write(request: pytest.FixtureRequest) -> Write:
+    return request.param
+
+
+def test_which_template_renders(tmp_path: Path, write: Write):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, write, TEMPLATES))
+    assert tokenizer.apply_chat_template(ASK) == "plain hi"
+    assert tokenizer.apply_chat_template(ASK, tools=None) == "plain hi"
+    assert tokenizer.apply_chat_template(ASK, tools=[]) == "with [] hi"
+    assert tokenizer.apply_chat_template(ASK, tools=TOOLS) == f"with {json.dumps(TOOLS, ensure_ascii=False)} hi"
+    assert tokenizer.apply_chat_template(ASK, chat_template="rag", documents=["a", "b"]) == "from 2 documents hi"
+    assert tokenizer.apply_chat_template(ASK, chat_template="default", enable_thinking=True) == "plain hi?"
+
+
+def test_variables_are_those_of_the_template_that_renders(tmp_path: Path, write: Write):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, write, TEMPLATES))
+    for refused in (
+        {"tools": TOOLS, "enable_thinking": True},
+        {"chat_template": "rag", "enable_thinking": True},
+        {"chat_template": "default", "tools": TOOLS},
+    ):
+        with pytest.raises(ValueError, match=r"^/.*: the chat template reads no variable '(enable_thinking|tools)'"):
+            tokenizer.apply_chat_template(ASK, **refused)
+        with pytest.raises(ValueError, match=r"^/.*: the chat template reads no variable"):
+            tokenizer.check_template_arguments(refused)
+
+
+def test_tools_without_a_template_for_them(tmp_path: Path, write: Write):
+    source = "{% if tools %}{{ tools[0].function.name }} {% endif %}{{ messages[0].content }}"
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, write, {"default": source, "rag": TEMPLATES["rag"]}))
+    assert tokenizer.apply_chat_template(ASK, tools=TOOLS) == "add hi"
+
+
+@pytest.mark.parametrize(
+    ("templates", "arguments", "sentence"),
+    [
+        (
+            TEMPLATES,
+            {"chat_template": "tool_usage"},
+            "{folder}: chat_template must name one of its templates ('default', 'rag', 'tool_use'), found 'tool_usage'",
+        ),
+        (
+            TEMPLATES,
+            {"chat_template": ["rag"]},
+            "{folder}: chat_template must name one of its templates ('default', 'rag', 'tool_use'), found ['rag']",
+        ),
+        ({}, {"chat_template": "rag"}, "{folder}: chat_template must name one of its templates (none), found 'rag'"),
+        (
+            {"tool_use": "a", "rag": "b"},
+            {},
+            "{folder}: none of its chat templates ('rag', 'tool_use') is called 'default': name one, as in "
+            "data.apply_chat_template_kwargs.chat_template",
+        ),
+    ],
+)
+def test_a_template_that_is_not_there(
+    templates: dict[str, str], arguments: dict[str, Any], sentence: str, tmp_path: Path, write: Write
+):
+    folder = folder_with(tmp_path, write, templates)
+    tokenizer = Tokenizer.from_path(folder)
+    for asked in (
+        lambda: tokenizer.apply_chat_template(ASK, **arguments),
+        lambda: tokenizer.check_template_arguments(arguments),
+    ):
+        with pytest.raises(ValueError) as refused:  # noqa: PT011  (the whole sentence is compared)
+            asked()
+        assert str(refused.value) == sentence.format(folder=folder)
+
+
+def test_files_count_before_the_config(tmp_path: Path):
+    folder = folder_with(tmp_path, in_config, TEMPLATES)
+    in_files(folder, {"default": "of the file"})
+    tokenizer = Tokenizer.from_path(folder)
+    assert (tokenizer.apply_chat_template(ASK), sorted(tokenizer.chat_templates)) == ("of the file", ["default"])
+
+
+def test_what_is_saved_is_read_again(tmp_path: Path, write: Write):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, write, TEMPLATES))
+    files = [file.relative_to(tmp_path / "saved").as_posix() for file in tokenizer.save(tmp_path / "saved")]
+    assert sorted(files) == [
+        *("additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja"),
+        *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
+    ]
+    assert Tokenizer.from_path(tmp_path / "saved").chat_templates == tokenizer.chat_templates
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "", ".hidden"])
+def test_names_that_are_no_names_of_files(name: str, tmp_path: Path):
+    folder = folder_with(tmp_path, in_config, {name: "x"})
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: a chat template's name must be made of letters"):
+        Tokenizer.from_path(folder)
+
+
+def gguf_with(file: Path, templates: dict[str, str]) -> Path:
+    tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "hi"]
+    writer = GGUFWriter(str(file), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL, *[TokenType.NORMAL] * (len(tokens) - 1)])
+    writer.add_token_merges(["h i"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template([{"name": name, "template": source} for name, source in templates.items()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_those_of_a_gguf_file(tmp_path: Path):
+    tokenizer = Tokenizer.from_path(gguf_with(tmp_path / "t.gguf", TEMPLATES))
+    assert {name: template.source for name, template in tokenizer.chat_templates.items()} == TEMPLATES
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"tools": None},
+    {"tools": []},
+    {"tools": TOOLS},
+    {"chat_template": "rag", "documents": [{"title": "a", "text": "b"}]},
+    {"chat_template": "default"},
+    {"chat_template": "tool_use", "tools": TOOLS},
+]
+
+
+def test_the_choice_is_that_of_transformers(tmp_path: Path, write: Write):
+    module = import_transformers(models=False)
+    folder = folder_with(tmp_path, write, TEMPLATES)
+    theirs, ours = module.AutoTokenizer.from_pretrained(folder), Tokenizer.from_path(folder)
+    for case in CASES:
+        wanted = theirs.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True, **case)
+        assert ours.apply_chat_template(ASK, **case) == wanted, case
+
+
+def test_each_reads_what_the_other_saves(tmp_path: Path):
+    module = import_transformers(models=False)
+    folder = folder_with(tmp_path, in_config, TEMPLATES)
+    module.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
+    assert (tmp_path / "theirs" / "additional_chat_templates" / "rag.jinja").is_file()
+    ours = Tokenizer.from_path(tmp_path / "theirs")
+    ours.save(tmp_path / "ours")
+    assert {name: template.source for name, template in ours.chat_templates.items()} == TEMPLATES
+    assert module.AutoTokenizer.from_pretrained(tmp_path / "ours").chat_template == TEMPLATES
