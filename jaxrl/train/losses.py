@@ -226,11 +226,19 @@ def _num_tokens(batch: TokenBatch) -> jax.Array:
 
 
 class Method(NamedTuple):
-    """A published method: its source, its objective, and the options that give it here."""
+    """A published method.
+
+    Attributes:
+      reference: its source.
+      equation: its objective, which is maximised.
+      settings: the options that give it here, with their values.
+      example: the file in `configs/algorithms` that trains a small model with it, without `.yaml`.
+    """
 
     reference: str
     equation: str
     settings: dict[str, object]
+    example: str
 
 
 METHODS: dict[str, Method] = {
@@ -246,6 +254,7 @@ METHODS: dict[str, Method] = {
             "actor.clip_ratio_high": 0.2,
             "algorithm.loss_agg_mode": "token-mean",
         },
+        "ppo_gae",
     ),
     "GRPO": Method(
         "Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4",
@@ -256,11 +265,13 @@ METHODS: dict[str, Method] = {
             "actor.use_kl_loss": True,
             "actor.kl_loss_type": "low_var_kl",
         },
+        "grpo",
     ),
     "Dr.GRPO": Method(
         "Liu et al. 2025, arXiv:2503.20783, §3.2",
         "1/G Σ_i Σ_t min(r A_i, clip(r) A_i), A_i = R_i - mean R (their constant 1/max length: part of the step size)",
         {"algorithm.adv_estimator": "dr_grpo", "algorithm.loss_agg_mode": "seq-mean-token-sum"},
+        "dr_grpo",
     ),
     "DAPO": Method(
         "Yu et al. 2025, arXiv:2503.14476, eq. 8 (without its dynamic sampling and overlong shaping)",
@@ -271,6 +282,7 @@ METHODS: dict[str, Method] = {
             "actor.clip_ratio_low": 0.2,
             "actor.clip_ratio_high": 0.28,
         },
+        "dapo",
     ),
     "GSPO": Method(
         "Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7 and 14",
@@ -282,6 +294,7 @@ METHODS: dict[str, Method] = {
             "actor.clip_ratio_low": 3e-4,
             "actor.clip_ratio_high": 4e-4,
         },
+        "gspo",
     ),
     "RLOO": Method(
         "Ahmadian et al. 2024, arXiv:2402.14740, §3.3 (as a clipped surrogate; on-policy the gradient is theirs)",
@@ -292,6 +305,7 @@ METHODS: dict[str, Method] = {
             "algorithm.use_kl_in_reward": True,
             "algorithm.kl_penalty": "kl",
         },
+        "rloo",
     ),
     "REINFORCE++": Method(
         "Hu 2025, arXiv:2501.03262, §3",
@@ -302,6 +316,7 @@ METHODS: dict[str, Method] = {
             "algorithm.use_kl_in_reward": True,
             "algorithm.kl_penalty": "kl",
         },
+        "reinforce_plus_plus",
     ),
     "TIS": Method(
         "Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (truncated importance "
@@ -313,6 +328,7 @@ METHODS: dict[str, Method] = {
             "algorithm.rollout_correction.rollout_is": "token",
             "algorithm.rollout_correction.rollout_is_threshold": 2.0,
         },
+        "tis",
     ),
     "decoupled PPO": Method(
         "Hilton et al. 2021, arXiv:2110.00641, §3; for tokens of earlier versions Fu et al. 2025, arXiv:2505.24298, "
@@ -324,5 +340,6 @@ METHODS: dict[str, Method] = {
             "rollout.stale_tokens": "recompute",
             "algorithm.rollout_correction.rollout_is": "token",
         },
+        "decoupled_ppo",
     ),
 }

@@ -9,30 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from keyword_options import with_options
+from small_models import TRAINED
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.step import Trainer
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
-MODEL = ModelConfig(
-    family="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-)
-
 
 @pytest.fixture
 def model_config() -> ModelConfig:
-    return MODEL
+    return TRAINED
 
 
 @pytest.fixture
@@ -45,10 +35,7 @@ def make_config() -> Callable[..., Config]:
             "data": {"max_prompt_length": 16, "max_response_length": 32},
             "actor": {"ppo_max_token_len_per_gpu": 96, "logprob_chunk_tokens": 16, "optim": {"lr": 1e-2}},
         }
-        for name, value in options.items():
-            section, option = name.split("__")
-            values.setdefault(section, {})[option] = value
-        return from_mapping(values)
+        return with_options(values, options)
 
     return make
 
@@ -66,12 +53,12 @@ def make_batch() -> Callable[..., TrainBatch]:
         prompts, samples, advantages, old, ref = [], [], [], [], []
         for i in range(size):
             length = int(random.integers(1, longest + 1)) if i % 4 else longest
-            tokens = random.integers(0, MODEL.vocab_size, int(random.integers(1, 17)))
+            tokens = random.integers(0, TRAINED.vocab_size, int(random.integers(1, 17)))
             prompt = Prompt(0, i // 4, tuple(tokens.tolist()), "", "test")
             prompts.append(prompts[-1] if same and i % 4 else prompt)
-            logprobs = (np.log(1 / MODEL.vocab_size) + 0.3 * random.normal(size=(3, length))).astype(np.float32)
+            logprobs = (np.log(1 / TRAINED.vocab_size) + 0.3 * random.normal(size=(3, length))).astype(np.float32)
             sample = Sample.empty(SampleKey(0, i // 4, i % 4))
-            sample.token_ids = random.integers(0, MODEL.vocab_size, length).astype(np.int32)
+            sample.token_ids = random.integers(0, TRAINED.vocab_size, length).astype(np.int32)
             sample.rollout_logprobs, sample.sampled_logprobs = logprobs[0], logprobs[0]
             sample.versions = np.zeros(length, np.int32)
             sample.reward = float(random.random())
@@ -88,7 +75,7 @@ def make_batch() -> Callable[..., TrainBatch]:
 def make_trainer() -> Callable[..., Trainer]:
     """A trainer on the first `devices` devices; the same random weights every time."""
 
-    def make(config: Config, devices: int = 1, model: ModelConfig = MODEL, **options: Any) -> Trainer:
+    def make(config: Config, devices: int = 1, model: ModelConfig = TRAINED, **options: Any) -> Trainer:
         params = decoder.init(model, jax.random.key(0), config.actor.param_dtype)
         return Trainer(config, model, params, make_mesh(jax.devices()[:devices]), **options)
 

@@ -1,14 +1,16 @@
 """The critic: packed, accumulated, sharded values and gradients are those of the padded whole batch; it learns; and it
 comes back from a checkpoint on any mesh."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import TRAINED
 
 from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import learning, preparation
 from jaxrl.train.checkpoint import Checkpointer
@@ -17,16 +19,7 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
 GAE = {"algorithm__adv_estimator": "gae"}
-UNTIED = ModelConfig(
-    family="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
+UNTIED = replace(TRAINED, tie_word_embeddings=False)
 
 
 def make_critic(config, model, devices=1, head=True, **options):
