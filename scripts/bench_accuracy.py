@@ -38,14 +38,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each rule (5)")
     for name, value in asdict(runs.Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"({value})")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        type=Path,
-        const=records.RECORDS,
-        metavar="FOLDER",
-        help="append a record (docs/benchmarks)",
-    )
+    records.record_options(parser)
     options = parser.parse_args(arguments)
     for name in ("seeds", *asdict(runs.Sizes())):
         value = getattr(options, name)

@@ -93,16 +93,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    try:
-        options = records.parse(parser(), arguments, QUICK, ("rows", "contexts", "segments"))
-        options.packed = [_size(text, options.segments) for text in options.packed]
-        record = _run(options, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_attention: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    return 0
+    return records.run("bench_attention", arguments, _parsed, _run)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = records.parse(parser(), arguments, QUICK, ("rows", "contexts", "segments"))
+    options.packed = [_size(text, options.segments) for text in options.packed]
+    return options
 
 
 def _size(text: str, segments: int) -> tuple[int, int]:

@@ -46,12 +46,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--latency-s", type=float, default=0.013, help="of a value between hosts (0.013)")
     made.add_argument("--call-s", type=float, default=0.00015, help="of a call of the shared store (0.00015)")
     made.add_argument("--event-s", type=float, default=0.0001, help="of a process for an event (0.0001)")
-    made.add_argument("--median", type=float, default=2000.0, help="of the lognormal lengths, tokens (2000)")
-    made.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
-    made.add_argument("--longest", type=int, default=16384, help="cap on a length, tokens (16384)")
+    records.length_options(made)
     made.add_argument("--bar", type=float, default=0.05, help="share of a step that process 0 may have (0.05)")
-    made.add_argument("--json", nargs="?", type=records.Path, const=records.RECORDS, metavar="FOLDER")
-    made.add_argument("--quick", action="store_true", help="few hosts and rows: try the benchmark itself")
+    records.record_options(made, "few hosts and rows")
     return made
 
 
@@ -96,10 +93,9 @@ def _cases(options: argparse.Namespace, spread: float) -> list[dict[str, Any]]:
 
 
 def _run(options: argparse.Namespace, spread: float, seed: int, order: str) -> list[ScaleStep]:
-    lengths = options.median, options.sigma, options.longest
     times = {"host_latency_s": options.latency_s, "host_call_s": options.call_s, "host_event_s": options.event_s}
     simulate = {"host_spread": spread, "host_order": order, **times}
-    config = configured(options.hosts, options.rows, seed, options.steps, lengths, **simulate)
+    config = configured(options.hosts, options.rows, seed, options.steps, records.lengths_of(options), **simulate)
     gc.collect()  # what is left of the run before
     steps = play(config)
     step_s = statistics.mean(step.metrics["timing_s/step"] for step in steps)

@@ -47,8 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--spread", type=float, default=0.1, help="how much slower the slowest is, as a share (0.1)")
     made.add_argument("--steps", type=int, default=3, help="training steps (3)")
     made.add_argument("--factor", type=float, default=2.0, help="by which the two may differ (2)")
-    made.add_argument("--json", nargs="?", type=records.Path, const=records.RECORDS, metavar="FOLDER")
-    made.add_argument("--quick", action="store_true", help="two processes, short plans: try the benchmark itself")
+    records.record_options(made, "two processes, short plans")
     made.add_argument("--one-of", metavar="FOLDER", help=argparse.SUPPRESS)  # this is a process of the world
     return made
 

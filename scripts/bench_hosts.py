@@ -38,12 +38,9 @@ def parser() -> argparse.ArgumentParser:
         "--spread", type=float, default=0.1, help="how much slower the slowest worker is, as a share (0.1)"
     )
     made.add_argument("--plan-s", type=float, default=0.32, help="seconds of a plan of 16 decode steps (0.32)")
-    made.add_argument("--median", type=float, default=2000.0, help="of the lognormal lengths, tokens (2000)")
-    made.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
-    made.add_argument("--longest", type=int, default=16384, help="cap on a length, tokens (16384)")
+    records.length_options(made)
     made.add_argument("--rounds", type=int, default=3, help="of each number of hosts (3)")
-    made.add_argument("--json", nargs="?", type=records.Path, const=records.RECORDS, metavar="FOLDER")
-    made.add_argument("--quick", action="store_true", help="few hosts and rows: try the benchmark itself")
+    records.record_options(made, "few hosts and rows")
     return made
 
 
@@ -67,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _case(options: argparse.Namespace, count: int) -> dict[str, Any]:
-    lengths = options.median, options.sigma, options.longest
-    leading = LeadingHost(count, options.rows, options.samples, options.spread, lengths)
+    leading = LeadingHost(count, options.rows, options.samples, options.spread, records.lengths_of(options))
     costs: list[RoundCost] = []
     memory: list[float] = []
     for _ in range(options.rounds):

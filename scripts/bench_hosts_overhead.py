@@ -54,8 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repetitions", type=int, default=3, help="runs of each case, in turns (3)")
     made.add_argument("--folder", type=Path, help="keeps programs and runs: those of earlier times count as well")
     made.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout of this project")
-    made.add_argument("--json", nargs="?", type=records.Path, const=records.RECORDS, metavar="FOLDER")
-    made.add_argument("--quick", action="store_true", help="few steps of a tiny model: try the benchmark itself")
+    records.record_options(made, "few steps of a tiny model")
     return made
 
 

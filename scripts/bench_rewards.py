@@ -69,8 +69,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-length", type=int, default=4096, help="cap on a length, tokens (4096)")
     made.add_argument("--repetitions", type=int, default=5, help="rounds of each case, in turns (5)")
     made.add_argument("--seed", type=int, default=0, help="of lengths and seconds (0)")
-    made.add_argument("--json", nargs="?", type=Path, const=records.RECORDS, metavar="FOLDER", help="append a record")
-    made.add_argument("--quick", action="store_true", help="few and fast: try the benchmark itself")
+    records.record_options(made, "few and fast")
     return made
 
 

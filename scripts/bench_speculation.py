@@ -264,16 +264,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    try:
-        sizes = ("width", "prompts", "samples", "epochs", "rows", "prompt", "new", "decode_steps")
-        options = records.parse(parser(), arguments, QUICK, sizes)
-        record = _run(options, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_speculation: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    return 0
+    return records.run("bench_speculation", arguments, _parsed, _run)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    sizes = ("width", "prompts", "samples", "epochs", "rows", "prompt", "new", "decode_steps")
+    return records.parse(parser(), arguments, QUICK, sizes)
 
 
 def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:

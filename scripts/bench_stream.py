@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import records, step_case, stream_case
+from bench import records, step_case, stream_case, turns_case
 from bench.measure import Bench, Gauge, Summary, say, summarise, verdict
 from bench.worker import Worker, once
 
@@ -76,16 +76,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    try:
-        options = records.parse(parser(), arguments, QUICK, [name for name in QUICK if name != "repetitions"])
-        _check(options)
-        record = _run(options, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_stream: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    return 0
+    return records.run("bench_stream", arguments, _parsed, _run)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = records.parse(parser(), arguments, QUICK, [name for name in QUICK if name != "repetitions"])
+    _check(options)
+    return options
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -112,7 +109,7 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         specs = _specs(options, Path(folder))
         if options.in_turns:
-            worker = stack.enter_context(Worker("in turns", stream_case.run_in_turns, specs["plain"]))
+            worker = stack.enter_context(Worker("in turns", turns_case.run, specs["plain"]))
             info = worker.info
             asked = {"plans": options.plans, "microbatches": options.plans}
             runs = {way: lambda way=way: worker(way=way, **asked) for way in WAYS}

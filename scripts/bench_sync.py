@@ -43,15 +43,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    try:
-        options = records.parse(parser(), arguments, QUICK, ("tp", "workers"))
-        record = _run(options, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_sync: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    return 0
+    return records.run("bench_sync", arguments, _parsed, _run)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    return records.parse(parser(), arguments, QUICK, ("tp", "workers"))
 
 
 def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:

@@ -61,17 +61,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    try:
-        options = records.parse(parser(), arguments, QUICK, ("rows", "new", "decode_steps"))
-        if options.devices != 2:
-            raise ValueError(f"--devices ({options.devices}) must be 2: one for each worker")
-        record = _run(options, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_workers: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    return 0
+    return records.run("bench_workers", arguments, _parsed, _run)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = records.parse(parser(), arguments, QUICK, ("rows", "new", "decode_steps"))
+    if options.devices != 2:
+        raise ValueError(f"--devices ({options.devices}) must be 2: one for each worker")
+    return options
 
 
 def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=1, help="how many devices (1); on CPUs: virtual ones")
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs of each case, in turns (5)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and lengths (0)")
+    record_options(parser, "a tiny shape, few tokens")
+
+
+def record_options(parser: argparse.ArgumentParser, quick: str = "") -> None:
+    """Where records go, and `--quick`, which is `quick` (empty: the benchmark has none): those without a model too."""
     parser.add_argument(
         "--json",
         nargs="?",
@@ -74,7 +79,20 @@ def common_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="append a dated record to a file in FOLDER (docs/benchmarks), named after the benchmark and the device",
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny shape, few tokens: try the benchmark itself")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=f"{quick}: try the benchmark itself")
+
+
+def length_options(parser: argparse.ArgumentParser) -> None:
+    """The lognormal lengths of responses, cut off: `lengths_of` takes them."""
+    parser.add_argument("--median", type=float, default=2000.0, help="of the lognormal lengths, tokens (2000)")
+    parser.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
+    parser.add_argument("--longest", type=int, default=16384, help="cap on a length, tokens (16384)")
+
+
+def lengths_of(options: argparse.Namespace) -> tuple[float, float, int]:
+    """Median, sigma and longest."""
+    return options.median, options.sigma, options.longest
 
 
 def parse(
@@ -107,6 +125,33 @@ def parse_counts(
             if one < 1:
                 raise ValueError(f"--{name.replace('_', '-')} ({one}) must be at least 1")
     return options
+
+
+def run(
+    script: str,
+    arguments: Sequence[str] | None,
+    parsed: Callable[[Sequence[str] | None], argparse.Namespace],
+    measure: Callable[[argparse.Namespace, str], Mapping[str, Any]],
+) -> int:
+    """Runs a benchmark that fails in no other way than by being asked for nonsense.
+
+    Args:
+      script: begins the sentence that says what is wrong.
+      parsed: the options of the arguments.
+      measure: makes the record, from the options and how the benchmark was called.
+
+    Returns:
+      The exit status: 0, or 2 where one of the two has raised a ValueError.
+    """
+    try:
+        options = parsed(arguments)
+        record = measure(options, command(arguments))
+    except ValueError as error:
+        print(f"{script}: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        print(f"appended to {append_record(options.json, record).name}")
+    return 0
 
 
 def model_of(options: argparse.Namespace) -> Model:

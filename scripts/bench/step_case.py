@@ -187,20 +187,25 @@ def _nothing(*_: Any) -> None:
     """A hook that has nothing to do."""
 
 
+def data_section(folder: str, prompts: int, prompt_tokens: int, new: int, seed: int) -> dict[str, Any]:
+    """Options of `data` for a folder that `write_inputs` made, with batches of `prompts` prompts."""
+    return {
+        "train_files": [str(Path(folder) / "train.jsonl")],
+        "apply_chat_template": False,
+        "max_prompt_length": prompt_tokens + PROMPT_SLACK,
+        "max_response_length": new,
+        "train_batch_size": prompts,
+        "seed": seed,
+    }
+
+
 def _config(spec: StepSpec) -> Config:
     longest = spec.prompt_tokens + PROMPT_SLACK + spec.new
     rows = spec.prompts * spec.samples
     return from_mapping(
         {
             "model": {"path": spec.path, "random_init": spec.random_init},
-            "data": {
-                "train_files": [str(Path(spec.folder) / "train.jsonl")],
-                "apply_chat_template": False,
-                "max_prompt_length": spec.prompt_tokens + PROMPT_SLACK,
-                "max_response_length": spec.new,
-                "train_batch_size": spec.prompts,
-                "seed": spec.seed,
-            },
+            "data": data_section(spec.folder, spec.prompts, spec.prompt_tokens, spec.new, spec.seed),
             "rollout": {
                 "n": spec.samples,
                 "dtype": spec.dtype,

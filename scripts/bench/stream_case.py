@@ -1,5 +1,5 @@
 """Whole training steps with two workers on two devices, with or without gradients beside the rollout, in a process of
-its own; and, for streaming in turns, plans and microbatches on one device.
+its own.
 
 Parts are put together as `jaxrl train` does; only work outside a timed step is left out (evaluation, checkpoints, the
 run directory). Weights are random, so each token of the vocabulary is about as likely as any other, and a few of them
@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.record.metrics import UPDATE_PHASES
 
 from .records import prepare_devices
-from .step_case import PROMPT_SLACK
+from .step_case import PROMPT_SLACK, data_section
 from .worker import Ask
 
 BLOCK = 16
@@ -80,14 +79,7 @@ def config_of(spec: StreamSpec) -> Config:
     return from_mapping(
         {
             "model": {"path": spec.path, "random_init": True},
-            "data": {
-                "train_files": [str(Path(spec.folder) / "train.jsonl")],
-                "apply_chat_template": False,
-                "max_prompt_length": spec.prompt_tokens + PROMPT_SLACK,
-                "max_response_length": spec.new,
-                "train_batch_size": spec.prompts,
-                "seed": spec.seed,
-            },
+            "data": data_section(spec.folder, spec.prompts, spec.prompt_tokens, spec.new, spec.seed),
             "rollout": {
                 "n": spec.samples,
                 "dtype": "float32",
@@ -238,100 +230,3 @@ def overlap(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, f
 
 def _nothing(*_: Any) -> None:
     """A hook that has nothing to do."""
-
-
-# ---------------------------------------------------------------- in turns, on one device
-
-
-def run_in_turns(spec: StreamSpec, ask: Ask) -> None:
-    """One device draws and learns: per request, as many plans and microbatches as it names, in the way that it names.
-
-    Requests: `plans` and `microbatches`, counts; `way`: "plans", "gradients", "after" (all plans, then all
-    microbatches) or "turns" (a microbatch is handed over after each plan, while there are any).
-    """
-    devices = prepare_devices(1)
-    import jax
-    import numpy as np
-
-    from jaxrl.runtime.build import build_engine, build_executor, load_weights, read_tokenizer_and_model
-    from jaxrl.scheduling.tokens.plan import Request
-    from jaxrl.sharding.layout import Layout
-    from jaxrl.sharding.mesh import make_mesh
-    from jaxrl.train import preparation
-    from jaxrl.train.passes import Passes
-    from jaxrl.train.step import Trainer
-    from jaxrl.types import Group, Prompt, SampleKey, SamplingParams, TrainBatch
-
-    config, mesh = config_of(spec), make_mesh(devices)
-    tokenizer, model = read_tokenizer_and_model(config)
-    trainer = Trainer(config, model, load_weights(config, mesh), mesh)
-    executor = build_executor(config, model, Layout(mesh, 1))
-    executor.sync_weights(trainer.params, 0)
-    executor.allocate()
-    programs = executor.warm_up(first=[trainer.programs])
-    random = np.random.default_rng(spec.seed)
-    prompts = [
-        Prompt(0, i, tuple(random.integers(1, model.vocab_size, spec.prompt_tokens).tolist()), "", "")
-        for i in range(spec.prompts)
-    ]
-
-    def requests(tokens: int) -> list[Request]:
-        """One for each row; none ends before it has so many tokens."""
-        params = SamplingParams(max_tokens=tokens)
-        return [
-            Request(i * spec.samples + j, SampleKey(0, i, j), prompt.token_ids, params, share=i)
-            for i, prompt in enumerate(prompts)
-            for j in range(spec.samples)
-        ]
-
-    engine = build_engine(config, executor, tokenizer)
-    samples = engine.generate(requests(spec.mean))
-    for sample in samples:
-        sample.reward = float(sample.token_ids.sum() % 7)
-    groups = [Group(p, samples[i * spec.samples : (i + 1) * spec.samples]) for i, p in enumerate(prompts)]
-    batch = TrainBatch.of(groups)
-    batch.old_logprobs = preparation.old_logprobs(config, batch, 1, None)
-    batch.loss_masks = preparation.loss_masks(config, batch, 1)
-    preparation.set_advantages(config, groups, batch)
-    passes = Passes(trainer.programs)
-    trainable, frozen = trainer.programs.partition(trainer.params)
-
-    def microbatches(count: int) -> Iterator[Any]:
-        """Hands microbatches to the device, one for each step of the iterator, as often as asked."""
-        done = 0
-        while done < count:
-            for handed in passes.accumulate(trainable, frozen, batch):
-                yield handed
-                done += 1
-                if done == count:
-                    return
-
-    def once(plans: int, gradients: int, way: str) -> float:
-        """Seconds from the first plan to the last outcome; prefills come before."""
-        engine = build_engine(config, executor, tokenizer)
-        if way != "gradients":
-            for request in requests(min((plans + 2) * spec.decode_steps, spec.new)):
-                engine.add(request)
-            while not all(row.prefilled == len(row.prefix) for row in engine.batcher.running()) or (
-                engine.batcher.num_running < len(prompts) * spec.samples
-            ):
-                engine.step()
-        jax.block_until_ready(jax.live_arrays())
-        pending: list[Any] = []
-        work = microbatches(gradients if way != "plans" else 0)
-        began = time.perf_counter()
-        for _ in range(plans if way != "gradients" else 0):
-            engine.step()
-            if way == "turns" and (handed := next(work, None)) is not None:
-                pending.append(handed)
-        engine.drain()
-        pending.extend(work)
-        jax.block_until_ready(pending)
-        seconds = time.perf_counter() - began
-        engine.abort(engine.unfinished())
-        passes.discard()
-        return seconds
-
-    values: dict[str, Any] = {"programs": programs, "parameters": model.num_params()}
-    while (request := ask(values)) is not None:
-        values = {"seconds": once(request["plans"], request["microbatches"], request["way"])}

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from benches import assert_refused, run_quick
+from benches import assert_refused, run_repeated
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -35,7 +35,7 @@ MAINS = {"bench_decode": bench_decode.main, "bench_train": bench_train.main, "be
 
 def run(folder: Path, script: str, *arguments: str) -> dict[str, Any]:
     """Runs a benchmark as a user does, on one CPU device; returns its record."""
-    record, stdout = run_quick(folder, script, *arguments)
+    record, stdout = run_repeated(folder, script, *arguments)
     assert not HEAD - set(record)
     assert record["model"] == "tiny"
     assert record["ceilings"]["bandwidth_bytes_per_s"] > 0

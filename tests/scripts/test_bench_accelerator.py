@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benches import assert_refused, run_quick
+from benches import assert_refused, run_repeated
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -42,7 +42,7 @@ MAINS = {
 
 def run(folder: Path, script: str, *arguments: str) -> dict[str, Any]:
     """Runs a benchmark as a user does, on one CPU device; returns its record."""
-    record, _ = run_quick(folder, script, *arguments)
+    record, _ = run_repeated(folder, script, *arguments)
     assert record["ceilings"]["copy_bytes_per_s"] > 0
     assert record["ceilings"]["datasheet"] is None
     for case in record["results"]["cases"]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from benches import ROOT, assert_refused
+from benches import ROOT, assert_refused, run_quick
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -16,16 +14,7 @@ import bench_hosts
 
 
 def test_a_record_has_what_every_number_of_hosts_costs(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_hosts.py"), "--quick", f"--json={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.iterdir()
-    record = json.loads(file.read_text(encoding="utf-8"))
+    record, _ = run_quick(tmp_path, "bench_hosts")
     assert record["bench"] == "hosts"
     assert [case["hosts"] for case in record["results"]] == [2, 4]
     for case in record["results"]:

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from benches import ROOT, run_quick
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench_reshard  # noqa: E402
-from bench import records  # noqa: E402
+import bench_reshard
 
-from jaxrl.sharding.layout import Layout  # noqa: E402
-from jaxrl.sharding.mesh import make_mesh  # noqa: E402
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
 
 
 @pytest.mark.slow
 def test_every_transition_is_measured_and_judged(tmp_path):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_reshard.py"), "--quick", f"--json={tmp_path}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.iterdir()
-    (record,) = records.read_records(file)
+    record, _ = run_quick(tmp_path, "bench_reshard")
     results = record["results"]
     cases = {(c["case"], c["from_tp"], c["to_tp"]): c for c in results["cases"]}
     assert set(cases) == {(w, *pair) for w in ("weights", "kv") for pair in itertools.permutations((1, 2, 4), 2)}

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benches import ROOT, run_quick
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench_rewards  # noqa: E402
-from bench import records  # noqa: E402
-from bench.reward_rounds import MachineClock, Timed  # noqa: E402
+import bench_rewards
+from bench.reward_rounds import MachineClock, Timed
 
-from jaxrl.scheduling.rounds.events import Verdict  # noqa: E402
-from jaxrl.types import SampleKey  # noqa: E402
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import SampleKey
 
 
 def test_the_bound_is_what_no_schedule_can_beat():
@@ -38,16 +35,7 @@ def test_a_clock_of_the_machine_may_be_fast():
 
 @pytest.mark.slow
 def test_a_trial(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_rewards.py"), "--quick", f"--json={tmp_path}"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.iterdir()
-    (record,) = records.read_records(file)
+    record, _ = run_quick(tmp_path, "bench_rewards")
     overlap, timeouts = record["results"]["cases"]
     for name in ("beside", "after"):
         assert overlap[name]["step_s"] >= overlap[name]["rollout_s"]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benches import ROOT, run_quick
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from bench import records  # noqa: E402
-from bench.measure import Run  # noqa: E402
-from bench_rules import compare  # noqa: E402
+from bench.measure import Run
+from bench_rules import compare
 
 
 def rounds(*seconds: float, samples: float = 4.0) -> list[dict[str, float]]:
@@ -60,12 +57,7 @@ def test_rounds_that_the_simulator_did_not_predict_are_no_comparison():
 
 
 def test_the_benchmark_runs_and_records(tmp_path: Path):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "scripts" / "bench_rules.py"), "--quick", f"--json={tmp_path}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.iterdir()
-    (record,) = records.read_records(file)
+    record, _ = run_quick(tmp_path, "bench_rules")
     cases = {case["case"]: case for case in record["results"]["cases"]}
     assert list(cases) == ["plain", "tail-batching", "partial-rollout"]
     assert cases["tail-batching"]["long_rounds"] > 0, "a cycle of short rounds and a long one"

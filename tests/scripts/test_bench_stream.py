@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benches import ROOT, run_quick
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench_stream  # noqa: E402
-from bench import records, stream_case  # noqa: E402
+import bench_stream
+from bench import stream_case
 
 
 def test_seconds_beside_each_other_are_read_from_the_timeline():
@@ -35,23 +33,9 @@ def test_seconds_beside_each_other_are_read_from_the_timeline():
     assert stream_case.merged([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
 
 
-def trial(folder: Path, *arguments: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_stream.py"), "--quick", f"--json={folder}", *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = folder.iterdir()
-    (record,) = records.read_records(file)
-    return record
-
-
 @pytest.mark.slow
 def test_a_trial(tmp_path: Path):
-    record = trial(tmp_path)
+    record, _ = run_quick(tmp_path, "bench_stream")
     assert (record["bench"], record["device"]["count"]) == ("stream", 2)
     plain, stream = record["results"]["cases"]
     assert (plain["case"], stream["case"]) == ("plain", "stream")
@@ -64,7 +48,7 @@ def test_a_trial(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_trial_in_turns(tmp_path: Path):
-    record = trial(tmp_path, "--in-turns")
+    record, _ = run_quick(tmp_path, "bench_stream", "--in-turns")
     assert (record["bench"], record["device"]["count"]) == ("stream-in-turns", 1)
     assert [case["case"] for case in record["results"]["cases"]] == ["plans", "gradients", "after", "turns"]
     assert all(case["seconds"] > 0 for case in record["results"]["cases"])

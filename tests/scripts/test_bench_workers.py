@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benches import ROOT, run_quick
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench_workers  # noqa: E402
-from bench import records  # noqa: E402
+import bench_workers
 
 
 @pytest.mark.slow
 def test_a_trial(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_workers.py"), "--quick", f"--json={tmp_path}"],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.iterdir()
-    (record,) = records.read_records(file)
+    record, _ = run_quick(tmp_path, "bench_workers")
     cases = record["results"]["cases"]
     assert [(case["case"], case["decode_steps"]) for case in cases] == [
         ("alone", 2),

@@ -29,13 +29,16 @@ def without_our_folder() -> Iterator[None]:
         sys.path[:] = before
 
 
-def import_transformers() -> Any:
-    """transformers, or a skip."""
-    pytest.importorskip("torch", reason="torch is not installed: recorded cases stand in")
+def import_transformers(*, models: bool = True) -> Any:
+    """transformers, or a skip. `models`: not its tokenizers alone, which need no torch."""
+    if models:
+        pytest.importorskip("torch", reason="torch is not installed: recorded cases stand in")
     with without_our_folder():
         module = pytest.importorskip("transformers", reason="transformers is not installed: recorded cases stand in")
-        importlib.import_module("transformers.models.auto.modeling_auto")
-        for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "AutoTokenizer"):
+        if models:
+            importlib.import_module("transformers.models.auto.modeling_auto")
+        of_models = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM") if models else ()
+        for name in (*of_models, "AutoTokenizer"):
             getattr(module, name)
     module.utils.logging.set_verbosity_error()
     module.utils.logging.disable_progress_bar()
