@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.config import Config, ConfigError
+from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.judges import judge_kind
 from jaxrl.config.rollouts import SpeculationSection
@@ -26,6 +26,7 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
+from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
@@ -54,9 +55,6 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import whole_step
 from jaxrl.types import Group, Prompt, RunFailed, Sample, SamplingParams
-
-RIGHT = 1.0
-"""The reward from which on a sample counts as right."""
 
 
 def evaluate(
@@ -114,7 +112,7 @@ def evaluate(
             say(line)
         groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool, progress)
         if file is not None:
-            _write_samples(file, groups)
+            _write_samples(file, groups, config.data)
     say_failed(errors, sum(len(group.samples) for group in groups), say)
     return figures(groups)
 
@@ -210,16 +208,23 @@ def _majority_right(samples: Sequence[Sample]) -> float:
     return float((samples[answers.index(winner)].reward or 0.0) >= RIGHT)
 
 
-def _write_samples(file: IO[bytes], groups: Sequence[Group]) -> None:
+def _write_samples(file: IO[bytes], groups: Sequence[Group], data: DataSection) -> None:
+    """A line for each response, with its problem's own columns as `data.*_key` names them: `jaxrl score` reads such a
+    file with the same configuration, and finds what the scorers need."""
     for group in groups:
+        prompt = group.prompt
+        own = {data.prompt_key: prompt.question, data.answer_key: prompt.answer, data.source_key: prompt.source}
         for sample in group.samples:
             line = {
-                "prompt": group.prompt.text,
-                "answer": group.prompt.answer,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
                 "response": sample.text,
                 "reward": sample.reward,
                 "info": dict(sample.reward_info),
                 "length": len(sample),
                 "finish_reason": sample.finish_reason,
+                "source": prompt.source,
             }
+            line |= {name: value for name, value in own.items() if name and value}
+            line |= {name: value for name, value in prompt.extra.items() if name not in line}
             file.write(to_json(line, default=str).encode() + b"\n")

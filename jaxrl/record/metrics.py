@@ -28,14 +28,18 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
+from jaxrl.record import samples
+from jaxrl.record.delivery import Delivery
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.record.sinks import Sink, open_sink, sink_package
+from jaxrl.record.sinks import open_sink, sink_package
 from jaxrl.types import Group, TrainBatch
 
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
 # stream: what had begun beside the rollout
 UPDATE_PHASES = ("stream", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+RIGHT = 1.0
+"""The reward from which on a sample counts as right."""
 _RESERVED = ("step", "time")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -45,7 +49,8 @@ class MetricsWriter:
 
     Args:
       run_dir: the run's folder; made if it is missing.
-      sinks: names from `trainer.logger`, which `jaxrl.record.sinks` opens; "console" is left to the live view.
+      sinks: names from `trainer.logger`, which `jaxrl.record.sinks` opens; "console" is left to the live view. One that
+        lacks steps of the file is sent them when the writer begins, with the samples in `samples.jsonl`.
       resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
         runs again does not appear twice. -1 removes all; None keeps all.
       project, experiment, config: what sinks show.
@@ -66,7 +71,7 @@ class MetricsWriter:
     ) -> None:
         self._folder, self._resume_step = Path(run_dir), resume_step
         self._shown = (project, experiment or self._folder.name, config)
-        self._sinks: list[Sink] = []
+        self._sinks: list[Delivery] = []
         self._names = [name for name in sinks if name != "console"]
         for name in self._names:
             sink_package(name)
@@ -86,31 +91,46 @@ class MetricsWriter:
         """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Some wait for the
         network. Raises RunFailed if that does not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._sinks = [open_sink(name, self._folder, self._resume_step, *self._shown) for name in self._names]
+        last_step = self._last_step if self._resume_step is None else self._resume_step
+        for name in self._names:  # one by one: those that are open are closed if the next cannot be
+            self._sinks.append(Delivery(name, open_sink(name, self._folder, last_step, *self._shown)))
 
     def begin(self) -> None:
         """Removes the lines of later steps; from here on, steps can be written."""
         self._lines.begin()
         self._lines.make()
+        if self._sinks:
+            self._send_earlier()
 
     @property
     def last_step(self) -> int:
         """The last step in the file that counts; -1 where there is none."""
         return self._last_step
 
-    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Writes a step's numbers; steps must rise (step 0 is the evaluation before training)."""
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat], rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Writes a step's numbers; steps must rise (step 0 is the evaluation before training).
+
+        Args:
+          rows: the step's samples, as `samples.jsonl` has them, for the sinks.
+        """
         assert step > self._last_step, f"step {step} after step {self._last_step} in {self._path}"
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         self._lines.append({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
         self._last_step = step
         for sink in self._sinks:
-            sink.write(step, numbers)
+            sink.send(step, numbers, rows)
 
-    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hands a step's samples, as `samples.jsonl` has them, to the sinks."""
-        for sink in self._sinks:
-            sink.write_samples(step, rows)
+    def _send_earlier(self) -> None:
+        """Hands the sinks the steps of the file: a sink may have been named only now, or the run have been killed
+        before it had sent them."""
+        tables: dict[int, list[Mapping[str, Any]]] = {}
+        for row in read_lines(self._folder / samples.FILE_NAME):
+            tables.setdefault(row["step"], []).append(row)
+        for line in read_metrics(self._folder):
+            step = int(line["step"])
+            numbers = {name: value for name, value in line.items() if name not in _RESERVED}
+            for sink in self._sinks:
+                sink.send(step, numbers, tables.get(step, []))
 
     def close(self) -> None:
         self._lines.close()
@@ -166,11 +186,13 @@ def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
 
 
 def evaluation_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
-    """Rewards, and lengths in tokens, of held-out prompts: `val/accuracy` is the mean over prompts and samples,
-    `val/best@n` that of each prompt's best one."""
+    """Rewards, and lengths in tokens, of held-out prompts: `val/reward` is the mean over prompts and samples,
+    `val/best@n` that of each prompt's best one; `val/accuracy` is the share of samples that are right (`RIGHT`), as
+    avg@n and pass@1 of `jaxrl eval`. Older runs have no `val/reward`, and its value as `val/accuracy`."""
     rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
     measured = {
-        "val/accuracy": float(rewards.mean()),
+        "val/reward": float(rewards.mean()),
+        "val/accuracy": float((rewards >= RIGHT).mean()),
         f"val/best@{rewards.shape[1]}": float(rewards.max(axis=1).mean()),
     }
     lengths = [len(sample) for group in groups for sample in group.samples]

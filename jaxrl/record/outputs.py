@@ -16,11 +16,16 @@ _RUN_FILES = frozenset(
         "journal.jsonl",
         "layouts.jsonl",
         "metrics.jsonl",
+        "mlflow_id.txt",
         "rewards.log",
         "run.json",
         "samples.jsonl",
         "state.json",
         "timeline.json",
+        "trackio_name.txt",
+        "trackio_step.txt",
+        "wandb_id.txt",
+        "wandb_step.txt",
     )
 )
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import Config
+from jaxrl.config import Config, to_mapping
 from jaxrl.record import batches, layouts, samples
 from jaxrl.record.batches import BatchLog
 from jaxrl.record.files import JsonLines
@@ -82,12 +82,9 @@ class RunRecord:
     def on_step(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
         measured = {**measured, **self._evaluated, **self._kind()}
         self._evaluated = {}
+        rows = [] if self.samples is None else self.samples.write(step, groups)
         if self.metrics is not None:
-            self.metrics.write(step, measured)
-        if self.samples is not None:
-            rows = self.samples.write(step, groups)
-            if self.metrics is not None:
-                self.metrics.write_samples(step, rows)
+            self.metrics.write(step, measured, rows)
         if self.batches is not None:
             self.batches.write(step, groups)
         self.view.step(step, measured)
@@ -99,7 +96,9 @@ class RunRecord:
         elif self.metrics is not None:
             self.metrics.write(0, {**measured, **self._kind()})
         if not self.simulated:
-            self.view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
+            reward, accuracy = measured["val/reward"], measured["val/accuracy"]
+            which = f"reward {reward:.3f}, accuracy {accuracy:.3f}"
+            self.view.message(f"step {step}: held-out {which} on {len(groups)} prompts")
 
     def beat(self) -> None:
         """Tells the watchdog that the run has made progress."""
@@ -145,7 +144,7 @@ def open_record(
     with ExitStack() as stack:
         shown = sys.stdout if run_dir.leads else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
-        view = stack.enter_context(closing(LiveView(total_steps, shown, every=every)))
+        view = stack.enter_context(closing(LiveView(total_steps, shown, done=max(resume_step, 0), every=every)))
         timeline, metrics, sample_log, batch_log = None, None, None, None
         if not simulated:
             timeline = stack.enter_context(closing(_timeline(config, run_dir)))
@@ -156,6 +155,7 @@ def open_record(
                 resume_step=resume_step,
                 project=config.trainer.project_name,
                 experiment=config.trainer.experiment_name,
+                config=to_mapping(config),
                 begin=False,
             )
             stack.enter_context(closing(metrics))

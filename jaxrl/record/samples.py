@@ -2,23 +2,26 @@
 
 One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with overlong
 reward shaping also overlong_reward, which is part of reward; with weights and parts own_reward and parts, of which it
-is made; where scoring failed, error. The report shows them; `jaxrl simulate` can draw lengths and rewards from them,
-and `jaxrl tune` does (`jaxrl.sim.recorded`).
+is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. The report
+shows them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.record.files import JsonLines
+from jaxrl.record.files import JsonLines, to_json
 from jaxrl.types import Group, Sample
 
 FILE_NAME = "samples.jsonl"
 GROUPS_PER_STEP = 2
 SAMPLES_PER_GROUP = 2
 _OF_REWARD = ("overlong_reward", "own_reward", "parts", "error")
+MAX_VALUE, MAX_INFO = 2_000, 8_000
+"""Characters of one value of a sample's info, and of all of them."""
 
 
 class SampleLog:
@@ -59,4 +62,22 @@ def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "source": group.prompt.source,
     }
-    return line | {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}
+    line |= {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}
+    info = _short({name: value for name, value in sample.reward_info.items() if name not in _OF_REWARD})
+    return line | ({"info": info} if info else {})
+
+
+def _short(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scorer said, in values that JSON has. A value that is too long becomes the beginning of its text, and says
+    how much is missing; beyond `MAX_INFO` names are left out, and `...` says how many."""
+    found: dict[str, Any] = {}
+    room = MAX_INFO
+    for name, value in info.items():
+        text = value if isinstance(value, str) else to_json(value, default=str)
+        more = len(text) - MAX_VALUE
+        shown = f"{text[:MAX_VALUE]}... and {more} more characters" if more > 0 else text
+        room -= len(name) + len(shown)
+        if room < 0:
+            return found | {"...": f"{len(info) - len(found)} more"}
+        found[name] = shown if more > 0 or isinstance(value, str) else json.loads(text)
+    return found

@@ -1,10 +1,13 @@
 """Other places to which a run's numbers and samples go, by their names in `trainer.logger`.
 
 Purpose: `open_sink` opens one. Each has a step's metrics under the names that `metrics.jsonl` has, and the samples that
-`samples.jsonl` has as a table. A run that goes on does so in the same run there.
+`samples.jsonl` has as a table. A run that goes on does so in the same run there, and no step stands there twice: a sink
+knows which steps it has (`Sink.sent`), and `jaxrl.record.metrics` sends what it lacks of those that count.
 
-Departures: MLflow takes no `@` in a name, so `val/best@4` is `val/best_at_4` there. It and TensorBoard replace a step
-that runs again; wandb and trackio show it as a second point.
+What a sink has cannot be taken back, but for TensorBoard's: of a step that runs again after a checkpoint the first
+numbers stay.
+
+Departures: MLflow takes no `@` in a name, so `val/best@4` is `val/best_at_4` there.
 """
 
 from __future__ import annotations
@@ -12,28 +15,42 @@ from __future__ import annotations
 import html
 import importlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from jaxrl.config.text import one_line
+from jaxrl.record.files import write_whole
 from jaxrl.types import RunFailed
 
 PACKAGES = {"mlflow": "mlflow", "tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 """The package of each sink."""
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 _TABLE = "samples"
+_SENT_AGAIN = 20  # steps: more than fit into the half second between two flushes of TensorBoard's file
 _MOST_PARAMS = 100  # that MLflow takes at once
 
 
+class Unreachable(Exception):
+    """A sink takes nothing now."""
+
+
 class Sink(Protocol):
-    """Another place to which a step's metrics and samples go."""
+    """Another place to which a step's metrics and samples go.
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    Attributes:
+      sent: the steps that it had when it was opened.
+    """
 
-    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    sent: Container[int]
+
+    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        """A step's numbers, and its samples as a table; without samples none. Raises Unreachable."""
+        ...
 
     def close(self) -> None: ...
 
@@ -41,7 +58,7 @@ class Sink(Protocol):
 def open_sink(
     name: str,
     folder: Path,
-    resume_step: int | None,
+    last_step: int,
     project: str,
     experiment: str,
     config: Mapping[str, Any] | None,
@@ -50,7 +67,7 @@ def open_sink(
 
     Args:
       folder: of the run, which remembers what the run is called there.
-      resume_step: the last step that counts; None: all do.
+      last_step: the last step that counts; -1: none.
       project, experiment, config: what it shows.
 
     Raises:
@@ -60,7 +77,7 @@ def open_sink(
     package = sink_package(name)
     match name:
         case "tensorboard":
-            return _TensorBoard(package, folder / "tensorboard", resume_step)
+            return _TensorBoard(package, folder / "tensorboard", last_step)
         case "mlflow":
             return _MLflow(package, folder, project, experiment, config)
         case "trackio":
@@ -87,60 +104,93 @@ def sink_package(name: str) -> ModuleType | None:
 
 
 class _TensorBoard:
-    def __init__(self, package: Any, folder: Path, resume_step: int | None) -> None:
-        purge = None if resume_step is None else resume_step + 1
-        self._writer: Any = package.SummaryWriter(str(folder), purge_step=purge)
+    """A thread of its own writes, and a flush does not wait for it. So a kill loses what came last, and a run that goes
+    on sends a few steps again, which take the place of those that are there."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def __init__(self, package: Any, folder: Path, last_step: int) -> None:
+        first = max(last_step + 1 - _SENT_AGAIN, 0) if folder.is_dir() else 0
+        self.sent: Container[int] = range(first)
+        self._writer: Any = package.SummaryWriter(str(folder), purge_step=first, flush_secs=0.5)
+
+    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
-
-    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._writer.add_text(_TABLE, _markdown(rows), global_step=step)
+        if rows:
+            self._writer.add_text(_TABLE, _markdown(rows), global_step=step)
 
     def close(self) -> None:
         self._writer.close()
 
 
+class _Sent:
+    """The last step that went to a service which cannot be asked what it has, in a file of the run's folder."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @property
+    def steps(self) -> Container[int]:
+        if not self._file.exists():
+            return ()
+        text = self._file.read_text().strip()
+        if not text.isdecimal():
+            raise ValueError(f"{self._file}: must hold a step, found {text!r:.80}: mend it or move it away")
+        return range(int(text) + 1)
+
+    def add(self, step: int) -> None:
+        write_whole(self._file, f"{step}\n".encode())
+
+
 class _Wandb:
-    """wandb has no way back to an earlier step: a step that runs again after a crash shows as a second point."""
+    """Its own steps are ours, so that it goes on from there: the server says from which, and offline, where a run is a
+    folder for each start that `wandb sync` joins, a file of ours does."""
 
     def __init__(
         self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
     ) -> None:
         id_file = folder / "wandb_id.txt"  # a resumed run goes on in the same wandb run
         run_id = id_file.read_text().strip() if id_file.exists() else None
+        # a kill loses what is not in its file yet: by default the last 15 s
+        prompt = {"x_transaction_log_flush_interval": 0.1}
+        known = wandb.Settings.model_fields  # an experimental one, of some releases
+        settings = wandb.Settings(**{name: value for name, value in prompt.items() if name in known})
+        own = {"id": run_id, "resume": "allow", "config": dict(config or {}), "settings": settings}
         try:
-            self._run = wandb.init(
-                project=project, name=experiment, dir=str(folder), id=run_id, resume="allow", config=dict(config or {})
-            )
+            self._run = wandb.init(project=project, name=experiment, dir=str(folder), **own)
         except wandb.Error as error:
             raise _refused("wandb", error) from error
         id_file.write_text(f"{self._run.id}\n")
-        # its own step counter refuses to go back, so the step is a value and the axis of the others
         self._run.define_metric("*", step_metric="step")
         self._table = wandb.Table
+        self._sent = _Sent(folder / "wandb_step.txt")
+        self.sent: Container[int] = self._sent.steps if self._run.offline else range(self._run.starting_step)
+        self._error = wandb.Error
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "step": step})
-
-    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns, data = _columns(rows)
-        self._run.log({_TABLE: self._table(columns=columns, data=data), "step": step})
+    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        values: dict[str, Any] = {**metrics, "step": step}
+        if rows:
+            columns, data = _columns(rows)
+            values[_TABLE] = self._table(columns=columns, data=data)
+        try:
+            self._run.log(values, step=step, commit=True)  # without that a step is kept back until the next
+        except self._error as error:
+            raise Unreachable(str(error)) from error
+        self._sent.add(step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _Trackio:
-    """Its runs are told apart by their names, so that of the first start is kept."""
+    """Its runs are found again by their names, so each has one of its own, and that of the first start is kept. A kill
+    loses what it had not stored yet: what is stored on this machine is read, of a server a file of ours says it."""
 
     def __init__(
         self, trackio: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
     ) -> None:
         name_file = folder / "trackio_name.txt"
-        name = name_file.read_text().strip() if name_file.exists() else experiment
+        is_new = not name_file.exists()
+        name = f"{experiment}-{secrets.token_hex(2)}" if is_new else name_file.read_text().strip()
         try:
             self._run = trackio.init(
                 project=project, name=name, resume="allow", config=_flat(config or {}), embed=False
@@ -148,21 +198,30 @@ class _Trackio:
         except (OSError, RuntimeError, ValueError) as error:
             raise _refused("trackio", error) from error
         name_file.write_text(f"{name}\n")
-        self._trackio = trackio
+        self._table = trackio.Table
+        self._sent = _Sent(folder / "trackio_step.txt")
+        self.sent: Container[int]
+        if any(os.environ.get(variable) for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")):
+            self.sent = self._sent.steps
+        else:
+            stored = trackio.sqlite_storage.SQLiteStorage.get_logs(project, name)
+            self.sent = frozenset(line["step"] for line in stored)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._trackio.log(dict(metrics), step=step)
-
-    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns, data = _columns(rows)
-        self._trackio.log({_TABLE: self._trackio.Table(columns=columns, data=data)}, step=step)
+    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        values: dict[str, Any] = dict(metrics)
+        if rows:
+            columns, data = _columns(rows)
+            values[_TABLE] = self._table(columns=columns, data=data)
+        self._run.log(values, step=step)
+        self._sent.add(step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        self._run.finish()
 
 
 class _MLflow:
-    """The server, or the folder, is MLFLOW_TRACKING_URI's; the project is the experiment there."""
+    """The server, or the folder, is MLFLOW_TRACKING_URI's; the project is the experiment there. The metric `step` says
+    which steps it has."""
 
     def __init__(
         self, mlflow: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
@@ -177,19 +236,23 @@ class _MLflow:
                 names = sorted(params)
                 for first in range(0, len(names), _MOST_PARAMS):
                     mlflow.log_params({name: params[name] for name in names[first : first + _MOST_PARAMS]})
+            history = mlflow.MlflowClient().get_metric_history(self._id, "step") if run_id else []
         except mlflow.exceptions.MlflowException as error:
             raise _refused("mlflow", error) from error
         id_file.write_text(f"{self._id}\n")
+        self.sent: Container[int] = frozenset(each.step for each in history)
         self._mlflow = mlflow
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        named = {_mlflow_name(name): value for name, value in metrics.items()}
-        self._mlflow.log_metrics(named, step=step, run_id=self._id)
-
-    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
         columns, data = _columns(rows)
-        table = {"columns": columns, "data": data}
-        self._mlflow.log_dict(table, f"{_TABLE}/step_{step:06d}.json", run_id=self._id)
+        named = {_mlflow_name(name): value for name, value in metrics.items()} | {"step": step}
+        try:
+            if rows:  # before the numbers, which say that the step is there
+                table = {"columns": columns, "data": data}
+                self._mlflow.log_dict(table, f"{_TABLE}/step_{step:06d}.json", run_id=self._id)
+            self._mlflow.log_metrics(named, step=step, run_id=self._id, synchronous=True)
+        except self._mlflow.exceptions.MlflowException as error:
+            raise Unreachable(str(error)) from error
 
     def close(self) -> None:
         self._mlflow.end_run()

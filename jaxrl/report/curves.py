@@ -28,10 +28,10 @@ PHASES = {  # in a step: label and colour of each
 
 
 def validation_names(run: Run) -> list[str]:
-    """The scores among the evaluation metrics, accuracy first."""
+    """The scores among the evaluation metrics, the mean reward and the accuracy first."""
     names = {name for row in run.metrics for name in row if name.startswith("val")}
     scores = [name for name in names if not any(word in name for word in ("length", "timing", "num_"))]
-    return sorted(scores, key=lambda name: ("acc" not in name, name))
+    return sorted(scores, key=lambda name: (not name.endswith("/reward"), "acc" not in name, name))
 
 
 def charts(run: Run) -> list[Chart]:

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 
 from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k, say_failed
-from jaxrl.config import from_mapping
+from jaxrl.commands.score import score
+from jaxrl.config import DataSection, from_mapping
+from jaxrl.data.tasks import draw_task
+from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.stop import Stop
 from jaxrl.types import FinishReason, Group, Prompt, RunFailed, Sample, SampleKey
 
@@ -25,7 +29,7 @@ def make_group(index: int, answers: Sequence[tuple[str | None, float]], length: 
         info = {} if answer is None else {"extracted": answer}
         return Sample(SampleKey(0, index, i), ids, zeros, zeros, ids, reason, "text", reward, info)
 
-    prompt = Prompt(0, index, (1,), f"prompt {index}", "test", "7")
+    prompt = Prompt(0, index, (1,), f"prompt {index}", "test", "7", question="What?")
     return Group(prompt, [one(i, *answer) for i, answer in enumerate(answers)])
 
 
@@ -101,7 +105,7 @@ def test_failed_rewards_are_told_and_nothing_but_failed_ones_is_no_result():
 def test_every_response_can_be_written(tmp_path: Path):
     path = tmp_path / "out.jsonl"
     with open(path, "wb") as file:
-        _write_samples(file, [make_group(0, [("7", 1.0), (None, 0.0)])])
+        _write_samples(file, [make_group(0, [("7", 1.0), (None, 0.0)])], DataSection())
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["info"] for line in lines] == [{"extracted": "7"}, {}]
     assert lines[0] == {
@@ -112,7 +116,39 @@ def test_every_response_can_be_written(tmp_path: Path):
         "info": {"extracted": "7"},
         "length": 2,
         "finish_reason": "length",
+        "source": "test",
+        "question": "What?",
     }
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "countdown", "word_ladder", "mini_sudoku"])
+def test_what_is_written_is_scored_as_it_was(tmp_path: Path, task: str):
+    """The columns that a task's scorer needs come with the responses; of these tasks some name no answer."""
+    data = {"task": task, "task_size": 4, "val_size": 0}
+    config = from_mapping({"model": {"path": "x"}, "data": data})
+    scorer = build_scorer(config)
+    groups: list[Group] = []
+    for problem in draw_task(config.data, held_out=False, count=4):
+        entry = problem.extra["entry"]
+        right = str(entry["answer"] or entry["metadata"].get("solution"))
+        prompt = Prompt(0, problem.index, (1,), "rendered", task, problem.answer, problem.extra, problem.question)
+        group = Group(prompt, [])
+        for i, text in enumerate((f"So <answer>{right}</answer>", "<answer>3</answer>", "none")):
+            ids, zeros = np.full((3,), 5, np.int32), np.zeros((3,), np.float32)
+            sample = Sample(SampleKey(0, problem.index, i), ids, zeros, zeros, ids, "stop", text)
+            sample.reward, sample.reward_info = scorer(ScoreRequest.of(prompt, sample))
+            group.samples.append(sample)
+        groups.append(group)
+    path = tmp_path / "responses.jsonl"
+    with open(path, "wb") as file:
+        _write_samples(file, groups, config.data)
+    scores = score(config, str(path), str(tmp_path / "scored.jsonl"))
+    again = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    before = [sample for group in groups for sample in group.samples]
+    assert [line["reward"] for line in again] == [sample.reward for sample in before]
+    assert [line["info"] for line in again] == [sample.reward_info for sample in before]
+    assert {line["source"] for line in again} == {task}
+    assert scores.right >= 4, "the right answers are among them"
 
 
 def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(

@@ -138,4 +138,6 @@ def test_an_old_run_goes_on_as_recorded_and_reports(recorded: Path, tmp_path: Pa
         assert line.keys() >= other.keys()
         for metric in other.keys() - {"time"}:
             if not metric.startswith(clocked):
-                assert line[metric] == pytest.approx(other[metric], rel=1e-6, abs=1e-9), (line["step"], metric)
+                # the mean reward of held-out prompts was called so
+                today = "val/reward" if metric == "val/accuracy" and "val/reward" in line else metric
+                assert line[today] == pytest.approx(other[metric], rel=1e-6, abs=1e-9), (line["step"], metric)

@@ -36,7 +36,7 @@ def steps(run_dir: RunDir | FollowedRun, config: Config) -> None:
         record.begin()
         assert record.timeline is not None
         assert record.journal is not None
-        record.on_eval(0, {"val/accuracy": 0.25}, GROUPS)
+        record.on_eval(0, {"val/reward": 0.5, "val/accuracy": 0.25}, GROUPS)
         with record.timeline.phase("step"):
             record.on_step(1, {"x": 1.0}, GROUPS)
         record.layouts.write(1, 0, "plain", "measured", {"points": [[0.0, 1, 1]], "switches": []})
@@ -52,7 +52,7 @@ def test_one_leads_and_one_follows(tmp_path: Path, capsys: pytest.CaptureFixture
         steps(leading, config)
         assert leading.report(lambda folder: folder / "page") == tmp_path / "page"
     written, shown = contents(tmp_path), capsys.readouterr().out
-    assert "held-out accuracy" in shown
+    assert "held-out reward" in shown
     assert not (tmp_path / "hosts").exists()
     with closing(FollowedRun(tmp_path, 1)) as following:
         assert following.earlier == config

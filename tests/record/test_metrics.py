@@ -6,7 +6,17 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.record.metrics import MetricsWriter, hidden_scoring, length_metrics, percentiles, read_metrics, spread
+from jaxrl.commands.evaluate import figures
+from jaxrl.record.metrics import (
+    MetricsWriter,
+    evaluation_metrics,
+    hidden_scoring,
+    length_metrics,
+    percentiles,
+    read_metrics,
+    spread,
+)
+from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
 def steps(folder):
@@ -121,3 +131,18 @@ def test_scoring_beside_the_rollout():
     assert measured == {"reward/num_scored": 2.0}, "one of both is enough"
     assert hidden_scoring({"reward/busy_s": 1.0}, {"timing_s/reward": 1.5}) == {"reward/hidden_s": 0.0}
     assert hidden_scoring({}, {"timing_s/reward": 1.5}) == {}
+
+
+def test_a_partly_right_response_has_a_reward_and_is_not_right():
+    groups = []
+    for index, rewards in enumerate([(1.0, 0.5), (0.25, None), (1.5, 0.0)]):
+        ids, zeros = np.zeros(2, np.int32), np.zeros(2, np.float32)
+        samples = [
+            Sample(SampleKey(0, index, i), ids, zeros, zeros, ids, "stop", reward=reward)
+            for i, reward in enumerate(rewards)
+        ]
+        groups.append(Group(Prompt(0, index, (1,), "?", "src"), samples))
+    found, by_eval = evaluation_metrics(groups, 8), figures(groups)
+    assert found["val/reward"] == by_eval["mean_reward"] == pytest.approx(3.25 / 6)
+    assert found["val/accuracy"] == by_eval["pass@1"] == by_eval["avg@2"] == pytest.approx(2 / 6)
+    assert found["val/best@2"] == pytest.approx((1.0 + 0.25 + 1.5) / 3)

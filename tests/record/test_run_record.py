@@ -51,23 +51,23 @@ def test_an_evaluation_stands_in_the_line_of_its_step(
 ):
     with open_record(make_config(), run_dir, -1, simulated=simulated) as record:
         record.begin()
-        record.on_eval(0, {"val/accuracy": 0.25}, GROUPS)
+        record.on_eval(0, {"val/reward": 0.375, "val/accuracy": 0.25}, GROUPS)
         for step in (1, 2):
             record.on_phase(step, "gen")
             record.on_progress(3, 8, 100, 1, 4)
             if step == 1:
-                record.on_eval(1, {"val/accuracy": 0.5}, GROUPS)
+                record.on_eval(1, {"val/reward": 0.5, "val/accuracy": 0.5}, GROUPS)
             record.on_step(step, {"x": step}, GROUPS)
     kind = {"simulated": 1} if simulated else {}
     assert numbers(run_dir) == [
-        {"step": 0, "val/accuracy": 0.25} | kind,
-        {"step": 1, "x": 1, "val/accuracy": 0.5} | kind,
+        {"step": 0, "val/reward": 0.375, "val/accuracy": 0.25} | kind,
+        {"step": 1, "x": 1, "val/reward": 0.5, "val/accuracy": 0.5} | kind,
         {"step": 2, "x": 2} | kind,
     ]
     assert [json.loads(line)["step"] for line in run_dir.file("samples.jsonl").read_text().splitlines()] == [1, 2]
     said = capsys.readouterr().out
-    for told in ("step 0: held-out accuracy 0.250 on 1 prompts\n", "step 1: held-out accuracy 0.500 on 1 prompts\n"):
-        assert (told in said) == (not simulated)
+    for told in ("step 0: held-out reward 0.375, accuracy 0.250", "step 1: held-out reward 0.500, accuracy 0.500"):
+        assert (f"{told} on 1 prompts\n" in said) == (not simulated)
     assert "step 2\n" in said
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.record.samples import GROUPS_PER_STEP, SAMPLES_PER_GROUP, SampleLog
+from jaxrl.record.samples import GROUPS_PER_STEP, MAX_INFO, MAX_VALUE, SAMPLES_PER_GROUP, SampleLog
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
@@ -55,6 +55,26 @@ def test_overlong_reward_shaping_is_named(tmp_path: Path):
         log.write(1, [group])
     (line,) = read(tmp_path / "samples.jsonl")
     assert (line["reward"], line["overlong_reward"]) == (0.5, -0.5)
+    assert line["info"] == {"acc": 1.0, "overlong": True}
+
+
+def test_what_a_scorer_said_is_kept_and_bounded(tmp_path: Path):
+    (group,) = make_groups(1, 1)
+    said = {"found": "é", "cases": [True, {"n": None}], "log": "x" * 100_000, "numbers": list(range(2_000))}
+    group.samples[0].reward_info = {"error": "no", **said, "i": np.int64(3)}
+    with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
+        log.write(1, [group])
+        group.samples[0].reward_info = {f"{i:04}": "y" * 500 for i in range(1_000)}
+        log.write(2, [group])
+    line, many = read(tmp_path / "samples.jsonl")
+    assert line["error"] == "no"
+    info = line["info"]
+    assert list(info) == ["found", "cases", "log", "numbers", "i"]
+    assert (info["found"], info["cases"], info["i"]) == ("é", [True, {"n": None}], "3")
+    assert info["log"] == "x" * MAX_VALUE + f"... and {100_000 - MAX_VALUE} more characters"
+    assert info["numbers"].startswith("[0, 1, 2, 3")
+    kept = MAX_INFO // 504
+    assert many["info"] == {f"{i:04}": "y" * 500 for i in range(kept)} | {"...": f"{1_000 - kept} more"}
 
 
 def test_a_resumed_run_drops_later_steps_and_half_a_line(tmp_path: Path):

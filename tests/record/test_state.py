@@ -1,6 +1,7 @@
 """A simulated run's state comes back as it was; any change of its file is found."""
 
 import json
+import math
 import random
 
 import numpy as np
@@ -30,3 +31,25 @@ def test_every_change_is_found():
 
 def test_files_without_a_digest_still_load():
     assert load_state(json.dumps({"simulation": 1, "state": {"step": 3}}), "state.json") == {"step": 3}
+
+
+def test_state_of_another_kind_is_refused():
+    for text, match in (("{}", "schema 1"), ("[1]", "schema 1"), ("{", "not a simulation's state")):
+        with pytest.raises(ValueError, match=match):
+            load_state(text, "state.json")
+    with pytest.raises(TypeError, match="neither a JSON value nor an array"):
+        dump_state({"a": {1, 2}})
+    state = {"left": np.arange(6).reshape(3, 2), "empty": np.zeros((0, 2), np.int64), "n": 1}
+    found = load_state(dump_state(state), "state.json")
+    assert found["left"].tolist() == state["left"].tolist()
+    assert found["empty"].shape == (0, 2)
+
+
+def test_state_is_json_whatever_its_numbers_are():
+    state = {"a": [1.5, math.inf], "b": {"c": -math.inf}, "d": np.array([math.nan, 2.0]), "e": None, "f": True}
+    text = dump_state(state)
+    for line in text.splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    found = load_state(text, "state.json")
+    assert (found["a"], found["b"], found["e"], found["f"]) == ([1.5, math.inf], {"c": -math.inf}, None, True)
+    np.testing.assert_array_equal(found["d"], state["d"])

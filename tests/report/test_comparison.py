@@ -74,7 +74,7 @@ def test_two_runs(tmp_path: Path):
     assert rows["seconds per step, median"] == ["10", "5 ×0.5"]
     assert rows["all steps together"] == ["3m20s", "1m40s ×0.5"]
     assert rows["reward, last tenth of the steps"] == ["0.587", "0.782 +0.195"]
-    assert rows["held-out accuracy, first"] == ["0.45", "0.55 +0.1"]
+    assert rows["held-out reward, first"] == ["0.45", "0.55 +0.1"]
     assert rows["rewards that failed, sum"] == ["60", "60"]
     assert rows["rollout.n"] == ["8", "16"]
     assert rows["actor.optim.lr"] == ["1e-06", "1e-05"]

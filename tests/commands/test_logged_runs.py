@@ -1,0 +1,242 @@
+"""Whole runs that log to the real mlflow, trackio, wandb (offline) and tensorboardX, where these are installed: killed
+after a checkpoint and resumed; then what each package reads back is compared with the run's own files."""
+
+import html
+import importlib.util
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Runs, end, kill, wait_for_steps
+
+from jaxrl.record.metrics import read_metrics
+from jaxrl.record.sinks import PACKAGES
+
+INSTALLED = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is not None]
+SAVED, STEPS = 3, 7
+PROJECT = "sums"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(solution_str.encode()) % 7 / 6
+"""
+BY_THE_CLOCK = ("timing_s/", "perf/", "reward/", "memory/")
+
+Logged = dict[int, dict[str, float]]
+Tables = dict[int, list[dict[str, Any]]]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Everything stays in a folder, and no network is asked."""
+    return {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "MLFLOW_ENABLE_TELEMETRY": "false",
+        "DO_NOT_TRACK": "true",
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Of a run that was killed after a step behind its first checkpoint, and went on."""
+    if not INSTALLED:
+        pytest.skip("no logger's package is installed: pip install 'jaxrl[mlflow,tensorboard,trackio,wandb]'")
+    folder = tmp_path_factory.mktemp("logged")
+    runs = Runs(folder, tiny_model)
+    (folder / "reward.py").write_text(REWARD)
+    runs.config["trainer"] |= {"total_training_steps": STEPS, "save_freq": SAVED, "project_name": PROJECT}
+    runs.config["trainer"]["logger"] = ["console", *INSTALLED]
+    wanted = folder / "my run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # MLflow keeps files in the current folder
+        process = runs.start(wanted, environment=environment(folder))
+        wait_for_steps(process, wanted, SAVED + 1)
+        while not (wanted / "checkpoints" / str(SAVED)).exists():
+            assert process.poll() is None, end(process)
+            time.sleep(0.02)
+        kill(process)
+        assert [each.name for each in (wanted / "checkpoints").iterdir() if each.name.isdigit()] == [str(SAVED)]
+        end(runs.start(wanted, environment=environment(folder)))
+    return wanted
+
+
+def read_mlflow(run_dir: Path) -> tuple[Logged, Tables]:
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{run_dir.parent}/mlflow.db")
+    (experiment,) = (each for each in client.search_experiments() if each.name == PROJECT)
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == (run_dir.name, "FINISHED")
+    assert run.data.params["rollout.n"] == "4"
+    logged: Logged = defaultdict(dict)
+    for name in run.data.metrics:
+        for each in client.get_metric_history(run.info.run_id, name):
+            assert name not in logged[each.step], f"{name} stands twice at step {each.step}"
+            logged[each.step][name] = each.value
+    assert [(step, values.pop("step")) for step, values in logged.items()] == [(step, step) for step in logged]
+    tables: Tables = {}
+    for each in client.list_artifacts(run.info.run_id, "samples"):
+        local = Path(client.download_artifacts(run.info.run_id, each.path, str(run_dir.parent)))
+        table = json.loads(local.read_text())
+        tables[int(local.stem.removeprefix("step_"))] = rows_of(table)
+    return logged, tables
+
+
+TRACKIO = """
+import json, sys, trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs(sys.argv[1])
+logs = SQLiteStorage.get_logs(sys.argv[1], run.name, run_id=run.id)
+print(json.dumps([run.name, run.config, logs], default=str))
+"""
+
+
+def read_trackio(run_dir: Path) -> tuple[Logged, Tables]:
+    """In a process of its own: trackio looks for its folder when it is imported."""
+    done = subprocess.run([sys.executable, "-c", TRACKIO, PROJECT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    name, config, lines = json.loads(done.stdout.splitlines()[-1])
+    assert name.startswith(f"{run_dir.name}-")
+    assert config["rollout.n"] == 4
+    logged, tables = {}, {}
+    for line in lines:
+        step = line.pop("step")
+        del line["timestamp"]
+        assert step not in logged, f"step {step} stands twice"
+        tables[step] = line.pop("samples")["_value"]
+        logged[step] = line
+    return logged, tables
+
+
+def read_tensorboard(run_dir: Path) -> tuple[Logged, Tables]:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="tensorboard, which reads back what tensorboardX writes, is not installed",
+    )
+    events = accumulator.EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0, "tensors": 0})
+    events.Reload()
+    logged: Logged = defaultdict(dict)
+    for name in events.Tags()["scalars"]:
+        for each in events.Scalars(name):
+            assert name not in logged[each.step], f"{name} stands twice at step {each.step}"
+            logged[each.step][name] = each.value
+    texts = {each.step: each.tensor_proto.string_val[0].decode() for each in events.Tensors("samples/text_summary")}
+    return logged, {step: from_markdown(text) for step, text in texts.items()}
+
+
+def read_wandb(run_dir: Path) -> tuple[Logged, Tables]:
+    """Both starts are folders of one run, which `wandb sync` joins."""
+    from wandb.proto import wandb_internal_pb2
+
+    folders = sorted((run_dir / "wandb").glob("offline-run-*"))
+    run_id = (run_dir / "wandb_id.txt").read_text().strip()
+    assert [each.name.rpartition("-")[2] for each in folders] == [run_id] * 2
+    logged: Logged = {}
+    tables: Tables = {}
+    for folder in folders:
+        (file,) = folder.glob("*.wandb")
+        for content in wandb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(content)
+            if record.WhichOneof("record_type") != "history":
+                continue
+            values = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+            step = values.pop("step")
+            assert step not in logged, f"step {step} stands twice"
+            assert values["_step"] == step
+            table = json.loads((folder / "files" / values["samples/path"]).read_text())
+            logged[step] = {name: value for name, value in values.items() if not name.startswith(("_", "samples/"))}
+            tables[step] = rows_of(table)
+    return logged, tables
+
+
+def wandb_records(content: bytes) -> list[bytes]:
+    """Of a `.wandb` file, which is a log as LevelDB's: blocks of 32 KiB with pieces of records, and a head of its own.
+    A record that a kill cut off is left out."""
+    found, parts, place = [], b"", 7
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, place)
+        piece = content[place + 7 : place + 7 + size]
+        if kind == 0 or len(piece) < size:
+            break
+        place += 7 + size
+        parts = piece if kind in (1, 2) else parts + piece
+        if kind in (1, 4):
+            found.append(parts)
+    return found
+
+
+def rows_of(table: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def from_markdown(text: str) -> list[dict[str, Any]]:
+    def cells(line: str) -> list[str]:
+        inside = re.split(r" \| ", line.removeprefix("| ").removesuffix(" |"))
+        return [html.unescape(re.sub(r"\\(.)", r"\1", cell.replace("<br>", "\n"))) for cell in inside]
+
+    names, _, *rows = map(cells, text.split("\n"))
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+READ: dict[str, Callable[[Path], tuple[Logged, Tables]]] = {
+    "mlflow": read_mlflow,
+    "trackio": read_trackio,
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the packages' own
+@pytest.mark.parametrize("name", READ)
+def test_what_a_logger_reads_back(name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each step once, in one run of the logger, with every number and the samples, though a step ran twice."""
+    if name not in INSTALLED:
+        pytest.skip(f"{PACKAGES[name]} is not installed: pip install 'jaxrl[{name}]'")
+    for variable, value in environment(run_dir.parent).items():
+        monkeypatch.setenv(variable, value)
+    logged, tables = READ[name](run_dir)
+    lines = {int(line["step"]): line for line in read_metrics(run_dir)}
+    assert sorted(logged) == sorted(lines) == list(range(1, STEPS + 1))
+    for step, line in lines.items():
+        wanted = {spelt(name, each): value for each, value in line.items() if each not in ("step", "time")}
+        assert logged[step].keys() == wanted.keys()
+        differs = {
+            each: (value, logged[step][each])
+            for each, value in wanted.items()
+            if not is_same(value, logged[step][each], 1e-6 if name == "tensorboard" else 0.0)
+        }
+        if step > SAVED:  # it may have run twice, and the logger have the first time's seconds
+            differs = {each: pair for each, pair in differs.items() if not each.startswith(BY_THE_CLOCK)}
+        assert not differs, f"step {step}"
+    samples: Tables = defaultdict(list)
+    for line in (run_dir / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        shown = {each: "" if value is None else str(value) for each, value in row.items()}
+        samples[row["step"]].append(shown if name == "tensorboard" else row)
+    assert tables == samples
+
+
+def spelt(name: str, metric: str) -> str:
+    return metric.replace("@", "_at_") if name == "mlflow" else metric
+
+
+def is_same(value: float, logged: Any, tolerance: float) -> bool:
+    if math.isnan(value):
+        return str(logged).lower() == "nan"
+    return isinstance(logged, int | float) and abs(value - logged) <= tolerance * abs(value)
