@@ -23,6 +23,8 @@ from typing import Any
 from jaxrl.config.inputs import reading
 
 _MAX_ERROR_CHARS = 500
+MODULE_PREFIX = "jaxrl_user_"
+"""How the names of the modules begin that user's files become."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,10 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
       ValueError: the file or the function is wrong.
     """
     of_path, of_name = option
-    function = getattr(_module(of_path, file), name, None)
+    module = _module(of_path, file)
+    function = getattr(module, name, None)
     if not callable(function):
-        found = "nothing" if function is None else type(function).__name__
+        found = _functions(module, of_name) if function is None else type(function).__name__
         raise ValueError(f"{of_name}: {file.path} must define a function {name!r}, found {found}")
     for kind, is_kind in (("an async one", inspect.iscoroutinefunction), ("a generator", inspect.isgeneratorfunction)):
         if is_kind(function) or inspect.isasyncgenfunction(function):
@@ -89,7 +92,7 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
 
 def _module(option: str, file: UserFile) -> ModuleType:
     # by a name of its own: the file may be called math.py, and two runs' files may be called the same
-    module_name = f"jaxrl_user_{hashlib.sha256(f'{option} {file.path}'.encode()).hexdigest()[:12]}"
+    module_name = f"{MODULE_PREFIX}{hashlib.sha256(f'{option} {file.path}'.encode()).hexdigest()[:12]}"
     module = ModuleType(module_name)
     module.__file__ = file.path
     sys.modules[module_name] = module  # dataclasses and pickle look their module up there
@@ -103,6 +106,18 @@ def _module(option: str, file: UserFile) -> ModuleType:
             f"{option}: importing {file.path} failed{_line(error, file.path)} with {_text(error)}"
         ) from error
     return module
+
+
+def _functions(module: ModuleType, option: str) -> str:
+    """What a file defines instead of the function that was looked for, as the end of an error."""
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if len(names) == 1:
+        return f"{names[0]}: {option}={names[0]}"
+    return f"{', '.join(names[:10])} ({option} names one)" if names else "nothing"
 
 
 def _line(error: BaseException, path: str) -> str:

@@ -2,7 +2,8 @@
 
 One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the mean rewards of the batch's groups, in the
 order of the batch; `lengths` counts responses by their tokens in `BINS` equal parts of 0 to `limit`, the longest that
-there may be. So a line stays small whatever a batch holds, and no sample is left out of the picture.
+there may be. So a line stays small whatever a batch holds, and no sample is left out of the picture. Where
+rewards failed, `errors` says why: pairs of a text and how often, of the most frequent, with the newest at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from jaxrl.types import Group
 
 FILE_NAME = "batches.jsonl"
 BINS = 32
+MOST_ERRORS = 5
+_MAX_ERROR = 500  # characters
 _MOST_GROUPS = 4096  # beyond, every second, third and so on is kept
 
 
@@ -41,10 +44,23 @@ class BatchLog:
             for sample in group.samples:
                 lengths[min(len(sample) * BINS // self._limit, BINS - 1)] += 1
         rounded = [float(f"{reward:.4g}") for reward in rewards]
-        self._lines.append({"step": step, "groups": rounded, "limit": self._limit, "lengths": lengths})
+        line = {"step": step, "groups": rounded, "limit": self._limit, "lengths": lengths}
+        errors = _errors(groups)
+        self._lines.append({**line, "errors": errors} if errors else line)
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:
+    """Why rewards failed, and how often: in the order in which each text came last."""
+    counts: dict[str, int] = {}
+    for sample in (sample for group in groups for sample in group.samples):
+        if error := str(sample.reward_info.get("error", ""))[:_MAX_ERROR]:
+            counts[error] = counts.pop(error, 0) + 1
+    most = sorted(counts, key=lambda text: -counts[text])[:MOST_ERRORS]
+    newest = [*counts][-1:]
+    return [(text, count) for text, count in counts.items() if text in most or text in newest]
 
 
 def read_batches(folder: str | Path) -> list[dict[str, Any]]:
@@ -59,5 +75,7 @@ def _parse(line: bytes) -> dict[str, Any]:
         entry[name]  # a KeyError names what is missing
     if not all(isinstance(count, int) and count >= 0 for count in entry["lengths"]):
         raise ValueError("a count must be a whole number of at least 0")
+    if not all(type(text) is str and type(count) is int for text, count in entry.get("errors", ())):
+        raise ValueError("errors must be pairs of a text and a count")
     finite = [value for value in entry["groups"] if isinstance(value, int | float) and math.isfinite(value)]
     return {**entry, "groups": finite}

@@ -30,6 +30,7 @@ from jaxrl.record.metrics import UPDATE_PHASES, step_phases
 from jaxrl.record.to_go import TimeToGo
 
 _SHOWN_S = 0.05  # a phase that took less is not
+_SHOWN_AS = {"reward": "scoring"}  # a reward stands in the same line
 _SILENT_S, _SILENT_FIRST_S = 30.0, 10.0  # for which a log may say nothing, and that before the first step
 _COUNT = re.compile(r" \d+/\d+$")
 _FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
@@ -44,6 +45,7 @@ class LiveView:
     Args:
       total_steps: the run's last step; 0 where it is not known (then there is no time to go).
       stream: where to.
+      done: the steps that a resumed run has behind it.
       every: by phase, the steps between two times that it is due ("testing", "save"), for the time to go.
       clock: seconds from any origin.
 
@@ -61,6 +63,7 @@ class LiveView:
         total_steps: int,
         stream: TextIO = sys.stdout,
         *,
+        done: int = 0,
         every: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,7 +71,7 @@ class LiveView:
         self._lock = threading.RLock()
         self._phase_name, self._phase_since = "starting", clock()
         self._rollout: tuple[int, int, float, int, int] | None = None
-        self._last_step = 0
+        self._last_step = done
         self._last_metrics: Mapping[str, float] = {}
         self._to_go = TimeToGo(total_steps, every or {})
         self._last_step_at: float | None = None
@@ -265,7 +268,7 @@ def alarms_of(metrics: Mapping[str, float]) -> dict[str, int]:
 
 
 def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) -> str:
-    """`step  3/10  reward 0.42  length 118 (max 256)  12.3s: gen 8.1, update_actor 3.4  812 tokens/s  eta 1m26s`."""
+    """`step  3/10  reward 0.42  length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.4  eta 1m26s`."""
     parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
 
     def add(text: str, *names: str) -> None:
@@ -274,13 +277,13 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) ->
             parts.append(text.format(*(_value(value) for value in values)))
 
     add("reward {}", "critic/rewards/mean")
-    add("length {} (max {})", "response_length/mean", "response_length/max")
+    add("length {} (longest {})", "response_length/mean", "response_length/max")
     seconds_of = step_phases(metrics)
     phases = {name: seconds for name in _PHASES if (seconds := _finite(seconds_of.get(name))) is not None}
     hidden_s = _finite(metrics.get("reward/hidden_s")) or 0.0  # of scoring, beside what was waited for
     beside = {"reward": f" (+{_value(hidden_s)} hidden)"} if hidden_s >= _SHOWN_S and "reward" in phases else {}
     shown = ", ".join(
-        f"{name} {_value(seconds if seconds >= _SHOWN_S else 0.0)}{beside.get(name, '')}"
+        f"{_SHOWN_AS.get(name, name)} {_value(seconds if seconds >= _SHOWN_S else 0.0)}{beside.get(name, '')}"
         for name, seconds in phases.items()
         if seconds >= _SHOWN_S or name in beside
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from jaxrl.config import Config, flatten, to_mapping
+from jaxrl.record.failures import KINDS, reward_failures
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.host_timelines import merge_timelines
 from jaxrl.record.live import duration
@@ -28,6 +29,9 @@ from jaxrl.report.rewards import rewards_section
 from jaxrl.report.runs import Run, read_run
 from jaxrl.report.samples import samples_section
 from jaxrl.report.style import document
+
+ALARMING = 0.02
+"""The share of failed rewards from which on the page says so in the colour of alarms."""
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, removing: Removing = nullcontext) -> Path:
@@ -56,11 +60,26 @@ def page(run: Run) -> str:
     return document(
         name,
         _subtitle(run),
-        f"{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}{histogram_card(run.batches)}"
-        f"{heat_card(run.batches)}</section>{rows_card(run.drawn_round())}{rewards_section(run.metrics, span)}"
+        f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}"
+        f"{histogram_card(run.batches)}{heat_card(run.batches)}</section>"
+        f"{rows_card(run.drawn_round())}{rewards_section(run.metrics, span)}"
         f"{layouts_section(run.layouts)}<h2>Samples</h2>{samples_section(run.samples)}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
+
+
+def _failed(run: Run) -> str:
+    """What a reader must know before anything else: how many rewards failed, and why. Empty where none did."""
+    found = reward_failures(run.metrics, run.batches, run.samples)
+    if found is None:
+        return ""
+    kinds = ", ".join(f"{count} {KINDS[name][count > 1]}" for name, count in found.kinds.items())
+    text = f"<b>{found.failed} of {found.scored} rewards failed</b> and count as 0: {kinds}."
+    if found.most:
+        text += f" Most often: <code>{breakable(found.most)}</code>."
+    if (run.folder / "rewards.log").is_file():
+        text += " What the reward printed, with tracebacks, is in rewards.log."
+    return f"<p class='note{' alarm' if found.share >= ALARMING else ''}'>{text}</p>"
 
 
 def _simulated(run: Run) -> str:

@@ -127,7 +127,7 @@ def _parts(lines: Lines) -> list[Chart]:
         for i, name in enumerate(names)
     ]
     curves += [Curve("overlong", overlong, "c9")] if overlong else []
-    return [Chart("Parts of the reward", "mean, before weights", curves, "")]
+    return [Chart("Parts of the reward", "mean, before weights", curves, "", legend=True)]
 
 
 def _table(lines: Lines, names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ in a chat template the last message of the user is shown, and the whole is folde
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -123,7 +124,7 @@ def _prompt(sample: Shown) -> str:
 
 
 def _reward(sample: Shown) -> str:
-    """The reward, and below it what it was made of and why scoring failed."""
+    """The reward, and below it what it was made of, why scoring failed, and what else the scorer said."""
     parts = sample.get("parts")
     made_of = {"scorer": sample.get("own_reward"), **(parts if isinstance(parts, Mapping) else {})}
     made_of["overlong"] = sample.get("overlong_reward")
@@ -131,7 +132,15 @@ def _reward(sample: Shown) -> str:
     if sample.get("error"):
         lines.append(str(sample["error"])[:200])
     below = "".join(f"<p class=sub>{breakable(line)}</p>" for line in lines)
-    return escape(_number(sample.get("reward"))) + below
+    return escape(_number(sample.get("reward"))) + below + _info(sample.get("info"))
+
+
+def _info(info: Any) -> str:
+    """What else the scorer said, folded."""
+    if not isinstance(info, Mapping) or not info:
+        return ""
+    lines = [f"{name}: {said if isinstance(said, str) else json.dumps(said)}" for name, said in info.items()]
+    return f"<details><summary>info</summary>{_pre(chr(10).join(lines))}</details>"
 
 
 def _number(value: Any) -> str:

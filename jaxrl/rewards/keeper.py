@@ -37,6 +37,7 @@ from jaxrl.rewards.frames import (
     read_task,
     to_bytes,
 )
+from jaxrl.rewards.places import ToldErrors
 from jaxrl.rewards.processes import adopt_orphans, descendants, kill, kill_descendants
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed, timed_out
@@ -73,8 +74,17 @@ class _Task:
 
 
 class Keeper:
-    def __init__(self, trainer: socket.socket, warden: socket.socket, wakeup: socket.socket, settings: WorkerSettings):
-        self._trainer = Channel(trainer, _MAX_REQUEST_BYTES)
+    """`told`: shared with the other keepers."""
+
+    def __init__(
+        self,
+        trainer: socket.socket,
+        warden: socket.socket,
+        wakeup: socket.socket,
+        told: ToldErrors,
+        settings: WorkerSettings,
+    ):
+        self._trainer, self._told = Channel(trainer, _MAX_REQUEST_BYTES), told
         self._warden, self._wakeup, self._settings = warden, wakeup, settings
         self._taken = mmap.mmap(-1, TASK_ID_BYTES)
         self._output = _Output(settings.log)
@@ -355,7 +365,7 @@ class Keeper:
         keeper = os.getpid()
         pid = os.fork()
         if pid == 0:
-            become_worker(keeper, theirs, self._taken, self._output.sink, self._settings)
+            become_worker(keeper, theirs, self._taken, self._told, self._output.sink, self._settings)
         theirs.close()
         deadline = time.monotonic() + self._settings.start_timeout_s
         self._worker = _Worker(pid, Channel(ours, MAX_VERDICT_BYTES + 4096), deadline)

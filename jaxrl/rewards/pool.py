@@ -30,14 +30,19 @@ from jaxrl.rewards.process_pool import ProcessRewardPool
 from jaxrl.rewards.ray_pool import RayRewardPool
 from jaxrl.rewards.scorers import Scorer
 from jaxrl.rewards.stage import RewardStage
-from jaxrl.rewards.tasks import RewardPool
+from jaxrl.rewards.tasks import RewardPool, in_words
 from jaxrl.rewards.worker import WorkerSettings
+from jaxrl.types import SampleKey
 
 __all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardStage", "build_pool"]
 
 
 def build_pool(
-    config: Config, scorer: Scorer, clock: Callable[[], float] = time.monotonic, log: Path | None = None
+    config: Config,
+    scorer: Scorer,
+    clock: Callable[[], float] = time.monotonic,
+    log: Path | None = None,
+    where: Callable[[SampleKey], str] = in_words,
 ) -> RewardPool | RewardStage:
     """What scores a run's samples: the pool that `reward.pool` asks for, or a stage over it where domains or parts are
     configured. It begins to start its workers, and does not wait for them.
@@ -48,22 +53,29 @@ def build_pool(
     Args:
       scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
       clock: stamps its verdicts (the backend's own).
-      log: the file for what the scorer prints, of which some MiB are kept; none: it is dropped.
+      log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
+      where: how warnings name a sample whose reward failed.
 
     Raises:
       ValueError: `reward.env` or `reward.judge.api_key_env` names a variable that is not set, or ray is not installed.
     """
     reward = config.reward
     if not is_staged(reward):
-        return _worker_pool(config, scorer, clock, log)
-    pool = _worker_pool(config, scorer, clock, log) if needs_workers(reward) else None
+        return _worker_pool(config, scorer, clock, log, where)
+    pool = _worker_pool(config, scorer, clock, log, where) if needs_workers(reward) else None
     stage = RewardStage(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
     if "endpoint" in stage.places:
-        stage.join("endpoint", EndpointPool(reward.judge, seed=config.trainer.seed, clock=clock))
+        stage.join("endpoint", EndpointPool(reward.judge, seed=config.trainer.seed, clock=clock, where=where))
     return stage
 
 
-def _worker_pool(config: Config, scorer: Scorer, clock: Callable[[], float], log: Path | None) -> RewardPool:
+def _worker_pool(
+    config: Config,
+    scorer: Scorer,
+    clock: Callable[[], float],
+    log: Path | None,
+    where: Callable[[SampleKey], str],
+) -> RewardPool:
     reward = config.reward
     settings = WorkerSettings(
         pickle.dumps(scorer),
@@ -77,7 +89,7 @@ def _worker_pool(config: Config, scorer: Scorer, clock: Callable[[], float], log
     )
     pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
     lanes = Lanes.of(domains(reward))
-    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), lanes=lanes, clock=clock)
+    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), lanes=lanes, clock=clock, where=where)
 
 
 def _named(names: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.scorers import Scored, ScoreRequest
-from jaxrl.rewards.tasks import VerdictCounts, awaited, taken, verdict_of
+from jaxrl.rewards.tasks import VerdictCounts, awaited, in_words, taken, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.workers import Workers
 from jaxrl.scheduling.rounds.events import Verdict
@@ -25,6 +25,7 @@ class ProcessRewardPool:
       env: variables that the workers get besides those that they always get.
       lanes: how samples wait, by their prompts' sources.
       clock: stamps the verdicts.
+      where: how warnings name a sample.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class ProcessRewardPool:
         env: Mapping[str, str],
         lanes: Lanes,
         clock: Callable[[], float] = time.monotonic,
+        where: Callable[[SampleKey], str] = in_words,
     ):
-        self._counts = VerdictCounts()
+        self._counts = VerdictCounts(where)
         self._numbers = itertools.count()
         self._lanes = lanes
         self._pending: dict[int, tuple[SampleKey, str]] = {}  # with the source

@@ -28,7 +28,7 @@ from jaxrl.rewards.frames import MAX_VERDICT_BYTES, BadFrame, Channel, read_mess
 from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.ray_actors import RaySetup
 from jaxrl.rewards.scorers import ScoreRequest
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, verdict_of
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, in_words, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
@@ -55,6 +55,7 @@ class RayRewardPool:
       env: variables that the workers get besides those that they always get.
       lanes: how samples wait, by their prompts' sources.
       clock: stamps the verdicts.
+      where: how warnings name a sample.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class RayRewardPool:
         env: Mapping[str, str],
         lanes: Lanes,
         clock: Callable[[], float] = time.monotonic,
+        where: Callable[[SampleKey], str] = in_words,
     ):
         if importlib.util.find_spec("ray") is None:
             raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'")
         self._setup = pickle.dumps(RaySetup(settings, lanes, dict(env), num_workers, _address_in_use()))
         self._lanes, self._clock = lanes, clock
-        self._counts = VerdictCounts()
+        self._counts = VerdictCounts(where)
         self._numbers = itertools.count()
         self._pending: dict[int, _Task] = {}
         self._is_ready = False

@@ -32,6 +32,7 @@ from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
 from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.places import ToldErrors, place_of, shown_path
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
@@ -41,6 +42,7 @@ Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 OUT_OF_MEMORY = "MemoryError"
 """How the error of a sample begins whose scorer ran out of memory."""
 
+_SHOWN_KEYS = 10
 _MAX_DEPTH = 64  # of nested values: a reader of JSON takes some hundreds
 _CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -164,12 +166,24 @@ class CustomScorer:
         values = (request.source, request.response, request.answer, dict(request.extra))
         result = self._function()(**dict(zip(_CUSTOM_ARGUMENTS, values, strict=True)))
         if not isinstance(result, Mapping):
-            return result, {}
+            return self._number(result, "found"), {}
         if "score" not in result:
-            raise ValueError(
-                f"{self.file.path}: {self.name} returned a mapping without 'score': {', '.join(map(str, result))}"
-            )
-        return result["score"], {key: value for key, value in result.items() if key != "score"}
+            keys = ", ".join(f"{key!r:.40}" for key in list(result)[:_SHOWN_KEYS]) or "none"
+            more = f" and {len(result) - _SHOWN_KEYS} more" if len(result) > _SHOWN_KEYS else ""
+            raise ValueError(f"{self._who} returned a mapping without 'score'; its keys: {keys}{more}")
+        score = self._number(result["score"], "found under 'score'")
+        return score, {key: value for key, value in result.items() if key != "score"}
+
+    @property
+    def _who(self) -> str:
+        return f"{shown_path(self.file.path)}: {self.name}"
+
+    def _number(self, value: Any, found: str) -> float:
+        try:
+            return as_reward(value)
+        except ValueError:
+            rule = "must return a finite number, or a mapping with one under 'score'"
+            raise ValueError(f"{self._who} {rule}; {found}: {value!r:.200} ({type(value).__name__})") from None
 
     def _function(self) -> Callable[..., Any]:
         return user_function((f"{self.option}.path", f"{self.option}.name"), self.file, self.name, _CUSTOM_ARGUMENTS)
@@ -201,10 +215,11 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
     return AutoScorer(by_task, by_math) if data.val_files else by_task
 
 
-def score_safely(scorer: Callable[[], Scorer], request: bytes) -> Scored:
+def score_safely(scorer: Callable[[], Scorer], request: bytes, told: ToldErrors | None = None) -> Scored:
     """Scores one pickled request; returns plain values only, whatever the scorer does (unless it ends the process).
 
-    Plain values, because the result leaves this process as JSON.
+    Plain values, because the result leaves this process as JSON. The error of a scorer that raised names the line;
+    `told` gets the whole traceback.
     """
     start = time.perf_counter()
     try:
@@ -214,7 +229,10 @@ def score_safely(scorer: Callable[[], Scorer], request: bytes) -> Scored:
         text = f"{OUT_OF_MEMORY}: {error}" if str(error) else OUT_OF_MEMORY
         return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
     except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too
-        return "error", 0.0, {"error": describe(error)}, time.perf_counter() - start
+        duration_s = time.perf_counter() - start
+        if told is not None:
+            told.tell(error)
+        return "error", 0.0, {"error": _with_place(error)}, duration_s
 
 
 def describe(error: BaseException) -> str:
@@ -223,6 +241,14 @@ def describe(error: BaseException) -> str:
     except BaseException:  # the error's own class is the user's, too
         text = "(its text cannot be read)"
     return f"{type(error).__name__}: {text}"[:1000] if text else type(error).__name__
+
+
+def _with_place(error: BaseException) -> str:
+    try:
+        place = place_of(error)
+    except BaseException:  # the frames' names are the user's, too
+        place = ""
+    return f"{describe(error)} ({place})" if place else describe(error)
 
 
 def as_reward(value: Any) -> float:

@@ -17,6 +17,7 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 _log = logging.getLogger(__name__)
 
+_MANY = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}
 MAX_ATTEMPTS = 3
 """Workers that may end while they start, or before they have begun with one sample, before that is held to be the
 reason. What dies with a sample that it had begun with is `reward.max_retries`' business."""
@@ -87,10 +88,20 @@ class RewardPool(Protocol):
         ...
 
 
-class VerdictCounts:
-    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status."""
+def in_words(key: SampleKey) -> str:
+    """A sample of a run, as warnings name it."""
+    text = f"epoch {key.epoch}, prompt {key.prompt_index}, sample {key.sample_index}"
+    return f"{text}, attempt {key.attempt}" if key.attempt else text
 
-    def __init__(self) -> None:
+
+class VerdictCounts:
+    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status.
+
+    `where`: how a warning names a sample.
+    """
+
+    def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
+        self._where = where
         self._since_last = Counter[str]()
         self._seconds = 0.0
         self._restarts = self._retries = 0
@@ -103,8 +114,9 @@ class VerdictCounts:
             self._ever[verdict.status] += 1
             count = self._ever[verdict.status]
             if count & (count - 1) == 0:
-                why = verdict.info.get("error", "")
-                _log.warning("reward 0 for %s: %s, number %d: %s", verdict.key, verdict.status, count, why)
+                so_far = f" ({count} {_MANY[verdict.status]} so far)" if count > 1 else ""
+                why = verdict.info.get("error", verdict.status)
+                _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), why, so_far)
         return verdict
 
     def restarted(self, why: str) -> None:

@@ -33,6 +33,7 @@ from jaxrl.rewards.frames import (
     to_bytes,
     write_frame,
 )
+from jaxrl.rewards.places import ToldErrors
 from jaxrl.rewards.processes import close_all_but, die_with_parent
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
 
@@ -65,7 +66,7 @@ class WorkerSettings:
 
 
 def become_worker(
-    keeper: int, sock: socket.socket, taken: mmap.mmap, output: int, settings: WorkerSettings
+    keeper: int, sock: socket.socket, taken: mmap.mmap, told: ToldErrors, output: int, settings: WorkerSettings
 ) -> NoReturn:
     """What a keeper's fork does: loads the scorer, says so, and scores until it is killed or its socket closes."""
     try:
@@ -83,7 +84,7 @@ def become_worker(
             for fd in (1, 2)
         )
         _limit_memory(settings.max_memory_gib)
-        _Worker(sock, taken, settings).run()
+        _Worker(sock, taken, told, settings).run()
     except BaseException:
         with contextlib.suppress(BaseException):
             import traceback
@@ -103,10 +104,10 @@ def _limit_memory(gib: float) -> None:
 
 
 class _Worker:
-    def __init__(self, sock: socket.socket, taken: mmap.mmap, settings: WorkerSettings):
+    def __init__(self, sock: socket.socket, taken: mmap.mmap, told: ToldErrors, settings: WorkerSettings):
         sock.setblocking(True)
         self._sock = sock
-        self._taken = taken
+        self._taken, self._told = taken, told
         self._settings = settings
         self._pid = os.getpid()
         self._forking = False
@@ -133,7 +134,7 @@ class _Worker:
         os._exit(0)
 
     def _score(self, scorer: Scorer, task_id: str, request: bytes) -> None:
-        scored = score_safely(lambda: scorer, request)
+        scored = score_safely(lambda: scorer, request, self._told)
         if os.getpid() != self._pid:
             os._exit(0)  # a fork that the scorer made, which came back from it as well
         out_of_memory = scored[0] == "error" and scored[2]["error"].startswith(OUT_OF_MEMORY)

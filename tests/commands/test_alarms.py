@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 MENDED = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(solution_str.encode()) % 7 / 6
+    return {"score": sum(solution_str.encode()) % 7 / 6, "kind": "mended"}
 """
 
 
@@ -26,16 +27,26 @@ def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(tmp_
     options = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_bad_steps=2")
     with runs.start(run_dir, *options) as process:
         output = end(process, status=1)
-    why = "the last one: ConnectionError: the judge does not answer"
+    error = f"ConnectionError: the judge does not answer ({tmp_path}/reward.py, line 3, in compute_score)"
+    why = f"the last one: {error}"
+    assert "reward 0 for epoch 0, prompt " in output
     assert f"the last 16 rewards have all failed, the worth of one batch; {why}" in output, "said at once"
     assert output.splitlines()[-1] == (
         f"jaxrl: step 2: the last 32 rewards have all failed, the worth of 2 batches; {why} "
         "(trainer.max_bad_steps=2); saved after step 1"
     )
     assert "Traceback" not in output
-    assert (run_dir / "report.html").exists(), "a run that failed has its page"
+    assert "<b>16 of 16 rewards failed</b>" in (run_dir / "report.html").read_text(), "a run that failed has its page"
+    log = (run_dir / "rewards.log").read_text()
+    assert log.count("Traceback (most recent call last)") in (1, 2, 3, 4), "once, but for workers at the same moment"
+    assert f'File "{tmp_path}/reward.py", line 3, in compute_score' in log
     (tmp_path / "reward.py").write_text(MENDED)
-    assert "after step 1" in runs.finish(run_dir, *options)
+    output = runs.finish(run_dir, *options)
+    assert "after step 1" in output
+    assert re.search(rf"^rewards +16 of 48 failed, last: {re.escape(error)}$", output, re.MULTILINE)
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [sample.get("error") for sample in samples if sample["step"] == 1] == [error] * 4
+    assert all(sample["info"] == {"kind": "mended"} for sample in samples if sample["step"] > 1)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["reward/errors"]) for line in lines] == [(1, 16), (2, 0), (3, 0)]
 
@@ -50,9 +61,8 @@ def test_an_evaluation_whose_rewards_all_fail_is_no_result(
     options += ["trainer.compilation_cache_dir=", "trainer.num_devices=1"]
     assert main(["eval", *options, "--out", str(tmp_path / "out.jsonl")]) == 1
     captured = capsys.readouterr()
-    why = "the last one: ConnectionError: the judge does not answer"
+    error = f"ConnectionError: the judge does not answer ({tmp_path}/reward.py, line 3, in compute_score)"
+    why = f"the last one: {error}"
     assert captured.err.splitlines()[-1] == f"jaxrl: 1 of 1 rewards failed; {why}"
     assert "pass@" not in captured.out
-    assert json.loads((tmp_path / "out.jsonl").read_text())["info"] == {
-        "error": "ConnectionError: the judge does not answer"
-    }
+    assert json.loads((tmp_path / "out.jsonl").read_text())["info"] == {"error": error}

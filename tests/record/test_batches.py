@@ -56,6 +56,21 @@ def test_rewards_that_are_not_finite_are_left_out(tmp_path: Path):
     assert read_batches(tmp_path)[0]["groups"] == [2.0]
 
 
+def test_why_rewards_failed(tmp_path: Path):
+    """The most frequent texts, and the newest at the end."""
+    texts = [*"abc" * 3, *"de" * 2, "f", "", "a", "g" * 9_000]
+    groups = [group(i, [0.0, 1.0], [1, 1]) for i in range(len(texts))]
+    for one, text in zip(groups, texts, strict=True):
+        one.samples[0].reward_info = {"error": text} if text else {}
+    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
+    log.write(1, groups)
+    log.write(2, groups[14:15])
+    log.close()
+    first, second = read_batches(tmp_path)
+    assert first["errors"] == [["b", 3], ["c", 3], ["d", 2], ["e", 2], ["a", 4], ["g" * 500, 1]]
+    assert "errors" not in second
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [("[", "not valid JSON"), ('{"step": 1}', "'groups' is missing"), ("[1]", "damaged")],

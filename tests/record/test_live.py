@@ -39,7 +39,7 @@ def test_one_plain_line_per_step():
         view.step(3, METRICS)
         view.message("\x1b[31mevaluating\x1b[0m\r now\x07\ttab")
     assert out.getvalue().splitlines() == [
-        "step  3/10  reward 0.422  length 118 (max 256)  12.3s: gen 8.1, update_actor 3.44  812 tokens/s/device"
+        "step  3/10  reward 0.422  length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.44  812 tokens/s/device"
         "  eta under 1m26s",
         "evaluating now  tab",
     ]
@@ -66,9 +66,9 @@ def test_metrics_may_be_missing(metrics, line):
 @pytest.mark.parametrize(
     ("seconds", "hidden_s", "shown"),
     [
-        (0.0, 4.0, "gen 5, reward 0 (+4 hidden)"),
-        (2.0, 4.0, "gen 5, reward 2 (+4 hidden)"),
-        (2.0, 0.0, "gen 5, reward 2"),
+        (0.0, 4.0, "gen 5, scoring 0 (+4 hidden)"),
+        (2.0, 4.0, "gen 5, scoring 2 (+4 hidden)"),
+        (2.0, 0.0, "gen 5, scoring 2"),
         (0.0, 0.0, "gen 5"),
     ],
 )
@@ -248,3 +248,13 @@ def test_an_ascii_log_gets_question_marks():
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_resumed_run_counts_from_where_it_was():
+    out, now = io.StringIO(), [0.0]
+    view = LiveView(10, out, done=5, clock=lambda: now[0])
+    now[0] = 60.0
+    view.phase("compiling programs 1/9")
+    view.step(6, {"timing_s/step": 4.0})
+    assert out.getvalue().startswith("step 6/10: compiling programs 1/9")
+    assert "eta under 16s" in out.getvalue()

@@ -106,8 +106,26 @@ FILES = [
         {"start_timeout_s": 0.5},
     ),
     Wrong("no function", "reward.name: {path} must define a function 'compute_score', found nothing", "a = 1\n"),
-    Wrong("other name", "reward.name: {path} must define a function 'mine', found nothing", reward={"name": "mine"}),
-    Wrong("no name", "reward.name: {path} must define a function '', found nothing", reward={"name": ""}),
+    Wrong(
+        "other name",
+        "reward.name: {path} must define a function 'mine', found compute_score: reward.name=compute_score",
+        reward={"name": "mine"},
+    ),
+    Wrong(
+        "one function",
+        "reward.name: {path} must define a function 'compute_score', found my_reward: reward.name=my_reward",
+        "from math import gcd\ndef _part(): ...\ndef my_reward(): ...\n",
+    ),
+    Wrong(
+        "two functions",
+        "reward.name: {path} must define a function 'compute_score', found a, b (reward.name names one)",
+        "def a(): ...\ndef b(): ...\n",
+    ),
+    Wrong(
+        "no name",
+        "reward.name: {path} must define a function '', found compute_score: reward.name=compute_score",
+        reward={"name": ""},
+    ),
     Wrong("number", "reward.name: {path} must define a function 'compute_score', found int", "compute_score = 3\n"),
     Wrong(
         "arguments",
@@ -151,7 +169,7 @@ OPTIONS = [
     Wrong("negative limit", "reward.timeout_s must be at least 0, found -1.0", reward={"timeout_s": -1}),
     Wrong("no time to start", "reward.start_timeout_s must be above 0, found 0.0", reward={"start_timeout_s": 0}),
     Wrong("negative memory", "reward.max_memory_gib must be at least 0, found -2.0", reward={"max_memory_gib": -2}),
-    Wrong("env is text", "reward.env must be a list, found 'HF_TOKEN'", reward={"env": "HF_TOKEN"}),
+    Wrong("env is a number", "reward.env must be a list, found 3", reward={"env": 3}),
     Wrong("fresh", "reward.fresh_process must be bool, found 'always' (str)", reward={"fresh_process": "always"}),
     Wrong(
         "no reference",
@@ -240,23 +258,31 @@ class Bad:
     info: dict[str, Any] | None = None
 
 
-NOT_FINITE = "ValueError: a scorer must return a finite number, found "
+LINE = next(i for i, line in enumerate(SCORER.splitlines(), 1) if line.strip().startswith("exec("))
+AT = f" ({{path}}, line {LINE}, in compute_score)"
+MUST = "ValueError: {path}: compute_score must return a finite number, or a mapping with one under 'score'; found"
 TIMEOUT = "no score within reward.timeout_s (2 s)"
 ENDED = "the scorer's process ended with exit code "
 BAD = [
-    Bad("raises", "raise KeyError('x')", "KeyError: 'x'"),
-    Bad("no text", "raise Unreadable", "Unreadable: (its text cannot be read)"),
-    Bad("interrupts", "raise KeyboardInterrupt", "KeyboardInterrupt"),
-    Bad("exits", "sys.exit(1)", "SystemExit: 1"),
-    Bad("NaN", "result['value'] = float('nan')", NOT_FINITE + "nan"),
-    Bad("infinite", "result['value'] = float('-inf')", NOT_FINITE + "-inf"),
-    Bad("beyond floats", "result['value'] = 10**400", NOT_FINITE + f"{10**400!r:.200}"),
-    Bad("text", "result['value'] = '1'", NOT_FINITE + "'1'"),
-    Bad("nothing", "result['value'] = None", NOT_FINITE + "None"),
+    Bad("raises", "raise KeyError('x')", "KeyError: 'x'" + AT),
+    Bad("no text", "raise Unreadable", "Unreadable: (its text cannot be read)" + AT),
+    Bad("interrupts", "raise KeyboardInterrupt", "KeyboardInterrupt" + AT),
+    Bad("exits", "sys.exit(1)", "SystemExit: 1" + AT),
+    Bad("NaN", "result['value'] = float('nan')", MUST + ": nan (float)"),
+    Bad("infinite", "result['value'] = float('-inf')", MUST + ": -inf (float)"),
+    Bad("beyond floats", "result['value'] = 10**400", MUST + f": {10**400!r:.200} (int)"),
+    Bad("text", "result['value'] = '1'", MUST + ": '1' (str)"),
+    Bad("nothing", "result['value'] = None", MUST + ": None (NoneType)"),
+    Bad("text as score", "result['score'] = '1.0'", MUST + " under 'score': '1.0' (str)"),
     Bad(
         "no score",
-        "result['value'] = {'reward': 1}",
-        "ValueError: {path}: compute_score returned a mapping without 'score': reward",
+        "result['value'] = {'reward': 1, 'acc': 2}",
+        "ValueError: {path}: compute_score returned a mapping without 'score'; its keys: 'reward', 'acc'",
+    ),
+    Bad(
+        "empty mapping",
+        "result['value'] = {}",
+        "ValueError: {path}: compute_score returned a mapping without 'score'; its keys: none",
     ),
     Bad(
         "large info",

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from jaxrl.record.batches import BatchLog
 from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
 from jaxrl.record.timeline import Timeline
 from jaxrl.report.charts import number, step_labels, thin, ticks_of
+from jaxrl.report.curves import validation_names
 from jaxrl.report.page import write_report
+from jaxrl.report.runs import read_run
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 STEPS = 120
@@ -48,38 +51,60 @@ def fake_run(folder: Path, steps: int = STEPS) -> Path:
             progress = 1 - math.exp(-step / 40)
             rewards = (rng.random(128) < 0.08 + 0.7 * progress).astype(float) * rng.choice([1.0, 0.9], 128)
             lengths = np.minimum(rng.lognormal(4.1 + 0.7 * progress, 0.8, 128), 512).astype(int)
-            gen, update = 0.02 * lengths.max() + 2, 4 + rng.random()
-            timing = {"gen": gen, "reward": 0.6, "old_log_prob": 1.3, "ref": 1.2, "adv": 0.01, "update_actor": update}
-            timing |= {"sync": 0.4} | ({"save": 2.5} if step % 10 == 0 else {})
-            metrics = spread("critic/rewards", rewards) | length_metrics(lengths, 512)
-            metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-            metrics |= {
-                "timing_s/step": sum(timing.values()) + 0.7,
-                "rollout/bubble_ratio": 0.35 + 0.2 * float(rng.random()) * progress,
-                "actor/entropy": 1.1 - 0.6 * progress + 0.03 * float(rng.normal()),
-                "actor/ppo_kl": 2e-4 * float(rng.normal()),
-                "actor/kl_loss": 4e-3 * progress,
-                "actor/grad_norm": math.nan if step == 50 else 0.4 + 0.1 * float(rng.random()),
-                "actor/pg_clipfrac": 0.01 * progress,
-                "actor/lr": 1e-5,
-                "actor/skipped_updates": float(step == 50),
-                "critic/mixed_reward_groups": 0.8 - 0.5 * progress,
-                "rollout_corr/k3_kl": 1e-3 * (1 + 0.1 * float(rng.random())),
-                "rollout_corr/log_ppl_abs_diff": 2e-3,
-                "rollout_corr/logprob_abs_diff_max": 0.3,
-                "training/off_policy/mean_staleness": 0.5,
-                "training/off_policy/max_staleness": 1.0,
-                "training/off_policy/share": 0.5,
-                "perf/throughput": 900 + 60 * float(rng.normal()),
-                "perf/total_num_tokens": float(lengths.sum()),
-            }
-            if step % 20 == 0:
-                metrics["val-core/basic_arithmetic/acc/mean@1"] = 0.1 + 0.68 * progress
-            writer.write(step, metrics)
+            writer.write(step, fake_metrics(step, progress, rewards, lengths, rng))
             batches.write(step, groups_of(rewards, lengths))
     batches.close()
-    with open(folder / "samples.jsonl", "w") as file:
-        for step in (1, 60, steps):
+    write_samples(folder / "samples.jsonl", (1, 60, steps))
+    info = {
+        "config": to_mapping(config),
+        "versions": {"jaxrl": "0.1.0", "jax": "0.10.2", "python": "3.11.9"},
+        "commit": "0123456789abcdef",
+        "devices": {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "count": 8},
+        "started": "2026-11-21 11:42:07",
+        "command": ["jaxrl", "train", "configs/arithmetic.yaml", "trainer.seed=1"],
+    }
+    (folder / "run.json").write_text(json.dumps(info))
+    return folder
+
+
+def fake_metrics(
+    step: int, progress: float, rewards: np.ndarray, lengths: np.ndarray, rng: np.random.Generator
+) -> dict[str, float]:
+    """What a step with these rewards and lengths reports; `progress` goes from 0 to 1 as the run learns."""
+    gen, update = 0.02 * lengths.max() + 2, 4 + rng.random()
+    timing = {"gen": gen, "reward": 0.6, "old_log_prob": 1.3, "ref": 1.2, "adv": 0.01, "update_actor": update}
+    timing |= {"sync": 0.4} | ({"save": 2.5} if step % 10 == 0 else {})
+    metrics = spread("critic/rewards", rewards) | length_metrics(lengths, 512)
+    metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    metrics |= {
+        "timing_s/step": sum(timing.values()) + 0.7,
+        "rollout/bubble_ratio": 0.35 + 0.2 * float(rng.random()) * progress,
+        "actor/entropy": 1.1 - 0.6 * progress + 0.03 * float(rng.normal()),
+        "actor/ppo_kl": 2e-4 * float(rng.normal()),
+        "actor/kl_loss": 4e-3 * progress,
+        "actor/grad_norm": math.nan if step == 50 else 0.4 + 0.1 * float(rng.random()),
+        "actor/pg_clipfrac": 0.01 * progress,
+        "actor/lr": 1e-5,
+        "actor/skipped_updates": float(step == 50),
+        "critic/mixed_reward_groups": 0.8 - 0.5 * progress,
+        "rollout_corr/k3_kl": 1e-3 * (1 + 0.1 * float(rng.random())),
+        "rollout_corr/log_ppl_abs_diff": 2e-3,
+        "rollout_corr/logprob_abs_diff_max": 0.3,
+        "training/off_policy/mean_staleness": 0.5,
+        "training/off_policy/max_staleness": 1.0,
+        "training/off_policy/share": 0.5,
+        "perf/throughput": 900 + 60 * float(rng.normal()),
+        "perf/total_num_tokens": float(lengths.sum()),
+    }
+    if step % 20 == 0:
+        metrics["val-core/basic_arithmetic/acc/mean@1"] = 0.1 + 0.68 * progress
+    return metrics
+
+
+def write_samples(path: Path, steps: Sequence[int]) -> None:
+    """Two samples of each step: a long one without a reward, and a right one."""
+    with open(path, "w") as file:
+        for step in steps:
             for index, reward in enumerate((0.0, 1.0)):
                 think = "First add the tens, then the ones: 40 + 30 = 70 and 7 + 8 = 15, so 85. " * (6 if index else 30)
                 sample = {
@@ -93,16 +118,6 @@ def fake_run(folder: Path, steps: int = STEPS) -> Path:
                     "source": "basic_arithmetic",
                 }
                 file.write(json.dumps(sample) + "\n")
-    info = {
-        "config": to_mapping(config),
-        "versions": {"jaxrl": "0.1.0", "jax": "0.10.2", "python": "3.11.9"},
-        "commit": "0123456789abcdef",
-        "devices": {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "count": 8},
-        "started": "2026-11-21 11:42:07",
-        "command": ["jaxrl", "train", "configs/arithmetic.yaml", "trainer.seed=1"],
-    }
-    (folder / "run.json").write_text(json.dumps(info))
-    return folder
 
 
 class _Checker(HTMLParser):
@@ -444,3 +459,35 @@ def test_long_runs_are_averaged():
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
+
+
+def failing(folder: Path, failed: int, scored: int = 100) -> str:
+    """The page of a run of one step in which this many rewards failed."""
+    folder.mkdir()
+    counts = {"num_scored": scored, "errors": failed, "timeouts": 0, "crashes": 0}
+    line = {"step": 1, **{f"reward/{name}": float(count) for name, count in counts.items()}}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    errors = [["ZeroDivisionError: <no> (bad/raises.py, line 2, in compute_score)", failed]] if failed else []
+    batch = {"step": 1, "groups": [0.0], "limit": 8, "lengths": [1] * 32, "errors": errors}
+    (folder / "batches.jsonl").write_text(json.dumps(batch) + "\n")
+    text = check(write_report(folder))
+    return text.partition("<main>")[2].replace("<wbr>", "")
+
+
+def test_a_run_whose_rewards_failed_says_so_at_its_head(tmp_path: Path):
+    assert "rewards failed</b>" not in failing(tmp_path / "none", 0)
+    all_of_them, few = failing(tmp_path / "all", 100), failing(tmp_path / "few", 1)
+    assert (
+        "</header><p class='note alarm'><b>100 of 100 rewards failed</b> and count as 0: 100 errors. Most often: "
+        "<code>ZeroDivisionError: &lt;no&gt; (bad/raises.py, line 2, in compute_score)</code>.</p>"
+    ) in all_of_them
+    assert "<p class='note'><b>1 of 100 rewards failed</b> and count as 0: 1 error. Most" in few
+
+
+def test_older_runs_have_their_mean_reward_under_another_name(tmp_path: Path):
+    lines = [{"step": 1, "val/accuracy": 0.25}, {"step": 2, "val/accuracy": 0.5, "val/reward": 0.75}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert run.series("val/reward") == [(1, 0.25), (2, 0.75)]
+    assert run.series("val/accuracy") == [(2, 0.5)]
+    assert validation_names(run)[:2] == ["val/reward", "val/accuracy"]

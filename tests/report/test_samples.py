@@ -54,6 +54,12 @@ def test_a_long_run_shows_some_samples_of_all_its_steps():
     assert max(b - a for a, b in itertools.pairwise(sorted(found))) <= 8
 
 
+def test_what_a_scorer_said_is_folded():
+    text = samples_section([sample(1, 0.5, info={"found": "<b>", "cases": [1, None]})])
+    assert "<details><summary>info</summary><pre tabindex=0>found: &lt;b&gt;\ncases: [1, null]</pre></details>" in text
+    assert "<summary>info" not in samples_section([sample(1, 0.5), sample(2, 1.0, info="odd")])
+
+
 CHATML = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 

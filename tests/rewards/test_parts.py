@@ -81,7 +81,10 @@ def test_a_part_that_fails_fails_its_sample(tmp_path: Path):
     file.write_text(SCORER)
     scorer = built(parts={"loud": {"kind": "custom", "path": str(file), "name": "shout"}})
     request = pickle.dumps(ScoreRequest("a", "bad", "4"))
-    assert score_safely(lambda: scorer, request)[:3] == ("error", 0.0, {"error": "ValueError: no"})
+    assert score_safely(lambda: scorer, request)[:3] == (
+        *("error", 0.0),
+        {"error": f"ValueError: no ({file}, line 7, in shout)"},
+    )
 
 
 def test_only_the_parts_of_what_is_scored_elsewhere():

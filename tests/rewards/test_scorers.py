@@ -31,6 +31,11 @@ def task_request(response: str, answer: str = "7") -> ScoreRequest:
     return ScoreRequest("chain_sum", response, answer, {"entry": {**ENTRY, "answer": answer}})
 
 
+AT = " ({path}, line 2, in compute_score)"
+MUST = "ValueError: {path}: compute_score must return a finite number, or a mapping with one under 'score'; found: "
+NO_JSON = "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+
+
 def custom(folder: Path, source: str, name: str = "compute_score") -> Scorer:
     path = folder / "reward.py"
     path.write_text(source)
@@ -122,7 +127,7 @@ def test_custom_gets_verls_arguments(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def other(): ...", r"must define a function 'compute_score', found nothing"),
+        ("def other(): ...", r"must define a function 'compute_score', found other: reward\.name=other"),
         ("compute_score = 3", r"must define a function 'compute_score', found int"),
         ("def compute_score(text, answer): ...", r"must take \(data_source, solution_str, .*found \(text, answer\)"),
         (
@@ -173,19 +178,21 @@ def test_other_refusals(tmp_path: Path):
             2.0,
             {"a": [1, 2, {"3": "<class 'object'>"}]},
         ),
-        ("return float('nan')", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found nan"}),
-        ("return float('inf')", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found inf"}),
-        ("return '1'", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found '1'"}),
-        ("return None", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found None"}),
-        ("raise KeyError('x')", "error", 0.0, {"error": "KeyError: 'x'"}),
-        ("raise SystemExit(3)", "error", 0.0, {"error": "SystemExit: 3"}),
+        ("return float('nan')", "error", 0.0, {"error": MUST + "nan (float)"}),
+        ("return float('inf')", "error", 0.0, {"error": MUST + "inf (float)"}),
+        ("return '1'", "error", 0.0, {"error": MUST + "'1' (str)"}),
+        ("return None", "error", 0.0, {"error": MUST + "None (NoneType)"}),
+        ("raise KeyError('x')", "error", 0.0, {"error": "KeyError: 'x'" + AT}),
+        ("raise SystemExit(3)", "error", 0.0, {"error": "SystemExit: 3" + AT}),
+        ("import json; json.loads('{')", "error", 0.0, {"error": NO_JSON + AT}),  # the innermost line that is theirs
     ],
 )
 def test_score_safely(tmp_path: Path, body: str, status: str, reward: float, info: dict[str, Any]):
     # a file of its own each: a loaded file is kept
     scorer = custom(tmp_path, f"def compute_score(**kwargs):\n    {body}\n")
     got = score_safely(lambda: scorer, pickle.dumps(ScoreRequest("s", "r", "a")))
-    assert got[:3] == (status, reward, info)
+    wanted = {n: v.format(path=tmp_path / "reward.py") if isinstance(v, str) else v for n, v in info.items()}
+    assert got[:3] == (status, reward, wanted)
     assert got[3] >= 0
 
 

@@ -102,6 +102,22 @@ def test_environment_and_standard_streams(tmp_path: Path, monkeypatch: pytest.Mo
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("fresh_process", [False, True])
+def test_a_traceback_is_written_once_for_each_error(tmp_path: Path, fresh_process: bool):
+    """Two workers, and forks of them: whichever comes first tells of it."""
+    pool = make(tmp_path, log=tmp_path / "rewards.log", num_workers=2, fresh_process=fresh_process)
+    codes = ["1 / 0", "1 / 0", "time.sleep(0.3); 1 / 0", "{}['a']"]
+    score(pool, "1 / 0")  # alone: two at the same moment may both be told
+    score(pool, *codes * 3)
+    pool.close()
+    text = (tmp_path / "rewards.log").read_text()
+    assert text.count("Traceback (most recent call last)") == 2
+    assert text.count("ZeroDivisionError: division by zero") == text.count("KeyError: 'a'") == 1
+    assert f'File "{tmp_path / "reward.py"}", line 9, in compute_score' in text
+    assert "exec(solution_str" in text
+    assert "score_safely" not in text, "it begins in the user's file"
+
+
 def test_samples_share_an_interpreter_unless_they_are_not_to(tmp_path: Path):
     change = "import math; math.pi = 3"
     pool = make(tmp_path, num_workers=1)

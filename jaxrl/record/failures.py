@@ -1,0 +1,80 @@
+"""What failed of a run's rewards, over all its steps: for the summary at its end and the head of its page.
+
+Counts come from the steps' metrics, so samples that no batch took are among them; the texts come from the batches
+(`jaxrl.record.batches`), and of runs that have none there from the recorded samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from jaxrl.record.batches import read_batches
+from jaxrl.record.metrics import read_metrics
+
+KINDS = {"errors": ("error", "errors"), "timeouts": ("time-out", "time-outs"), "crashes": ("crash", "crashes")}
+"""Of one, and of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailures:
+    """Attributes:
+    scored: verdicts in all.
+    kinds: how many failed, by kind (`KINDS`), without those that are 0.
+    texts: why, with how often where that is known; empty where nothing was recorded.
+    last: the newest of them.
+    """
+
+    scored: int
+    kinds: Mapping[str, int]
+    texts: Mapping[str, int]
+    last: str
+
+    @property
+    def failed(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def share(self) -> float:
+        return self.failed / max(self.scored, self.failed, 1)
+
+    @property
+    def most(self) -> str:
+        """The most frequent text."""
+        return max(self.texts, key=lambda text: self.texts[text], default="")
+
+    def summary(self) -> str:
+        """`8 of 8 failed, last: ZeroDivisionError: division by zero (reward.py, line 2, in compute_score)`."""
+        return f"{self.failed} of {self.scored} failed" + (f", last: {self.last}" if self.last else "")
+
+
+def reward_failures(
+    metrics: Sequence[Mapping[str, float]],
+    batches: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]] = (),
+) -> RewardFailures | None:
+    """What failed in these lines of a run's files; None if nothing did."""
+    counts = {name: _total(metrics, f"reward/{name}") for name in ("num_scored", *KINDS)}
+    kinds = {name: counts[name] for name in KINDS if counts[name] > 0}
+    if not kinds:
+        return None
+    told = [(str(text), int(count)) for line in batches for text, count in line.get("errors", ())]
+    told = told or [(str(sample["error"]), 1) for sample in samples if sample.get("error")]
+    texts = Counter[str]()
+    for text, count in told:
+        texts[text] += count
+    return RewardFailures(counts["num_scored"], kinds, texts, told[-1][0] if told else "")
+
+
+def _total(metrics: Sequence[Mapping[str, float]], name: str) -> int:
+    values = (line.get(name, 0.0) for line in metrics)
+    return int(sum(value for value in values if isfinite(value)))
+
+
+def failures_of(run_dir: str | Path) -> RewardFailures | None:
+    """`reward_failures` of the files in a run's folder."""
+    return reward_failures(read_metrics(run_dir), read_batches(run_dir))
