@@ -191,7 +191,11 @@ def _add_score(command: _Command) -> None:
         "--kind", type=one_of(*kinds), metavar=f"{{{','.join(kinds)}}}", help="reward.kind, in place of --config"
     )
     score.add_argument(
-        "--responses", type=filled, required=True, metavar="FILE", help="JSONL: a problem's columns, and response"
+        "--responses",
+        type=filled,
+        required=True,
+        metavar="FILE",
+        help="JSONL or Parquet: a problem's columns, and response",
     )
     score.add_argument(
         "--out", type=written, required=True, metavar="FILE", help="a JSON line with the reward for each response"

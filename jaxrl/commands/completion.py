@@ -2,7 +2,8 @@
 
 Purpose: `script(shell)` is what a shell reads once; from then on it calls `jaxrl` at each Tab, and `answer_shell`
 writes what may follow. Options of the configuration are offered section by section (`rollout.`, then `rollout.layout.`)
-and end in `=`; behind it come the names, the switches' true and false, and files where the option is a path.
+and end in `=`; behind it come the names, the switches' true and false, and files where the option is a path. After
+`--config` come configuration files, also those that come with jaxrl.
 
 Source: the package argcomplete, which knows the shells and walks our own parser, so that a new command or option is
 completed without a line here. Never imports jax: a Tab takes as long as `jaxrl --help`.
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import argcomplete
 from argcomplete.completers import BaseCompleter, ChoicesCompleter, FilesCompleter, SuppressCompleter
 from argcomplete.shell_integration import shellcode
 
+from jaxrl.config.files import OWN
 from jaxrl.config.reference import OptionDoc, options, sections
 
 
@@ -32,6 +35,8 @@ def answer_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argpars
         for action in command._actions:
             if action.metavar == "section.option=value":
                 action.completer = Overrides()  # pyright: ignore[reportAttributeAccessIssue]
+            elif "--config" in action.option_strings:
+                action.completer = ConfigFiles()  # pyright: ignore[reportAttributeAccessIssue]
             elif action.metavar in ("SECTION", "PROMPT"):
                 action.completer = Sections() if action.metavar == "SECTION" else NOTHING  # pyright: ignore[reportAttributeAccessIssue]
             elif names := names_of(action):
@@ -58,6 +63,17 @@ class Overrides(BaseCompleter):
         if not equals:
             return _described(next_names([f"{name}=" for name in every], prefix))
         return dict.fromkeys((f"{path}={each}" for each in values_of(every[path], value)), "") if path in every else {}
+
+
+class ConfigFiles(BaseCompleter):
+    """Completes a configuration file; where no folder `configs` is here, those that come with jaxrl as well."""
+
+    def __call__(self, *, prefix: str, **_: Any) -> list[str]:
+        found = list(FilesCompleter(("yaml", "yml", "gin"))(prefix))
+        if not Path(OWN.name).exists():
+            names = (file.relative_to(OWN.parent).as_posix() for file in OWN.rglob("*.yaml"))
+            found += sorted(name for name in names if name.startswith(prefix))
+        return found
 
 
 class Sections(BaseCompleter):

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Protocol
 
 from jaxrl.commands.arguments import (
@@ -87,6 +88,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     prompts = options.prompts or _prompts_from_input()
+    from jaxrl.record.stages import Stages
     from jaxrl.text import TextEngine
     from jaxrl.types import SamplingParams
 
@@ -98,21 +100,23 @@ def _generate(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         stop_strings=tuple(options.stop),
     )
-    engine = TextEngine.from_path(
-        options.model,
-        max_tokens=options.max_tokens,
-        prompts=prompts,
-        chat=not options.raw,
-        chat_template_kwargs=options.chat_template_kwargs,
-        dtype=options.dtype,
-        tp=options.tp,
-        seed=options.seed,
-        truncate=options.top_k > 0 or options.top_p < 1 or options.min_p > 0,
-        num_slots=min(32, options.n * max(len(prompts), 1)),
-    )
-    for prompt, samples in zip(
-        prompts, engine.generate(prompts, params, n=options.n, chat=not options.raw), strict=True
-    ):
+    with closing(Stages(_tell)) as stages:
+        stages.begin("reading the model")
+        engine = TextEngine.from_path(
+            options.model,
+            max_tokens=options.max_tokens,
+            prompts=prompts,
+            chat=not options.raw,
+            chat_template_kwargs=options.chat_template_kwargs,
+            dtype=options.dtype,
+            tp=options.tp,
+            seed=options.seed,
+            truncate=options.top_k > 0 or options.top_p < 1 or options.min_p > 0,
+            num_slots=min(32, options.n * max(len(prompts), 1)),
+        )
+        stages.begin("compiling programs, then drawing the responses")
+        drawn = engine.generate(prompts, params, n=options.n, chat=not options.raw)
+    for prompt, samples in zip(prompts, drawn, strict=True):
         for sample in samples:
             if options.json:
                 line = {"prompt": prompt, "response": sample.text, "finish_reason": sample.finish_reason}
@@ -120,6 +124,10 @@ def _generate(options: argparse.Namespace) -> int:
             else:
                 print(sample.text)
     return 0
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # responses alone are on stdout
 
 
 def _prompts_from_input() -> list[str]:

@@ -56,6 +56,8 @@ def export(
         params: Any = restore_params(place, shapes)
     else:
         path = resolve_path(source, weights=True)
+        if not os.path.lexists(path.removeprefix(RANDOM)):
+            raise ValueError(f"{source}: neither a run nor a model: there is no such file or folder")
         model, params = load_model(path, mesh)
     tokenizer = _tokenizer(path, said.append)
     for line in said:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -44,19 +45,22 @@ def options_json(name: str = "") -> str:
 
 
 def find(name: str) -> list[OptionDoc]:
-    """The option of that name, or those of the section, or those whose names begin so, or those with that last name.
+    """The option of that name, or those of the section, or those whose names begin so, or those with that last name, or
+    those whose names hold the word, or those with a word in their texts that begins so.
 
     Raises:
       ValueError: there is none.
     """
     every, name = options(), name.rstrip(".=")
     for fits in (
-        lambda path: path == name,
-        lambda path: path.startswith(f"{name}."),
-        lambda path: path.startswith(name),
-        lambda path: path.rpartition(".")[2] == name,
+        lambda option: option.path == name,
+        lambda option: option.path.startswith(f"{name}."),
+        lambda option: option.path.startswith(name),
+        lambda option: option.path.rpartition(".")[2] == name,
+        lambda option: name in option.path,
+        lambda option: re.search(rf"\b{re.escape(name)}", option.doc, re.IGNORECASE),
     ):
-        if found := [option for option in every if fits(option.path)]:
+        if found := [option for option in every if fits(option)]:
             return found
     names = [*sections(), *(option.path for option in every)]
     last = {option.path.rpartition(".")[2]: option.path for option in every}

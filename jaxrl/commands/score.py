@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from jaxrl.config import Config, ConfigError
@@ -18,6 +18,7 @@ from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
+from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
@@ -25,8 +26,6 @@ from jaxrl.rewards.tasks import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample
 
-RIGHT = 1.0
-"""The reward from which on a response counts as right, as in `jaxrl eval`."""
 _AHEAD = 64  # responses under way for each worker, so that a slow one holds none of the others up
 
 
@@ -104,12 +103,15 @@ def score(
     needs_length = any(part.kind == "length" for part in config.reward.parts.values())
     rows = read_responses(path, config.data, needs_answer, needs_length=needs_length)
     scores = Scores()
-    with closing(build_pool(config, build_scorer(config))) as pool:
+    places: dict[int, str] = {}  # of the rows under way: file and line
+    scorer = build_scorer(_with_file(config, responses))
+    with closing(build_pool(config, scorer, where=lambda key: places[key.prompt_index])) as pool:
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()
-            for prompt, verdict in _in_order(pool, rows, _AHEAD * config.reward.num_workers):
+            for prompt, verdict in _in_order(pool, _placed(rows, places), _AHEAD * config.reward.num_workers):
                 _write(file, prompt, verdict)
+                del places[prompt.index]
                 scores.add(verdict)
                 if time.monotonic() - said_s > 0.2:
                     progress(scores.count)
@@ -118,6 +120,21 @@ def score(
     if sum(scores.failed.values()) == scores.count:
         raise RunFailed(f"no response could be scored: {scores.summary()}")
     return scores
+
+
+def _with_file(config: Config, responses: str) -> Config:
+    """The configuration of a run that also has prompts from a file: with `auto`, a scorer that looks where each is
+    from, since rows are no problems of `data.task` (but for those with a column `entry`)."""
+    if any(domain.kind == "task" for domain in domains(config.reward).values()):
+        return config
+    return replace(config, data=replace(config.data, val_files=[responses]))
+
+
+def _placed(rows: Iterator[tuple[str, Prompt, Sample]], places: dict[int, str]) -> Iterator[tuple[Prompt, Sample]]:
+    """The rows, each of whose places is noted when it is read."""
+    for where, prompt, sample in rows:
+        places[prompt.index] = where
+        yield prompt, sample
 
 
 def _in_order(pool: RewardPool, rows: Iterator[tuple[Prompt, Sample]], most: int) -> Iterator[tuple[Prompt, Verdict]]:

@@ -22,8 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.data.prompts import load_train, refuse_sources
-from jaxrl.record.files import refuse_folder
+from jaxrl.data.prompts import load_train, load_validation, refuse_sources
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
@@ -32,6 +31,7 @@ from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
+from jaxrl.runtime.cache_folder import with_cache_folder
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
 
@@ -104,11 +104,11 @@ def _start(
         run_dir.refuse_other_kind(simulated=False)
         earlier = run_dir.earlier
         refuse_damaged(run_dir)
-        if config.trainer.compilation_cache_dir:
-            refuse_folder(config.trainer.compilation_cache_dir, "trainer.compilation_cache_dir")
+        config = with_cache_folder(config)
         watchdog.beat("reading the data")
         problems = list(load_train(config))
         refuse_sources(config, problems)
+        held_out = load_validation(config, problems)
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")
@@ -121,7 +121,9 @@ def _start(
 
         told = say if run_dir.leads else _silent
         joined = Joined(world, stop, watchdog.beat)
-        begun = Start(config, rule, run_dir, earlier, problems, pool, stop, watchdog, told, began_s, joined, stages)
+        begun = Start(
+            config, rule, run_dir, earlier, problems, held_out, pool, stop, watchdog, told, began_s, joined, stages
+        )
         return Run(begun).go()
 
 

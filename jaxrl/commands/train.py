@@ -29,6 +29,7 @@ from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.stages import Stages
 from jaxrl.record.state import join_arrays, split_arrays
+from jaxrl.record.summary import summary_of
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
@@ -62,6 +63,7 @@ from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
 from jaxrl.runtime.ranking import build_ranking
+from jaxrl.runtime.resumed_data import refuse_other_data
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.streaming import StreamSession, refuse_devices
@@ -91,6 +93,7 @@ class Start:
     run_dir: RunDir | FollowedRun
     earlier: Config | None
     problems: list[Problem]
+    held_out: Sequence[Problem]
     pool: RewardPool
     stop: Stop
     watchdog: Watchdog
@@ -119,7 +122,8 @@ class Run:
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
         refuse_too_large(config, self.model, len(self.devices), self.place.memory)
-        self._data(start.problems)
+        self._data(start)
+        refuse_other_data(self.run_dir, self.prompts, config)
         mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
@@ -134,6 +138,10 @@ class Run:
             read_judge(config)
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
+        # of several processes each would have to end alike: those go on to the loop, which has no step to run
+        self.is_over = self.resuming and self.step >= self.total_steps and config.hosts.num == 1
+        if self.is_over:
+            return
         self.watchdog.beat("loading the weights")
         self._weights(trained)
         if self.resuming:
@@ -183,10 +191,10 @@ class Run:
             refuse_devices(len(self.devices), len({device.process_index for device in self.devices}))
         return config
 
-    def _data(self, problems: list[Problem]) -> None:
+    def _data(self, start: Start) -> None:
         config = self.config
-        self.prompts = PromptSource(problems, self.tokenizer, config)
-        self.validation = validation_prompts(config, self.tokenizer, problems)
+        self.prompts = PromptSource(start.problems, self.tokenizer, config)
+        self.validation = validation_prompts(config, self.tokenizer, start.held_out)
         steps = total_steps(config, self.prompts.num_prompts)
         assert steps is not None
         self.total_steps = steps
@@ -259,7 +267,21 @@ class Run:
                 "again"
             ) from error
 
+    def _over(self) -> RunOutcome:
+        """The run has had all of its steps: no weight is loaded, and only its page is written anew."""
+        trainer = self.config.trainer
+        option = "trainer.total_training_steps" if trainer.total_training_steps else "trainer.total_epochs"
+        with closing(self.store):
+            self.stages.close()
+            report = self.run_dir.report(write_report)
+            of = f"already at step {self.step} of {self.total_steps}"
+            for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to go on"):
+                self.say(line)
+        return RunOutcome(self.step, True, {"run": str(self.run_dir.path), "steps": of, "report": str(report)}, report)
+
     def _go(self) -> RunOutcome:
+        if self.is_over:
+            return self._over()
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
             stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
@@ -290,6 +312,7 @@ class Run:
         summary = {
             "run": str(self.run_dir.path),
             "steps": f"{loop.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
+            **(summary_of(self.run_dir.path) if self.run_dir.leads else {}),
             **carried(self.rule.name, loop.num_carried),
             "time": f"{time.monotonic() - self.began_s:.0f} s",
             "report": str(report),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,11 @@ def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: Da
         messages = _messages(column(row, data.messages_key, "data.messages_key", where), data.messages_key, where)
     else:
         question = column(row, data.prompt_key, "data.prompt_key", where)
+        if isinstance(question, list) and question and all(isinstance(each, Mapping) for each in question):
+            raise ValueError(
+                f"{where}: {data.prompt_key!r} (data.prompt_key) holds a conversation, found {shown(question)}: give "
+                f"data.messages_key={data.prompt_key}"
+            )
         if not isinstance(question, str) or not question.strip():
             raise ValueError(
                 f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {shown(question)}"
@@ -140,13 +145,22 @@ def column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
     value: Any = row
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            near = difflib.get_close_matches(key, list(row), n=1)
+            near = [*_nested(row, key), *difflib.get_close_matches(key, list(row), n=1)]
             names = one_line(", ".join(map(repr, row))) or "none"
             raise ValueError(
                 f"{where}: no column {key!r} ({option}): {f'did you mean {near[0]!r}?' if near else f'found {names}'}"
             )
         value = value[part]
     return value
+
+
+def _nested(row: Mapping[str, Any], name: str, above: str = "") -> Iterator[str]:
+    """The dotted names of nested columns whose last name is `name`."""
+    for key, value in row.items():
+        if above and key == name:
+            yield above + key
+        if isinstance(value, Mapping):
+            yield from _nested(value, name, f"{above}{key}.")
 
 
 def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -77,7 +77,12 @@ def load_validation(config: Config, train: Problems | None = None) -> Problems:
             "dropped %d of %d validation problems: in the training set", len(problems) - len(kept), len(problems)
         )
     if problems and not kept:
-        raise ValueError(f"{', '.join(data.val_files)}: all {len(problems)} problems are in the training set")
+        option = "data.task" if data.task else "data.train_files"
+        raise ValueError(
+            f"{', '.join(data.val_files)}: all {len(problems)} problems of data.val_files are in the training set as "
+            f"well ({option}): keep some rows out of it, in a file for data.val_files alone, or leave data.val_files "
+            "empty"
+        )
     return kept[: data.val_size] if data.val_size else kept
 
 
@@ -96,9 +101,13 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
         raise ConfigError(problem)
 
 
-def validation_prompts(config: Config, tokenizer: PromptTokenizer, train: Problems | None = None) -> list[Prompt]:
-    """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training."""
-    problems = load_validation(config, train)
+def validation_prompts(config: Config, tokenizer: PromptTokenizer, held_out: Problems | None = None) -> list[Prompt]:
+    """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training.
+
+    Args:
+      held_out: what `load_validation` has returned, where the caller has it at hand (it is read otherwise).
+    """
+    problems = load_validation(config) if held_out is None else held_out
     rendered = _Rendered(problems, tokenizer, config.data)
     if problems and not len(rendered):
         limit = config.data.max_prompt_length
@@ -191,20 +200,27 @@ class PromptSource:
             **self._fingerprints,
         }
 
+    def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
+        """In what a saved cursor is not of these prompts; empty: it is."""
+        now = self.state()
+        if (state["data"], state["num_prompts"]) != (now["data"], now["num_prompts"]):
+            return "data"
+        return "order" if state["order"] != now["order"] else ""
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved cursor; refuses one that was taken on other data or in another order."""
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
                 f"data cursor: version {state.get('version')!r} is not {_STATE_VERSION}, the one known here"
             )
-        now = self.state()
-        if (state["data"], state["num_prompts"]) != (now["data"], now["num_prompts"]):
+        now, differs = self.state(), self.differs(state)
+        if differs == "data":
             raise ValueError(
                 f"data cursor: saved with {state['num_prompts']} prompts (fingerprint {state['data']}), found "
                 f"{now['num_prompts']} ({now['data']}): the files, templates, tokenizer and data.max_prompt_length of "
                 "a resumed run must be what they were"
             )
-        if state["order"] != now["order"]:
+        if differs == "order":
             raise ValueError(
                 f"data cursor: saved with order {state['order']}, found {now['order']}: data.seed, data.shuffle, "
                 "data.source_quotas and the version of grain must be what they were"

@@ -15,13 +15,14 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 COLUMN = "response"
 """The column of the response."""
+_WRITTEN = "finish_reason"  # rows with it were written by `jaxrl eval` or a run, and have their prompts' `source`
 _LENGTHS = ("response_length", "length")  # tokens; the second as `jaxrl eval --out` writes it
 
 
 def read_responses(
     path: Path, data: DataSection, needs_answer: Callable[[str], bool], *, needs_length: bool
-) -> Iterator[tuple[Prompt, Sample]]:
-    """The prompt and the sample of each row of a `.jsonl`, `.jsonl.gz` or `.parquet` file, one at a time.
+) -> Iterator[tuple[str, Prompt, Sample]]:
+    """The place, the prompt and the sample of each row of a `.jsonl`, `.jsonl.gz` or `.parquet` file, one at a time.
 
     Nothing is tokenised: a prompt has no tokens, and a sample zeros, as many as a column says that it had.
 
@@ -37,10 +38,13 @@ def read_responses(
         if not isinstance(response, str):
             raise ValueError(f"{where}: {COLUMN!r} must be text, found {shown(response)}")
         source = source_name(path)
-        if data.source_key:
+        if not data.source_key and _WRITTEN in row and isinstance(row.get("source"), str):
+            source = row["source"]
+        elif data.source_key:
             source = source_of(column(row, data.source_key, "data.source_key", where), where, data)
         answer = None
-        if data.answer_key and (needs_answer(source) or data.answer_key in row):
+        is_without = "entry" in row and row.get(data.answer_key) is None  # some tasks' problems have no reference
+        if data.answer_key and not is_without and (needs_answer(source) or data.answer_key in row):
             answer = reference_answer(column(row, data.answer_key, "data.answer_key", where), where, data)
         question = row.get(data.prompt_key, "")
         if not isinstance(question, str):
@@ -53,4 +57,4 @@ def read_responses(
         extra = extra_columns(row, (COLUMN, data.prompt_key, data.answer_key, data.source_key))
         sample = Sample.empty(SampleKey(0, index, 0))
         sample.text, sample.token_ids = response, np.broadcast_to(np.int32(0), (length or 0,))
-        yield Prompt(0, index, (), question, source, answer, extra, question), sample
+        yield where, Prompt(0, index, (), question, source, answer, extra, question), sample

@@ -70,9 +70,11 @@ def checked_path(path: str | Path) -> Path:
     """The folder or the .gguf file of a resolved path; ValueError if there is none."""
     text = str(path).removeprefix(RANDOM)
     found, shown = Path(text), str(path).replace("\0", "\\0")
-    what = f"a Hugging Face folder, a .gguf file or '{RANDOM}<folder>'"
+    what = f"a Hugging Face folder, a .gguf file, '{RANDOM}<folder>' or org/name of the Hugging Face Hub"
     if not text or "\0" in text:
         raise ValueError(f"{shown}: model.path must be {what}")
+    if found.is_dir() and not (found / "config.json").exists() and (found / "run.json").is_file():
+        raise ValueError(f"{shown}: this is a run, not a model: `jaxrl export {shown} FOLDER` writes its model")
     if found.is_dir() or (found.suffix == ".gguf" and found.exists()):
         return found
     if found.suffix == ".safetensors" or found.name == "config.json":

@@ -126,6 +126,14 @@ def check(
                 raise Damaged(fault)
 
 
+def check_file(folder: Path, content: Mapping[str, Any], name: str) -> None:
+    """`check` of a single file, which must be in the manifest."""
+    expected = content["files"].get(name)
+    fault = f"{name} is missing" if expected is None else _fault(folder / name, name, expected, lambda: None)
+    if fault is not None:
+        raise Damaged(fault)
+
+
 def sync_folder(folder: Path) -> None:
     """Puts a folder's names on the disk."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

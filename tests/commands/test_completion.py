@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.cli import main
-from jaxrl.commands.completion import Overrides, next_names
+from jaxrl.commands.completion import ConfigFiles, Overrides, next_names
 from jaxrl.config.reference import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +56,8 @@ def test_what_a_shell_is_offered(shell: str, on_path: Path, tmp_path: Path):
         f"{head}{name}" for name in ("float32", "bfloat16", "float64")
     }
     assert set(offered(shell, "jaxrl score --kind ma")) == {"math"}
+    (config,) = offered(shell, "jaxrl train --config configs/algorithms/dap")  # of those in the working directory
+    assert config == "configs/algorithms/dapo.yaml"
     (found,) = offered(shell, f"jaxrl train model.path={tmp_path}/mod")
     assert found.endswith(f"{tmp_path}/models/")
 
@@ -71,6 +73,19 @@ def test_the_script_of_zsh_is_one(on_path: Path):
 def test_an_unknown_shell(capsys: pytest.CaptureFixture[str]):
     assert main(["completion", "tcsh"]) == 2
     assert "must be one of bash, zsh, fish, found 'tcsh'" in capsys.readouterr().err
+
+
+def test_configurations_that_come_with_jaxrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    complete = ConfigFiles()
+    algorithms = complete(prefix="configs/al")
+    assert "configs/algorithms/dapo.yaml" in algorithms
+    assert all(name.startswith("configs/algorithms/") for name in algorithms)
+    assert complete(prefix="mine") == []
+    (tmp_path / "mine.yaml").write_text("")
+    assert complete(prefix="mine") == ["mine.yaml"]
+    (tmp_path / "configs").mkdir()
+    assert complete(prefix="configs/al") == [], "the user's own folder is meant"
 
 
 def test_options_go_on_section_by_section():

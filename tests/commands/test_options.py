@@ -55,7 +55,11 @@ def test_what_a_name_finds():
     assert [option.path for option in find("lr")] == ["actor.optim.lr", "critic.optim.lr"], "last names alone"
     assert {option.path.partition(".")[0] for option in find("hosts")} == {"hosts"}
     assert [option.path for option in find("rollout.tens")] == ["rollout.tensor_model_parallel_size"]
+    held = [option.path for option in find("steps")]
+    assert {"trainer.total_training_steps", "actor.optim.lr_warmup_steps"} <= set(held), "the word in a name"
+    assert all("steps" in path for path in held)
     assert [option.path for option in find("rollout.n=")] == ["rollout.n"]
+    assert "trainer.save_freq" in [option.path for option in find("checkpoint")], "by what its text says"
 
 
 def test_units_are_those_of_names():

@@ -49,7 +49,20 @@ def test_math(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "2 responses, mean reward 0.5, 1 with a reward of 1 or more\n"
 
 
-def test_lines_keep_the_files_order_and_failures_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_runs_task_is_not_that_of_rows_from_a_file(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("data: {task: chain_sum}\nreward: {extract: last_number}\n")
+    entry = {"question": "1 + 2", "answer": "3", "metadata": {}}
+    rows = [{"question": "1 + 1", "answer": "2", "response": "2.0"}, {**entry, "entry": entry, "response": "3.0"}]
+    responses = write(tmp_path / "a.jsonl", rows)
+    lines = scored(tmp_path, "--responses", responses, "--config", str(tmp_path / "run.yaml"))
+    assert [line["status"] for line in lines] == ["ok", "ok"]
+    assert [line["reward"] for line in lines] == [1.0, 1.0]
+    assert ["compared_by" in line["info"] for line in lines] == [True, False], "by math, then by the task"
+
+
+def test_lines_keep_the_files_order_and_failures_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     """The first response is the last to be scored, and there are more of them than go at once."""
     (tmp_path / "reward.py").write_text(SLOW_FIRST)
     texts = ["slow", "raise", *("x" * (i % 7) for i in range(300))]
@@ -62,9 +75,10 @@ def test_lines_keep_the_files_order_and_failures_are_counted(tmp_path: Path, cap
     assert [line["row"] for line in lines] == list(range(1, 303))
     assert [line["reward"] for line in lines] == [4.0, 0.0, *(float(i % 7) for i in range(300))]
     assert [line["info"].get("level") for line in lines] == [0, None, *range(2, 302)]
-    assert lines[1]["info"] == {"error": "KeyError: 'x'"}
-    out = capsys.readouterr().out
-    assert out.endswith("1 errors (the last one: KeyError: 'x')\n")
+    error = f"KeyError: 'x' ({tmp_path / 'reward.py'}, line 7, in compute_score)"
+    assert lines[1]["info"] == {"error": error}
+    assert capsys.readouterr().out.endswith(f"1 errors (the last one: {error})\n")
+    assert f"reward 0 for {tmp_path / 'a.jsonl'}, line 2: {error}" in caplog.text
 
 
 def test_domains_and_parts_of_a_configuration(tmp_path: Path):

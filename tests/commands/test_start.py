@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from refusals import contents
 from tiny import write_tiny_model
@@ -54,9 +56,12 @@ def start(folder: Path, *options: str, stop: Stop | None = None) -> int:
 REFUSED = {
     "another-model": (["model.path=random:{}/wider"], "does not fit this model and optimizer"),
     "no-model": (["model.path={}/gone"], "gone"),
-    "other-data": (["data.train_files=[{}/other.jsonl]"], "data cursor: saved with 4 prompts"),
+    "other-data": (["data.train_files=[{}/other.jsonl]"], "run holds a run with other data (data.train_files: "),
     "no-data": (["data.train_files=[{}/gone.jsonl]"], "gone.jsonl"),
-    "another-order": (["data.seed=7"], "data cursor: saved with order"),
+    "another-order": (
+        ["data.seed=7"],
+        "run holds a run with its data in another order (data.seed: 0 -> 7): choose another",
+    ),
     "a-reward-file-that-fails": (["reward.kind=custom", "reward.path={}/reward.py"], "ZeroDivisionError"),
     "too-many-devices": (["trainer.num_devices=64"], "trainer.num_devices (64) must be at most"),
     "no-profile": (["rollout.layout.switch=true", "rollout.layout.profile={}/gone.json"], "gone.json"),
@@ -83,12 +88,18 @@ def test_nothing_is_written(name: str, fresh: bool, place: Path, capsys: pytest.
     assert contents(place) == before
 
 
+EARLY = ("model.path={}/gone", "data.val_files={}/train.jsonl", "trainer.num_devices=64", "rollout.stop=['']")
+
+
 @pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
-@pytest.mark.parametrize("mistake", ["model.path={}/gone", "trainer.num_devices=64", "rollout.stop=['']"])
+@pytest.mark.parametrize("mistake", [*EARLY, "data.train_files=[{}/other.jsonl]"])
 def test_a_mistake_is_told_before_a_checkpoint_is_read(
     mistake: str, fresh: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    if fresh and mistake not in EARLY:
+        return  # no mistake there
     monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
+    monkeypatch.setattr("jaxrl.commands.train.load_weights", lambda *_: pytest.fail("a minute for a model"))
     begins = (f"trainer.init_from={place / 'run'}", f"trainer.run_dir={place / 'new' / 'run'}")
     assert start(place, mistake.replace("{}", str(place)), *(begins if fresh else ())) == 2
 
@@ -106,12 +117,49 @@ def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path
     assert start(folder, begins, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
 
 
+def test_a_run_in_the_same_folder_with_other_data(place: Path, capsys: pytest.CaptureFixture[str]):
+    """What differs, and two ways out: the other options' values, or how many prompts there were."""
+    run, other = place / "run", place / "other.jsonl"
+    changed = f"(data.train_files: ['{place / 'train.jsonl'}'] -> ['{other}']; 4 prompts then, 7 now)"
+    out = f": choose another trainer.run_dir, with trainer.init_from={run} to begin from its parameters"
+    assert start(place, f"data.train_files={other}") == 2
+    assert capsys.readouterr().err == f"jaxrl: {run} holds a run with other data {changed}{out}\n"
+    before = (place / "train.jsonl").read_text()
+    try:
+        (place / "train.jsonl").write_text(other.read_text())
+        assert start(place) == 2
+    finally:
+        (place / "train.jsonl").write_text(before)
+    why = "(the files have changed: 4 prompts then, 7 now)"
+    assert capsys.readouterr().err == f"jaxrl: {run} holds a run with other data {why}{out}\n"
+
+
+def test_a_run_that_is_over_loads_nothing(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Nor does it with its data in a file of another form, which is no other data."""
+    folder = tmp_path / "place"
+    shutil.copytree(place, folder)
+    (folder / "run" / "report.html").unlink()
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    monkeypatch.setattr("jaxrl.commands.train.load_weights", lambda *_: pytest.fail("a minute for a model"))
+    before = contents(folder / "run")
+    assert start(folder, f"data.train_files={folder / 'train.parquet'}") == 0
+    said = f"{folder / 'run'}: already at step 1 of 1: raise trainer.total_training_steps to go on"
+    assert said in capsys.readouterr().out.splitlines()
+    after = contents(folder / "run")
+    assert after.pop("report.html")
+    assert after == before, "only the page is new"
+
+
 class NotOnline(Exception):
     """As wandb's own errors."""
 
 
 def wandb_with(init: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(init=lambda **_: init(), Error=NotOnline)
+    settings = type("Settings", (), {"model_fields": {}})
+    module = SimpleNamespace(init=lambda **_: init(), Error=NotOnline, Settings=settings)
     monkeypatch.setitem(sys.modules, "wandb", module)  # pyright: ignore[reportArgumentType]
 
 

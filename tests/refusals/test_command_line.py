@@ -5,21 +5,15 @@ What a command finds in the files that it is given is the other classes' busines
 
 from __future__ import annotations
 
-import io
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from refusals import Refusal, cases
 
-from jaxrl.cli import main, one_line
-from jaxrl.types import RunFailed
+from jaxrl.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "train, simulate, tune, generate, serve, eval, export, score, explain-config, explain-layout, profile, hosts, "
     "options, completion, report"
@@ -430,104 +424,7 @@ def test_the_class_has_its_size():
     assert len(REFUSALS) >= 95
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", "generate: no prompt is given: add them as arguments, or as lines on standard input"),
-        (b" \n\t\n", "generate: no prompt is given: add them as arguments, or as lines on standard input"),
-        (b"good\ncaf\xe9\n", "standard input: not UTF-8 text (byte 8)"),
-        (b"\x1f\x8b\x08\x00", "standard input: not UTF-8 text (byte 1)"),
-    ],
-    ids=["nothing", "blank lines", "another encoding", "a compressed file"],
-)
-def test_prompts_on_standard_input(
-    content: bytes, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
-    assert main(["generate", "--model", "nowhere"]) == 2
-    assert capsys.readouterr().err == f"jaxrl: {sentence}\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence", "status"),
-    [
-        (ValueError("file.jsonl, line 3:\n  not\tJSON"), "file.jsonl, line 3: not JSON", 2),
-        (ValueError("the folder \x1b[31mred\x07"), "the folder ?[31mred?", 2),
-        (ValueError("x" * 10_000), "x" * 2000 + "…", 2),
-        (FileNotFoundError(2, "No such file or directory", "a.bin"), "a.bin: no such file or directory", 2),
-        (PermissionError(13, "Permission denied", b"b.bin"), "b.bin: permission denied", 2),
-        (OSError(36, "File name too long"), "file name too long", 2),
-        (OSError("a sentence of a library's"), "a sentence of a library's", 2),
-        (OSError(28, "No space left on device", "run/x"), "run/x: no space left on the device", 1),
-        (OSError(122, "Disk quota exceeded"), "no space left on the device", 1),
-        (BrokenPipeError(32, "Broken pipe"), "broken pipe", 2),
-        (RunFailed("every update was skipped"), "every update was skipped", 1),
-        (MemoryError(), "out of memory", 1),
-        (MemoryError("Unable to allocate 7 TiB"), "out of memory (Unable to allocate 7 TiB)", 1),
-        (KeyboardInterrupt(), "interrupted", 130),
-    ],
-)
-def test_every_kind_of_error_has_its_sentence_and_status(
-    error: BaseException,
-    sentence: str,
-    status: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("jaxrl.report.page.write_report", fail)
-    assert main(["report", "run"]) == status
-    assert capsys.readouterr() == ("", f"jaxrl: {sentence}\n")
-
-
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxrl.report.page.write_report", lambda *_: {}["missing"])
-    with pytest.raises(KeyError):
-        main(["report", "run"])
-
-
-def test_a_sentence_is_one_line():
-    assert one_line("a\r\n b\u2028c\x00") == "a b c?"
-
-
 def test_values_after_options_count(capsys: pytest.CaptureFixture[str]):
     late = ("train", "trainer.seed=1", "--config", "no.yaml", "trainer.seed=2")
     assert main(late) == 2
     assert capsys.readouterr().err == "jaxrl: no.yaml: no such config file\n"
-
-
-SHELL = """
-set -o pipefail
-$PYTHON -m jaxrl {command}
-"""
-LAYOUT = "explain-layout --shape tiny --devices 2"
-
-
-@pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize(
-    ("command", "err", "status"),
-    [
-        (f"{LAYOUT} | true", "", 0),
-        ("--help | true", "", 0),
-        (f"{LAYOUT} >&-", "", 0),
-        (f"{LAYOUT} <&- >&- 2>&-", "", 0),
-        (f"{LAYOUT} > /dev/full", "no space left on the device\n", 1),
-        ("explain-layout --shape naïve 2>&1 | cat", "", 2),
-    ],
-    ids=["reader-gone", "help-reader-gone", "closed", "all-closed", "full", "odd-characters"],
-)
-def test_whatever_standard_output_is(command: str, err: str, status: int, buffered: bool):
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    environment |= {"PYTHON": sys.executable, "PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
-    environment |= {} if buffered else {"PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(
-        ["bash", "-c", SHELL.format(command=command)], capture_output=True, text=True, cwd=ROOT, env=environment
-    )
-    assert done.returncode == status
-    if err:
-        assert done.stderr in (f"jaxrl: {err}", f"jaxrl: standard output: {err}")
-    else:
-        assert done.stderr == ""
-    assert "Traceback" not in done.stdout

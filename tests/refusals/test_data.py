@@ -253,6 +253,12 @@ COLUMNS = [
         "data.answer_key=reward_model.ground_truth",
     ),
     files(
+        "a nested column without its section",
+        f"{FILE}, line 1: no column 'ground_truth' (data.answer_key): did you mean 'reward_model.ground_truth'?",
+        writes(json.dumps({"question": "q", "reward_model": {"style": "rule", "ground_truth": "1"}, "truth": 1})),
+        "data.answer_key=ground_truth",
+    ),
+    files(
         "no column named",
         "data.prompt_key is empty: name the column of the problem's text, or give data.messages_key",
         writes(LINE),
@@ -261,6 +267,12 @@ COLUMNS = [
     row("question null", ": 'question' (data.prompt_key) must hold some text, found None", question=None),
     row("question a number", ": 'question' (data.prompt_key) must hold some text, found 7", question=7),
     row("question blank", ": 'question' (data.prompt_key) must hold some text, found ' \\n'", question=" \n"),
+    row(
+        "question a conversation",
+        ": 'question' (data.prompt_key) holds a conversation, found [{'role': 'user', 'content': '1 + 1'}]: give "
+        "data.messages_key=question",
+        question=[{"role": "user", "content": "1 + 1"}],
+    ),
     row("answer null", ": 'answer' (data.answer_key) must be text or a number, found None", answer=None),
     row("answer a list", ": 'answer' (data.answer_key) must be text or a number, found ['2']", answer=["2"]),
     row("answer true", ": 'answer' (data.answer_key) must be text or a number, found True", answer=True),
@@ -343,7 +355,8 @@ PROMPTS = [
     ),
     files(
         "held out and trained on",
-        f"{FILE}: all 1 problems are in the training set",
+        f"{FILE}: all 1 problems of data.val_files are in the training set as well (data.train_files): keep some rows "
+        "out of it, in a file for data.val_files alone, or leave data.val_files empty",
         writes(LINE),
         f"data.train_files=[{FILE}]",
     ),

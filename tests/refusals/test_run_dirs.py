@@ -196,6 +196,7 @@ def export(name: str, sentence: str, *steps: Prepare, source: str = "{tmp}/run",
 
 
 OTHERS = (
+    export("of-nothing", "{tmp}/run: neither a run nor a model: there is no such file or folder"),
     export("simulated", "{tmp}/run is a simulated run: it has no weights to export", a_run("simulated")),
     export(
         "without-config",
