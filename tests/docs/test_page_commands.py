@@ -1,0 +1,279 @@
+"""Every command of README, CONTRIBUTING, docs/*.md and of the headers in configs/ runs, or is listed with a reason.
+
+A command that a page gains is taken up by itself: it runs as written in a folder that holds what it names, with the
+options of a rule below added where it does not give them. If it names something new, or nothing fits it, its test
+fails until `RULES`, or what `page_world.World` makes, is completed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from page_world import SMALL, World, environment
+from pages import PAGES, ROOT, Command, commands_of, inner_commands, page_commands, read_blocks
+
+from jaxrl.cli import _parser, main
+from jaxrl.commands.arguments import parse
+from jaxrl.config.files import load
+
+COMMANDS = page_commands()
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+
+
+# ---------------------------------------------------------------- what cannot run, looked at
+
+
+def check_pip(command: Command, folder: Path) -> None:
+    """What it installs is this project, an extra of it, or a package that the set-up installs in the same way."""
+    setup = (ROOT / "scripts" / "_venv.sh").read_text(encoding="utf-8")
+    for word in command.words[2:]:
+        if word.startswith("-"):
+            assert word in ("-e", "--no-deps"), f"an option of pip that no page had so far: {word}"
+        elif match := re.fullmatch(r"(?:jaxrl|\.)(?:\[([\w,-]+)\])?", word):
+            assert {extra for extra in (match[1] or "").split(",") if extra} <= set(EXTRAS), word
+        else:
+            assert f"--no-deps {word}" in setup.replace('"', ""), f"nothing else installs {word}"
+
+
+def check_script(command: Command, folder: Path) -> None:
+    """A shell script: it is there and can be read; what it is given are tests, and options of pytest's and ours."""
+    script = ROOT / command.words[0]
+    assert script.stat().st_mode & 0o100
+    subprocess.run(["bash", "-n", script], check=True)
+    given = [word for word in command.words[1:] if word not in ("-k", "packing")]
+    assert all((ROOT / word).exists() for word in given if not word.startswith("-"))
+    assert {word for word in given if word.startswith("-")} <= {"--slow"}
+
+
+def check_options(command: Command, folder: Path) -> None:
+    """A Python script knows the options that it is given."""
+    text = subprocess.run(
+        ["python", command.words[1], "--help"],
+        cwd=folder,
+        env=environment(folder, {}),
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert {word for word in command.words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", text))
+
+
+def check_jaxrl(command: Command, folder: Path) -> None:
+    """The arguments are known, and its configuration is one."""
+    read_arguments(command.words[1:])
+
+
+def check_started(command: Command, folder: Path) -> None:
+    """The same for what srun and mpirun start."""
+    (inner,) = inner_commands(command.text)
+    read_arguments([word.replace("$SLURM_NNODES", "4") for word in inner[1:]])
+
+
+def check_nothing(command: Command, folder: Path) -> None:
+    pass
+
+
+def read_arguments(words: list[str] | tuple[str, ...]) -> None:
+    options = parse(*_parser(), words)
+    if hasattr(options, "config"):
+        own = ["model.path=none"] if words[0] == "score" else []
+        kind = [f"reward.kind={options.kind}"] if getattr(options, "kind", None) else []
+        load(options.config, [*own, *kind, *options.overrides])
+
+
+# ---------------------------------------------------------------- how each runs
+
+Check = Callable[[Command, Path], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """How commands run that a pattern fits, from their beginning; the first rule that fits counts.
+
+    Attributes:
+      added: options for commands that do not give them.
+      how: `here` (in this process, `jaxrl` alone), `process`, or the name of a shell. What sets variables is never
+        run here.
+      more: what the command needs and does not name.
+      before: what the shell has read before.
+      slow: only with --slow; by default its arguments are read.
+      cannot: why it does not run; `check` looks at it then.
+    """
+
+    pattern: str
+    added: Mapping[str, str] = field(default_factory=dict)
+    how: str = "here"
+    more: tuple[str, ...] = ()
+    before: str = ""
+    slow: bool = False
+    cannot: str = ""
+    check: Check = check_jaxrl
+
+
+ON_TWO = {"trainer.num_devices": "2"}
+PROFILED = ON_TWO | {"--max-batch": "4", "--token-budget": "1024", "--repeats": "1"}
+ON_EIGHT = {"trainer.num_devices": "8"}
+JUDGE = {"reward.judge.model": "random:tiny", "reward.judge.resident_layers": "1"}
+MIXED = {"data.train_batch_size": "4", "data.max_response_length": "32"}  # its quotas, and a part's free tokens
+ALGORITHM = {  # some have two updates of three prompts; rewards that differ; a step after the critic's own
+    "data.train_batch_size": "6",
+    "reward.kind": "custom",
+    "reward.path": "out/reward.py",
+    "trainer.total_training_steps": "2",
+}
+PROFILE = ".cache/jaxrl/profiles/smollm2-135m-cpu8.json"
+RULES = (
+    Rule(r"pip install", cannot="asks a package index", check=check_pip),
+    Rule(r"\./scripts/", cannot="installs an environment; the tests run inside test.sh", check=check_script),
+    Rule(r"python scripts/gpu_battery", cannot="needs a GPU; tests/scripts has its tests", check=check_options),
+    Rule(r"ray start", cannot="a cluster that stays; tests/faults/test_host_ray.py starts one", check=check_nothing),
+    Rule(r"srun|mpirun", cannot="needs a cluster, or Open MPI", check=check_started),
+    Rule(r"jaxrl train .*hosts.launcher=ray", cannot="needs a cluster of Ray's with four nodes"),
+    Rule(r"jaxrl serve", cannot="goes on until it is stopped: test_page_blocks.py runs it with the page's client"),
+    Rule(r"eval .*bash", how="bash"),
+    Rule(r"eval .*zsh", how="zsh", before="autoload -U compinit; compinit -u; "),
+    Rule(r"jaxrl completion fish", how="fish"),
+    Rule(r"printf|python -c", how="bash", more=("out/tiny",)),
+    Rule(r"python examples/", {"--model": "random:tiny"}, how="process", slow=True),
+    Rule(r"jaxrl (options|report|score|explain-layout|explain-config|export)"),
+    Rule(r"jaxrl generate", {"--max-tokens": "16"}),
+    Rule(r"jaxrl tune", {"--seeds": "2"}),
+    Rule(r"jaxrl eval", SMALL),
+    Rule(r"jaxrl simulate .*run.yaml", {"data.train_batch_size": "128"}),
+    Rule(r"jaxrl simulate .*steps=100", slow=True),
+    Rule(r"jaxrl simulate", {"trainer.total_training_steps": "3"}),
+    Rule(r"jaxrl profile .*adaptive_layout", SMALL | ON_EIGHT | {"--repeats": "1"}, slow=True),
+    Rule(r"jaxrl profile", PROFILED, slow=True),
+    Rule(r"jaxrl train .*hosts.launcher=local", how="process", slow=True),
+    Rule(r"jaxrl train .*run.yaml", ON_TWO, slow=True),
+    Rule(r"jaxrl train .*(Qwen/|openai/)", SMALL, how="process", more=("hub",), slow=True),
+    Rule(r"jaxrl train .*adaptive_layout", SMALL | ON_EIGHT, more=(PROFILE,), slow=True),
+    Rule(r"jaxrl train .*stream_trainer", SMALL | ON_TWO, slow=True),
+    Rule(r"jaxrl train .*judge", SMALL | JUDGE, slow=True),
+    Rule(r"jaxrl train .*mixed_domains", SMALL | MIXED, slow=True),
+    Rule(r"jaxrl train .*algorithms/", SMALL | ALGORITHM, more=("out/reward.py",), slow=True),
+    Rule(r"jaxrl train .*(chain_sum.yaml trainer.run_dir=runs/a|quickstart|tail_batching)", SMALL),
+    Rule(r"jaxrl train", SMALL, slow=True),
+)
+
+
+def rule_of(command: Command) -> Rule:
+    text = " ".join(command.words)
+    fitting = [rule for rule in RULES if re.match(rule.pattern, text)]
+    assert fitting, f"{command.place}: no rule says how to run {command.text!r}"
+    return fitting[0]
+
+
+def run(command: Command, folder: Path) -> None:
+    """As a reader would, with the rule's options."""
+    rule = rule_of(command)
+    missing = {name: value for name, value in rule.added.items() if command.given(name) is None}
+    added = [
+        word for name, value in missing.items() for word in ([f"{name}={value}"] if "." in name else [name, value])
+    ]
+    words = [*command.words, *added]
+    if rule.how == "here" and not command.variables:
+        assert words[0] == "jaxrl"
+        assert main(words[1:]) == 0
+        return
+    how = words
+    if rule.how not in ("here", "process"):
+        if shutil.which(rule.how) is None:
+            pytest.skip(f"{rule.how} is not installed")
+        assert not missing
+        how = [rule.how, "-c", rule.before + command.text]
+    done = subprocess.run(
+        how,
+        cwd=folder,
+        env=environment(folder, dict(command.variables)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if how is not words:
+        assert done.stderr == "", "a shell goes on where $(...) or a pipe has failed"
+
+
+def written_by(command: Command) -> list[str]:
+    """What the command says that it writes."""
+    found = [command.given("--out"), *re.findall(r"> (\S+)$", command.text)]
+    if command.words[:2] == ("jaxrl", "export"):
+        found.append(f"{command.words[3]}/model.safetensors")
+    if command.words[:2] == ("jaxrl", "train") and (run_dir := command.given("trainer.run_dir")):
+        found += [f"{run_dir}/report.html", f"{run_dir}/checkpoints"]
+    return [name for name in found if name]
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+RUN = [
+    pytest.param(command, id=command.place, marks=[pytest.mark.slow] if rule_of(command).slow else [])
+    for command in COMMANDS
+    if not rule_of(command).cannot
+]
+LOOKED_AT = [
+    pytest.param(command, id=command.place) for command in COMMANDS if rule_of(command).cannot or rule_of(command).slow
+]
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_runs(command: Command, world: World, folder: Path, request: pytest.FixtureRequest):
+    if command.words[:2] == ("jaxrl", "explain-config"):
+        request.getfixturevalue("smollm2")
+    world.place_for(command, folder, *rule_of(command).more)
+    run(command, folder)
+    for name in written_by(command):
+        assert (folder / name).exists(), name
+
+
+@pytest.mark.parametrize("command", LOOKED_AT)
+def test_a_command_that_does_not_run_by_default_is_read(command: Command, world: World, folder: Path):
+    world.reading_place(folder)
+    rule = rule_of(command)
+    if rule.cannot or command.words[0] == "jaxrl":
+        rule.check(command, folder)
+
+
+def test_every_rule_is_used():
+    used = [rule_of(command) for command in COMMANDS]
+    assert [rule.pattern for rule in RULES if rule not in used] == []
+
+
+def test_every_extra_that_a_page_names_is_there():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"(?:jaxrl|'\.)\[([\w-]+)\]", text))
+    assert {"cuda12", "hub", "ray"} <= named
+    assert named <= set(EXTRAS)
+
+
+def test_a_new_command_is_not_passed_over():
+    text = "```bash\nslurm-magic run.yaml  # new\nA=1 jaxrl train \\\n  --config run.yaml 'a=#1'\n```\n"
+    (block,) = read_blocks("page.md", text)
+    new, train = commands_of(block)
+    assert (new.place, new.words) == ("page.md:2", ("slurm-magic", "run.yaml"))
+    assert (train.place, train.variables) == ("page.md:3", (("A", "1"),))
+    assert train.words == ("jaxrl", "train", "--config", "run.yaml", "a=#1")
+    with pytest.raises(AssertionError, match=r"page\.md:2: no rule says how to run 'slurm-magic run\.yaml'"):
+        rule_of(new)
