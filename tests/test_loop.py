@@ -2,315 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+from loop_house import Build, houses
 
-from jaxrl.config import Config, from_mapping
 from jaxrl.config.options import AdvantageEstimator
-from jaxrl.loop import Hooks, Loop
 from jaxrl.record.metrics import UPDATE_PHASES
-from jaxrl.record.timeline import Timeline
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.runtime.rules import batch_rule
 from jaxrl.scheduling.rounds.batches import RoundResult
-from jaxrl.scheduling.rounds.events import (
-    Command,
-    Event,
-    Interrupted,
-    Launch,
-    RoundStarted,
-    SampleFinished,
-    Score,
-    Verdict,
-)
-from jaxrl.train import preparation
-from jaxrl.types import Group, Prompt, RunFailed, Sample, SampleKey, SamplingParams, TrainBatch
-
-Build = Callable[..., "House"]
-
-
-class FakePrompts:
-    """Prompt p is problem p % 5 of epoch p // 5."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def next(self, num_prompts: int) -> list[Prompt]:
-        places = range(self.position, self.position + num_prompts)
-        self.position += num_prompts
-        return [self.get(p // 5, p % 5) for p in places]
-
-    def get(self, epoch: int, index: int) -> Prompt:
-        return Prompt(epoch, index, (1, 2, index), f"prompt {index}", "test")
-
-    def state(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state(self, state: Any) -> None:
-        self.position = state["position"]
-
-
-class FakeClock:
-    """The timeline's clock. Only the work of the fakes takes time, so that a second which no phase counts is seen."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def work(self) -> None:
-        self.seconds += 1.0
-
-
-class FakeBackend:
-    """Finishes samples in the order of launch and scores each at once; an event takes a second of `clock`."""
-
-    def __init__(self, log: list[Any], clock: FakeClock) -> None:
-        self.log, self.clock = log, clock
-        self.version, self.step = -1, -1
-        self.params = SamplingParams()
-        self.events: deque[Event] = deque()
-        self.num_waits = 0
-        self.stop: Callable[[], bool] = lambda: False
-        self.broken_scorer = False
-
-    @property
-    def generating(self) -> bool:
-        return any(not isinstance(event, Verdict) for event in self.events)
-
-    def enter_rollout(self, policy_version: int) -> None:
-        self.version = policy_version
-        self.log.append(("enter", policy_version))
-
-    def leave_rollout(self) -> None:
-        self.log.append("leave")
-
-    def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
-        assert not self.events
-        self.step, self.params = step, params
-        self.log.append(("begin", step, params.temperature))
-        self.events.append(RoundStarted(0.0))
-
-    def wait(self) -> Event:
-        if self.stop():
-            raise Interrupted
-        self.num_waits += 1
-        self.clock.work()
-        return self.events.popleft()
-
-    def apply(self, command: Command) -> None:
-        match command:
-            case Launch(prompt=prompt, keys=keys):
-                self.log.append(("launch", prompt.key, len(keys)))
-                for key in keys:
-                    length = 1 + (7 * key.epoch + 3 * key.prompt_index + key.sample_index) % 5
-                    zeros = np.zeros((length,), np.float32)
-                    versions = np.full((length,), self.version, np.int32)
-                    tokens = np.full((length,), 9, np.int32)
-                    self.events.append(SampleFinished(0.0, Sample(key, tokens, zeros, zeros, versions, "stop"), 0))
-            case Score(sample=sample) if self.broken_scorer:
-                self.events.append(Verdict(0.0, sample.key, 0.0, "error", {"error": "no such service"}))
-            case Score(sample=sample):
-                self.events.append(Verdict(0.0, sample.key, float(sample.key.sample_index % 2)))
-
-    def cancel(self) -> None:
-        self.log.append("cancel")
-        self.events.clear()
-
-    def end(self, result: RoundResult | None = None) -> dict[str, float]:
-        assert not self.events
-        return {"rollout/recompiles": 0}
-
-
-class FakeTrainer:
-    """Its "parameters" are a digest of everything it was given, in order."""
-
-    def __init__(self, log: list[Any], clock: FakeClock) -> None:
-        self.log, self.clock, self.digest = log, clock, 0.0
-        self.skips: Callable[[int], bool] = lambda update: False  # by number, from 1
-
-    def token_logprobs(self, batch: TrainBatch, which: str) -> list[np.ndarray]:
-        self.clock.work()
-        self.log.append(("logprobs", which))
-        return [np.full((len(sample),), -1.0, np.float32) for sample in batch.samples]
-
-    def accumulate(self, batch: TrainBatch) -> None:
-        assert batch.old_logprobs is None or len(batch.old_logprobs) == len(batch)
-        assert all(len(a) == len(s) for a, s in zip(batch.advantages, batch.samples, strict=True))
-        self.log.append(("accumulate", [s.key for s in batch.samples]))
-        for sample, values in zip(batch.samples, batch.advantages, strict=True):
-            part = hash((sample.key.epoch, sample.key.prompt_index, sample.key.sample_index)) % 1000
-            self.digest = math.fmod(self.digest * 31 + part + float(values.sum()), 1e9)
-
-    def apply(self) -> dict[str, float]:
-        self.clock.work()
-        self.log.append("apply")
-        done = sum(entry == "apply" for entry in self.log)
-        return {"actor/pg_loss": float(done), "actor/skipped_updates": float(self.skips(done))}
-
-
-class FakeCritic:
-    """Expects nothing, and remembers what it was given."""
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log, self.skips = log, False
-
-    def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
-        return [np.zeros(len(sample), np.float32) for sample in batch.samples]
-
-    def accumulate(self, batch: TrainBatch) -> None:
-        assert batch.values is not None
-        assert batch.returns is not None
-        self.log.append(("critic", [s.key for s in batch.samples]))
-
-    def apply(self) -> dict[str, float]:
-        return {"critic/vf_loss": 1.0, "critic/skipped_updates": float(self.skips)}
-
-
-class FakeStream:
-    """Takes one of the groups that it is offered at every second offer; its sums are the trainer's when it closes."""
-
-    def __init__(self, trainer: FakeTrainer, config: Config, log: list[Any]) -> None:
-        self.trainer, self.config, self.log = trainer, config, log
-        self.num_offers = 0
-        self.taken: list[TrainBatch] = []
-        self.fails_in = ""
-        self.expected: list[int | None] = []
-
-    def expect(self, step: int | None) -> None:
-        self.expected.append(step)
-
-    def fail(self, call: str) -> None:
-        if call == self.fails_in:
-            raise Interrupted(f"no memory in {call}")
-
-    def offer(self, groups: Callable[[], Sequence[Group]], step: int) -> None:
-        self.num_offers += 1
-        if self.taken:
-            self.fail("offer")
-        known = {prompt.key for part in self.taken for prompt in part.prompts}
-        new = [group for group in groups() if group.prompt.key not in known]
-        if self.num_offers % 2 or not new:
-            return
-        batch = TrainBatch.of(new[:1])
-        needed = preparation.needs_policy(self.config, batch, step)
-        current = [np.full((len(s),), -1.0, np.float32) for s in batch.samples] if needed else None
-        batch.old_logprobs = preparation.old_logprobs(self.config, batch, step, current)
-        preparation.set_advantages(self.config, new[:1], batch)
-        self.taken.append(batch)
-        self.log.append(("streamed", step, new[0].prompt.key))
-
-    def close(self) -> list[TrainBatch]:
-        self.fail("close")
-        self.log.append("close")
-        taken, self.taken = self.taken, []
-        return taken
-
-    def abandon(self) -> None:
-        self.log.append("abandon")
-        self.taken = []
-
-
-class House:
-    """A loop with everything around it; `saves` are the checkpoints."""
-
-    def __init__(self, folder: Path, values: dict[str, Any] | None = None, **more: Any) -> None:
-        self.log: list[Any] = []
-        self.steps: list[tuple[int, dict[str, float], Sequence[Group]]] = []
-        self.evaluations: list[tuple[int, dict[str, float], Sequence[Group]]] = []
-        self.phases: list[tuple[int, str]] = []
-        self.saves: list[tuple[int, dict[str, Any], float]] = []
-        self.stop_after = more.pop("stop_after", None)  # calls of the backend's `wait`
-        self.config = make_config(values or {})
-        self.prompts = FakePrompts()
-        self.clock = FakeClock()
-        self.backend = FakeBackend(self.log, self.clock)
-        self.backend.stop = self.stop
-        self.trainer = FakeTrainer(self.log, self.clock)
-        self.stream = FakeStream(self.trainer, self.config, self.log)
-        self.critic = FakeCritic(self.log)
-        self.timeline = Timeline(folder / "timeline.json", clock=lambda: self.clock.seconds)
-        self.loop = Loop(
-            self.config,
-            self.prompts,
-            [Prompt(0, p, (1, p), f"held out {p}", "test") for p in range(3)],
-            self.backend,
-            self.trainer,
-            self.timeline,
-            Hooks(
-                on_phase=lambda step, name: self.phases.append((step, name)),
-                on_step=self.on_step,
-                on_eval=self.on_eval,
-                save=self.save,
-                stop=self.stop,
-                beat=more.pop("beat", lambda: None),
-            ),
-            together=more.pop("together", None),
-            stream=self.stream if more.pop("streams", False) else None,
-            critic=self.critic if self.config.has_critic else None,
-            rule=batch_rule(self.config),
-            stop_token_ids=(2,),
-            total_steps=more.pop("total_steps", 3),
-            num_devices=2,
-        )
-
-    def on_step(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-        self.log.append(("line", step))
-        self.steps.append((step, measured, groups))
-
-    def on_eval(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-        self.clock.work()
-        self.evaluations.append((step, measured, groups))
-
-    def stop(self) -> bool:
-        return self.stop_after is not None and self.backend.num_waits >= self.stop_after
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        self.clock.work()
-        self.log.append(("save", step))
-        self.saves.append((step, copy.deepcopy(state), self.trainer.digest))
-
-    def resume(self, other: House) -> None:
-        """Starts where the last checkpoint of another one ended."""
-        _, state, self.trainer.digest = other.saves[-1]
-        self.loop.load_host_state(copy.deepcopy(state))
+from jaxrl.types import RunFailed, SamplingParams
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
-    """Builds houses, and closes their files after the test."""
-    built: list[House] = []
-
-    def one(*arguments: Any, **more: Any) -> House:
-        built.append(House(tmp_path, *arguments, **more))
-        return built[-1]
-
-    yield one
-    for house in built:
-        house.timeline.close()
-
-
-def make_config(values: dict[str, Any]) -> Config:
-    base: dict[str, dict[str, Any]] = {
-        "model": {"path": "m"},
-        "data": {"task": "leg_counting", "train_batch_size": 4, "max_response_length": 8},
-        "rollout": {"n": 2, "temperature": 0.9, "val_kwargs": {"n": 3, "temperature": 0.5}},
-        "actor": {},
-        "algorithm": {},
-        "critic": {},
-        "trainer": {"save_freq": 2},
-    }
-    for path, value in values.items():
-        section, option = path.split(".")
-        base[section][option] = value
-    return from_mapping(base)
+    with houses(tmp_path) as one:
+        yield one
 
 
 def kinds(log: list[Any]) -> list[Any]:
@@ -449,7 +161,7 @@ def test_evaluation_before_and_between(build: Build):
     for step, measured, groups in house.evaluations:
         assert [group.prompt.text for group in groups] == ["held out 0", "held out 1", "held out 2"]
         assert {v for g in groups for s in g.samples for v in s.versions.tolist()} == {step}
-        assert measured["val/accuracy"] == pytest.approx(1 / 3)
+        assert measured["val/reward"] == measured["val/accuracy"] == pytest.approx(1 / 3)
         assert measured["val/best@3"] == 1.0
         assert "val/response_length/mean" in measured
     assert house.loop.departures.counts["trained"] == 16, "held-out prompts do not depart"
@@ -544,6 +256,37 @@ def test_a_checkpoint_of_another_schema_is_refused(build: Build):
     house = build()
     with pytest.raises(ValueError, match="state of schema 99; this version reads schemas 1 and 2"):
         house.loop.load_host_state(house.loop.host_state() | {"schema": 99})
+
+
+def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):
+    """Also where a step ends early after one of its rounds has ended."""
+
+    class Seen:
+        def __init__(self) -> None:
+            self.rounds = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"rounds": self.rounds}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.rounds = state.get("rounds", -1)
+
+    house = build({"trainer.one_step_off": True}, stop_after=30)  # in the second round of step 1
+    seen, end = Seen(), house.backend.end
+
+    def ended(result: RoundResult | None = None) -> dict[str, float]:
+        seen.rounds += 1
+        return end(result)
+
+    house.backend.end = ended
+    house.loop._kept = {"seen": seen}
+    assert not house.loop.run()
+    assert seen.rounds == 1
+    assert house.saves[-1][1]["seen"] == {"rounds": 0}
+    again = build()
+    again.loop._kept = {"seen": seen, "another": (other := Seen())}
+    again.resume(house)
+    assert (seen.rounds, other.rounds) == (0, -1)
 
 
 # ---------------------------------------------------------------- alarms
@@ -643,137 +386,3 @@ def test_a_stop_beside_an_update_is_named(build: Build):
     house = build({"trainer.one_step_off": True}, together=lambda first, second: (first(), second()), stop_after=18)
     with pytest.raises(RunFailed, match=r"step 2: its rollout ended early \(a stop was asked for\), beside update 1, "):
         house.loop.run()
-
-
-# ---------------------------------------------------------------- gradients beside the rollout
-
-
-def learnt(house: House) -> list[list[SampleKey]]:
-    """Keys of the samples of each update, those that were streamed first, in the order of their prompts."""
-    streamed: dict[int, list[SampleKey]] = {}
-    updates: list[list[SampleKey]] = []
-    by_prompt = {group.prompt.key: group for _, _, groups in house.steps for group in groups}
-    begun: list[SampleKey] = []
-    for entry in house.log:
-        match entry:
-            case ("streamed", step, prompt_key):
-                streamed.setdefault(step, []).extend(sample.key for sample in by_prompt[prompt_key].samples)
-            case ("accumulate", keys):
-                begun += keys
-            case "apply":
-                updates.append(begun)
-                begun = []
-    first, per_step = house.steps[0][0], house.config.actor.ppo_epochs
-    begun_by = [[] if i % per_step else sorted(streamed.get(first + i // per_step, [])) for i in range(len(updates))]
-    return [before + keys for before, keys in zip(begun_by, updates, strict=True)]
-
-
-STREAMING = [{}, {"trainer.one_step_off": True}, {"actor.ppo_epochs": 2}, {"actor.old_logprobs": "rollout"}]
-
-
-@pytest.mark.parametrize("values", STREAMING)
-def test_streamed_groups_are_learnt_from_once_and_all_else_is_the_same(build: Build, values: dict[str, Any]):
-    plain, house = build(values, total_steps=3), build(values, total_steps=3, streams=True)
-    assert plain.loop.run()
-    assert house.loop.run()
-    assert any(entry[0] == "streamed" for entry in house.log)
-    assert [sorted(keys) for keys in learnt(house)] == [sorted(keys) for keys in learnt(plain)]
-    for (step, measured, groups), (_, expected, others) in zip(house.steps, plain.steps, strict=True):
-        taken = sum(entry[:2] == ("streamed", step) for entry in house.log if isinstance(entry, tuple))
-        assert measured["actor/streamed_share"] == taken / len(groups)
-        assert [group.prompt.key for group in groups] == [group.prompt.key for group in others]
-        for name in ("critic/advantages/mean", "critic/advantages/max", "critic/rewards/mean", "actor/pg_loss"):
-            assert measured[name] == expected[name]
-    assert "actor/streamed_share" not in plain.steps[0][1]
-
-
-def test_with_one_step_off_the_batch_that_waits_is_streamed(build: Build):
-    house = build({"trainer.one_step_off": True}, total_steps=3, streams=True)
-    assert house.loop.run()
-    began = [entry for entry in house.log if entry[0] in ("begin", "streamed")]
-    first = next(i for i, entry in enumerate(began) if entry[0] == "streamed")
-    assert began[:first] == [("begin", 1, 0.9), ("begin", 2, 0.9)], "nothing in the round that begins the pipeline"
-    assert {entry[1] for entry in began if entry[0] == "streamed"} == {1, 2}, "no round is beside the last update"
-    assert began[first][:2] == ("streamed", 1)
-
-
-def goes_on_as(whole: Any, cut: Any, build: Build, values: dict[str, Any]) -> Any:
-    """The run that goes on from where `cut` was left, which must have the batches of `whole`."""
-    again = build(values, total_steps=3, streams=True)
-    again.resume(cut)
-    assert again.loop.run()
-    steps = {step: groups for house in (cut, again) for step, _, groups in house.steps}
-    for step, _, groups in whole.steps:
-        assert [group.prompt.key for group in steps[step]] == [group.prompt.key for group in groups]
-    return again
-
-
-@pytest.mark.parametrize("stop_after", [3, 9, 20, 33])
-@pytest.mark.parametrize("values", STREAMING[:2])
-def test_a_round_that_is_dropped_takes_its_stream_along(build: Build, stop_after: int, values: dict[str, Any]):
-    whole = build(values, total_steps=3, streams=True)
-    assert whole.loop.run()
-    cut = build(values, total_steps=3, streams=True, stop_after=stop_after)
-    assert not cut.loop.run()
-    assert "abandon" in cut.log
-    assert not cut.stream.taken
-    for keys in learnt(goes_on_as(whole, cut, build, values)):
-        assert len(keys) == len(set(keys)) == 8
-
-
-def test_what_a_round_is_beside(build: Build):
-    for off, expected in ((False, [1, 2, 3]), (True, [None, 1, 2])):
-        house = build({"trainer.one_step_off": off}, total_steps=3, streams=True)
-        assert house.loop.run()
-        assert house.stream.expected == expected
-
-
-@pytest.mark.parametrize("call", ["offer", "close"])
-@pytest.mark.parametrize("values", STREAMING[:2])
-def test_gradients_that_fail_end_the_run_at_the_boundary(build: Build, call: str, values: dict[str, Any]):
-    whole = build(values, total_steps=3, streams=True)
-    assert whole.loop.run()
-    cut = build(values | {"trainer.save_freq": 0}, total_steps=3, streams=True)
-
-    def fails_in_step_2() -> bool:
-        cut.stream.fails_in = call if cut.loop.step == 1 else ""
-        return False
-
-    cut.backend.stop = fails_in_step_2
-    with pytest.raises(RunFailed, match=f"^no memory in {call}; saved after step 1$"):
-        cut.loop.run()
-    assert [(step, state["step"]) for step, state, _ in cut.saves] == [(1, 1)]
-    assert "abandon" in cut.log
-    assert ("cancel" in cut.log) == (call == "offer"), "a round that is over is not dropped"
-    goes_on_as(whole, cut, build, values)
-
-
-def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):
-    """Also where a step ends early after one of its rounds has ended."""
-
-    class Seen:
-        def __init__(self) -> None:
-            self.rounds = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"rounds": self.rounds}
-
-        def load_state_dict(self, state: Any) -> None:
-            self.rounds = state.get("rounds", -1)
-
-    house = build({"trainer.one_step_off": True}, stop_after=30)  # in the second round of step 1
-    seen, end = Seen(), house.backend.end
-
-    def ended(result: RoundResult | None = None) -> dict[str, float]:
-        seen.rounds += 1
-        return end(result)
-
-    house.backend.end = ended
-    house.loop._kept = {"seen": seen}
-    assert not house.loop.run()
-    assert seen.rounds == 1
-    assert house.saves[-1][1]["seen"] == {"rounds": 0}
-    again = build()
-    again.loop._kept = {"seen": seen, "another": (other := Seen())}
-    again.resume(house)
-    assert (seen.rounds, other.rounds) == (0, -1)

@@ -122,18 +122,8 @@ class TimedWorkers(PacedWorkers):
 class ArrivingWorkers(TimedWorkers):
     """Workers that wait for nobody."""
 
-    def __init__(
-        self,
-        engines: Mapping[int, Engine] | Sequence[Engine],
-        lookahead: int,
-        num_workers: int,
-        deal: Deal,
-        ticks: Ticks,
-        clock: SimulatedClock,
-        listener: Listener | None = None,
-    ) -> None:
-        super().__init__(engines, lookahead, num_workers, deal, ticks, clock, listener)
-        self.ledger = _NoTime(num_workers, 1, deal)
+    def _new_ledger(self, num_workers: int, lookahead: int, deal: Deal) -> Ledger:
+        return _NoTime(num_workers, 1, deal)
 
     def new_order(self) -> Order:
         return ArrivalOrder(self.ledger)

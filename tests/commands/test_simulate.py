@@ -1,51 +1,26 @@
-"""`jaxrl simulate`: what it writes, that it repeats itself and resumes, where its numbers come from, and its errors."""
+"""`jaxrl simulate`: what it writes, that it repeats itself and resumes, and its errors."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
+from simulate_options import TRAINING, config
 
 from jaxrl.cli import main
-from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
-from jaxrl.config.hosts import HostsSection
-from jaxrl.models.shapes import SHAPES
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.state import dump_state, load_state
-from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.sim.configured import (
-    cost_model,
-    machine_sizes,
-    model_sizes,
-    num_devices_of,
-    with_degree,
-    with_simulated_hosts,
     workload_of,
 )
-from jaxrl.sim.cost_model import Efficiency, RooflineCost
-from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import SampleKey
-
-TRAINING = """
-model: {path: tiny}
-data: {train_batch_size: 4, max_prompt_length: 64, max_response_length: 96, task: chain_sum, val_size: 2}
-rollout: {n: 4, max_num_seqs: 8, decode_steps: 8, tensor_model_parallel_size: 2, dtype: bfloat16, stop: ["\\n"]}
-reward: {num_workers: 2}
-actor: {use_kl_loss: true}
-trainer: {total_training_steps: 4, save_freq: 2, test_freq: 3, val_before_train: true}
-"""
 
 
 @pytest.fixture
@@ -58,11 +33,6 @@ def training(tmp_path: Path) -> Path:
 def run(training: Path, folder: Path, *overrides: str) -> int:
     places = (f"trainer.run_dir={folder}", "simulate.num_devices=16", "simulate.task.response.median=40")
     return main(["simulate", "--config", str(training), *places, *overrides])
-
-
-def config(**simulate: Any) -> Config:
-    values = yaml.safe_load(TRAINING)
-    return from_mapping(values | {"simulate": simulate})
 
 
 def without_clock(folder: Path) -> list[dict[str, float]]:
@@ -196,15 +166,6 @@ def test_hosts_that_cannot_be(
     assert not (tmp_path / "a-simulated").exists()
 
 
-def test_how_many_hosts_and_devices():
-    assert num_devices_of(with_simulated_hosts(config(num_hosts=4))) == 32, "eight of each"
-    assert num_devices_of(with_simulated_hosts(config(num_hosts=4, num_devices=8))) == 8
-    real = replace(config(), hosts=HostsSection(num=2, launcher="local", devices_per_host=4))
-    made = with_simulated_hosts(real)
-    assert (made.hosts.num, made.hosts.launcher, num_devices_of(made)) == (2, "none", 8)
-    assert with_simulated_hosts(replace(real, simulate=config(num_hosts=1).simulate)).hosts.num == 1
-
-
 def test_two_runs_write_the_same(training: Path, tmp_path: Path):
     for name in ("a", "b"):
         assert run(training, tmp_path / name) == 0
@@ -252,135 +213,6 @@ def test_jax_is_not_imported(training: Path, tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-# ---------------------------------------------------------------- the machine
-
-
-def test_devices_and_blocks():
-    plain = config()
-    assert num_devices_of(plain) == 8
-    assert num_devices_of(from_mapping(yaml.safe_load(TRAINING) | {"trainer": {"num_devices": 4}})) == 4
-    cost, _ = cost_model(plain)
-    sizes = machine_sizes(plain, cost, model_sizes(plain))
-    assert (sizes.num_groups, sizes.num_slots, sizes.block_size) == (4, 8, 16)
-    assert sizes.num_blocks == 8 * 10 + 1, "a tiny model: all rows at their longest, and the reserved block"
-
-
-@pytest.mark.parametrize(("model", "tokens", "is_full"), [("tiny", 96, False), ("Qwen2.5-7B", 800_000, True)])
-def test_a_worker_has_its_share_of_the_devices_and_the_same_pools(model: str, tokens: int, is_full: bool):
-    """Training state is split over all devices, however many workers they are cut into."""
-    values = yaml.safe_load(TRAINING)
-    values["model"]["path"], values["data"]["max_response_length"] = model, tokens
-    values["actor"]["ppo_max_token_len_per_gpu"] = 2 * tokens
-    one, two = (from_mapping(values | {"rollout": values["rollout"] | {"num_workers": n}}) for n in (1, 2))
-    cost, _ = cost_model(one)
-    whole, half = (machine_sizes(each, cost, model_sizes(each)) for each in (one, two))
-    assert half == replace(whole, num_devices=whole.num_devices // 2)
-    assert (whole.num_blocks < 8 * (64 + tokens) // 16) == is_full, "the memory sets the pool"
-    three = from_mapping(values | {"rollout": values["rollout"] | {"num_workers": 3}})
-    with pytest.raises(ConfigError, match=r"rollout\.num_workers \(3\) must cut simulate\.num_devices \(8\)"):
-        machine_sizes(three, cost, model_sizes(three))
-
-
-def test_a_pool_that_training_state_leaves_too_little_for():
-    values = yaml.safe_load(TRAINING)
-    values["model"]["path"] = "Qwen2.5-32B"
-    tight = from_mapping(values | {"simulate": {"hardware": "A40", "num_devices": 8}})
-    cost, _ = cost_model(tight)
-    with pytest.raises(ValueError, match=r"rollout\.memory_fraction \(0\.85\) of a A40"):
-        machine_sizes(tight, cost, model_sizes(tight))
-    values["data"]["max_response_length"] = 2_000_000
-    values["actor"]["ppo_max_token_len_per_gpu"] = 4_000_000
-    values["model"]["path"] = "Qwen2.5-7B"
-    long = from_mapping(values | {"simulate": {"hardware": "A40", "num_devices": 8}})
-    cost, _ = cost_model(long)
-    with pytest.raises(ConfigError, match=r"one request of 2000064 tokens needs 125004 .* actor\.offload_optimizer"):
-        machine_sizes(long, cost, model_sizes(long))
-
-
-def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
-    named = model_sizes(config(model="Qwen2.5-7B"))
-    assert named == SHAPES["Qwen2.5-7B"]
-    assert model_sizes(config(model="Qwen2.5-14B")).num_layers == 48
-    for path in (tiny_model, f"random:{tiny_model}", tiny_model / "config.json"):
-        found = model_sizes(config(model=str(path)))
-        assert (found.vocab_size, found.hidden_size) == (260, 32)
-    with pytest.raises(ConfigError, match=r"simulate\.model \(Qwen9-1T\) must be a folder .* Qwen2\.5-32B"):
-        model_sizes(config(model="Qwen9-1T"))
-    gguf = from_mapping(yaml.safe_load(TRAINING) | {"model": {"path": "package:some.gguf"}})
-    with pytest.raises(ConfigError, match=r"model\.path .*set simulate\.model where"):
-        model_sizes(gguf)
-
-
-def test_cost_models_and_their_sources(tmp_path: Path):
-    cost, source = cost_model(config(hardware="h800", efficiency={"compute": 0.25}))
-    assert cost == RooflineCost(model_sizes(config()), HARDWARE["H800"], Efficiency(compute=0.25))
-    assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
-    assert isinstance(cost, RooflineCost)
-    assert cost.number_bytes == 2
-    values = yaml.safe_load(TRAINING)
-    values["rollout"]["dtype"] = "float32"
-    wide, _ = cost_model(from_mapping(values))
-    assert isinstance(wide, RooflineCost)
-    assert wide.number_bytes == 4
-
-    identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
-    points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))
-    profile = Profile(identity, points, points, source="synthetic")
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(profile.to_json()))
-    cost, source = cost_model(config(cost="table", profile=str(file)))
-    assert source.startswith(f"synthetic table {file} (tiny on cpu) for decode and prefill; the rest: roofline of H100")
-    assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
-
-
-def test_a_calibration_gives_the_factors(tmp_path: Path):
-    file = tmp_path / "c.json"
-    somewhere = {"constants": {"efficiency.mfu": {"value": 0.11}}, "held": {"efficiency.link": {"value": 0.4}}}
-    file.write_text(json.dumps({"version": 1, "problems": {"somewhere": somewhere}}))
-    cost, source = cost_model(config(calibration=str(file), calibration_of="somewhere"))
-    assert isinstance(cost, RooflineCost)
-    assert cost.efficiency == Efficiency(mfu=0.11, link=0.4)
-    assert f"efficiency factors of somewhere in {file}" in source
-    with pytest.raises(ConfigError, match=r"simulate\.calibration: calibration: no problem 'elsewhere'"):
-        cost_model(config(calibration=str(file), calibration_of="elsewhere"))
-    for text, match in (("{", "not valid JSON"), ('{"version": 2}', "calibration version 2 must be 1")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=match):
-            cost_model(config(calibration=str(file), calibration_of="somewhere"))
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"hardware": "TPUv9"}, r"simulate\.hardware: hardware 'TPUv9' must be one of A40"),
-        ({"efficiency": {"speed": 1}}, r"^simulate\.efficiency\.speed must be one of memory"),
-        ({"efficiency": {"mfu": "high"}}, r"^simulate\.efficiency\.mfu must be float, found 'high' \(str\)$"),
-        ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\.0\) must be a share"),
-        ({"cost": "table"}, r"^simulate\.profile is missing: simulate\.cost is table, which needs a file of"),
-        (
-            {"cost": "table", "profile": "{file}"},
-            r"training\.yaml: not valid JSON \(Expecting value, line 2",
-        ),
-        ({"calibration": "c.json"}, r"simulate\.calibration_of need each other"),
-        ({"calibration": "missing.json", "calibration_of": "x"}, r"no such calibration file"),
-    ],
-)
-def test_cost_models_that_cannot_be(options: dict[str, Any], match: str, training: Path):
-    options = {name: str(training) if value == "{file}" else value for name, value in options.items()}
-    with pytest.raises(ValueError, match=match):
-        cost_model(config(**options))
-
-
-def test_a_table_without_the_degree_is_refused(tmp_path: Path):
-    identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(Profile(identity, (Measurement(1, 1, 1, 1e-3),)).to_json()))
-    with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size \(2\) must be a degree"):
-        cost_model(config(cost="table", profile=str(file)))
-
-
-# ---------------------------------------------------------------- the degree
-
 AUTO = ("rollout.tensor_model_parallel_size=auto", "model.path=Qwen2.5-7B", "rollout.num_blocks=100")
 
 
@@ -407,39 +239,6 @@ def test_auto_is_the_fastest_degree_of_the_modelled_devices(
     assert degree_of(tmp_path / "a-simulated") == 8
 
 
-def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
-    loads = [(rows, context) for rows in (1, 8) for context in (8, 64)]
-    points = tuple(Measurement(tp, *load, seconds) for tp, seconds in ((2, 0.01), (4, 0.02)) for load in loads)
-    identity = ProfileIdentity("tiny", "f", "cpu", 4, "0", "bfloat16")
-    prefill = tuple(Measurement(tp, 1, 64, 0.1) for tp in (2, 4))
-    switches = tuple(SwitchCost(a, b, 0.1, 0.0, 0.0) for a, b in ((2, 4), (4, 2)))
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(Profile(identity, points, prefill, switches).to_json()))
-    values = yaml.safe_load(TRAINING)
-    values["model"]["path"] = "Qwen2.5-7B"
-    values["rollout"] |= {"tensor_model_parallel_size": "auto", "num_blocks": 100}
-    values["simulate"] = {"cost": "table", "profile": str(file), "num_devices": 8}
-    chosen, said = with_degree(from_mapping(values))
-    assert chosen.rollout.tp == 2
-    assert "at tp 2, " in said
-    assert "tp 1" not in said
-
-
-# ---------------------------------------------------------------- the workload
-
-
-def test_a_modelled_workload_reads_its_options():
-    task = {"name": "math", "response": {"median": 30, "sigma": 0.0}, "prompt_median": 9, "prompt_sigma": 0.0}
-    workload, source = workload_of(config(task=task | {"scoring": {"median_s": 3.0}}))
-    key = SampleKey(0, 5, 1)
-    assert (workload.length(key), workload.prompt_length(5), workload.reward_s(key)) == (30, 9, 3.0)
-    assert source == "modelled: math (median 30, sigma 0, cap 96 tokens), seed 0"
-    mixed, _ = workload_of(config(tasks=[task, {"name": "code", "weight": 3.0}]))
-    assert isinstance(mixed, ModelledWorkload)
-    assert [task.name for task in mixed.tasks] == ["math", "code"]
-    assert {mixed.kind_name(i) for i in range(50)} == {"math", "code"}
-
-
 def test_a_recorded_workload_plays_a_run(training: Path, tmp_path: Path):
     """A simulated run is recorded like a real one."""
     assert run(training, tmp_path / "a") == 0
@@ -452,52 +251,6 @@ def test_a_recorded_workload_plays_a_run(training: Path, tmp_path: Path):
     assert json.loads((tmp_path / "b-simulated" / "run.json").read_text())["simulation"]["workload"] == source
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"workload": "recorded"}, r"simulate\.recorded_run is missing"),
-        ({"workload": "recorded", "recorded_run": "nowhere"}, r"nowhere.*no such file"),
-        ({"task": {"response": {"median": 0}}}, r"simulate\.task\.response\.median must be above 0, found 0\.0"),
-        ({"task": {"prompt_sigma": -1}}, r"simulate\.task\.prompt_sigma must be at least 0, found -1"),
-        ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task\.scoring\.hang_share must be in \[0, 1\], found 2"),
-        ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]\.correlation must be in \[0, 1\], found 2"),
-        ({"task": {"response": {"shortest": 97}}}, r"response\.shortest \(97\) .* data\.max_response_length \(96\)"),
-        ({"workload": "recorded", "task": {"scoring": {"sigma": -1}}, "recorded_run": "nowhere"}, r"scoring\.sigma"),
-        (
-            {"tasks": [{}, {}]},
-            r"simulate\.tasks: names \(\['simulated', 'simulated'\]\) must .* differ",
-        ),
-    ],
-)
-def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
-    with pytest.raises(ValueError, match=match):
-        workload_of(config(**options))
-
-
-def test_scoring_that_hangs_needs_a_limit():
-    values = yaml.safe_load(TRAINING) | {"simulate": {"task": {"scoring": {"hang_share": 1.0}}}}
-    values["reward"]["timeout_s"] = 3.0
-    workload, _ = workload_of(from_mapping(values))
-    assert workload.reward_s(SampleKey(0, 0, 0)) == 3.0
-    values["reward"]["timeout_s"] = 0.0
-    with pytest.raises(ConfigError, match=r"simulate\.task: scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
-        workload_of(from_mapping(values))
-
-
-def test_the_section_is_part_of_the_configuration():
-    made = config(task={"response": {"median": 30}}, tasks=[{"name": "x"}], efficiency={"mfu": 0.2})
-    assert from_mapping(to_mapping(made)) == made
-    assert asdict(made.simulate.tasks[0])["name"] == "x"
-    for values, match in (
-        ({"hardwear": "H100"}, r"unknown option simulate\.hardwear: did you mean simulate\.hardware"),
-        ({"tasks": [{"median": 3}]}, r"unknown option simulate\.tasks\[0\]\.median"),
-        ({"num_devices": -1}, r"simulate\.num_devices must be at least 0"),
-        ({"cost": "guess"}, r"simulate\.cost must be one of roofline, table"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            config(**values)
-
-
 def test_rules_that_exclude_each_other_leave_nothing_behind(
     training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -507,25 +260,3 @@ def test_rules_that_exclude_each_other_leave_nothing_behind(
     assert "tail batching and partial rollout exclude each other" in said.err
     assert said.out == ""
     assert [file.name for file in tmp_path.iterdir()] == ["training.yaml"]
-
-
-def test_state_of_another_kind_is_refused():
-    for text, match in (("{}", "schema 1"), ("[1]", "schema 1"), ("{", "not a simulation's state")):
-        with pytest.raises(ValueError, match=match):
-            load_state(text, "state.json")
-    with pytest.raises(TypeError, match="neither a JSON value nor an array"):
-        dump_state({"a": {1, 2}})
-    state = {"left": np.arange(6).reshape(3, 2), "empty": np.zeros((0, 2), np.int64), "n": 1}
-    found = load_state(dump_state(state), "state.json")
-    assert found["left"].tolist() == state["left"].tolist()
-    assert found["empty"].shape == (0, 2)
-
-
-def test_state_is_json_whatever_its_numbers_are():
-    state = {"a": [1.5, math.inf], "b": {"c": -math.inf}, "d": np.array([math.nan, 2.0]), "e": None, "f": True}
-    text = dump_state(state)
-    for line in text.splitlines():
-        json.loads(line, parse_constant=pytest.fail)
-    found = load_state(text, "state.json")
-    assert (found["a"], found["b"], found["e"], found["f"]) == ([1.5, math.inf], {"c": -math.inf}, None, True)
-    np.testing.assert_array_equal(found["d"], state["d"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from keyword_options import with_options
 from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError, from_mapping
@@ -32,13 +33,7 @@ def config(**options: Any) -> Config:
     """`rollout__tail_batching__enable=True` and the like, on top of 4 prompts × 3 samples."""
     data = {"train_batch_size": 4, "max_response_length": LONGEST}
     values: dict[str, Any] = {"model": {"path": "m"}, "data": data, "rollout": {"n": 3}}
-    for path, value in options.items():
-        *sections, option = path.split("__")
-        node = values
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[option] = value
-    return from_mapping(values)
+    return with_options(values, options)
 
 
 def test_plain_batches_are_the_default():

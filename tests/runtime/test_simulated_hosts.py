@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host_rules import config_of
 from hosts_in_step import Process, assert_same, one_process, with_hosts
 from sim_machine import SMALL
 from simulated_runs import House, make_config, make_workload
@@ -21,21 +22,7 @@ from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import H100
 
-ON = {"enable": True}
-RULES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tail batching": {
-        "rollout.tail_batching": {"enable": True, "prompt_factor": 1.5, "response_factor": 1.5},
-        "algorithm.filter_groups": ON,
-    },
-    "partial rollout, one step off": {
-        "rollout.partial_rollout": ON,
-        "trainer.one_step_off": True,
-        "trainer.test_freq": 2,
-    },
-    "over-provisioning": {"rollout.over_provisioning": {"enable": True, "prompt_factor": 1.5, "response_factor": 1.5}},
-    "prompts stay together": {"rollout.deal": "prompts", "algorithm.filter_groups": ON, "rollout.n": 3},
-}
+RULES = ("plain", "tail batching", "partial rollout, one step off", "over-provisioning", "prompts stay together")
 
 
 @dataclass
@@ -43,19 +30,6 @@ class Alone:
     """What `assert_same` compares."""
 
     processes: list[Process]
-
-
-def config_of(rule: str, seed: int, num_workers: int, **more: Any) -> Config:
-    """Rounds of many plans, in which rows wait and are preempted."""
-    sizes: dict[str, Any] = {
-        "trainer.num_devices": num_workers,
-        "rollout.num_workers": num_workers,
-        "rollout.max_num_batched_tokens": 16,
-        "rollout.decode_steps": 1 + seed % 3,
-        "rollout.max_num_seqs": 2 + seed % 4,
-        "rollout.num_blocks": 24 + seed % 20,
-    }
-    return make_config(RULES[rule], **{**sizes, **more})
 
 
 def on_hosts(config: Config, num_hosts: int, **simulate: Any) -> Config:
@@ -72,7 +46,7 @@ def played(config: Config, seed: int) -> Process:
 
 @pytest.mark.parametrize(
     ("rule", "num_hosts", "per_host"),
-    [("plain", 2, 1), ("tail batching", 3, 1), ("tail batching", 2, 2), *((rule, 2, 1) for rule in list(RULES)[2:])],
+    [("plain", 2, 1), ("tail batching", 3, 1), ("tail batching", 2, 2), *((rule, 2, 1) for rule in RULES[2:])],
 )
 def test_hosts_decide_what_one_process_decides(rule: str, num_hosts: int, per_host: int):
     for seed, times in enumerate(({}, {"host_spread": 0.5, "host_latency_s": 0.1, "host_call_s": 0.0})):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from live_arrays import bytes_on
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.halves import Half
@@ -72,16 +73,6 @@ def test_scalars_and_arrays_that_nothing_splits():
     lent = half.lend({"a": jax.device_put(jnp.float32(3.5), whole)}, {"a": own})
     assert float(lent["a"]) == 3.5
     assert float(half.give_back(lent, {"a": whole})["a"]) == 3.5
-
-
-def bytes_on(devices: Any) -> int:
-    """Of all buffers that are alive; arrays may share them."""
-    wanted, found = set(devices), {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            if shard.device in wanted and shard.data.nbytes:
-                found[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(found.values())
 
 
 def test_the_other_half_holds_nothing_more():

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from live_arrays import Watched, live_bytes
 
 from jaxrl.kernels.attention import choose_paged
 from jaxrl.rollout import kv_cache
@@ -260,47 +261,22 @@ def memory(before: int, after: int) -> None:
     """Live buffers are counted when a chunk has been dispatched and nothing of it deleted yet."""
     state = Walk(Layout(make_mesh(), before), (8, 8), "float32", num_blocks=64)
     state.start(11)
-    seen, temporaries, compiled = [], [], kv_migration._move
-
-    def watched(*arguments):
-        program = compiled(*arguments)
-        temporaries.append(program.memory_analysis().temp_size_in_bytes)
-
-        def run(*arrays):
-            results = program(*arrays)
-            jax.block_until_ready(results)
-            seen.append(_live_bytes())
-            return results
-
-        run.memory_analysis = program.memory_analysis
-        return run
-
+    watched = Watched(kv_migration._move)
     state.switch(after, 64, max_extra_bytes=24 << 10)
     state.switch(before, 64, max_extra_bytes=24 << 10)
-    start = _live_bytes()
+    start = live_bytes()
     kv_migration._move = watched
     report = state.switch(after, 64, max_extra_bytes=24 << 10)
-    end = _live_bytes()
-    extra = max(now[device] - max(start[device], end[device]) for now in seen for device in now)
-    assert len(seen) == report.num_chunks == 4
-    assert 0 < extra <= report.peak_extra_bytes <= extra + max(temporaries) <= 24 << 10
-
-
-def _live_bytes() -> dict[int, int]:
-    """Bytes of all arrays that are alive, per device; buffers that several arrays share count once."""
-    seen: dict[tuple[int, int], int] = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            seen[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    totals: dict[int, int] = {}
-    for (device, _), size in seen.items():
-        totals[device] = totals.get(device, 0) + size
-    return totals
+    end = live_bytes()
+    extra = max(now[device] - max(start[device], end[device]) for now in watched.seen for device in now)
+    assert len(watched.seen) == report.num_chunks == 4
+    assert 0 < extra <= report.peak_extra_bytes <= extra + max(watched.temporaries) <= 24 << 10
 
 
 def alone(call: str) -> str:
     """Runs a call of this file in a process of its own; returns what it wrote on stderr."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "0"}
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    environment = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "0"}
     done = subprocess.run(
         [sys.executable, __file__, call], env=environment, capture_output=True, text=True, timeout=600
     )

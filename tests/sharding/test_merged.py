@@ -5,32 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from uneven_models import normal_params, placed, uneven
 
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.reshard import rollout_to_rollout
 
-
-def tiny(num_heads, num_kv_heads, family) -> ModelConfig:
-    return ModelConfig(
-        family=family,
-        vocab_size=101,
-        hidden_size=24,
-        intermediate_size=30,
-        num_layers=3,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=4,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        tie_word_embeddings=family == "qwen2",
-    )
-
-
-MODELS = [tiny(12, 4, "qwen2"), tiny(9, 3, "llama"), tiny(8, 4, "qwen3")]  # 9/3 is padded to 12/4
+MODELS = [uneven(12, 4, "qwen2"), uneven(9, 3, "llama"), uneven(8, 4, "qwen3")]  # 9/3 is padded to 12/4
 CASES = [
     pytest.param(config, tp, id=f"{config.family}-{tp}", marks=[] if i == j else pytest.mark.slow)
     for i, config in enumerate(MODELS)
@@ -39,13 +22,8 @@ CASES = [
 
 
 def converted(config, layout, **form):
-    random = np.random.default_rng(3)
-    params = jax.tree.map(
-        lambda x: jnp.asarray(random.normal(0.5, 0.5, x.shape)),
-        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
-    )
-    placed = jax.tree.map(jax.device_put, params, rules.train_shardings(config, layout.mesh))
-    return rules.to_rollout(placed, config, layout, jnp.float64, max_tp=4, layers_per_call=2, **form)
+    params = placed(normal_params(config, jnp.float64), config, layout.mesh)
+    return rules.to_rollout(params, config, layout, jnp.float64, max_tp=4, layers_per_call=2, **form)
 
 
 @pytest.mark.parametrize(("config", "tp"), CASES)
@@ -101,7 +79,7 @@ def test_they_move_between_layouts(before, after, x64):
 def test_where_they_cannot_be_merged():
     """14/2 heads at tp 4 are 16/2: two shards share a key/value head."""
     layout = Layout(make_mesh(jax.devices()[:4]), 4)
-    for config, form in ((tiny(14, 2, "llama"), {}), (MODELS[0], {"features_first": True})):
+    for config, form in ((uneven(14, 2, "llama"), {}), (MODELS[0], {"features_first": True})):
         with pytest.raises(ValueError, match="rollout weights in merged form must have features last, and"):
             rules.rollout_shardings(config, layout, 4, merged=True, **form)
     specs = rules.rollout_shardings(MODELS[0], layout, 4, merged=True)["layers"][0]

@@ -8,27 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from uneven_models import uneven
 
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.sharding.relabel import relabel
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
-
-
-def tiny(tied: bool) -> ModelConfig:
-    return ModelConfig(
-        family="llama",
-        vocab_size=101,
-        hidden_size=24,
-        intermediate_size=30,
-        num_layers=3,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=4,
-        tie_word_embeddings=tied,
-    )
 
 
 def buffers(tree) -> dict[tuple[str, int], int]:
@@ -42,7 +28,7 @@ def buffers(tree) -> dict[tuple[str, int], int]:
 
 @pytest.mark.parametrize(("num_workers", "tied"), [(1, False), (2, True), (4, False), (8, True)])
 def test_each_worker_has_its_shards_of_one_program(num_workers, tied):
-    config, mesh = tiny(tied), make_mesh()
+    config, mesh = uneven(tie_word_embeddings=tied), make_mesh()
     params = jax.jit(lambda key: decoder.init(config, key), out_shardings=train_shardings(config, mesh))(
         jax.random.key(0)
     )

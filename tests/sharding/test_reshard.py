@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from live_arrays import Watched, live_bytes
+from uneven_models import normal_params, placed, uneven
 
-from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.sharding import reshard as module
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
@@ -25,45 +25,13 @@ DEGREES = (1, 2, 4, 8)
 PAIRS = list(itertools.permutations(DEGREES, 2))
 
 
-def tiny(num_heads=9, num_kv_heads=3, family="llama") -> ModelConfig:
-    return ModelConfig(
-        family=family,
-        vocab_size=101,
-        hidden_size=24,
-        intermediate_size=30,
-        num_layers=3,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=4,
-        qkv_bias=family == "qwen2",
-        tie_word_embeddings=family == "qwen2",
-    )
-
-
 def train_params(config, mesh, dtype):
-    random = np.random.default_rng(3)
-    params = jax.tree.map(
-        lambda x: jnp.asarray(random.normal(0.5, 0.5, x.shape), dtype),
-        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
-    )
-    return jax.tree.map(jax.device_put, params, rules.train_shardings(config, mesh))
+    return placed(normal_params(config, dtype), config, mesh)
 
 
 def on(mesh, tp, *words, dtype=jnp.float32, shape=(16, 32)):
     array = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
     return jax.device_put(array, Layout(mesh, tp).sharding(*words))
-
-
-def live_bytes() -> dict[int, int]:
-    """Bytes of all arrays that are alive, per device; buffers that several arrays share count once."""
-    seen: dict[tuple[int, int], int] = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            seen[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    totals: dict[int, int] = {}
-    for (device, _), size in seen.items():
-        totals[device] = totals.get(device, 0) + size
-    return totals
 
 
 def equal(actual, expected):
@@ -86,7 +54,7 @@ def equal(actual, expected):
     ],
 )
 def test_every_pair_of_layouts_equals_a_fresh_conversion(model, dtype, features_first, x64):
-    config, mesh = tiny(*model), make_mesh()
+    config, mesh = uneven(*model), make_mesh()
     params = train_params(config, mesh, dtype)
     fresh = {
         tp: rules.to_rollout(params, config, Layout(mesh, tp), dtype, 8, features_first=features_first)
@@ -105,7 +73,7 @@ def test_every_pair_of_layouts_equals_a_fresh_conversion(model, dtype, features_
 
 
 def test_the_source_is_gone_except_for_what_was_there_already():
-    config, mesh = tiny(), make_mesh()
+    config, mesh = uneven(), make_mesh()
     params = rules.to_rollout(train_params(config, mesh, jnp.float32), config, Layout(mesh, 8), jnp.float32)
     moved, report = rollout_to_rollout(params, config, Layout(mesh, 8), Layout(mesh, 2), 8)
     for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True):
@@ -146,7 +114,7 @@ def test_keep_leaves_the_source_alive():
 
 
 def test_the_second_move_compiles_and_plans_nothing():
-    config, mesh = tiny(), make_mesh()
+    config, mesh = uneven(), make_mesh()
     layouts = [Layout(mesh, tp) for tp in (1, 4, 2, 8, 1)]
     params = rules.to_rollout(train_params(config, mesh, jnp.float32), config, layouts[0], jnp.float32, 8)
     misses = []
@@ -185,30 +153,16 @@ def test_memory_stays_within_the_bound(before, after, monkeypatch):
     jax.block_until_ready(tree)
     size = 64 * 128 * 4
     bound = 3 * size // after + (3 * size // before if after < before else 0) + 64
-    start, seen, temporaries = live_bytes(), [], []
-    compiled = module.program_of
-
-    def watched(*step):
-        program = compiled(*step)
-        temporaries.append(program.memory_analysis().temp_size_in_bytes)
-
-        def run(*arrays):
-            results = program(*arrays)
-            jax.block_until_ready(results)
-            seen.append(live_bytes())
-            return results
-
-        return run
-
+    start, watched = live_bytes(), Watched(module.program_of)
     module.make_plan.cache_clear()
     precompile(tree, target, max_extra_bytes=bound)  # the plan itself reads the programs unwatched
     monkeypatch.setattr(module, "program_of", watched)
     moved, report = reshard(tree, target, max_extra_bytes=bound)
     end = live_bytes()
-    extra = max(now[d] - max(start[d], end[d]) for now in seen for d in now)
-    assert len(seen) == report.num_chunks > 2
+    extra = max(now[d] - max(start[d], end[d]) for now in watched.seen for d in now)
+    assert len(watched.seen) == report.num_chunks > 2
     assert report.oversized == ()
-    assert extra <= report.peak_extra_bytes <= extra + max(temporaries)
+    assert extra <= report.peak_extra_bytes <= extra + max(watched.temporaries)
     assert report.peak_extra_bytes <= bound
     assert end[0] - start[0] == 12 * size // after - 12 * size // before
     np.testing.assert_array_equal(moved[5]["in"], np.arange(64 * 128).reshape(64, 128))
@@ -331,7 +285,7 @@ def test_disjoint_devices_of_unequal_number(sizes, tp):
 
 
 def test_rollout_weights_between_submeshes():
-    config, (left, right) = tiny(), halves()
+    config, (left, right) = uneven(), halves()
     params = rules.to_rollout(train_params(config, left, jnp.float32), config, Layout(left, 1), jnp.float32, 4)
     moved, _ = rollout_to_rollout(params, config, Layout(left, 1), Layout(right, 4), 4)
     fresh = rules.to_rollout(train_params(config, right, jnp.float32), config, Layout(right, 4), jnp.float32)
@@ -404,7 +358,7 @@ def test_what_is_no_array_or_no_sharding_is_refused():
 
 
 def test_weights_of_another_layout_are_refused():
-    config, mesh = tiny(), make_mesh()
+    config, mesh = uneven(), make_mesh()
     params = rules.to_rollout(train_params(config, mesh, jnp.float32), config, Layout(mesh, 2), jnp.float32, 8)
     with pytest.raises(ValueError, match=r"rollout weight \['embed'\] is sharded as .* layout_from \(tp 4\) has it as"):
         rollout_to_rollout(params, config, Layout(mesh, 4), Layout(mesh, 1), 8)

@@ -1,14 +1,16 @@
 """Padding, specs, and the way from training to rollout form: equal logits on every layout."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from uneven_models import normal_params, placed, uneven
 
 from jaxrl.config.devices import prime_factors
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -16,30 +18,7 @@ from jaxrl.sharding.mesh import make_mesh
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 101, (8, 6)))
 
 
-def tiny(num_heads=9, num_kv_heads=3, family="llama", **changes) -> ModelConfig:
-    sizes = {
-        "vocab_size": 101,
-        "hidden_size": 24,
-        "intermediate_size": 30,
-        "num_layers": 5,
-        "head_dim": 4,
-        "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
-        "tie_word_embeddings": family == "qwen2",
-    }
-    return ModelConfig(family=family, num_heads=num_heads, num_kv_heads=num_kv_heads, **(sizes | changes))
-
-
-def random_params(config, dtype):
-    random = np.random.default_rng(3)
-    return jax.tree.map(
-        lambda x: jnp.asarray(random.normal(0.5, 0.5, x.shape), dtype),
-        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
-    )
-
-
-def placed(params, config, mesh):
-    return jax.tree.map(jax.device_put, params, rules.train_shardings(config, mesh))
+tiny = partial(uneven, num_layers=5)
 
 
 def causal(q, k, v):
@@ -165,7 +144,7 @@ def test_padding_is_for_the_largest_degree_and_none_at_one():
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_padded_rollout_has_equal_logits(family, tp, x64):
     config, layout = tiny(family=family), Layout(make_mesh(), tp)
-    params = random_params(config, jnp.float64)
+    params = normal_params(config, jnp.float64)
     expected = np.asarray(train_logits(params, config, jnp.float64))
     rollout = rules.to_rollout(placed(params, config, layout.mesh), config, layout, jnp.float64, max_tp=8)
     actual = np.asarray(rollout_logits(rollout, config, layout, jnp.float64))
@@ -176,7 +155,7 @@ def test_padded_rollout_has_equal_logits(family, tp, x64):
 @pytest.mark.parametrize("heads", [(8, 2), (6, 1), (5, 5), (14, 2)])
 def test_other_groupings_have_equal_logits(heads, x64):
     config, layout = tiny(*heads), Layout(make_mesh(), 8)
-    params = random_params(config, jnp.float64)
+    params = normal_params(config, jnp.float64)
     rollout = rules.to_rollout(placed(params, config, layout.mesh), config, layout, jnp.float64)
     actual = np.asarray(rollout_logits(rollout, config, layout, jnp.float64))[..., :101]
     np.testing.assert_allclose(actual, train_logits(params, config, jnp.float64), rtol=1e-11, atol=1e-11)
@@ -187,7 +166,7 @@ def test_other_device_counts_have_equal_logits(count, x64):
     mesh = make_mesh(jax.devices()[:count])
     layout = Layout(mesh, count)
     config = tiny()
-    params = random_params(config, jnp.float64)
+    params = normal_params(config, jnp.float64)
     rollout = rules.to_rollout(placed(params, config, mesh), config, layout, jnp.float64)
     actual = np.asarray(rollout_logits(rollout, config, layout, jnp.float64))[..., :101]
     np.testing.assert_allclose(actual, train_logits(params, config, jnp.float64), rtol=1e-11, atol=1e-11)
@@ -195,7 +174,7 @@ def test_other_device_counts_have_equal_logits(count, x64):
 
 def test_whole_and_chunked_conversion_agree():
     config, layout = tiny(), Layout(make_mesh(), 4)
-    params = placed(random_params(config, jnp.float32), config, layout.mesh)
+    params = placed(normal_params(config, jnp.float32), config, layout.mesh)
     function, shardings = rules.rollout_params_fn(config, layout, jnp.bfloat16, 8)
     whole = jax.jit(function, out_shardings=shardings)(params)
     chunked = rules.to_rollout(params, config, layout, jnp.bfloat16, 8, layers_per_call=2)
@@ -210,7 +189,7 @@ def test_whole_and_chunked_conversion_agree():
 
 def test_the_second_sync_compiles_nothing():
     config, layout = tiny(), Layout(make_mesh(), 2)
-    params = placed(random_params(config, jnp.float32), config, layout.mesh)
+    params = placed(normal_params(config, jnp.float32), config, layout.mesh)
     rules.to_rollout(params, config, layout, jnp.float32)
     with jax.transfer_guard_device_to_host("disallow"):
         outer, chunk = rules._compiled(config, layout, jnp.dtype(jnp.float32), 2, 4, False, False)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from keyword_options import with_options
 from known_samples import KnownWorkload
 from sim_machine import SMALL, TINY, ConstantCost, key
 
-from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
@@ -28,10 +29,7 @@ def config(**more: Any) -> Config:
         "trainer": {"total_training_steps": 6, "save_freq": 1, "test_freq": 4, "num_devices": 2},
         "simulate": {"num_prompts": 10},
     }
-    for path, value in more.items():
-        section, option = path.split("__")
-        values.setdefault(section, {})[option] = value
-    return from_mapping(values)
+    return with_options(values, more)
 
 
 MIXED = ModelledWorkload(

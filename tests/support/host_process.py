@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from keyword_options import with_options
+from small_models import TRAINED
 
 from jaxrl.commands.start import start
 from jaxrl.config import Config, from_mapping
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import write_whole
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.runtime.build import build_workers, prepare_hosts
@@ -35,17 +36,6 @@ from jaxrl.train.checkpoint import Checkpointer, HostState
 from jaxrl.train.step import Trainer
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams, TrainBatch
 
-MODEL = ModelConfig(
-    family="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-)
 STEPS = 4
 PATIENCE_S = 400.0
 
@@ -66,10 +56,7 @@ def config_of(num_processes: int, **options: Any) -> Config:
         "hosts": {"num": num_processes},
         "trainer": {"total_training_steps": STEPS},
     }
-    for name, value in options.items():
-        section, option = name.split("__")
-        values.setdefault(section, {})[option] = value
-    return from_mapping(values)
+    return with_options(values, options)
 
 
 class World:
@@ -84,9 +71,9 @@ class World:
         self.kept: dict[str, np.ndarray] = {}
 
     def trainer(self) -> Trainer:
-        shardings = train_shardings(MODEL, self.mesh)
-        init = jax.jit(lambda key: decoder.init(MODEL, key, "float64"), out_shardings=shardings)
-        return Trainer(self.config, MODEL, init(jax.random.key(0)), self.mesh, meet=self.board.meet)
+        shardings = train_shardings(TRAINED, self.mesh)
+        init = jax.jit(lambda key: decoder.init(TRAINED, key, "float64"), out_shardings=shardings)
+        return Trainer(self.config, TRAINED, init(jax.random.key(0)), self.mesh, meet=self.board.meet)
 
     def keep_tree(self, name: str, tree: Any) -> None:
         """Every array of a tree, whole."""
@@ -103,11 +90,11 @@ def batch_of(step: int, size: int = 12, longest: int = 32) -> TrainBatch:
     for i in range(size):
         length = int(random.integers(1, longest + 1)) if i % 4 else longest
         if i % 4 == 0:
-            tokens = random.integers(0, MODEL.vocab_size, int(random.integers(1, 17)))
+            tokens = random.integers(0, TRAINED.vocab_size, int(random.integers(1, 17)))
             prompts += [Prompt(0, i // 4, tuple(tokens.tolist()), "", "test")] * 4
-        logprobs = (np.log(1 / MODEL.vocab_size) + 0.3 * random.normal(size=(2, length))).astype(np.float32)
+        logprobs = (np.log(1 / TRAINED.vocab_size) + 0.3 * random.normal(size=(2, length))).astype(np.float32)
         sample = Sample.empty(SampleKey(0, i // 4, i % 4))
-        sample.token_ids = random.integers(0, MODEL.vocab_size, length).astype(np.int32)
+        sample.token_ids = random.integers(0, TRAINED.vocab_size, length).astype(np.int32)
         sample.rollout_logprobs, sample.sampled_logprobs = logprobs[0], logprobs[0]
         sample.versions = np.zeros(length, np.int32)
         samples.append(sample)
@@ -145,7 +132,7 @@ def training(world: World) -> None:
             state, host = checkpoints.restore(trainer.abstract_state())
         assert host.values == {"by": 0}
         world.keep_tree(f"restored {number}", state)
-    workers = build_workers(world.config, MODEL, world.place.local_mesh, place=world.place, meet=world.board.meet)
+    workers = build_workers(world.config, TRAINED, world.place.local_mesh, place=world.place, meet=world.board.meet)
     if degrees := world.options.get("degrees"):  # of the first workers of all hosts
         first = world.place.process * len(workers.executors)
         for executor, tp in zip(workers.executors, degrees[first:], strict=False):
@@ -168,7 +155,7 @@ def requests() -> list[Request]:
     random = np.random.default_rng(7)
     made: list[Request] = []
     for prompt in range(4):
-        ids = tuple(random.integers(1, MODEL.vocab_size, (13, 3, 9, 16)[prompt]).tolist())
+        ids = tuple(random.integers(1, TRAINED.vocab_size, (13, 3, 9, 16)[prompt]).tolist())
         for number in range(4):
             params = SamplingParams(max_tokens=int(random.integers(4, 33)), temperature=(1.0, 0.7)[number % 2])
             key = SampleKey(0, prompt, number)

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from small_models import TRAINED
 from streamed_runs import LONGEST, Machine, Run, prepared
 
 from jaxrl.config import Config
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.runtime.build import build_workers
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.sharding.halves import Half
@@ -28,7 +28,6 @@ from jaxrl.train.step import Trainer
 from jaxrl.train.stream import TrainStream
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
-MODEL = ModelConfig("llama", 64, 32, 48, 2, 4, 2, 8, tie_word_embeddings=True)
 ENDS = (0, 1, 2, 3, 4)  # tokens that end a response: about one in thirteen
 WIDE = {
     "actor.dtype": "float64",
@@ -99,15 +98,15 @@ class RealRun(Run):
         self.weights = np.zeros(0)
 
     def _trainer(self, config: Config) -> Trainer:
-        params = decoder.init(MODEL, jax.random.key(0), config.actor.param_dtype)
-        trainer = Trainer(config, MODEL, params, self.mesh, programs=self._programs)
+        params = decoder.init(TRAINED, jax.random.key(0), config.actor.param_dtype)
+        trainer = Trainer(config, TRAINED, params, self.mesh, programs=self._programs)
         self._programs = trainer.programs
         trainer.programs.microbatches = trainer.programs.microbatches[-1:]  # one shape: less to compile
         return trainer
 
     def _machine(self, chance: random.Random) -> Machine:
         trainer, self._judge = self._trainer(self.config), self._trainer(self.config)
-        workers = build_workers(self.config, MODEL, self.mesh, lambda: trainer.params)
+        workers = build_workers(self.config, TRAINED, self.mesh, lambda: trainer.params)
         streams = {}
         for index, freed in enumerate(halves(len(workers.executors))):
             stream = streams[freed] = Slow(trainer, Half(self.mesh, index))

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import jax
 import numpy as np
 import pytest
+from live_arrays import bytes_on
 
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
@@ -223,17 +224,6 @@ def test_devices_that_fail_leave_the_trainer_as_it_was(
             trainer.apply()
     streamed(trainer, stream, [groups[:2]], groups[2:])
     assert trainer.apply()["actor/skipped_updates"] == 0
-
-
-def bytes_on(devices: Any, kind: str) -> int:
-    """Of all buffers that are alive there; arrays may share them."""
-    wanted, found = set(devices), {}
-    for array in jax.live_arrays():
-        if array.sharding.memory_kind == kind:
-            for shard in array.addressable_shards:
-                if shard.device in wanted and shard.data.nbytes:
-                    found[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(found.values())
 
 
 def test_memory_is_that_of_the_module(make_config, make_batch, make_trainer):

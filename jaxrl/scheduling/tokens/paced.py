@@ -200,12 +200,15 @@ class PacedWorkers:
             raise ValueError("workers: there must be at least one engine, and all must be idle")
         if not all(0 <= worker < count for worker in by_number):
             raise ValueError(f"workers: numbers {sorted(by_number)} must be of the {count} workers of all processes")
-        self.ledger = Ledger(count, lookahead, deal)
+        self.ledger = self._new_ledger(count, lookahead, deal)
         self.numbers, self.engines = tuple(by_number), tuple(by_number.values())
         costs = (partial(ticks, place) for place in range(len(by_number)))
         self._workers = {n: _Worker(engine, cost) for (n, engine), cost in zip(by_number.items(), costs, strict=True)}
         self._reports: dict[int, list[End]] = {}  # of the workers that have something to report
         self.floor = 0
+
+    def _new_ledger(self, num_workers: int, lookahead: int, deal: Deal) -> Ledger:
+        return Ledger(num_workers, lookahead, deal)
 
     def new_order(self) -> Order:
         """What merges the reports of all workers; one process has it."""

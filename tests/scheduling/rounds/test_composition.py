@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, get_args
 
 import pytest
+from keyword_options import with_options
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
@@ -77,10 +78,7 @@ def streaming(**options: Any) -> Config:
         "rollout": {"num_workers": 2, "n": 4},
         "trainer": {"stream": ON},
     }
-    for name, value in options.items():
-        section, option = name.split("__")
-        values.setdefault(section, {})[option] = value
-    return from_mapping(values)
+    return with_options(values, options)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +150,7 @@ def ranking(**options: Any) -> Config:
         "rollout": {"num_workers": 2, "num_devices": 2, "ranking_groups": ON},
         "trainer": {"one_step_off": True},
     }
-    for name, value in options.items():
-        section, option = name.split("__")
-        values.setdefault(section, {})[option] = value
-    return from_mapping(values)
+    return with_options(values, options)
 
 
 @pytest.mark.parametrize(

@@ -36,29 +36,44 @@ def verdicts(*keys: SampleKey) -> Table:
     return [(verdict(k), []) for k in keys]
 
 
+FIRST_ROUND: Table = [
+    (START, [launch(0), launch(1), launch(2)]),
+    (finish(key(0, 0), [0]), []),
+    (finish(key(1, 0), [0]), []),
+    (finish(key(1, 1), [0, 0]), [("score", key(1, 0)), ("score", key(1, 1))]),
+    (verdict(key(1, 0)), []),
+    (
+        finish(key(0, 1), [0, 0]),
+        [("score", key(0, 0)), ("score", key(0, 1)), ("stop", key(2, 0), key(2, 1))],
+    ),
+    (finish(key(2, 0), [0, 0]), []),  # it ended in the plan in flight
+    *verdicts(key(1, 1), key(0, 0), key(0, 1)),
+    (aborted(key(2, 1), [0, 0, 0]), []),
+]
+NEXT_ROUND: Table = [
+    (
+        START,
+        [("launch", 2, key(2, 1), ("has", key(2, 0)), ("on", key(2, 1), [0, 0, 0])), launch(3), launch(4)],
+    ),
+    (finish(key(3, 0), [1, 1]), []),
+    (finish(key(3, 1), [1, 1]), [("score", key(3, 0)), ("score", key(3, 1))]),
+    (
+        finish(key(2, 1), [0, 0, 0, 1, 1]),
+        [("score", key(2, 0)), ("score", key(2, 1)), ("stop", key(4, 0), key(4, 1))],
+    ),
+    (aborted(key(4, 0), [1]), []),
+    (aborted(key(4, 1), []), []),
+    *verdicts(key(3, 0), key(3, 1), key(2, 0), key(2, 1)),
+]
+
+
 def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
     """N = 2, N' = 3, two samples each."""
     rule = partial_rollout(2, 2, over_provision=1.5)
     prompts = FakePrompts(10)
     current = rule.plan(prompts, RoundTime(1, 0))
     assert current.kind == "partial"
-    check_table(
-        current,
-        [
-            (START, [launch(0), launch(1), launch(2)]),
-            (finish(key(0, 0), [0]), []),
-            (finish(key(1, 0), [0]), []),
-            (finish(key(1, 1), [0, 0]), [("score", key(1, 0)), ("score", key(1, 1))]),
-            (verdict(key(1, 0)), []),
-            (
-                finish(key(0, 1), [0, 0]),
-                [("score", key(0, 0)), ("score", key(0, 1)), ("stop", key(2, 0), key(2, 1))],
-            ),
-            (finish(key(2, 0), [0, 0]), []),  # it ended in the plan in flight
-            *verdicts(key(1, 1), key(0, 0), key(0, 1)),
-            (aborted(key(2, 1), [0, 0, 0]), []),
-        ],
-    )
+    check_table(current, FIRST_ROUND)
     result = rule.settle(current)
     assert [group.prompt.index for group in result.groups] == [0, 1]
     assert result.metrics["rollout/thrown_tokens"] == 0
@@ -71,22 +86,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
     rule = partial_rollout(2, 2, over_provision=1.5)
     rule.load_state_dict(state)
     current = rule.plan(prompts, RoundTime(2, 1))
-    goes_on = ("launch", 2, key(2, 1), ("has", key(2, 0)), ("on", key(2, 1), [0, 0, 0]))
-    check_table(
-        current,
-        [
-            (START, [goes_on, launch(3), launch(4)]),
-            (finish(key(3, 0), [1, 1]), []),
-            (finish(key(3, 1), [1, 1]), [("score", key(3, 0)), ("score", key(3, 1))]),
-            (
-                finish(key(2, 1), [0, 0, 0, 1, 1]),
-                [("score", key(2, 0)), ("score", key(2, 1)), ("stop", key(4, 0), key(4, 1))],
-            ),
-            (aborted(key(4, 0), [1]), []),
-            (aborted(key(4, 1), []), []),
-            *verdicts(key(3, 0), key(3, 1), key(2, 0), key(2, 1)),
-        ],
-    )
+    check_table(current, NEXT_ROUND)
     result = rule.settle(current)
     assert batch_keys(result.groups) == [[key(2, 0), key(2, 1)], [key(3, 0), key(3, 1)]]
     expected = {

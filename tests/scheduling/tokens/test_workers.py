@@ -3,43 +3,21 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
-from checking import CheckingExecutor, assert_empty, assert_whole, make_engine, make_request
-from hypothesis import example, given, settings
+from checked_workers import SMALL, build, homes, requests_of, run
+from checking import assert_empty, assert_whole, make_engine, make_request
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.tokens.engine import Engine, Finished
-from jaxrl.scheduling.tokens.plan import Request, resume
+from jaxrl.scheduling.tokens.plan import resume
 from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.scheduling.tokens.workers import PREFILL_TOKENS_PER_STEP, Deal, Workers, step_ticks
-from jaxrl.types import Sample
-
-
-def build(
-    requests: Sequence[Request], lengths: Sequence[int], num_workers: int = 2, deal: Deal = "tokens", **more: Any
-) -> tuple[Workers, list[CheckingExecutor]]:
-    of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
-    pairs = [make_engine(of, **more) for _ in range(num_workers)]
-    return Workers([engine for engine, _ in pairs], deal), [executor for _, executor in pairs]
-
-
-def run(workers: Workers | Engine) -> list[Finished]:
-    told: list[Finished] = []
-    while not workers.is_idle:
-        told += workers.step()
-    return told
-
-
-def homes(workers: Workers) -> list[tuple[int, ...]]:
-    return [engine.unfinished() for engine in workers.engines]
-
 
 # ---------------------------------------------------------------- dealing
 
@@ -397,161 +375,3 @@ def test_refusals(act: Callable[[Workers], object], message: str):
     for engines in ([], workers.engines):
         with pytest.raises(ValueError, match="there must be at least one engine, and all must be idle"):
             Workers(engines)
-
-
-# ---------------------------------------------------------------- whatever happens
-
-Act = tuple[Literal["step", "add", "abort", "again", "move", "close", "open", "drain"], int]
-ACTS = st.lists(
-    st.tuples(
-        st.sampled_from(["step"] * 6 + ["add", "add", "abort", "again", "move", "move", "close", "open", "drain"]),
-        st.integers(0, 10**6),
-    ),
-    min_size=10,
-    max_size=60,
-)
-
-
-@dataclass
-class Run:
-    """What became of the requests: those that were told, in order, and those that were aborted for good."""
-
-    told: list[Finished]
-    aborted: dict[int, Sample]
-    requests: dict[int, Request]
-
-
-def play(workers: Workers | Engine, requests: Sequence[Request], acts: Sequence[Act]) -> Run:
-    """Adds requests and does what `acts` says; every number picks something by its remainder."""
-    done, waiting, ids = Run([], {}, {}), list(requests[len(requests) // 2 :]), len(requests)
-    for request in requests[: len(requests) // 2]:
-        workers.add(request)
-        done.requests[request.request_id] = request
-    for name, number in acts:
-        chance = random.Random(number)
-        live = workers.unfinished()
-        some = chance.sample(live, chance.randint(0, len(live)))
-        match name:
-            case "step":
-                for _ in range(1 + number % 3):
-                    done.told += workers.step()
-            case "add":
-                for request in waiting[:3]:
-                    workers.add(request)
-                    done.requests[request.request_id] = request
-                del waiting[:3]
-            case "abort":
-                done.aborted |= dict(zip(some[:2], workers.abort(some[:2]), strict=True))
-            case "again":  # aborted with its tokens, and added again with them
-                done.told += workers.drain()
-                some = [i for i in some if i in workers.unfinished()]
-                for i, sample in zip(some, workers.abort(some), strict=True):
-                    again = resume(done.requests.pop(i), sample)
-                    done.requests[ids] = again = Request(
-                        ids,
-                        again.key,
-                        again.prompt_ids,
-                        again.params,
-                        again.share,
-                        again.generated,
-                        again.generated_sampled_logprobs,
-                        again.generated_rollout_logprobs,
-                        again.generated_versions,
-                    )
-                    workers.add(again)
-                    ids += 1
-            case "drain":
-                done.told += workers.drain()
-            case _ if isinstance(workers, Workers) and len(workers.engines) > 1:
-                _rearrange(workers, name, number, some)
-    for request in waiting:
-        workers.add(request)
-        done.requests[request.request_id] = request
-    done.told += run(workers)
-    return done
-
-
-def _rearrange(workers: Workers, name: str, number: int, some: Sequence[int]) -> None:
-    by: How = ("migrate", "recompute")[number % 2]
-    states = {state: [i for i in range(len(workers.engines)) if workers.is_open(i) == state] for state in (True, False)}
-    if name == "move":
-        workers.move(some, states[True][number % len(states[True])], by)
-    elif name == "close" and workers.num_open > 1:
-        closed = states[True][number % len(states[True])]
-        workers.close(closed, by)
-        assert workers.engines[closed].is_idle
-    elif name == "open" and states[False]:
-        workers.open(states[False][number % len(states[False])])
-    for engine in workers.engines:
-        engine.batcher.blocks.check()
-    live = [i for engine in workers.engines for i in engine.unfinished()]
-    assert sorted(live) == sorted(workers.unfinished()), "each on exactly one worker"
-
-
-REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12)
-
-
-def requests_of(drawn: Sequence[tuple[int, int, int]]) -> tuple[list[Request], list[int]]:
-    """Requests of four prompts with prompts of their own lengths, and how long each response is."""
-    requests = [
-        make_request(i, num_prompt=4 + 3 * prompt, max_tokens=most, prompt=prompt, sample=i, share=True)
-        for i, (most, prompt, _) in enumerate(drawn)
-    ]
-    return requests, [length for _, _, length in drawn]
-
-
-SMALL = {"num_blocks": 20, "num_slots": 3, "max_prefill_tokens": 16, "num_groups": 2}
-
-
-@settings(max_examples=120, deadline=None)
-@given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]))
-@example(  # a request that has been in two workers comes to a third one together with others from the first
-    [(14, 0, 14), (1, 1, 1), (10, 2, 10), (1, 0, 1), (1, 0, 1), (1, 2, 1)],
-    [*[("step", 0)] * 7, ("add", 0), *[("step", 0)] * 2, ("move", 865), ("step", 0), ("again", 1), ("move", 0)],
-    3,
-    "prompts",
-)
-def test_every_request_ends_once_and_whole_whatever_happens(
-    drawn: list[tuple[int, int, int]], acts: list[Act], num_workers: int, deal: Deal
-):
-    requests, lengths = requests_of(drawn)
-    workers, executors = build(requests, lengths, num_workers, deal, **SMALL)
-    done = play(workers, requests, acts)
-    ended = [one.request_id for one in done.told] + list(done.aborted)
-    assert sorted(ended) == sorted(done.requests), "each ends once"
-    by_key = dict(zip((request.key for request in requests), lengths, strict=True))
-    for one in done.told:
-        request = done.requests[one.request_id]
-        assert_whole(one.sample, request, by_key[request.key])
-    for sample in done.aborted.values():
-        assert sample.finish_reason == "abort"
-    for engine in workers.engines:
-        assert_empty(engine)
-    # the same once more, on executors that answer the same and measure other times: same plans, same order
-    again, others = build(requests, lengths, num_workers, deal, **SMALL)
-    for factor, executor in enumerate(others):
-        executor.inner._cost = lambda plan, steps, by=factor: by + plan.index % 3 + steps
-    repeated = play(again, requests, acts)
-    assert [executor.plans for executor in others] == [executor.plans for executor in executors]
-    assert [(one.request_id, one.dispatch) for one in repeated.told] == [
-        (one.request_id, one.dispatch) for one in done.told
-    ]
-
-
-@settings(max_examples=60, deadline=None)
-@given(REQUESTS, ACTS)
-def test_one_worker_is_its_engine(drawn: list[tuple[int, int, int]], acts: list[Act]):
-    requests, lengths = requests_of(drawn)
-    of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
-    bare, executor = make_engine(of, **SMALL)
-    alone, same = make_engine(of, **SMALL)
-    first, second = play(bare, requests, acts), play(Workers([alone]), requests, acts)
-    assert executor.plans == same.plans
-    assert [_plain(one) for one in first.told] == [_plain(one) for one in second.told]
-    assert list(first.aborted) == list(second.aborted)
-    assert bare.counters == alone.counters
-
-
-def _plain(one: Finished) -> tuple[Any, ...]:
-    sample = one.sample
-    return one.request_id, one.dispatch, one.dp_group, one.slot, sample.token_ids.tolist(), sample.finish_reason

@@ -1,0 +1,167 @@
+"""The plan of a device's memory: how many blocks fit, what is refused because nothing fits, and with which option."""
+
+import math
+from dataclasses import replace
+
+import jax
+import pytest
+from known_sizes import SMOLLM2, config
+
+from jaxrl.commands.explain import explain, render
+from jaxrl.models.shapes import SHAPES
+from jaxrl.rollout.draft_books import book_shapes
+from jaxrl.runtime.drafting import drafting_of
+from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
+
+
+def test_the_pool_takes_what_is_left():
+    c = config(rollout={"memory_fraction": 0.5, "max_num_seqs": 512})
+    block = 2 * 30 * 3 * 64 * 16 * 4
+    taken = 4 * SMOLLM2.num_params() * 4
+    memory = 8 << 30
+    blocks = plan_num_blocks(c, SMOLLM2, 1, memory)
+    assert blocks == (memory // 2 - taken) // block
+    assert blocks * block + taken <= memory // 2 < (blocks + 1) * block + taken
+    assert plan_num_blocks(c, SMOLLM2, 1, None) == 512 * 24 + 1  # all that the rows can use
+    assert plan_num_blocks(c, SMOLLM2, 1, 1 << 40) == 512 * 24 + 1
+    e = explain(c, SMOLLM2, 1, memory)
+    assert e.memory.pool_requests == (blocks - 1) // 24
+    assert "requests will be preempted" in e.warnings[0]
+
+
+def test_what_is_set_is_taken():
+    assert plan_num_blocks(config(rollout={"num_blocks": 99}), SMOLLM2, 1, 1 << 20) == 99
+
+
+def problem(bytes_each, trains=True, **sections):
+    c = config(**sections)
+    plan = memory_plan(c, SMOLLM2, 1, None, "cpu")
+    return memory_problem(c, SMOLLM2, plan, 1, bytes_each, trains)
+
+
+def test_a_pool_that_no_memory_holds_is_refused_with_the_option():
+    assert problem(64 << 30) is None
+    # 384 tokens of 30 layers, 3 heads of 64 numbers, keys and values, four bytes: 16.9 MiB for each of 2048 rows
+    text = problem(16 << 30, rollout={"max_num_seqs": 2048})
+    assert text is not None
+    assert text.endswith(
+        "rollout.memory_fraction (0.85) leaves 13.6 GiB on each of 1: lower rollout.max_num_seqs (2048 rows of up to "
+        "384 tokens per dp group, where a step has 64 samples)"
+    )
+    text = problem(16 << 30, rollout={"num_blocks": 1_000_000})
+    assert text is not None
+    assert text.endswith("lower rollout.num_blocks (1000000 blocks of 16 tokens)")
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_devices", "tp"),
+    [
+        *(("SmolLM2-135M", 1, 1), ("SmolLM2-135M", 8, 1), ("Qwen2.5-1.5B", 1, 1), ("Qwen2.5-1.5B", 8, 2)),
+        *(("Qwen2.5-7B", 4, 1), ("Qwen2.5-7B", 8, 4), ("Llama-3.1-8B", 4, 2), ("Llama-3.1-8B", 8, 1)),
+    ],
+)
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_a_pool_that_the_plan_chose_is_not_refused(shape, num_devices, tp, rows):
+    """The plan fills `rollout.memory_fraction` to the last block; logits are temporary and lie in what it leaves."""
+    model, gib = SHAPES[shape], 80 << 30
+    for response in (256, 1024):
+        lengths = {"max_prompt_length": 256, "max_response_length": response}
+        c = config(data=lengths, rollout={"tensor_model_parallel_size": tp, "max_num_seqs": rows})
+        plan = memory_plan(c, model, num_devices, gib, "gpu")
+        assert memory_problem(c, model, plan, num_devices, gib) is None
+        assert memory_problem(c, model, plan, num_devices, gib, trains=False) is None
+        text = memory_problem(c, model, plan, num_devices, plan.rollout_bytes - 1)
+        assert text is not None, "less than weights and pool"
+        assert "rollout.memory_fraction (0.85) leaves " in text
+
+
+SPECULATION = {"speculation": {"enable": True}}
+
+
+def test_indexes_on_the_devices_are_counted_beside_the_pool():
+    """Eight responses of 128 tokens: places of four bytes, and one index for each of 512 rows."""
+    rollout, memory = {"memory_fraction": 0.5, "max_num_seqs": 512}, 8 << 30
+    before = explain(config(rollout=rollout), SMOLLM2, 1, memory).memory
+    c = config(rollout=rollout | SPECULATION)
+    e = explain(c, SMOLLM2, 1, memory)
+    drafting = drafting_of(c, "gpu")
+    assert drafting is not None
+    books = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(book_shapes(drafting, 512)))
+    assert e.memory.rollout["draft indexes"] == books
+    assert "draft indexes" in str(e)
+    assert "draft indexes" not in before.rollout
+    block = 2 * 30 * 3 * 64 * 16 * 4
+    fewer = before.num_blocks - e.memory.num_blocks
+    assert abs(fewer * block - books) <= block
+    assert e.memory.rollout_bytes <= memory // 2
+    few = config(rollout=rollout | {"speculation": {"enable": True, "num_indexes": 2}})
+    assert explain(few, SMOLLM2, 1, memory).memory.rollout["draft indexes"] * 256 == books
+
+
+def test_indexes_that_no_memory_holds_are_refused_with_the_option():
+    long = {"max_response_length": 4096}
+    text = problem(
+        64 << 30,
+        data=long,
+        actor={"ppo_max_token_len_per_gpu": 8192},
+        rollout={
+            "max_num_seqs": 8,
+            "num_blocks": 300,
+            "speculation": {"enable": True, "num_indexes": 16384, "epochs": 4},
+        },
+    )
+    assert text is not None
+    assert text.endswith("lower rollout.speculation.num_indexes (16384 per dp group) or rollout.speculation.epochs (4)")
+    with pytest.raises(ValueError, match=r"of draft indexes with them, but one .*: lower rollout.speculation.num_ind"):
+        plan_num_blocks(config(rollout={"speculation": {"enable": True, "num_indexes": 16384}}), SMOLLM2, 1, 3 << 30)
+
+
+def test_the_logits_of_drafts_are_counted():
+    """65536 drafted tokens of a step, 49152 float32 numbers each, twice: 24 GiB."""
+    few = {"num_blocks": 1000}
+    assert problem(20 << 30, rollout=few) is None
+    assert problem(20 << 30, rollout=few | {"speculation": {"enable": True, "verify_tokens": 65536}}) is not None
+
+
+def test_logits_that_no_memory_holds_are_refused():
+    """16384 rows of 49152 float32 numbers, twice: 6 GiB beside a small pool; two devices of a group have half each."""
+    sizes = {"num_blocks": 1000, "max_num_seqs": 16384}
+    text = problem(6 << 30, rollout=sizes)
+    assert text is not None
+    assert "and each of 1 has 6.0 GiB: lower rollout.max_num_seqs (16384 rows of up to 384 tokens" in text
+    c = config(rollout=sizes | {"tensor_model_parallel_size": 2})
+    assert memory_problem(c, SMOLLM2, memory_plan(c, SMOLLM2, 2, None, "cpu"), 2, 6 << 30) is None
+
+
+def test_an_update_that_no_memory_holds_is_refused_where_there_is_one():
+    many = {"train_batch_size": 20_000}
+    text = problem(16 << 30, actor={"ppo_max_token_len_per_gpu": 10_000_000}, data=many)
+    assert text is not None
+    assert "lower actor.ppo_max_token_len_per_gpu (10000000 tokens)" in text
+    assert problem(16 << 30, trains=False, actor={"ppo_max_token_len_per_gpu": 10_000_000}) is None
+    assert problem(1 << 20) is not None, "weights alone are more"
+
+
+def test_memory_of_gradients_beside_the_rollout():
+    """On a freed device: the trainer's own, and on half of the devices weights, sums and a microbatch's gradients."""
+    stream, options = {"stream": {"enable": True}}, {"rollout": {"num_workers": 2}}
+    plain, e = (explain(config(trainer=trainer, **options), SMOLLM2, 4) for trainer in ({}, stream))
+    assert plain.memory.stream == {}
+    assert (e.memory.resident, e.memory.rollout, e.memory.update) == (
+        plain.memory.resident,
+        plain.memory.rollout,
+        plain.memory.update,
+    )
+    on_two = explain(config(), SMOLLM2, 2).memory
+    assert e.memory.stream["weights of the half"] == on_two.resident["master weights"]
+    assert e.memory.stream["gradients"] == on_two.update["gradients"]
+    assert e.memory.stream_bytes == sum(e.memory.resident.values()) + sum(e.memory.stream.values())
+    assert "stream" in render(e)
+    assert "stream" not in render(plain)
+    plan, c = e.memory, config(trainer=stream, **options)
+    assert memory_problem(c, SMOLLM2, plan, 4, 2 * plan.stream_bytes) is None
+    short = replace(plan, rollout={"rollout weights": 0, "KV pool": 0}, update={})
+    text = memory_problem(c, SMOLLM2, short, 4, plan.stream_bytes // 2)
+    assert text is not None
+    assert text.startswith("gradients beside the rollout need about ")
+    assert "switch trainer.stream.enable off, set actor.offload_optimizer, or lower actor.ppo_max_token" in text

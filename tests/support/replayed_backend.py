@@ -1,0 +1,189 @@
+"""A backend over replayed lengths, and a pool that answers when it is told to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from replay_worker import ReplayWorker, ReplayWorkers
+
+from jaxrl.record.journal import Journal
+from jaxrl.record.timeline import Timeline
+from jaxrl.rewards.tally import VerdictTally
+from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.scheduling.rounds.events import (
+    Event,
+    Launch,
+    RoundStarted,
+    SampleFinished,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=40, stop_token_ids=(2,))
+
+
+def make_prompt(index: int) -> Prompt:
+    return Prompt(0, index, (1, 2, index), f"prompt {index}", "test")
+
+
+def key(p: int, s: int = 0) -> SampleKey:
+    return SampleKey(0, p, s)
+
+
+class Pool:
+    """Answers in the order that it is told: `hold` keeps samples back until everything else is answered."""
+
+    def __init__(
+        self,
+        hold: Sequence[SampleKey] = (),
+        bad: dict[SampleKey, str] | None = None,
+        outside: dict[SampleKey, tuple[float, dict[str, Any]]] | None = None,
+    ) -> None:
+        self.hold, self.bad, self.outside, self.is_outside = list(hold), bad or {}, outside or {}, True
+        self.submitted: list[SampleKey] = []
+        self.limits: dict[SampleKey, tuple[float, ...]] = {}
+        self._queue: deque[SampleKey] = deque()
+        self._held: list[SampleKey] = []
+
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        assert sample.text, "scorers get text"
+        self.submitted.append(sample.key)
+        self.limits[sample.key] = limits_s
+        (self._held if sample.key in self.hold else self._queue).append(sample.key)
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        self._queue = deque(one for one in self._queue if one not in keys)
+        self._held = [one for one in self._held if one not in keys]
+
+    def completed(self) -> list[Verdict]:
+        answered = list(reversed(self._queue))  # the latest first
+        self._queue.clear()
+        return [self._verdict(one) for one in answered]
+
+    def wait(self, timeout_s: float) -> list[Verdict]:
+        if not self._queue:
+            self._queue.extend(self._held)
+            self._held = []
+        return self.completed()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue) + len(self._held)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"reward/num_scored": float(len(self.submitted))}
+
+    def _verdict(self, one: SampleKey) -> Verdict:
+        if one in self.outside:
+            return Verdict(1.0, one, *self.outside[one][:1], "ok", self.outside[one][1], 0.5, self.is_outside)
+        status: Any = self.bad.get(one, "ok")
+        if status != "ok":
+            return Verdict(1.0, one, 0.0, status, {"error": f"{status} of {one.prompt_index}"})
+        return Verdict(1.0, one, one.prompt_index + one.sample_index / 10, "ok", {}, 0.5)
+
+
+class Bytes:
+    """One token per character."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(97 + int(i) % 26) for i in ids)
+
+
+class House:
+    """A backend with the parts that it is built on."""
+
+    def __init__(
+        self,
+        folder: Path,
+        lengths: dict[SampleKey, int],
+        pool: Pool,
+        last_step: int = 0,
+        num_workers: int = 1,
+        timeouts: AdaptiveTimeouts | None = None,
+        tally: VerdictTally | None = None,
+    ) -> None:
+        self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
+        executors = [self.worker] if num_workers == 1 else self.worker.workers
+        engines = [Engine(executor, BatcherConfig(decode_steps=4)) for executor in executors]
+        self.engine: Any = engines[0] if num_workers == 1 else Workers(engines)
+        self.pool = pool
+        self.journal = Journal(folder / "journal.jsonl", last_step)
+        self.timeline = Timeline(folder / "timeline.json")
+        self.progress: list[tuple[int, ...]] = []
+        self.backend = RolloutBackend(
+            self.engine,
+            self.worker,
+            pool,
+            text_by(Bytes()),
+            lambda: "weights",
+            journal=self.journal,
+            timeline=self.timeline,
+            on_progress=lambda *at: self.progress.append(at),
+            timeouts=timeouts,
+            tally=tally,
+        )
+
+    def close(self) -> None:
+        self.journal.close()
+        self.timeline.close()
+
+    def run_round(
+        self, prompts: Sequence[Prompt], n: int, step: int = 1, kind: str = "plain"
+    ) -> tuple[Round, list[Event]]:
+        round, events = Round(prompts, n), []
+        self.backend.begin(step, PARAMS, kind)
+        while not round.done:
+            events.append(self.backend.wait())
+            for command in round.handle(events[-1]):
+                self.backend.apply(command)
+        return round, events
+
+
+@contextmanager
+def opened(folder: Path, num_workers: int) -> Iterator[Callable[..., House]]:
+    """Builds houses that have their first weights, and closes their files in the end."""
+    made: list[House] = []
+
+    def build(lengths: dict[SampleKey, int], pool: Pool, **more: Any) -> House:
+        made.append(House(folder, lengths, pool, num_workers=num_workers, **more))
+        made[-1].backend.enter_rollout(0)
+        return made[-1]
+
+    yield build
+    for house in made:
+        house.close()
+
+
+LENGTHS = {key(p, s): 3 + 7 * ((5 * p + 3 * s) % 4) + s for p in range(5) for s in range(2)}
+PROMPTS = [make_prompt(p) for p in range(5)]
+
+
+def scored(events: Sequence[Event]) -> list[SampleKey]:
+    return [event.key for event in events if isinstance(event, Verdict)]
+
+
+def finished(events: Sequence[Event]) -> list[SampleKey]:
+    return [event.sample.key for event in events if isinstance(event, SampleFinished)]
+
+
+def begin(house: House, keys: Sequence[SampleKey], step: int = 1) -> RolloutBackend:
+    """A round in which one prompt has been launched."""
+    house.backend.begin(step, PARAMS)
+    assert isinstance(house.backend.wait(), RoundStarted)
+    house.backend.apply(Launch(PROMPTS[0], tuple(keys)))
+    return house.backend
+
+
+def next_finished(backend: RolloutBackend) -> Sample:
+    event = backend.wait()
+    assert isinstance(event, SampleFinished)
+    return event.sample
