@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documentation site into site/, from docs/ and the docstrings: ./scripts/docs.sh [arguments for sphinx-build]
+# Builds the documentation site into site/, from docs/ and the docstrings: ./scripts/docs.sh [arguments of sphinx-build]
 #
 # Open site/index.html afterwards. A warning ends it with an error. Makes .venv the first time (see scripts/_venv.sh for
 # PYTHON and JAXRL_VENV).
@@ -17,5 +17,5 @@ esac
 
 prepare_venv docs
 cd "$root"
-"$venv_python" -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir site/.doctrees "$@" docs site
+"$venv_python" -m sphinx -b html --fail-on-warning --keep-going --quiet --doctree-dir site/.doctrees "$@" docs site
 say "the site is $root/site/index.html"
