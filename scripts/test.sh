@@ -6,6 +6,8 @@
 #
 # Environment: JAXRL_TEST_PROCESSES  processes that share the tests; by default one per core, four at the most (each may
 #              take 3 GB); 0: none beside pytest's own, for -s and --pdb
+#              JAXRL_TEST_JETSTREAM  1: after all others, tests of `jaxrl serve --jetstream` as well, in an environment
+#              with google-jetstream (2 GB more)
 set -euo pipefail
 
 # shellcheck source=scripts/_venv.sh
@@ -39,3 +41,8 @@ cores=$(getconf _NPROCESSORS_ONLN) # nproc would count OMP_NUM_THREADS
 # work stealing: the longest tests come last, and one process would be left with all of them
 stage 'pytest' "$venv_python" -m pytest --numprocesses "${JAXRL_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}" \
     --dist worksteal "$@"
+
+if [ "${JAXRL_TEST_JETSTREAM:-}" = 1 ] && prepare_jetstream; then
+    stage 'pytest (JetStream)' "$venv/jetstream/bin/python" -m pytest --slow tests/rollout/test_jetstream.py \
+        tests/commands/test_serve.py
+fi

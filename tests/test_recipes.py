@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -35,6 +36,23 @@ def test_tools_before_a_commit_are_those_of_the_tests():
     pinned = {need for hook in hooks for need in hook.get("additional_dependencies", [])}
     for file in CONSTRAINTS.glob("py*.txt"):
         assert pinned == {line for line in file.read_text().splitlines() if line.startswith("ruff==")}
+
+
+def name_of(requirement: str) -> str:
+    """`PyYAML>=6` and `pyyaml==6.0.3` name the same package."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=; ]", requirement)[0]).lower()
+
+
+@pytest.mark.parametrize("file", sorted(CONSTRAINTS.glob("py*.txt")), ids=lambda file: file.name)
+def test_what_the_scripts_install_is_pinned(file: Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["docs"], *extras["jetstream"], *extras["compile-gpu"]]
+    lines = file.read_text(encoding="utf-8").split()
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+!-]+", line) for line in lines)
+    pinned = [name_of(line) for line in lines]
+    assert pinned == sorted(set(pinned))
+    assert {name_of(each) for each in wanted} - {"jaxrl"} <= set(pinned)
 
 
 @pytest.mark.slow
