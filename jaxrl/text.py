@@ -156,7 +156,7 @@ class TextEngine:
     def generate(
         self, prompts: Sequence[TextPrompt], params: SamplingParams, *, n: int = 1, chat: bool = True
     ) -> list[list[Sample]]:
-        """`n` finished samples per prompt, in the order of the prompts."""
+        """`n` finished samples per prompt, in the order of the prompts; ValueError for a text in place of a list."""
         samples = [self._with_text(s) for s in self.engine.generate(self._of_texts(prompts, params, n, chat))]
         return [samples[i * n : (i + 1) * n] for i in range(len(prompts))]
 
@@ -177,6 +177,8 @@ class TextEngine:
         return [Group(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
 
     def _of_texts(self, prompts: Sequence[TextPrompt], params: SamplingParams, n: int, chat: bool) -> list[Request]:
+        if isinstance(prompts, str):  # which is a sequence of texts as well
+            raise ValueError(f"prompts must be a list, found the text {prompts!r:.40}: give [text]")
         variables = self.chat_template_kwargs
         encoded = enumerate(tuple(_encode(self.tokenizer, prompt, chat, variables)) for prompt in prompts)
         return self._requests([(0, i, ids) for i, ids in encoded], params, n)

@@ -116,6 +116,8 @@ class SamplingParams:
             refuse("min_p", "in [0, 1)")
         if self.max_tokens < 1:
             refuse("max_tokens", ">= 1")
+        if isinstance(self.stop_strings, str):
+            refuse("stop_strings", "a tuple of strings")
         if any(not text for text in self.stop_strings):
             refuse("stop_strings", "non-empty strings")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -188,3 +189,13 @@ def test_importing_the_main_module_loads_no_jax():
     """Reward workers import it."""
     code = "import sys, jaxrl.__main__; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_platform_that_is_not_there_is_no_bug(tiny_model: Path):
+    """jax says so by an assertion of its own, or an error, depending on the platform."""
+    environment = os.environ | {"JAX_PLATFORMS": "nonesuch"}
+    command = [sys.executable, "-m", "jaxrl", "generate", "--model", f"random:{tiny_model}", "hello"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    said = "jaxrl: JAX_PLATFORMS=nonesuch: JAX finds no such devices here: unset it"
+    assert done.stderr.splitlines()[-1].startswith(said)

@@ -157,7 +157,9 @@ def test_the_notebook_runs(tiny_model: Path, tmp_path: Path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after step 2" in done.stdout
-    assert "tail batching" in done.stdout
+    seconds = re.search(r"'plain batches': '(\d+) s of rollout', 'tail batching': '(\d+) s of rollout'", done.stdout)
+    assert seconds is not None
+    assert int(seconds[1]) > int(seconds[2]) > 0
     assert (tmp_path / "runs" / "first-hour" / "report.html").exists()
 
 

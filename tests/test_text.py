@@ -154,3 +154,11 @@ def test_lengths_follow_from_the_prompts(tiny_model: Path):
     longest = len(tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": "bcd"}])))
     assert engine.engine.batcher.config.max_model_len == longest + 7
     assert engine.engine.batcher.capacity.num_blocks == 2 * -(-(longest + 7) // 16) + 1, "as many as two rows can use"
+
+
+def test_a_text_is_no_list_of_texts(engine: TextEngine):
+    """It would be one of characters."""
+    with pytest.raises(ValueError, match=r"prompts must be a list, found the text 'hello': give \[text\]"):
+        engine.generate("hello", SamplingParams(max_tokens=2))
+    with pytest.raises(ValueError, match=r"SamplingParams.stop_strings \('.'\) must be a tuple of strings"):
+        SamplingParams(stop_strings=".")  # pyright: ignore[reportArgumentType]

@@ -128,7 +128,7 @@ class Run:
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
-        self.said += [note] if (note := unmeasured_note(config)) else []
+        self.said += [note for note in (unmeasured_note(config), self.prompts.repeats()) if note]
         ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
         self.pace = checked_profile(config, self.model, mesh) if ranks else None
         layout_sizes(config, self.model, mesh.size, self.place.memory.reported)
@@ -269,13 +269,13 @@ class Run:
 
     def _over(self) -> RunOutcome:
         """The run has had all of its steps: no weight is loaded, and only its page is written anew."""
-        trainer = self.config.trainer
-        option = "trainer.total_training_steps" if trainer.total_training_steps else "trainer.total_epochs"
+        option = "trainer.total_training_steps" if self.config.trainer.total_training_steps else "trainer.total_epochs"
         with closing(self.store):
             self.stages.close()
             report = self.run_dir.report(write_report)
             of = f"already at step {self.step} of {self.total_steps}"
-            for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to go on"):
+            unused = f"; what has changed since has no effect: {'; '.join(self.changes)}" if self.changes else ""
+            for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to go on{unused}"):
                 self.say(line)
         return RunOutcome(self.step, True, {"run": str(self.run_dir.path), "steps": of, "report": str(report)}, report)
 

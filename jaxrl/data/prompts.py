@@ -143,12 +143,22 @@ class PromptSource:
         self._order = endless(len(self._rendered))
         self._orders = {source: endless(len(rows)) for source, rows in members.items()}  # with quotas
         self._position = 0
+        self._batch_size = data.train_batch_size
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
         first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
         self._fingerprints = {
             "data": self._rendered.fingerprint(),
             "order": hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
         }
+
+    def repeats(self) -> str:
+        """A note where a batch has prompts more than once; empty: none has."""
+        if self._batch_size <= self.num_prompts:
+            return ""
+        return (
+            f"data.train_batch_size ({self._batch_size}) is more than the {self.num_prompts} prompts that there are: a "
+            "batch has some of them more than once"
+        )
 
     def _place(self, position: int) -> tuple[int, int]:
         """The row and the epoch of a position."""

@@ -16,6 +16,7 @@ from jaxrl.types import Prompt, Sample, SampleKey
 COLUMN = "response"
 """The column of the response."""
 _WRITTEN = "finish_reason"  # rows with it were written by `jaxrl eval` or a run, and have their prompts' `source`
+_ANSWER_KEY = DataSection().answer_key
 _LENGTHS = ("response_length", "length")  # tokens; the second as `jaxrl eval --out` writes it
 
 
@@ -27,7 +28,8 @@ def read_responses(
     Nothing is tokenised: a prompt has no tokens, and a sample zeros, as many as a column says that it had.
 
     Args:
-      needs_answer: whether the scorer of a source compares with a reference answer.
+      needs_answer: whether the scorer of a source compares with a reference answer. Another `data.answer_key` than the
+        default is always looked for: it was given because there is such a column.
       needs_length: whether the reward depends on the response's length in tokens.
 
     Raises:
@@ -44,7 +46,8 @@ def read_responses(
             source = source_of(column(row, data.source_key, "data.source_key", where), where, data)
         answer = None
         is_without = "entry" in row and row.get(data.answer_key) is None  # some tasks' problems have no reference
-        if data.answer_key and not is_without and (needs_answer(source) or data.answer_key in row):
+        is_asked_for = needs_answer(source) or data.answer_key != _ANSWER_KEY
+        if data.answer_key and not is_without and (is_asked_for or data.answer_key in row):
             answer = reference_answer(column(row, data.answer_key, "data.answer_key", where), where, data)
         question = row.get(data.prompt_key, "")
         if not isinstance(question, str):

@@ -66,21 +66,21 @@ def _url_advice(url: str) -> str:
     return "download the model, and give its folder or its .gguf file"
 
 
-def checked_path(path: str | Path) -> Path:
-    """The folder or the .gguf file of a resolved path; ValueError if there is none."""
+def checked_path(path: str | Path, option: str = "model.path") -> Path:
+    """The folder or the .gguf file of a resolved path; ValueError, which names the option, if there is none."""
     text = str(path).removeprefix(RANDOM)
     found, shown = Path(text), str(path).replace("\0", "\\0")
     what = f"a Hugging Face folder, a .gguf file, '{RANDOM}<folder>' or org/name of the Hugging Face Hub"
     if not text or "\0" in text:
-        raise ValueError(f"{shown}: model.path must be {what}")
+        raise ValueError(f"{shown}: {option} must be {what}")
     if found.is_dir() and not (found / "config.json").exists() and (found / "run.json").is_file():
         raise ValueError(f"{shown}: this is a run, not a model: `jaxrl export {shown} FOLDER` writes its model")
     if found.is_dir() or (found.suffix == ".gguf" and found.exists()):
         return found
     if found.suffix == ".safetensors" or found.name == "config.json":
-        raise ValueError(f"{shown}: model.path must be the folder that such a file is in: {found.parent}")
+        raise ValueError(f"{shown}: {option} must be the folder that such a file is in: {found.parent}")
     problem = "there is no such file or folder" if not found.exists() else "this is another kind of file"
-    raise ValueError(f"{shown}: model.path must be {what}; {problem}")
+    raise ValueError(f"{shown}: {problem}; {option} must be {what}")
 
 
 def load_model(

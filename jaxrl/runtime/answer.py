@@ -28,7 +28,24 @@ def answer(error: BaseException) -> tuple[str, int] | None:
             return str(error), 1
         case MemoryError():
             return f"out of memory ({error})" if str(error) else "out of memory", 1
+        case AssertionError() | RuntimeError() if _is_of_no_devices(error):
+            asked = os.environ["JAX_PLATFORMS"]
+            return (
+                f"JAX_PLATFORMS={asked}: JAX finds no such devices here: unset it to use those that there are, or "
+                "install jaxrl[cuda12] or jaxrl[cuda13] for NVIDIA GPUs",
+                2,
+            )
     return None
+
+
+def _is_of_no_devices(error: BaseException) -> bool:
+    """Whether jax could not start the platforms that the environment asks for. It says so by an assertion, or by a
+    RuntimeError, depending on the platform."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    module = "" if where is None else where.tb_frame.f_globals.get("__name__")
+    return bool(os.environ.get("JAX_PLATFORMS")) and module == "jax._src.xla_bridge"
 
 
 def one_line(text: str) -> str:

@@ -76,7 +76,7 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
     """
     judge, kind = config.reward.judge, judge_kind(config.reward)
     path = resolve_path(judge.model, "reward.judge.model")
-    folder, model = str(checked_path(path)), config_of(path)
+    folder, model = str(checked_path(path, "reward.judge.model")), config_of(path)
     if model.scalar_head != (kind == "model"):
         found = "a reward model with a scalar head" if model.scalar_head else "a language model"
         right = "reward.kind=model" if model.scalar_head else "reward.kind=judge"

@@ -129,3 +129,17 @@ def test_code_with_the_columns_of_human_eval(tmp_path: Path):
         (1, 2, 2),
         (0.5, 1, 2),
     ]
+
+
+def test_a_column_of_answers_that_was_named_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A function of the user's may do without; that it gets None for a misspelt column nobody would notice."""
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(ground_truth is None)"
+    )
+    responses = write(tmp_path / "a.jsonl", [{"gold": "4", "response": "4"}])
+    own = ("--responses", responses, "--kind", "custom", f"reward.path={tmp_path / 'reward.py'}")
+    assert main(["score", "--out", str(tmp_path / "out.jsonl"), *own, "data.answer_key=golden"]) == 2
+    said = "a.jsonl, line 1: no column 'golden' (data.answer_key): did you mean 'gold'?\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert [line["reward"] for line in scored(tmp_path, *own, "data.answer_key=gold")] == [0.0]
+    assert [line["reward"] for line in scored(tmp_path, *own)] == [1.0]

@@ -88,12 +88,12 @@ PATHS = (
     Refusal(
         "nothing-there",
         LAYOUT,
-        f"{{tmp}}/m: model.path must be {KINDS}; there is no such file or folder",
+        f"{{tmp}}/m: there is no such file or folder; model.path must be {KINDS}",
     ),
     Refusal(
         "another-kind-of-file",
         ("explain-layout", "--model", "{tmp}/m.bin"),
-        f"{{tmp}}/m.bin: model.path must be {KINDS}; this is another kind of file",
+        f"{{tmp}}/m.bin: this is another kind of file; model.path must be {KINDS}",
         lambda folder: (folder / "m.bin").write_bytes(b"PK\x03\x04"),
     ),
     Refusal(
@@ -118,12 +118,12 @@ PATHS = (
     Refusal(
         "a-package-without-the-file",
         ("explain-layout", "--model", "jaxrl:no.gguf"),
-        f"{Path(decoder.__file__).parents[1]}/no.gguf: model.path must be {KINDS}; there is no such file or folder",
+        f"{Path(decoder.__file__).parents[1]}/no.gguf: there is no such file or folder; model.path must be {KINDS}",
     ),
     Refusal(
         "a-name-without-its-owner",
         ("train", "model.path=gpt2", "data.task=leg_counting", "trainer.run_dir={tmp}/run"),
-        f"gpt2: model.path must be {KINDS}; there is no such file or folder",
+        f"gpt2: there is no such file or folder; model.path must be {KINDS}",
     ),
     Refusal(
         "a-run",
