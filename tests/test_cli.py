@@ -40,7 +40,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["trainer.sed=3"], "unknown option trainer.sed: did you mean trainer.seed?"),
         (["trainers.seed=3"], "unknown option trainers"),
-        (["rollout.n=many"], "rollout.n must be int, found 'many'"),
+        (["rollout.n=many"], "rollout.n must be a whole number, found 'many'"),
         (["rollout.n=0"], "rollout.n must be at least 1, found 0"),
         (["rollout.dtype=float31"], "did you mean float32?"),
         (["data.train_batch_size=8", "actor.ppo_mini_batch_size=3"], "must divide data.train_batch_size (8 prompts)"),
@@ -130,7 +130,7 @@ def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: P
     trained = ["hosts.num=16", "rollout.num_workers=16", "hosts.launcher=local"]  # has no effect on this command
     assert main(["eval", *model, *TASK, *sizes, *trained, "--out", str(out)]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:2] == ["num_prompts", "avg@2"]
+    assert names[:3] == ["parameters", "num_prompts", "avg@2"]
     assert len(out.read_text().splitlines()) == 2 * 2
 
 

@@ -18,6 +18,7 @@ MAX_TOKENS = 2**20  # the longest context of any model
 MAX_REPEATS, MAX_SEEDS, MAX_STEPS, MAX_PROCESSES = 1000, 1000, 100_000, 256  # of `profile` and `tune`
 _MAX_SHOWN = 60  # characters of a value that a sentence shows
 _COMMAND = "_command"
+_CONFIG_FILES = (".yaml", ".yml", ".gin")
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +52,7 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
     """
     first = next((text for text in arguments if not text.startswith("-")), "")
     if first not in commands and not {"-h", "--help", "--version"} & set(arguments):
-        if first.endswith((".yaml", ".yml", ".gin")):
+        if first.endswith(_CONFIG_FILES):
             raise ValueError(f"{shown(first)} is not a command: did you mean train --config {first}?")
         near = nearest(first, commands)
         found = f"unknown command {shown(first)}{near}" if first else "no command is given"
@@ -60,7 +61,11 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
     sub = commands[getattr(options, _COMMAND)]
     unknown = next((text for text in extra if text.startswith("-") and text != "-"), None)
     if unknown is not None:
-        name = unknown.partition("=")[0]
+        name, _, value = unknown.partition("=")
+        if name.startswith("--") and "." in name and _takes(sub, "overrides"):
+            following = [*arguments, "-"][list(arguments).index(unknown) + 1]
+            value = value or ("VALUE" if following.startswith("-") else following)
+            raise ValueError(f"{sub.command}: unknown option {shown(name)}: write {name.lstrip('-')}={value}")
         known = [text for action in sub._actions for text in action.option_strings]
         raise ValueError(f"{sub.command}: unknown option {shown(name)}{nearest(name, known)}")
     many = next((action.dest for action in sub._actions if action.nargs == "*"), None)
@@ -68,7 +73,16 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
         raise ValueError(f"{sub.command}: {shown(extra[0])} is one argument too many")
     if many is not None:
         setattr(options, many, [*getattr(options, many), *extra])
+    if _takes(sub, "config") and options.config is None:
+        file = next((text for text in options.overrides if "=" not in text and text.endswith(_CONFIG_FILES)), None)
+        if file is not None:
+            rule = "must have the form section.option=value"
+            raise ValueError(f"{sub.command}: override {shown(file)} {rule}: did you mean --config {file}?")
     return options
+
+
+def _takes(command: Parser, name: str) -> bool:
+    return any(action.dest == name for action in command._actions)
 
 
 def add_command(commands: Any, name: str, run: Callable[..., int], text: str) -> Parser:
@@ -191,7 +205,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 def add_dtype(command: Parser, *dtypes: str, default: str) -> None:
     """Adds `--dtype` to a command."""
-    command.add_argument("--dtype", default=default, type=one_of(*dtypes), metavar=f"{{{','.join(dtypes)}}}")
+    text = f"number format of the weights ({default})"
+    command.add_argument("--dtype", default=default, type=one_of(*dtypes), metavar=f"{{{','.join(dtypes)}}}", help=text)
 
 
 def written(text: str) -> str:

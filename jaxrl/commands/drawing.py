@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jaxrl.commands.arguments import (
     MAX_TOKENS,
@@ -27,6 +27,9 @@ from jaxrl.commands.arguments import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from jaxrl.text import TextPrompt
+
 
 class _Command(Protocol):
     def __call__(self, name: str, run: Callable[..., int], text: str) -> Parser: ...
@@ -38,16 +41,21 @@ def add_drawing(command: _Command) -> None:
     generate.add_argument("--model", type=filled, required=True, help="as model.path")
     generate.add_argument("--max-tokens", type=whole(1, MAX_TOKENS), default=128, help="of a response (128)")
     generate.add_argument("--temperature", type=number(0, 1000), default=1.0, help="0 is greedy (1.0)")
-    generate.add_argument("--top-p", type=number(0, 1, above=True), default=1.0)
+    generate.add_argument(
+        "--top-p", type=number(0, 1, above=True), default=1.0, help="share of the likeliest tokens (1.0)"
+    )
     generate.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    generate.add_argument("--min-p", type=number(0, 1), default=0.0)
+    generate.add_argument(
+        "--min-p", type=number(0, 1), default=0.0, help="least probability, as a share of the likeliest's (0.0)"
+    )
     generate.add_argument(
         "--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="a stop string; may be repeated"
     )
     generate.add_argument("-n", type=whole(1, 100_000), default=1, help="responses per prompt (1)")
-    generate.add_argument("--seed", type=seed, default=0)
+    generate.add_argument("--seed", type=seed, default=0, help="the same seed draws the same responses (0)")
     add_dtype(generate, "float32", "bfloat16", default="float32")
     generate.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
+    generate.add_argument("--system", type=utf8, metavar="TEXT", help="a system message, before every prompt")
     generate.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
     generate.add_argument(
         "--chat-template-kwargs",
@@ -71,11 +79,15 @@ def add_drawing(command: _Command) -> None:
     )
     add_dtype(serve, "float32", "bfloat16", "float64", default="float32")
     serve.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
-    serve.add_argument("--seed", type=seed, default=0)
+    serve.add_argument("--seed", type=seed, default=0, help="the same seed draws the same responses (0)")
     serve.add_argument("--temperature", type=number(0, 1000), default=0.0, help="of all requests; 0 is greedy (0)")
-    serve.add_argument("--top-p", type=number(0, 1, above=True), default=1.0)
+    serve.add_argument(
+        "--top-p", type=number(0, 1, above=True), default=1.0, help="share of the likeliest tokens (1.0)"
+    )
     serve.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    serve.add_argument("--min-p", type=number(0, 1), default=0.0)
+    serve.add_argument(
+        "--min-p", type=number(0, 1), default=0.0, help="least probability, as a share of the likeliest's (0.0)"
+    )
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -87,7 +99,10 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    if options.raw and options.system is not None:
+        raise ValueError("generate: --system and --raw exclude each other")
     prompts = options.prompts or _prompts_from_input()
+    asked = [_asked(prompt, options.system) for prompt in prompts]
     from jaxrl.record.stages import Stages
     from jaxrl.text import TextEngine
     from jaxrl.types import SamplingParams
@@ -105,7 +120,7 @@ def _generate(options: argparse.Namespace) -> int:
         engine = TextEngine.from_path(
             options.model,
             max_tokens=options.max_tokens,
-            prompts=prompts,
+            prompts=asked,
             chat=not options.raw,
             chat_template_kwargs=options.chat_template_kwargs,
             dtype=options.dtype,
@@ -115,8 +130,10 @@ def _generate(options: argparse.Namespace) -> int:
             num_slots=min(32, options.n * max(len(prompts), 1)),
         )
         stages.begin("compiling programs, then drawing the responses")
-        drawn = engine.generate(prompts, params, n=options.n, chat=not options.raw)
+        drawn = engine.generate(asked, params, n=options.n, chat=not options.raw)
     for prompt, samples in zip(prompts, drawn, strict=True):
+        if len(prompts) > 1 and not options.json:
+            print(f"== {' '.join(prompt.split())}")  # on one line, whatever the prompt
         for sample in samples:
             if options.json:
                 line = {"prompt": prompt, "response": sample.text, "finish_reason": sample.finish_reason}
@@ -124,6 +141,13 @@ def _generate(options: argparse.Namespace) -> int:
             else:
                 print(sample.text)
     return 0
+
+
+def _asked(prompt: str, system: str | None) -> TextPrompt:
+    """A prompt as the engine takes it."""
+    if system is None:
+        return prompt
+    return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
 
 
 def _tell(line: str) -> None:

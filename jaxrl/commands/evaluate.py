@@ -53,7 +53,7 @@ from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import refuse_other_model, restore_params
-from jaxrl.train.steps import whole_step
+from jaxrl.train.steps import find_step, whole_step
 from jaxrl.types import Group, Prompt, RunFailed, Sample, SamplingParams
 
 
@@ -84,6 +84,8 @@ def evaluate(
         refuse_overwriting(out, "--out", inputs_of(config))
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
+    if place is None:
+        said.append(_weights_of_model(config))
     # nothing is trained: one worker on all devices of this host, whatever the run has, and no history
     rollout = replace(config.rollout, num_devices=0, num_workers=1, speculation=SpeculationSection())
     config = replace(config, rollout=rollout, hosts=HostsSection())
@@ -115,6 +117,19 @@ def evaluate(
             _write_samples(file, groups, config.data)
     say_failed(errors, sum(len(group.samples) for group in groups), say)
     return figures(groups)
+
+
+def _weights_of_model(config: Config) -> str:
+    """Says that the model itself is scored, and how the run's checkpoint would be, where there is one."""
+    text = f"parameters of model.path ({config.model.path})"
+    run_dir = config.trainer.run_dir
+    if not run_dir:
+        return text
+    try:
+        find_step(run_dir)
+    except (OSError, ValueError):
+        return text  # there is no checkpoint, and none was asked for
+    return f"{text}; --checkpoint {run_dir} scores the run's last checkpoint instead"
 
 
 def _responses(

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from jaxrl.config import verl_options
 from jaxrl.config.reference import OptionDoc, options, sections
 
 _WIDTH = 80
@@ -46,27 +47,48 @@ def options_json(name: str = "") -> str:
 
 def find(name: str) -> list[OptionDoc]:
     """The option of that name, or those of the section, or those whose names begin so, or those with that last name, or
-    those whose names hold the word, or those with a word in their texts that begins so.
+    those with a word in their names that begins so or with that word as a value, or those with such words in their
+    texts, or those that have all the words in any order.
 
     Raises:
       ValueError: there is none.
     """
     every, name = options(), name.rstrip(".=")
+    none = f"options: there is no section and no option {name!r:.80}"
     for fits in (
         lambda option: option.path == name,
         lambda option: option.path.startswith(f"{name}."),
         lambda option: option.path.startswith(name),
         lambda option: option.path.rpartition(".")[2] == name,
-        lambda option: name in option.path,
-        lambda option: re.search(rf"\b{re.escape(name)}", option.doc, re.IGNORECASE),
+        lambda option: _begins(name, option.path) or name.lower() in _values(option),
+        lambda option: _begins(name, option.doc),
+        lambda option: all(_begins(word, _searched(option)) for word in name.split()),
     ):
         if found := [option for option in every if fits(option)]:
             return found
+    of_verl = verl_options.advice(name)
+    if (said := of_verl[1] if of_verl else verl_options.advice_by_word(name)) is not None:
+        raise ValueError(f"{none}: {said}")
     names = [*sections(), *(option.path for option in every)]
     last = {option.path.rpartition(".")[2]: option.path for option in every}
     near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name, list(last), n=1)
     hint = f"did you mean {last.get(near[0], near[0])}?" if near else "jaxrl options lists them all"
-    raise ValueError(f"options: there is no section and no option {name!r:.80}: {hint}")
+    raise ValueError(f"{none}: {hint}")
+
+
+def _begins(word: str, text: str) -> bool:
+    """Whether a word of a text begins so; `_` and `.` part the words of a name."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(word)}", text, re.IGNORECASE) is not None
+
+
+def _values(option: OptionDoc) -> list[str]:
+    """The names that its value, or an element of it, may be; those of a switch tell nothing about it."""
+    listed = option.type.partition("list of one of ")[2]
+    return listed.split(", ") if listed else [] if option.type == "bool" else list(option.choices)
+
+
+def _searched(option: OptionDoc) -> str:
+    return " ".join([option.path, *_values(option), option.doc])
 
 
 def _overview(every: Sequence[OptionDoc]) -> str:

@@ -106,6 +106,15 @@ def number_or_name(hint: Any) -> tuple[type, tuple[str, ...]]:
     return number, typing.get_args(names)
 
 
+WORDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "whole number", float: "number"}
+"""What a value of a type is called where users read it."""
+
+
+def a_value(kind: type) -> str:
+    """What an option's value must be, within a sentence: `a whole number`, `true or false`."""
+    return f"a {WORDS[kind]}" if kind in (int, float) else WORDS[kind]
+
+
 def is_within(value: Any, bounds: Interval) -> bool:
     """Whether a value keeps its bounds; a NaN never does."""
     return (

@@ -113,6 +113,8 @@ def apply_override(values: dict[str, Any], text: str) -> str:
     said = f"override {shown(text)}"
     if not equals or not all(keys):
         raise ConfigError(f"{said} must have the form section.option=value")
+    if path.startswith("+"):  # of Hydra, where it adds a name that the configuration has not
+        raise ConfigError(f"{said}: there is no + here, since every option has a default: write {text.lstrip('+')}")
     refuse_unprintable(text, said)
     node = values
     for key in keys[:-1]:

@@ -18,7 +18,16 @@ from typing import Any, Literal
 
 from jaxrl.config import verl_options
 from jaxrl.config.checks import ConfigError, check
-from jaxrl.config.declared import Declared, declared, number_or_name, number_problem, shown, text_problem, walk
+from jaxrl.config.declared import (
+    Declared,
+    a_value,
+    declared,
+    number_or_name,
+    number_problem,
+    shown,
+    text_problem,
+    walk,
+)
 from jaxrl.config.options import Config
 
 _GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False}
@@ -137,7 +146,7 @@ def _convert(option: Declared, value: Any, path: str) -> Any:
         if isinstance(value, str):
             if value in names:
                 return value
-            raise ConfigError(f"{path} must be {number.__name__} or {' or '.join(names)}, found {shown(value)}")
+            raise ConfigError(f"{path} must be {a_value(number)} or {' or '.join(names)}, found {shown(value)}")
         return _convert(dataclasses.replace(option, type=number), value, path)
     if origin in (list, types.GenericAlias):
         item = Declared(typing.get_args(hint)[0], names=option.names)
@@ -201,7 +210,8 @@ def _scalar(option: Declared, value: Any, path: str) -> Any:
         value = float(value) if value.bit_length() < 1024 else math.copysign(math.inf, value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         advice = ": put it in quotation marks" if hint is str and isinstance(value, int | float) else ""
-        raise ConfigError(f"{path} must be {hint.__name__}, found {shown(value)} ({type(value).__name__}){advice}")
+        kind = " (text)" if isinstance(value, str) else ""  # '4' is one, which is easily overlooked
+        raise ConfigError(f"{path} must be {a_value(hint)}, found {shown(value)}{kind}{advice}")
     problem = None
     if isinstance(value, str):
         problem = text_problem(path, value, option)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config.declared import Declared, allowed_text, declared, number_or_name, walk
+from jaxrl.config.declared import WORDS, Declared, allowed_text, declared, number_or_name, walk
 from jaxrl.config.mapping import flatten, to_mapping
 from jaxrl.config.options import Config
 
@@ -44,7 +44,8 @@ class OptionDoc:
     @property
     def allowed(self) -> str:
         """What its value may be, in a few words: `tokens, at least 1`, `one of up, both`."""
-        plain = {"str": self.names or "text", "bool": "true or false", "int": "whole number", "float": "number"}
+        plain = {kind.__name__: word for kind, word in WORDS.items()}
+        plain["str"] = self.names or plain["str"]
         number, _, names = self.type.partition(", ")  # of `int, or auto`
         if number in ("int", "float"):
             kind = " ".join(filter(None, (self.unit or plain[number], names)))

@@ -9,6 +9,7 @@ Source: verl's documentation of its configuration (`ppo_trainer.yaml`), versions
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -133,6 +134,8 @@ ABSENT: Mapping[str, str] = {
 """Options and whole sections of verl, without `PREFIX`, that have no counterpart, each with a sentence."""
 
 _OURS = frozenset(path for path, _ in walk(Config))
+_VERLS_LAST_NAMES = frozenset(path.rpartition(".")[2] for path in (*RENAMED, *ABSENT))
+_LAST_NAMES = frozenset(path.rpartition(".")[2] for path in _OURS)
 
 
 def advice(path: str, value: Any = None) -> tuple[str, str] | None:
@@ -141,6 +144,16 @@ def advice(path: str, value: Any = None) -> tuple[str, str] | None:
     for option in _leaves(path, value):
         if (found := _advice(option)) is not None:
             return option, found
+    return None
+
+
+def advice_by_word(word: str) -> str | None:
+    """What to do about an option of verl of which only the last name is known, or a word in its name, as `lora`."""
+    every = {**ABSENT, **{name: f"here it is {ours}" for name, ours in RENAMED.items()}}
+    begins = re.compile(rf"(?:^|[._]){re.escape(word.lower())}")
+    for fits in (lambda name: name.rpartition(".")[2] == word.lower(), begins.search):
+        if (found := next((name for name in every if fits(name)), None)) is not None:
+            return every[found]
     return None
 
 
@@ -156,6 +169,10 @@ def _advice(option: str) -> str | None:
         if above in ABSENT:
             return ABSENT[above]
         above = above.rpartition(".")[0]
+    last = name.rpartition(".")[2]
+    # a single word, as `name`, may be meant otherwise
+    if "_" in last and last not in _LAST_NAMES and last in _VERLS_LAST_NAMES:
+        return advice_by_word(last)
     return ABSENT[PREFIX] if name != option else None
 
 

@@ -3,7 +3,8 @@
 Purpose: on a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
 per second, reward, gradient norm, alarms, time to go. Where the output is no terminal (a file, a pipe, TERM=dumb), it
 prints the same lines only, in plain characters, so that logs stay readable; and where nothing has been printed for half
-a minute, before the first step or in a long rollout or evaluation, how far it has come.
+a minute, what it is doing, for how long, and how far it has come. A thread looks every second, because the run itself
+says nothing while it compiles or computes. A step whose gradient is 0 gets a line that says why.
 
 The view never stops a run: a missing metric is left out, and a closed output (a broken pipe) only silences the view.
 The run's numbers are in `metrics.jsonl`.
@@ -32,6 +33,9 @@ from jaxrl.record.to_go import TimeToGo
 _SHOWN_S = 0.05  # a phase that took less is not
 _SHOWN_AS = {"reward": "scoring"}  # a reward stands in the same line
 _SILENT_S, _SILENT_FIRST_S = 30.0, 10.0  # for which a log may say nothing, and that before the first step
+_BEGUN_S = 3.0  # a phase that has taken less is not what the silence was about
+_LOOK_S = 1.0
+_MANY_CUT = 0.5  # a share of the responses
 _COUNT = re.compile(r" \d+/\d+$")
 _FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
 # whole terminal sequences (colours, cursor, window titles), then any control character that is left
@@ -77,9 +81,12 @@ class LiveView:
         self._last_step_at: float | None = None
         self._printed_at = clock()
         self._alarms = {"updates skipped": 0, "rewards failed": 0}  # since the start
+        self._no_gradient = False  # in the last step
         self._muted = False
         self._live: Live | None = None
         self._console: Console | None = None
+        self._closed = threading.Event()
+        self._looking: threading.Thread | None = None
         if _is_terminal(stream):
             self._console = Console(file=stream, highlight=False)
             live = self._live = Live(
@@ -100,6 +107,9 @@ class LiveView:
                 self._phase_since = self._clock()
             self._phase_name, self._rollout = name, None
             self._tell_progress()
+            if self._looking is None and self._console is None and not self._closed.is_set():
+                self._looking = threading.Thread(target=self._look, name="live view", daemon=True)
+                self._looking.start()
 
     def rollout(self, rows_busy: int, rows_total: int, tokens_per_s: float, finished: int, total: int) -> None:
         """The state of generation: rows that decode, tokens per second, finished samples and all samples."""
@@ -119,6 +129,10 @@ class LiveView:
             for name, count in alarms_of(metrics).items():
                 self._alarms[name] += count
             self._print(_step_line(step, self._total, metrics, self._eta(0.0)))
+            why = _no_gradient(metrics)
+            if why and not self._no_gradient:  # the steps that follow would say the same
+                self._print(f"step {step}: {why}")
+            self._no_gradient = bool(why)
 
     def message(self, text: str) -> None:
         """A line of its own among the steps."""
@@ -141,6 +155,9 @@ class LiveView:
 
     def close(self) -> None:
         """Gives the terminal back; may be called twice."""
+        self._closed.set()
+        if self._looking is not None:
+            self._looking.join()
         live, self._live = self._live, None
         if live is not None:
             try:
@@ -154,9 +171,16 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            with self._lock:
+                self._tell_progress()
+
     def _tell_progress(self) -> None:
         """In a log, where nothing else has been said for long: what goes on, and how far it is."""
         now = self._clock()
+        if now - self._phase_since < _BEGUN_S:
+            return
         silent_s = _SILENT_S if self._last_step_at is not None else _SILENT_FIRST_S
         if self._console is not None or now - self._printed_at < silent_s:
             return
@@ -265,6 +289,20 @@ def alarms_of(metrics: Mapping[str, float]) -> dict[str, int]:
         "rewards failed": sum(_finite(metrics.get(name)) or 0.0 for name in _FAILED),
     }
     return {name: int(count) for name, count in found.items() if count > 0}
+
+
+def _no_gradient(metrics: Mapping[str, float]) -> str:
+    """That a step has taught nothing, and why; empty where it has, or where no actor was updated."""
+    if metrics.get("actor/grad_norm") != 0 or metrics.get("actor/skipped_updates"):
+        return ""
+    text = "the gradient is 0"
+    if metrics.get("critic/mixed_reward_groups") == 0:
+        text += ": no group's rewards differ"
+    cut = _finite(metrics.get("response_length/clip_ratio")) or 0.0
+    if cut >= _MANY_CUT:
+        whose = "all responses" if cut == 1 else f"{cut:.0%} of the responses"
+        text += f"; {whose} were cut at data.max_response_length"
+    return text
 
 
 def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) -> str:

@@ -180,10 +180,14 @@ class Timeline:
 
         Args:
           row: the row's name. order: its place among the tracks of rows.
+          name: the response's. In an evaluation (the phase "testing" is open), "val " stands before it: held-out
+            prompts are counted from 0 too.
         """
         with self._lock:
             if not self._drawing:
                 return
+            if any(span.name == "testing" for span in self._open.values()):
+                name = f"val {name}"
             if self._row_events >= self._max_events or (row not in self._rows and len(self._rows) >= self._max_rows):
                 self._left_out += 1
                 return

@@ -168,7 +168,7 @@ def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:
         cells = []
         for i, value in enumerate(figure.values):
             beside = f"<p class=sub>{escape(text)}</p>" if (text := figure.beside_first(i)) else ""
-            cells.append(f"<td class=num>{_MISSING if value is None else escape(figure.shown(value))}{beside}</td>")
+            cells.append(f"<td class=num>{_MISSING if value is None else escape(figure.text(i))}{beside}</td>")
         rows.append(f"<tr><th scope=row>{breakable(figure.name)}</th>{''.join(cells)}</tr>")
     note = "<p class=sub>Below a number: how it stands to A's.</p>"
     return note + _table("", names, rows)
@@ -241,8 +241,12 @@ def _cells(figure: Figure) -> list[str]:
     found = [figure.name]
     for i, value in enumerate(figure.values):
         beside = figure.beside_first(i)
-        text = _MISSING if value is None else figure.shown(value)
-        found.append(f"{text} {beside}" if beside and len(figure.values) == 2 else text)
+        if value is None:
+            found.append(_MISSING)
+        elif len(figure.values) == 2:
+            found.append(f"{figure.text(i)} {beside}".rstrip())
+        else:  # more runs leave no room for steps and differences; the page has them
+            found.append(figure.shown(value))
     return found
 
 

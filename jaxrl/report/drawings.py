@@ -19,13 +19,13 @@ from jaxrl.report.charts import number, ticks_of
 from jaxrl.report.rounds import DrawnRound, Stay
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 12, 10, 26
-_ROWS_WIDTH = 1120  # as wide as the page
+_APART = 0.06  # between bars, in percent of the width
 _COLUMNS, _RANKS, _LEVELS = 90, 24, 8
 MOST_ROWS = 64
 """Of a round that are drawn; of more, every second, third and so on."""
 _ENDS = {  # of a stay in a row: label and colour
     "stop": ("ended", "c1"),
-    "length": ("cut at the limit", "c3"),
+    "length": ("cut at the limit", "c2"),
     "abort": ("aborted", "c6"),
     "preempted": ("preempted", "c5"),
     "moved": ("moved", "c4"),
@@ -115,36 +115,37 @@ def rows_card(drawn: DrawnRound | None) -> str:
     names = sorted(drawn.rows, key=lambda row: [int(part) for part in row.split(".")])
     shown = names[:: -(-len(names) // MOST_ROWS)]
     tall = max(min((_HEIGHT * 1.4) / len(shown), 16), 4)
-    height = tall * len(shown) + _TOP + _BOTTOM
+    base = _TOP + tall * len(shown)
     end = max(drawn.end_s, 1e-9)
-    inner = _ROWS_WIDTH - _LEFT - _RIGHT
+    share = 100 / end  # of the width, for each second
     bars = []
     for i, row in enumerate(shown):
         y = _TOP + tall * i
-        for stay in drawn.rows[row]:
-            bars.append(_bar(stay, row, _LEFT + inner * stay.start_s / end, inner / end, y, tall))
+        bars += [_bar(stay, row, share, y, tall) for stay in drawn.rows[row]]
         if i % max(1, round(14 / tall)) == 0:
-            bars.append(f"<text x={_LEFT - 6} y={y + tall / 2 + 4:.1f} text-anchor=end>{escape(row)}</text>")
-    base = height - _BOTTOM
+            bars.append(f"<text x=-6 y={y + tall / 2 + 4:.1f} text-anchor=end>{escape(row)}</text>")
     for tick in ticks_of(0, end):
         if tick <= end:
-            x = _LEFT + inner * tick / end
-            bars.append(f"<line class=grid x1={x:.1f} x2={x:.1f} y1={_TOP} y2={base:.1f} />")
-            bars.append(f"<text x={x:.1f} y={base + 16:.1f} text-anchor=middle>{number(tick)}</text>")
+            x = f"{share * tick:.2f}%"
+            bars.append(f"<line class=grid x1={x} x2={x} y1={_TOP} y2={base:.1f} />")
+            bars.append(f"<text x={x} y={base + 16:.1f} text-anchor=middle>{number(tick)}</text>")
     ends = {stay.end for row in shown for stay in drawn.rows[row]}
     legend = [label for end_, label in _ENDS.items() if end_ in ends]
     some = f", {len(shown)} of {len(names)} rows" if len(shown) < len(names) else ""
     title = f"Rows in step {drawn.step:g}"
-    figure = _figure(title, f"seconds; a bar is a response{some}", legend, "".join(bars), (_ROWS_WIDTH, height))
-    return f"<section class='charts rows'>{figure}</section>"
+    until = "until the end of the plan (rollout.decode_steps tokens) in which it ended"
+    unit = f"seconds; a bar is a response, {until}{some}"
+    # without a viewBox: lengths are shares of the width, so that it fits a phone with text of the same size
+    view = f"style='height:{base + _BOTTOM:.4g}px'"
+    return f"<section class='charts rows'>{_figure(title, unit, legend, ''.join(bars), view)}</section>"
 
 
-def _bar(stay: Stay, row: str, x: float, scale: float, y: float, tall: float) -> str:
+def _bar(stay: Stay, row: str, share: float, y: float, tall: float) -> str:
     label, colour = _ENDS.get(stay.end, _ENDS["abort"])
     tokens = "" if stay.tokens is None else f", {stay.tokens} tokens"
     title = f"row {row}: {stay.name}, {number(stay.start_s)} to {number(stay.end_s)} s, {label}{tokens}"
-    width = max((stay.end_s - stay.start_s) * scale - 0.6, 0.6)
-    box = f"x={x:.1f} y={y + 0.5:.1f} width={width:.1f} height={tall - 1:.1f}"
+    x, width = share * stay.start_s, max(share * (stay.end_s - stay.start_s) - _APART, _APART)
+    box = f"x={x:.2f}% y={y + 0.5:.1f} width={width:.2f}% height={tall - 1:.1f}"
     return f"<rect class={colour} {box}><title>{escape(title)}</title></rect>"
 
 
@@ -168,10 +169,9 @@ def _figure(
     unit: str,
     legend: Sequence[tuple[str, str]],
     body: str,
-    size: tuple[float, float] = (_WIDTH, _HEIGHT),
+    view: str = f"viewBox='0 0 {_WIDTH} {_HEIGHT}'",
 ) -> str:
     items = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in legend)
     head = f"<h3>{escape(title)} <small>{escape(unit)}</small></h3><ul>{items}</ul>"
     label = escape(f"{title}, {unit}", quote=True)
-    view = f"0 0 {size[0]:g} {size[1]:.4g}"
-    return f"<figure>{head}<svg viewBox='{view}' role=img aria-label=\"{label}\">{body}</svg></figure>"
+    return f'<figure>{head}<svg {view} role=img aria-label="{label}">{body}</svg></figure>'

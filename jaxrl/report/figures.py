@@ -29,17 +29,30 @@ class Figure:
       values: one for each run; None where the run has not recorded it.
       ratio: whether runs are compared by how many times it is that of the first; otherwise by the difference.
       shown: a value as text.
+      steps: of a value at one step, which one it is for each run; shown where they are not the same.
+      upto: the last step that counts for each run: runs with different ones are not compared.
     """
 
     name: str
     values: tuple[float | None, ...]
     ratio: bool = False
     shown: Callable[[float], str] = number
+    steps: tuple[float | None, ...] = ()
+    upto: tuple[float | None, ...] = ()
+
+    def text(self, index: int) -> str:
+        """The value of run `index`, which has one, and its step where the runs' differ: `0.25 (step 0)`."""
+        value = self.values[index]
+        assert value is not None, self.name
+        steps = {step for step in self.steps if step is not None}
+        return self.shown(value) + (f" (step {self.steps[index]:g})" if len(steps) > 1 else "")
 
     def beside_first(self, index: int) -> str:
         """How run `index` stands to the first one: `×0.82`, `+0.13`; empty where that says nothing."""
         first, value = self.values[0], self.values[index]
         if index == 0 or first is None or value is None:
+            return ""
+        if self.upto and self.upto[index] != self.upto[0]:
             return ""
         if self.ratio:
             return f"×{number(value / first)}" if first > 0 else ""
@@ -101,13 +114,12 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
     found = [row("steps", lambda run: [(line["step"], line["step"]) for line in run.metrics], "end")]
     common = common_step(runs)
     if common and any(run.metrics[-1]["step"] != common for run in runs):
-        name = f"reward at step {common:g}, tenth before"
-        found.append(row(name, lambda run: upto(run.series("critic/rewards/mean"), common), "last"))
+        since = common - max(common // 10, 1) + 1
+        name = f"reward, mean of steps {since:g} to {common:g}" if since < common else f"reward at step {common:g}"
+        found.append(row(name, lambda run: between(run.series("critic/rewards/mean"), since, common), "mean"))
     found += [row(name, lambda run, key=key: run.series(key), how, ratio) for name, key, how, ratio in _ROWS[:2]]
     for key in dict.fromkeys(key for run in runs for key in validation_names(run)[:2]):
-        for what, how in (("first", "first_value"), ("last", "end"), ("best", "best")):
-            values = tuple(_evaluated(run.series(key), how) for run in runs)
-            found.append(Figure(f"held-out {short(key)}, {what}", values))
+        found += _held_out(f"held-out {short(key)}", [finite(run.series(key)) for run in runs])
     found += [row(name, lambda run, key=key: run.series(key), how, ratio) for name, key, how, ratio in _ROWS[2:]]
     failed = tuple(_failed(run) for run in runs)
     found.append(Figure("rewards that failed, sum", failed))
@@ -126,8 +138,8 @@ def common_step(runs: Sequence[Run]) -> float:
     return min((run.metrics[-1]["step"] if run.metrics else 0 for run in runs), default=0)
 
 
-def upto(points: Sequence[Point], step: float) -> list[Point]:
-    return [point for point in points if point[0] <= step]
+def between(points: Sequence[Point], first: float, last: float) -> list[Point]:
+    return [point for point in points if first <= point[0] <= last]
 
 
 def seconds(run: Run, phases: Sequence[str]) -> list[Point]:
@@ -135,11 +147,18 @@ def seconds(run: Run, phases: Sequence[str]) -> list[Point]:
     return [(line["step"], seconds_of(phases, line)) for line in run.metrics if f"timing_s/{phases[-1]}" in line]
 
 
-def _evaluated(points: Sequence[Point], how: str) -> float | None:
-    values = [value for _, value in finite(points)]
-    if not values:
-        return None
-    return max(values) if how == "best" else values[0 if how == "first_value" else -1]
+def _held_out(name: str, series: Sequence[Sequence[Point]]) -> list[Figure]:
+    """The first, the last and the best evaluation of each run; of a run without any, none."""
+    nothing = (None, None)
+    firsts = [points[0] if points else nothing for points in series]
+    lasts = [points[-1] if points else nothing for points in series]
+    bests = [max(points, key=lambda point: point[1]) if points else nothing for points in series]
+    found = []
+    # the best ones are compared if the runs were evaluated for as long, wherever each was best
+    for what, points, ends in (("first", firsts, firsts), ("last", lasts, lasts), ("best", bests, lasts)):
+        steps, values = zip(*points, strict=True)
+        found.append(Figure(f"{name}, {what}", values, steps=steps, upto=tuple(step for step, _ in ends)))
+    return found
 
 
 def _failed(run: Run) -> float | None:

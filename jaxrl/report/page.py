@@ -119,7 +119,8 @@ def _headlines(run: Run) -> str:
     for key in validation_names(run)[:2]:
         if points := finite(run.series(key)):
             best = max(points, key=lambda point: point[1])
-            note = f"{short(key)}; best {number(best[1])} at step {best[0]:g}"
+            since = f"from {number(points[0][1])}, " if len(points) > 1 else ""
+            note = f"{short(key)}; {since}best {number(best[1])} at step {best[0]:g}"
             cells.append(("held-out", number(points[-1][1]), note))
     if throughput := finite(run.series("perf/throughput")):
         cells.append(("tokens/s/device", number(median(y for _, y in throughput)), "median"))

@@ -61,7 +61,7 @@ white-space:pre-wrap;max-height:20em;overflow:auto}.samples{table-layout:fixed}.
 font-weight:400}.legend{list-style:none;margin:16px 0;padding:0;display:flex;flex-wrap:wrap;gap:4px 20px}
 .legend li::before{content:"";display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;
 background:var(--c)}.wide{overflow-x:auto}
-.rows{grid-template-columns:1fr;margin-top:16px}.rows figure{overflow-x:auto}.rows svg{min-width:720px}
+.rows{grid-template-columns:1fr;margin-top:16px}.rows svg{width:calc(100% - 56px);margin:0 12px 0 44px;overflow:visible}
 .heat0{--o:.06}.heat1{--o:.18}.heat2{--o:.3}.heat3{--o:.43}.heat4{--o:.56}
 .heat5{--o:.7}.heat6{--o:.85}.heat7{--o:1}path{fill:var(--c);fill-opacity:var(--o)}figure li[class*=heat]::before{
 opacity:var(--o)}.controls{display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;margin:10px 0 14px}

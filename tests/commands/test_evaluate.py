@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k, say_failed
+from jaxrl.commands.evaluate import _weights_of_model, _write_samples, evaluate, figures, pass_at_k, say_failed
 from jaxrl.commands.score import score
 from jaxrl.config import DataSection, from_mapping
 from jaxrl.data.tasks import draw_task
@@ -100,6 +100,18 @@ def test_failed_rewards_are_told_and_nothing_but_failed_ones_is_no_result():
     assert said == ["2 of 4 rewards failed; the last one: NameError: x. Each of them counts as 0"]
     with pytest.raises(RunFailed, match=r"^4 of 4 rewards failed; the last one: late$"):
         say_failed(["late"] * 4, 4, said.append)
+
+
+def test_whose_weights_are_scored(tmp_path: Path):
+    def said(run_dir: Path | str) -> str:
+        data = {"task": "leg_counting", "task_size": 4}
+        values = {"model": {"path": "m"}, "data": data, "trainer": {"run_dir": f"{run_dir}"}}
+        return _weights_of_model(from_mapping(values))
+
+    assert said("") == said(tmp_path) == said(tmp_path / "none") == "parameters of model.path (m)"
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    hint = f"; --checkpoint {tmp_path} scores the run's last checkpoint instead"
+    assert said(tmp_path) == f"parameters of model.path (m){hint}"
 
 
 def test_every_response_can_be_written(tmp_path: Path):

@@ -62,6 +62,40 @@ def test_what_a_name_finds():
     assert "trainer.save_freq" in [option.path for option in find("checkpoint")], "by what its text says"
 
 
+def paths(name: str) -> list[str]:
+    return [option.path for option in find(name)]
+
+
+def test_values_are_searched():
+    assert paths("wandb") == paths("tensorboard") == ["trainer.logger"], "of a list"
+    assert "algorithm.adv_estimator" in paths("rloo")
+
+
+def test_words_begin_where_a_name_is_parted():
+    assert "actor.use_kl_loss" in paths("kl")
+    assert "simulate.workload" not in paths("kl")
+
+
+def test_several_words_in_any_order():
+    assert set(paths("kl penalty")) == set(paths("penalty kl")) != set()
+    assert "actor.optim.lr" in paths("learning rate")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("trainer.n_gpus_per_node", "here it is trainer.num_devices"),
+        ("gpu_memory_utilization", "here it is rollout.memory_fraction"),
+        ("lora", "there is no LoRA: all weights are trained"),
+        ("lora_rank", "there is no LoRA: all weights are trained"),
+        ("trainer.lora_rank", "there is no LoRA: all weights are trained"),
+    ],
+)
+def test_names_of_verl(capsys: pytest.CaptureFixture[str], name: str, said: str):
+    assert main(["options", name]) == 2
+    assert capsys.readouterr().err == f"jaxrl: options: there is no section and no option {name!r}: {said}\n"
+
+
 def test_units_are_those_of_names():
     for option in options():
         if option.type in ("int", "float"):

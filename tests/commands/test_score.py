@@ -134,7 +134,7 @@ def test_code_with_the_columns_of_human_eval(tmp_path: Path):
 def test_a_column_of_answers_that_was_named_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A function of the user's may do without; that it gets None for a misspelt column nobody would notice."""
     (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(ground_truth is None)"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return ground_truth is None"
     )
     responses = write(tmp_path / "a.jsonl", [{"gold": "4", "response": "4"}])
     own = ("--responses", responses, "--kind", "custom", f"reward.path={tmp_path / 'reward.py'}")

@@ -160,7 +160,11 @@ def test_gin_itself_reads_the_same(file):
         # meaning, with the place
         ("run.yaml", "rollout:\n  m: 3\n", r"^unknown option rollout\.m: .* \(.*run\.yaml, line 2\)$"),
         ("run.yaml", "model:\n  path: x\nrolout: {}\n", r"rolout: did you mean rollout\? \(.*run\.yaml, line 3\)$"),
-        ("run.gin", "model.path = 'x'\nrollout.n = 1.5\n", r"rollout\.n must be int, found 1\.5 .*line 2\)$"),
+        (
+            "run.gin",
+            "model.path = 'x'\nrollout.n = 1.5\n",
+            r"rollout\.n must be a whole number, found 1\.5 .*line 2\)$",
+        ),
         ("run.gin", "rolout.n = 1\n", r"rolout: did you mean rollout\? \(.*run\.gin, line 1\)$"),
         (
             "run.yaml",
@@ -189,7 +193,8 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_an_overridden_option_is_blamed_on_the_command_line(file):
     path = file("run.yaml", "model: {path: x}\nrollout: {n: 4}\n")
     with pytest.raises(
-        ConfigError, match=r"^rollout\.n must be int, found 'many' \(str\) \(command line: rollout\.n=many\)$"
+        ConfigError,
+        match=r"^rollout\.n must be a whole number, found 'many' \(text\) \(command line: rollout\.n=many\)$",
     ):
         load(path, ["rollout.n=many"])
 

@@ -62,6 +62,13 @@ def test_the_innermost_section_speaks():
     assert advice("rollout.temprature") is advice("made", {"up": 1}) is None
 
 
+@pytest.mark.parametrize("option", ["lora_rank", "trainer.lora_rank", f"{PREFIX}.rollout.lora_rank"])
+def test_a_last_name_of_verl_alone(option: str):
+    with pytest.raises(ConfigError, match=rf"^unknown option {option}: there is no LoRA: all weights are trained "):
+        load(None, ["model.path=m", f"{option}=8"])
+    assert advice("rollout.name_of_it") is advice("trainer.enable") is advice("ppo_mini_batch_size") is None
+
+
 def test_sections_of_a_file():
     with pytest.raises(ConfigError, match=rf"^unknown option {PREFIX}\.actor\.optim\.lr: it is actor\.optim\.lr "):
         from_mapping({PREFIX: {"actor": {"optim": {"lr": 1e-6}}}})

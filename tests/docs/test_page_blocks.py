@@ -138,11 +138,12 @@ def test_json_is_read(block: Block, folder: Path):
 def from_python(block: Block, folder: Path, world: World) -> None:
     """The README's, with a tiny model."""
     assert block.text.count(README_MODEL) == 1
-    printed: list[tuple[int, str, str]] = []
+    printed: list[tuple[int, str, str, float]] = []
     own = {"print": lambda *values: printed.append(values)}
     exec(compile(block.text.replace(README_MODEL, f"random:{world.folder}/tiny"), block.place, "exec"), own)
-    assert sorted(index for index, _, _ in printed) == [0] * 4 + [1] * 4
-    assert {reason for _, reason, _ in printed} <= {"stop", "length"}
+    assert sorted(index for index, *_ in printed) == [0] * 4 + [1] * 4
+    assert {reason for _, reason, *_ in printed} <= {"stop", "length"}
+    assert all(logprob < 0 for *_, logprob in printed)
 
 
 def swapping(block: Block, folder: Path, world: World) -> None:

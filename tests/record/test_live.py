@@ -1,10 +1,14 @@
 """The live view: plain lines where there is no terminal, a panel where there is one, and never an exception."""
 
+import contextlib
 import io
 import math
+import threading
+import time
 
 import pytest
 
+from jaxrl.record import live
 from jaxrl.record.live import LiveView, duration
 
 METRICS = {
@@ -93,7 +97,13 @@ class Clock:
         return self.now
 
 
-def test_a_log_hears_of_compiling_evaluation_and_long_rollouts():
+@pytest.fixture
+def unwatched(monkeypatch):
+    """Nobody looks at the clock between two calls."""
+    monkeypatch.setattr(live, "_LOOK_S", 1e6)
+
+
+def test_a_log_hears_of_compiling_evaluation_and_long_rollouts(unwatched):
     """Ten seconds without a line before the first step, and thirty after it."""
     out, clock = io.StringIO(), Clock()
     view = LiveView(10, out, clock=clock)
@@ -121,6 +131,31 @@ def test_a_log_hears_of_compiling_evaluation_and_long_rollouts():
     ]
 
 
+def test_a_phase_that_says_nothing_is_named_while_it_runs(monkeypatch):
+    monkeypatch.setattr(live, "_LOOK_S", 0.002)
+    out, clock = io.StringIO(), Clock()
+    with contextlib.closing(LiveView(10, out, clock=clock)) as view:
+        view.step(5, {})
+        for name, seconds in (("gen", 2.0), ("update_actor", 41.0), ("sync", 0.0)):
+            view.phase(name)
+            clock.now += seconds
+            deadline = time.monotonic() + 20
+            while seconds > 30 and "update_actor" not in out.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.002)
+    assert out.getvalue().splitlines() == ["step  5/10", "step 6/10: update_actor  41s"]
+    assert view._looking not in threading.enumerate()
+
+
+def test_a_phase_that_has_just_begun_is_not_what_was_silent(unwatched):
+    out, clock = io.StringIO(), Clock()
+    view = LiveView(10, out, clock=clock)
+    view.phase("gen")
+    clock.now += 60
+    view.phase("sync")
+    assert out.getvalue() == ""
+    view.close()
+
+
 def test_a_terminal_has_the_panel_and_no_lines_of_progress(terminal):
     clock = Clock()
     with LiveView(10, terminal, clock=clock) as view:
@@ -143,6 +178,44 @@ def test_gradient_norm_and_alarms():
     assert out.getvalue().splitlines() == [
         "step 1  grad norm 0.140",
         "step 2  grad norm nan  updates skipped: 2  rewards failed: 3",
+    ]
+
+
+NOTHING = {"actor/grad_norm": 0.0, "critic/mixed_reward_groups": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (NOTHING, "step 7: the gradient is 0: no group's rewards differ"),
+        (
+            NOTHING | {"response_length/clip_ratio": 1.0},
+            "step 7: the gradient is 0: no group's rewards differ; all responses were cut at data.max_response_length",
+        ),
+        (
+            {"actor/grad_norm": 0.0, "critic/mixed_reward_groups": 0.5, "response_length/clip_ratio": 0.75},
+            "step 7: the gradient is 0; 75% of the responses were cut at data.max_response_length",
+        ),
+        (NOTHING | {"response_length/clip_ratio": 0.25}, "step 7: the gradient is 0: no group's rewards differ"),
+        (NOTHING | {"actor/skipped_updates": 1.0}, None),
+        ({"actor/grad_norm": 0.1, "critic/mixed_reward_groups": 0.0}, None),
+        ({"critic/mixed_reward_groups": 0.0}, None),
+    ],
+)
+def test_a_step_that_teaches_nothing_says_why(metrics, said):
+    out = io.StringIO()
+    LiveView(0, out).step(7, metrics)
+    assert out.getvalue().splitlines()[1:] == ([] if said is None else [said])
+
+
+def test_steps_that_teach_nothing_say_so_once_in_a_row():
+    out = io.StringIO()
+    view = LiveView(0, out)
+    for step, norm in enumerate((0.0, 0.0, 0.5, 0.0), 1):
+        view.step(step, {"actor/grad_norm": norm})
+    assert [line for line in out.getvalue().splitlines() if ": the gradient" in line] == [
+        "step 1: the gradient is 0",
+        "step 4: the gradient is 0",
     ]
 
 
@@ -250,11 +323,12 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_a_resumed_run_counts_from_where_it_was():
+def test_a_resumed_run_counts_from_where_it_was(unwatched):
     out, now = io.StringIO(), [0.0]
     view = LiveView(10, out, done=5, clock=lambda: now[0])
-    now[0] = 60.0
     view.phase("compiling programs 1/9")
+    now[0] = 60.0
+    view.phase("compiling programs 2/9")
     view.step(6, {"timing_s/step": 4.0})
-    assert out.getvalue().startswith("step 6/10: compiling programs 1/9")
+    assert out.getvalue().startswith("step 6/10: compiling programs 2/9  1m00s\n")
     assert "eta under 16s" in out.getvalue()

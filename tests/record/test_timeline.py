@@ -93,6 +93,15 @@ def test_rows_have_tracks_of_their_own(path):
     assert [e["args"] for e in found if e["name"] == "left out"] == [{"events": 1}]
 
 
+def test_rows_of_an_evaluation_are_called_so(path):
+    with Timeline(path) as timeline:
+        for phase in ("gen", "testing", "gen"):
+            with timeline.phase(phase):
+                timeline.row("0.0", 0, "0.7.1", timeline.now_s, timeline.now_s)
+    rows = [e["name"] for e in json.loads(path.read_text()) if e.get("cat") == "row"]
+    assert rows == ["0.7.1", "val 0.7.1", "0.7.1"]
+
+
 def test_phases_add_up_from_the_spans(path):
     with Timeline(path) as timeline:
         with timeline.phase("step", step=1):

@@ -24,6 +24,8 @@ def a_file(folder: Path) -> None:
     (folder / "file.txt").write_text("mine")
 
 
+EXCLUDED = "generate: --system and --raw exclude each other"
+
 REFUSED = (
     ("an unknown command", "trian", "unknown command 'trian': did you mean train?"),
     ("another case", "Train", "unknown command 'Train': did you mean train?"),
@@ -43,6 +45,28 @@ REFUSED = (
     ("an unknown option", "train --confg x.yaml", "train: unknown option '--confg': did you mean --config?"),
     ("an unknown option with a value", "train --overrides=a.b=1", "train: unknown option '--overrides'"),
     ("an option of another command", "train --model m", "train: unknown option '--model': did you mean --help?"),
+    (
+        "an option of the configuration with dashes",
+        "train --trainer.run_dir runs/z",
+        "train: unknown option '--trainer.run_dir': write trainer.run_dir=runs/z",
+    ),
+    (
+        "the same with =",
+        "train --rollout.n=4 trainer.seed=1",
+        "train: unknown option '--rollout.n': write rollout.n=4",
+    ),
+    ("the same without a value", "eval --rollout.n", "eval: unknown option '--rollout.n': write rollout.n=VALUE"),
+    (
+        "a configuration file without --config",
+        "train own.yaml",
+        "train: override 'own.yaml' must have the form section.option=value: did you mean --config own.yaml?",
+    ),
+    (
+        "a plus sign of Hydra",
+        "train +trainer.foo=3",
+        "override '+trainer.foo=3': there is no + here, since every option has a default: write trainer.foo=3",
+    ),
+    ("a system message without a template", "generate --model m --raw --system x hello", EXCLUDED),
     ("a short option that there is not", "generate --model m -k 3 hello", "generate: unknown option '-k'"),
     ("an ambiguous beginning", "generate --m x hello", "generate: --m may mean --model, --max-tokens, --min-p"),
     ("an ambiguous beginning in profile", "profile --max 3", "profile: --max may mean --max-batch, --max-context"),

@@ -106,7 +106,7 @@ REFUSALS = (
     in_yaml("yaml-list-as-a-key", "run.yaml, line 1: found unhashable key", "? [a, b]\n: 1\n"),
     in_yaml(
         "yaml-date",
-        "rollout.n must be int, found '2026-11-22' (str) (run.yaml, line 4)",
+        "rollout.n must be a whole number, found '2026-11-22' (text) (run.yaml, line 4)",
         MODEL + "rollout:\n  n: 2026-11-22\n",
     ),
     in_yaml(
@@ -166,7 +166,7 @@ REFUSALS = (
     in_yaml("yaml-bounds", "rollout.n must be at least 1, found 0 (run.yaml, line 4)", MODEL + "rollout:\n  n: 0\n"),
     in_yaml(
         "yaml-list-item",
-        "data.train_files[1] must be str, found 3 (int): put it in quotation marks (run.yaml, line 6)",
+        "data.train_files[1] must be text, found 3: put it in quotation marks (run.yaml, line 6)",
         MODEL + "data:\n  train_files:\n    - a.jsonl\n    - 3\n",
     ),
     in_yaml(
@@ -243,10 +243,12 @@ REFUSALS = (
         "rollout.n = 3\nrollout.n.x = 3\n",
     ),
     in_gin(
-        "gin-type", "rollout.n must be int, found 1.5 (float) (run.gin, line 2)", "model.path = 'm'\nrollout.n = 1.5\n"
+        "gin-type",
+        "rollout.n must be a whole number, found 1.5 (run.gin, line 2)",
+        "model.path = 'm'\nrollout.n = 1.5\n",
     ),
     in_gin("gin-bad-indent", "run.gin, line 2: Expected indentation. Got NAME = n", "rollout:\nn = 4\n"),
-    in_gin("gin-bytes", "model.path must be str, found b'm' (bytes) (run.gin, line 1)", "model.path = b'm'\n"),
+    in_gin("gin-bytes", "model.path must be text, found b'm' (run.gin, line 1)", "model.path = b'm'\n"),
     Refusal(
         "ending",
         ("train", "--config", "run.toml"),

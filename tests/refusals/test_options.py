@@ -203,7 +203,7 @@ SIZES = {
     "rollout.top_k=9223372036854775807": (
         "rollout.top_k must be at most 2147483647 (the largest 32-bit integer), found 9223372036854775807"
     ),
-    "rollout.num_blocks=1e12": "rollout.num_blocks must be int, found 1000000000000.0 (float)",
+    "rollout.num_blocks=1e12": "rollout.num_blocks must be a whole number, found 1000000000000.0",
     "rollout.num_blocks=1000000000000": (
         "rollout.num_blocks must be at most 2147483647 (the largest 32-bit integer), found 1000000000000"
     ),
@@ -230,37 +230,39 @@ SIZES = {
 """What would take the machine down, last for ever or overflow. By override."""
 
 TYPES = {
-    "rollout.n=four": "rollout.n must be int, found 'four' (str)",
-    "rollout.n=4.0": "rollout.n must be int, found 4.0 (float)",
-    "rollout.n=true": "rollout.n must be int, found True (bool)",
-    "rollout.n=": "rollout.n must be int, found None (NoneType)",
-    "rollout.n=[4]": "rollout.n must be int, found [4] (list)",
-    "actor.optim.lr=small": "actor.optim.lr must be float, found 'small' (str)",
-    "actor.optim.lr=yes": "actor.optim.lr must be float, found True (bool)",
-    "actor.optim.lr=[1e-6]": "actor.optim.lr must be float, found [1e-06] (list)",
-    "rollout.tail_batching.enable=1": "rollout.tail_batching.enable must be bool, found 1 (int)",
-    "rollout.warmup=maybe": "rollout.warmup must be bool, found 'maybe' (str)",
-    'data.shuffle="false"': "data.shuffle must be bool, found 'false' (str)",
+    "rollout.n=four": "rollout.n must be a whole number, found 'four' (text)",
+    "rollout.n=4.0": "rollout.n must be a whole number, found 4.0",
+    "rollout.n=true": "rollout.n must be a whole number, found True",
+    "rollout.n=": "rollout.n must be a whole number, found None",
+    "rollout.n=[4]": "rollout.n must be a whole number, found [4]",
+    "actor.optim.lr=small": "actor.optim.lr must be a number, found 'small' (text)",
+    "actor.optim.lr=yes": "actor.optim.lr must be a number, found True",
+    "actor.optim.lr=[1e-6]": "actor.optim.lr must be a number, found [1e-06]",
+    "rollout.tail_batching.enable=1": "rollout.tail_batching.enable must be true or false, found 1",
+    "rollout.warmup=maybe": "rollout.warmup must be true or false, found 'maybe' (text)",
+    'data.shuffle="false"': "data.shuffle must be true or false, found 'false' (text)",
     "data.train_files=3": "data.train_files must be a list, found 3",
     "data.train_files=": "data.train_files must be a list, found None: an empty list is []",
     "rollout.layout.degrees=two": "rollout.layout.degrees must be a list, found 'two'",
     "data.task_config=": "data.task_config must be a mapping, found None: an empty mapping is {}",
-    "data.train_files=[a.jsonl, 3]": "data.train_files[1] must be str, found 3 (int): put it in quotation marks",
+    "data.train_files=[a.jsonl, 3]": "data.train_files[1] must be text, found 3: put it in quotation marks",
     "data.val_files={a: b}": "data.val_files must be a list, found {'a': 'b'}",
-    "rollout.stop=[1]": "rollout.stop[0] must be str, found 1 (int): put it in quotation marks",
-    "model.path=3": "model.path must be str, found 3 (int): put it in quotation marks",
-    "trainer.experiment_name=on": ("trainer.experiment_name must be str, found True (bool): put it in quotation marks"),
+    "rollout.stop=[1]": "rollout.stop[0] must be text, found 1: put it in quotation marks",
+    "model.path=3": "model.path must be text, found 3: put it in quotation marks",
+    "trainer.experiment_name=on": ("trainer.experiment_name must be text, found True: put it in quotation marks"),
     "data.task_config=[1]": "data.task_config must be a mapping, found [1]",
     "rollout=3": "rollout must be a section with options, found 3",
     "actor.optim=[lr]": "actor.optim must be a section with options, found ['lr']",
-    "rollout.tensor_model_parallel_size=all": "rollout.tensor_model_parallel_size must be int or auto, found 'all'",
-    "rollout.tensor_model_parallel_size=2.0": "rollout.tensor_model_parallel_size must be int, found 2.0 (float)",
-    "rollout.layout.degrees=[1, two]": "rollout.layout.degrees[1] must be int, found 'two' (str)",
-    "data.source_quotas.easy=0.5": "data.source_quotas.easy must be int, found 0.5 (float)",
+    "rollout.tensor_model_parallel_size=all": (
+        "rollout.tensor_model_parallel_size must be a whole number or auto, found 'all'"
+    ),
+    "rollout.tensor_model_parallel_size=2.0": "rollout.tensor_model_parallel_size must be a whole number, found 2.0",
+    "rollout.layout.degrees=[1, two]": "rollout.layout.degrees[1] must be a whole number, found 'two' (text)",
+    "data.source_quotas.easy=0.5": "data.source_quotas.easy must be a whole number, found 0.5",
     "data.source_quotas={1: 8}": ("data.source_quotas: a name must be text, found 1 (int): put it in quotation marks"),
     "simulate.tasks={name: a}": "simulate.tasks must be a list, found {'name': 'a'}",
     "simulate.tasks=[{weight: 0}]": "simulate.tasks[0].weight must be above 0, found 0.0",
-    "simulate.efficiency.mfu=high": "simulate.efficiency.mfu must be float, found 'high' (str)",
+    "simulate.efficiency.mfu=high": "simulate.efficiency.mfu must be a number, found 'high' (text)",
 }
 """Another type than the option's. By override, without the place, which is the command line."""
 

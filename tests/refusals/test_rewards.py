@@ -170,7 +170,9 @@ OPTIONS = [
     Wrong("no time to start", "reward.start_timeout_s must be above 0, found 0.0", reward={"start_timeout_s": 0}),
     Wrong("negative memory", "reward.max_memory_gib must be at least 0, found -2.0", reward={"max_memory_gib": -2}),
     Wrong("env is a number", "reward.env must be a list, found 3", reward={"env": 3}),
-    Wrong("fresh", "reward.fresh_process must be bool, found 'always' (str)", reward={"fresh_process": "always"}),
+    Wrong(
+        "fresh", "reward.fresh_process must be true or false, found 'always' (text)", reward={"fresh_process": "always"}
+    ),
     Wrong(
         "no reference",
         "data.answer_key is empty: reward.kind=math compares with a reference answer",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxrl.report.drawings import heat_card, histogram_card
+from jaxrl.report.drawings import heat_card, histogram_card, rows_card
+from jaxrl.report.rounds import DrawnRound, Stay
 
 
 def batch(step: int, groups: list[float], lengths: dict[int, int], limit: int = 320) -> dict[str, Any]:
@@ -66,3 +67,10 @@ def test_long_runs_have_as_many_columns_as_a_reader_can_see(steps: int):
 
 def test_nothing_is_drawn_where_all_rewards_are_equal():
     assert heat_card([batch(1, [1.0, 1.0], {}), batch(2, [1.0], {})]) == heat_card([]) == ""
+
+
+def test_responses_that_were_cut_have_a_colour_that_warns():
+    stays = [Stay("0.1.0", 0.0, 1.0, "stop", 3), Stay("0.1.1", 1.0, 4.0, "length", 8)]
+    text = rows_card(DrawnRound(3, {"0.0": stays}, 4.0))
+    assert re.findall(r"<li class='(\w+)'>([\w ]+)", text) == [("c1", "ended"), ("c2", "cut at the limit")]
+    assert re.findall(r"<rect class=(\w+) x=(\S+)%", text) == [("c1", "0.00"), ("c2", "25.00")]

@@ -162,6 +162,7 @@ def test_a_whole_run(tmp_path):
     assert "not recorded" not in text
     assert "smollm2-arithmetic" in text
     assert "120 of 150" in text
+    assert re.search(r"from 0\.\d+, best 0\.\d+ at step \d+<", text), "held out"
     assert "actor.optim.lr" in text  # names are breakable after "_"
     assert "1e-05" in text
     assert "rollout.temperature" not in text  # has its default
@@ -370,8 +371,10 @@ def test_the_rows_of_the_last_round_are_drawn(tmp_path):
         "row 0.1: 0.2.1, 0 to 2 s, ended, 7 tokens",
         "row 0.2: 0.2.2, 0 to 3 s, ended, 7 tokens",
     ]
-    widths = [float(width) for width in re.findall(r"<rect class=\w+ x=46.0 y=\S+ width=(\S+)", figure)]
-    assert widths[1] / widths[0] == pytest.approx(2, rel=0.01)
+    widths = [float(width) for width in re.findall(r"<rect class=\w+ x=0.00% y=\S+ width=(\S+)%", figure)]
+    assert widths == pytest.approx([100 / 3, 200 / 3, 100], abs=0.1), "of the width, so that it fits a phone"
+    assert "viewBox" not in figure
+    assert "until the end of the plan (rollout.decode_steps tokens) in which it ended" in figure
     assert re.findall(r"<li class='\w+'>(\w+)", figure) == ["ended", "aborted"]
 
 

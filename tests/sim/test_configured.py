@@ -142,7 +142,7 @@ def test_a_calibration_gives_the_factors(tmp_path: Path):
     [
         ({"hardware": "TPUv9"}, r"simulate\.hardware: hardware 'TPUv9' must be one of A40"),
         ({"efficiency": {"speed": 1}}, r"^simulate\.efficiency\.speed must be one of memory"),
-        ({"efficiency": {"mfu": "high"}}, r"^simulate\.efficiency\.mfu must be float, found 'high' \(str\)$"),
+        ({"efficiency": {"mfu": "high"}}, r"^simulate\.efficiency\.mfu must be a number, found 'high' \(text\)$"),
         ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\.0\) must be a share"),
         ({"cost": "table"}, r"^simulate\.profile is missing: simulate\.cost is table, which needs a file of"),
         (
