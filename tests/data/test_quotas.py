@@ -117,7 +117,7 @@ def test_positions_are_counted_by_source():
 def test_quotas_that_cannot_be_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must add up to data\.train_batch_size \(8 prompts\), found 7"):
         config(tmp_path, {"hard": 4, "easy": 3})
-    with pytest.raises(ConfigError, match=r"source_quotas\.hard must be int, found 0\.5 \(float\)$"):
+    with pytest.raises(ConfigError, match=r"source_quotas\.hard must be a whole number, found 0\.5$"):
         config(tmp_path, {"hard": 0.5, "easy": 7})
     with pytest.raises(ValueError, match=r"no source 'hrad': did you mean 'hard'\?"):
         source(tmp_path, {"hrad": 5, "easy": 3})
