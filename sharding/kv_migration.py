@@ -46,7 +46,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.sharding.kv_lanes import exchange, lane_order, put, take
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import axes_size
 from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES
 from jaxrl.sharding.reshard_plan import crossing_bytes
 
@@ -415,8 +414,7 @@ def _compile(
 
 def _shard_bytes(layout: Layout, shape: _Shape, num_blocks: int, groups: int = 1) -> int:
     """Of `groups` dp groups' blocks of one array on one device."""
-    heads = shape.num_kv_heads // axes_size(layout.mesh, layout.kv_axes(shape.num_kv_heads))
-    return groups * num_blocks * shape.block_bytes * heads // shape.num_kv_heads
+    return groups * num_blocks * shape.block_bytes * layout.kv_heads_each(shape.num_kv_heads) // shape.num_kv_heads
 
 
 def _working_bytes(shape: _Shape, before: Layout, after: Layout) -> int:

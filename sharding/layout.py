@@ -52,6 +52,10 @@ class Layout:
         """The axes that key/value heads are split over; they are replicated over the other tp axes."""
         return dividing_prefix(self.mesh, self.tp_axes, num_kv_heads)
 
+    def kv_heads_each(self, num_kv_heads: int) -> int:
+        """The key/value heads of one device; beyond as many devices as there are heads it still has one."""
+        return num_kv_heads // axes_size(self.mesh, self.kv_axes(num_kv_heads))
+
     def spec(self, *entries: str | tuple[str, ...] | None) -> PartitionSpec:
         """A PartitionSpec in which `"dp"` and `"tp"` stand for those axes; mesh axes and None pass through."""
 

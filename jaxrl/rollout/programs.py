@@ -165,7 +165,7 @@ class Programs:
         self.features_first = on_cpu and not self.merged if features_first is None else features_first
         self.gathered = on_cpu if gathered is None else gathered
         self.attention = choose_paged(attention, platform, interpret=interpret)
-        on_one = heads // layout.tp, kv_heads // layout.tp
+        on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
         self.fused = self.merged and not self.gathered and not streams and decodes
         self.ahead = ahead

@@ -1,0 +1,55 @@
+"""Compiles every program of a rollout for H100s, as a process of its own (`for_gpu.run_for_gpu`), and prints them.
+
+Run as: tp_programs.py SHAPE TP KIND..., with kinds `prefill`, `decode`, `verify`, `switch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # read when jax looks for backends
+
+import jax
+from gpu import compiled
+
+from jaxrl.models.shapes import named_shape
+from jaxrl.rollout.draft_books import Drafting
+from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
+from jaxrl.sharding import kv_migration, reshard, reshard_plan
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+
+
+def main(shape: str, tp: int, *kinds: str) -> dict[str, Any]:
+    """For `tp` devices: the kernels of each program by name; of a switch how many programs move weights and KV, from
+    tp 1 and back to it."""
+    config, mesh = dataclasses.replace(named_shape(shape), num_layers=1), make_mesh(compiled.devices(tp))
+    sizes = ExecutorConfig(64, dtype="bfloat16", max_tp=tp, drafting=Drafting(8, 8192, 256))
+    programs, one = (LayoutPrograms(config, Layout(mesh, degree), sizes) for degree in (tp, 1))
+    told: dict[str, Any] = {}
+    for kind in kinds:
+        if kind == "switch":
+            told[kind] = [*programs_of_switch(one, programs), *programs_of_switch(programs, one)]
+            continue
+        largest = next(each for each in reversed(programs.shapes()) if each[0] == kind)
+        with compiled.as_default_device():
+            lowered = programs.lower(*largest)
+        told[kind] = compiled.compile_program(lowered, programs.compiler_options(kind)).kernels
+    return told
+
+
+def programs_of_switch(before: LayoutPrograms, after: LayoutPrograms) -> tuple[int, int]:
+    reshard_plan._default_kind = lambda sharding: None  # compile-only devices know no kinds of memory
+    target = jax.tree.map(lambda x: x.sharding, after.abstract_params())
+    _, weights = reshard.precompile(before.abstract_params(), target)
+    blocks = after.cache_shape.num_blocks
+    pool = kv_migration.precompile(before.layout, after.layout, before.abstract_pool(), blocks, [(64, 0)])
+    return len(weights), len(pool)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))
