@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
+from jaxrl.config.hidden import hider
+
 MAX_INT = 2**31 - 1  # counts and token ids become 32-bit integers on the devices
 MAX_SEED = 2**32 - 1  # as of numpy, torch and grain's shuffle
 MAX_FLOAT = 3.4028234663852886e38  # the largest float32
@@ -205,6 +207,9 @@ class _Short(reprlib.Repr):
         super().__init__()
         self.maxstring = self.maxother = 100
         self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 8, 8, 8
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(hider()(x), level)
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() > 256:  # Python refuses to print thousands of digits

@@ -17,6 +17,7 @@ from jaxrl import __version__
 from jaxrl.config.checks import ConfigError, without_effect
 from jaxrl.config.declared import shown
 from jaxrl.config.gin_file import GinFile
+from jaxrl.config.hidden import hider
 from jaxrl.config.mapping import from_mapping, from_recorded, is_section
 from jaxrl.config.options import Config
 from jaxrl.config.text import Options, read_text, refuse_unprintable
@@ -43,6 +44,7 @@ def load(
         options.places = {
             option: place for option, place in options.places.items() if not _is_under(option, overridden)
         }
+        text = hider()(text)
         said = f"{_COMMAND_LINE}{text if len(text) <= 100 else text[:100] + '...'}"
         options.places[overridden] = said
         for end in (i for i, character in enumerate(overridden) if character == "."):
@@ -63,7 +65,7 @@ def _checked(
     try:
         config = make(options.values)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_place(str(error), options.places)}") from None
+        raise ConfigError(hider()(f"{error}{_place(str(error), options.places)}")) from None
     for text in without_effect(config):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config

@@ -25,6 +25,7 @@ OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout
 """Those that a model on the devices does not."""
 OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
 """Those that a reward model does not."""
+_URL_RULE = "reward.judge.endpoint must be a URL such as http://localhost:8000/v1"
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
@@ -66,6 +67,8 @@ def judge_problem(judge: JudgeSection, kinds: Collection[str], *, has_answers: b
       kinds: the kinds of scorers that are asked for, of which `judge` and `model` read the section.
       has_answers: whether prompts have reference answers.
     """
+    if "@" in judge.endpoint:  # whatever scores: config.yaml would keep it
+        return f"{_URL_RULE}, found one with a name or password in it: give the key by reward.judge.api_key_env"
     if {"judge", "model"} & set(kinds) and (problem := template_problem(judge.apply_chat_template_kwargs)):
         return f"reward.judge.apply_chat_template_kwargs.{problem}"
     if "judge" in kinds:
@@ -94,21 +97,18 @@ def _source_problem(judge: JudgeSection) -> str | None:
 
 
 def _endpoint_problem(endpoint: str) -> str | None:
-    rule = "reward.judge.endpoint must be a URL such as http://localhost:8000/v1"
     try:
         url = urllib.parse.urlsplit(endpoint)
         port_is_right = url.port is None or url.port > 0  # reading the port may raise
     except ValueError as error:
-        return f"{rule}, found {shown(endpoint)} ({error})"
-    if url.username is not None or url.password is not None:
-        return f"{rule}, found one with a name or password in it: give the key by reward.judge.api_key_env"
+        return f"{_URL_RULE}, found {shown(endpoint)} ({error})"
     is_plain = endpoint.isascii() and endpoint.isprintable() and " " not in endpoint
     if url.scheme not in ("http", "https") or not url.hostname or not port_is_right or not is_plain:
-        return f"{rule}, found {shown(endpoint)}"
+        return f"{_URL_RULE}, found {shown(endpoint)}"
     if url.query or url.fragment:
-        return f"{rule}, without a query and a fragment, found {shown(endpoint)}"
+        return f"{_URL_RULE}, without a query and a fragment, found {shown(endpoint)}"
     if url.path.rstrip("/").endswith("/completions"):
-        return f"{rule}, without /chat/completions at its end, found {shown(endpoint)}"
+        return f"{_URL_RULE}, without /chat/completions at its end, found {shown(endpoint)}"
     return None
 
 

@@ -42,6 +42,7 @@ import yaml
 
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
+from jaxrl.config.hidden import hider
 from jaxrl.config.inputs import reading
 from jaxrl.record.files import drafts_left, refuse_folder, to_json, write_whole
 
@@ -162,7 +163,7 @@ class RunDir(RunFolder):
         now = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "from_step": step,
-            "command": " ".join(sys.argv),
+            "command": hider()(" ".join(sys.argv)),
             "commit": commit(),
             "devices": dict(devices),
             "versions": versions(),

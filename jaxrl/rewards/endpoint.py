@@ -176,7 +176,7 @@ class EndpointPool:
         try:
             scored = await self._verdicts(key, messages)
         except Exception as error:  # a bug of ours costs the sample, too, and says so
-            scored = ("error", 0.0, {"error": describe(error), "outside": True}, 0.0)
+            scored = ("error", 0.0, {"error": self._client.hide(describe(error)), "outside": True}, 0.0)
         self._ended.put((number, scored, self._clock()))
 
     async def _verdicts(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
@@ -199,7 +199,7 @@ class EndpointPool:
         outside = {"outside": True, **({"timeouts": {"endpoint": late}} if late else {})}
         if not texts:
             worst = min(failed, key=lambda each: _WORST.index(each.status))
-            return worst.status, 0.0, {"error": str(worst), **outside}, seconds
+            return worst.status, 0.0, {"error": f"reward.judge.endpoint: {worst}", **outside}, seconds
         reward, info = self._text.read(texts)
         info |= {**outside, **({"failed": len(failed)} if failed else {})}
         return "error" if "error" in info else "ok", reward, info, seconds

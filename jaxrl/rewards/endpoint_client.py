@@ -2,22 +2,27 @@
 
 Purpose: `Client.ask` turns a chat completion's body into its text, or raises `Failed` with the status of the verdict.
 Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-After` of the endpoint holds all requests
-back. The key is in the request's header and nowhere else: what an endpoint says of it is not repeated.
+back. The key is in the request's header and nowhere else: whatever an endpoint says goes through `Client.hide`.
 
 `httpx2` does HTTP: it comes with tokenizers (by way of huggingface_hub), pools connections, and knows TLS and proxies.
-Its timeouts are for single reads, so one over the whole request stands around it.
+Its timeouts are for single reads, so one over the whole request stands around it. What this machine itself serves is
+asked without a proxy. Its log repeats headers and reasons of an endpoint, so it is kept to warnings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
+import ipaddress
 import json
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
+from jaxrl.config.hidden import hider
 from jaxrl.config.rewards import JudgeSection
 
 if TYPE_CHECKING:
@@ -79,6 +84,7 @@ class Client:
 
     def __init__(self, judge: JudgeSection, key: str, sleep: Callable[[float], Awaitable[None]]) -> None:
         self._judge, self._key, self._sleep = judge, key, sleep
+        self.hide = hider(key)  # for every text that comes from the endpoint
         self._url = judge.endpoint.rstrip("/") + "/chat/completions"
         self._http: asyncio.Future[httpx2.AsyncClient] | None = None
         self._places = asyncio.Semaphore(judge.max_requests)
@@ -100,9 +106,12 @@ class Client:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "jaxrl"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
+        for name in ("httpx2", "httpcore2"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        own: Any = dict.fromkeys(("http://", "https://", "all://")) if _is_loopback(self._url) else None
         try:
             needs_tls = self._url.startswith("https:")  # to read the machine's certificates takes half a second
-            client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, verify=needs_tls)
+            client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, verify=needs_tls, mounts=own)
         except Exception as error:  # of certificates or proxies that the environment names
             text = self._said(f"no connection can be made: {type(error).__name__}: {error}")
             self._opened().set_exception(Failed(text, "crash", again=False))
@@ -215,7 +224,7 @@ class Client:
             raise Failed(f"it broke the connection off: {what}", "crash") from None
         if response.status_code != 200:
             raise self._of_status(response, bytes(body))
-        return _text_of(bytes(body), is_probe)
+        return self.hide(_text_of(bytes(body), is_probe))
 
     def _of_status(self, response: httpx2.Response, body: bytes) -> Failed:
         code = response.status_code
@@ -229,8 +238,8 @@ class Client:
         return Failed(text, "crash", after_s=after_s, code=code)
 
     def _said(self, text: str) -> str:
-        """An endpoint's own words in one line, without the key."""
-        text = " ".join((text.replace(self._key, "***") if self._key else text).split())
+        """An endpoint's own words in one line, without secrets."""
+        text = " ".join(self.hide(text).split())
         return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
 
 
@@ -243,8 +252,14 @@ def _text_of(body: bytes, is_probe: bool) -> str:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise Failed("its answer has no choices[0].message.content", "error") from None
-    if is_probe and text is None:  # one token may be too few for any text
-        return ""
+    if text is None:
+        if is_probe:  # one token may be too few for any text
+            return ""
+        raise Failed(
+            "its answer has null as choices[0].message.content: a model that thinks first may have no tokens left for "
+            "a verdict (raise reward.judge.max_tokens; turn thinking off in reward.judge.apply_chat_template_kwargs)",
+            "error",
+        )
     if not isinstance(text, str):
         raise Failed("its answer has no text in choices[0].message.content", "error")
     return text.encode("utf-8", "replace").decode()  # half a pair of surrogates is no character
@@ -252,7 +267,7 @@ def _text_of(body: bytes, is_probe: bool) -> str:
 
 def _message(body: bytes) -> str:
     """What an error's body says: the text in `error.message`, `message` or `detail`, or else the body."""
-    text = body[:4096].decode("utf-8", "replace")
+    text = body.decode("utf-8", "replace")
     try:
         found: Any = json.loads(body)
     except (ValueError, RecursionError):
@@ -261,6 +276,14 @@ def _message(body: bytes) -> str:
         if isinstance(found, dict) and found.get(name):
             found = found[name]
     return found if isinstance(found, str) else text
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _seconds(value: str) -> float:

@@ -49,8 +49,10 @@ def _is_of_no_devices(error: BaseException) -> bool:
 
 
 def one_line(text: str) -> str:
-    """A sentence without line ends and control characters, and not longer than a screen."""
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", "?", " ".join(text.split()))
+    """A sentence without line ends, control characters and secrets of URLs, and not longer than a screen."""
+    from jaxrl.config.hidden import hider
+
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", "?", " ".join(hider()(text).split()))
     return text if len(text) <= MAX_SENTENCE else text[:MAX_SENTENCE] + "…"
 
 

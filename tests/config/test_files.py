@@ -254,6 +254,26 @@ def test_a_date_is_text_and_so_is_a_bom_nothing(file, tmp_path):
     assert load(gin).model.path == "x"
 
 
+@pytest.mark.parametrize("kind", ["judge", "math"])
+def test_a_password_in_a_url_is_refused_and_not_shown(kind: str):
+    """Also where the option is not read: config.yaml would keep it."""
+    given = ["model.path=x", f"reward.kind={kind}", "reward.judge.endpoint=http://user:PASSWORD@localhost:8000/v1"]
+    with pytest.raises(ConfigError, match="found one with a name or password in it: give the key by") as refused:
+        load(None, given)
+    assert "PASSWORD" not in str(refused.value)
+    assert str(refused.value).endswith("(command line: reward.judge.endpoint=http://***@localhost:8000/v1)")
+    long = f"reward.judge.endpoint=http://{'u' * 60}:PASSWORD{'p' * 60}@localhost:8000/v1"
+    for other in (
+        long,
+        "trainer.seed=http://user:PASSWORD@h",
+        "trainer.sed=http://user:PASSWORD@h",
+        "x://u:PASSWORD@h",
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load(None, ["model.path=x", other])
+        assert "PASSWORD" not in str(refused.value)
+
+
 def test_options_without_effect_are_said_with_their_place(file):
     path = file(
         "run.yaml",

@@ -1,19 +1,24 @@
 """The judge at an endpoint, against a server on the loopback that misbehaves in every way."""
 
+import base64
+import json
 import time
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from chat_server import (
     Behaviour,
     ChatServer,
+    Handler,
     chat_server,
     closes,
     hangs,
     huge,
     no_http,
     raw,
+    raw_status,
     says,
     sends,
     status,
@@ -29,7 +34,7 @@ from jaxrl.rewards.pool import RewardStage, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
-KEY = "sk-very-secret"
+KEY = "sk-very/secret=1"
 
 
 class Sleeps:
@@ -143,6 +148,8 @@ def test_sent_again_until_it_answers(behaviour: Behaviour, counted: str | None):
         (status(429, Retry_After="100000"), "crash", "asks to be left alone for 100000 s", 1),
         (raw(b"?"), "error", "its answer is not JSON", 3),
         (sends({"choices": [{"text": "old"}]}), "error", "its answer has no choices[0].message.content", 3),
+        (says(None), "error", "reward.judge.endpoint: its answer has null as choices[0].message.content: a model", 3),
+        (says(None), "error", "(raise reward.judge.max_tokens; turn thinking off in", 3),
         (huge, "error", "its answer is larger than 4 MiB", 1),
         (says("no idea"), "error", "none of 1 verdicts of the judge holds a score", 1),
     ],
@@ -168,7 +175,7 @@ def test_late(behaviour: Behaviour):
         pool = pool_of(server, request_timeout_s=0.1, max_retries=1)
         (verdict,) = verdicts(pool)
         assert (verdict.status, verdict.outside) == ("timeout", True)
-        assert verdict.info["error"] == "no answer within reward.judge.request_timeout_s (0.1 s)"
+        assert verdict.info["error"] == "reward.judge.endpoint: no answer within reward.judge.request_timeout_s (0.1 s)"
         assert verdict.info["timeouts"] == {"endpoint": 1}
         measured = pool.take_metrics()
         assert (measured["reward/judge/late"], measured["reward/timeouts"]) == (2, 1)
@@ -317,17 +324,74 @@ def test_keys_that_are_none(environment: dict[str, str], sentence: str):
         api_key("K", environment)
 
 
-def test_the_key_is_never_recorded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def echoes(handler: Handler) -> None:
+    """The request's headers, as the judge's words."""
+    says(f"Score: 7. You sent {json.dumps(dict(handler.headers.items()))}")(handler)
+
+
+def echoes_in_headers(handler: Handler) -> None:
+    handler.reply(b'{"choices": [{"message": {"content": "7"}}]}', X_Sent=handler.headers["Authorization"])
+
+
+def echoes_as_reason(handler: Handler) -> None:
+    handler.send_response(500, handler.headers["Authorization"])
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        (status(400, f"I saw {KEY}"), "status 400: I saw ***"),
+        (status(500, base64.b64encode(KEY.encode()).decode()), "status 500: ***"),
+        (status(500, f"/v1?key={quote(KEY, safe='')}"), "status 500: /v1?key=***"),
+        (raw_status(500, " " * 4090 + KEY), "status 500: ***"),
+        (raw_status(500, "{" + "".join(f"\\u{ord(each):04x}" for each in KEY)), "status 500: {***"),
+        (status(500, "ask http://me:PASS@127.0.0.1/"), "status 500: ask http://***@127.0.0.1/"),
+        (echoes, '"Authorization": "Bearer ***"'),
+        (echoes_in_headers, ""),
+        (echoes_as_reason, "status 500"),
+    ],
+)
+def test_the_key_is_never_recorded(
+    behaviour: Behaviour, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     caplog.set_level("DEBUG")
-    with chat_server([status(400, f"I saw {KEY}")]) as server:
+    with chat_server(default=behaviour) as server:
         pool = pool_of(server, api_key_env="JUDGE_KEY")
-        assert [verdict.info.get("error") for verdict in verdicts(pool, 2)] in (
-            ["status 400: I saw ***", None],
-            [None, "status 400: I saw ***"],
-        )
+        (verdict,) = verdicts(pool)
+        said = json.dumps(verdict.info, ensure_ascii=False)
+        assert told in verdict.info.get("error", verdict.info.get("judge", [""])[0])
         pool.close()
-    assert KEY not in caplog.text
+    encoded = base64.b64encode(KEY.encode()).decode()
+    for secret in (KEY, encoded[:-4], quote(KEY, safe=""), "PASS", "\\u0073"):
+        assert secret not in said
+        assert secret not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "by_proxy"),
+    [
+        ("http://127.0.0.1:{port}/v1", False),
+        ("http://localhost:{port}/v1", False),
+        ("http://judge.invalid/v1", True),
+    ],
+)
+def test_a_proxy_hears_nothing_of_this_machine(endpoint: str, by_proxy: bool, monkeypatch: pytest.MonkeyPatch):
+    """The name that does not exist shows that the proxy is otherwise used."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with chat_server() as server, chat_server() as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
+        url = endpoint.format(port=server.server_address[1])
+        pool = pool_of(server, endpoint=url, api_key_env="JUDGE_KEY")
+        (verdict,) = verdicts(pool)
+        pool.close()
+    assert verdict.status == "ok"
+    assert (len(server.seen), len(proxy.seen)) == ((0, 1) if by_proxy else (1, 0))
 
 
 def test_a_field_that_no_prompt_has_is_refused_with_the_first_sample():
