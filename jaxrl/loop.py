@@ -50,9 +50,9 @@ from jaxrl.record.alarms import Alarms
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, HeadStart, Interrupted, Launch, RoundStarted, Verdict
-from jaxrl.scheduling.rounds.overlong import OverlongPenalty
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.round import Departures, Round
+from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.train.learning import Critic, Stream, Trainer, learn
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
@@ -201,7 +201,7 @@ class Loop:
         self._critic = critic
         self._ranking = ranking
         self._kept = kept or {}
-        self._overlong = OverlongPenalty.configured(config)
+        self._shaping = RewardShaping.configured(config)
         self._alarms = Alarms(config)
         self._saved_step: int | None = None
         self._running_step = 0
@@ -369,7 +369,7 @@ class Loop:
                 generating = self._backend.generating
                 with self._phase("gen" if generating else "reward"):
                     while not current.done and self._backend.generating == generating:
-                        self._handle(current, self._overlong, placed)
+                        self._handle(current, self._shaping, placed)
                         if self._stream is not None:
                             self._stream.offer(certain, self.step + 1)
         except Interrupted:
@@ -381,8 +381,8 @@ class Loop:
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
-        if self._overlong is not None:
-            measured |= self._overlong.metrics([sample for group in result.groups for sample in group.samples])
+        if self._shaping is not None:
+            measured |= self._shaping.metrics([sample for group in result.groups for sample in group.samples])
         measured |= result.metrics | self._backend.end(result)
         measured |= numbers.hidden_scoring(measured, seconds)
         if self._ranking is not None:
@@ -401,7 +401,7 @@ class Loop:
     def _handle(
         self,
         current: Round,
-        overlong: OverlongPenalty | None = None,
+        shaping: RewardShaping | None = None,
         placed: Placed | None = None,
         *,
         evaluates: bool = False,
@@ -413,8 +413,8 @@ class Loop:
                 raise Interrupted(f"step {self._running_step}: {failing}")
             if evaluates:
                 event = event.unshaped
-            if overlong is not None:
-                event = overlong.shaped(event, len(current.ledger.finished[event.key]))
+            if shaping is not None:
+                event = shaping.shaped(event, len(current.ledger.finished[event.key]))
         commands = current.handle(event)
         for command in placed(commands) if placed is not None and isinstance(event, RoundStarted) else commands:
             self._backend.apply(command)

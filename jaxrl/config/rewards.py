@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt, Interval, Lt
 
 from jaxrl.config.declared import Cap, Names, Or
 
@@ -253,6 +253,12 @@ class RewardSection:
         dict[str, PartSection],
         "What is added to every sample's reward, by a name that becomes a metric; each is weighted.",
     ] = field(default_factory=dict)
+    wrong_reward: Annotated[
+        float,
+        Lt(1),
+        "The reward of a wrong answer, in training only: what is scored s from 0 to 1 gets (1 - s) times this on top, "
+        "and what could not be scored has it; -1.0: rewards from -1 to 1, as of verl's math_dapo.",
+    ] = 0.0
     code: CodeSection = field(default_factory=CodeSection)
     judge: JudgeSection = field(default_factory=JudgeSection)
     overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)

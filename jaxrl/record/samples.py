@@ -1,8 +1,8 @@
 """A few samples of each step, for people: `samples.jsonl` in the run directory.
 
-One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with overlong
-reward shaping also overlong_reward, which is part of reward; with weights and parts own_reward and parts, of which it
-is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. The report
+One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with reward
+shaping also overlong_reward and wrong_reward, which are part of reward; with weights and parts own_reward and parts, of
+which it is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. The report
 shows them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
 """
 
@@ -19,7 +19,7 @@ from jaxrl.types import Group, Sample
 FILE_NAME = "samples.jsonl"
 GROUPS_PER_STEP = 2
 SAMPLES_PER_GROUP = 2
-_OF_REWARD = ("overlong_reward", "own_reward", "parts", "error")
+_OF_REWARD = ("overlong_reward", "wrong_reward", "own_reward", "parts", "error")
 MAX_VALUE, MAX_INFO = 2_000, 8_000
 """Characters of one value of a sample's info, and of all of them."""
 

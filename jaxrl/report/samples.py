@@ -127,7 +127,7 @@ def _reward(sample: Shown) -> str:
     """The reward, and below it what it was made of, why scoring failed, and what else the scorer said."""
     parts = sample.get("parts")
     made_of = {"scorer": sample.get("own_reward"), **(parts if isinstance(parts, Mapping) else {})}
-    made_of["overlong"] = sample.get("overlong_reward")
+    made_of |= {"wrong": sample.get("wrong_reward"), "overlong": sample.get("overlong_reward")}
     lines = [f"{name} {_number(value)}" for name, value in made_of.items() if value is not None]
     if sample.get("error"):
         lines.append(str(sample["error"])[:200])

@@ -21,6 +21,8 @@ def part_lines(config: Config) -> list[str]:
     """What is added to rewards, a line for each."""
     reward, longest = config.reward, config.data.max_response_length
     lines = [f"plus {part.weight:g} × {name}: {_part(part, longest)}" for name, part in reward.parts.items()]
+    if reward.wrong_reward:
+        lines.append(f"wrong answers: {reward.wrong_reward:g} on top, in training")
     overlong = reward.overlong_buffer
     if overlong.enable:
         lines.append(

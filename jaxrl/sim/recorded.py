@@ -254,8 +254,8 @@ def _nearest(steps: Sequence[int], step: int) -> int:
 
 
 def _unshaped_reward(row: Mapping[str, Any]) -> float:
-    """Without the run's overlong reward shaping: the simulated run has its own."""
-    return float(row["reward"] or 0) - float(row.get("overlong_reward", 0))
+    """Without the run's reward shaping: the simulated run has its own."""
+    return float(row["reward"] or 0) - float(row.get("overlong_reward", 0)) - float(row.get("wrong_reward", 0))
 
 
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {

@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl.scheduling.rounds.batches import PromptStream
 from jaxrl.types import FinishReason, Group, Sample, SampleKey
 
-_MADE_OF = ("own_reward", "parts")  # of what the stage says of a reward
+_MADE_OF = ("own_reward", "parts", "wrong_reward")  # of what the stage and shaping say of a reward
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
 
 

@@ -1,0 +1,82 @@
+"""Reward shaping: a wrong answer loses reward, and so does a response near the length limit.
+
+Purpose: `RewardShaping` changes the verdicts of training rounds before the round hears of them. So the reward that is
+logged, the one that dynamic sampling compares, and the one that advantages are made of are the same shaped one.
+Evaluations are not shaped.
+
+Source: DAPO (Yu et al. 2025, arXiv:2503.14476): rewards of 1 and -1 (eq. 7), and for length (eq. 13) no penalty up to
+L_max - L_cache tokens, then linearly down to -1 at L_max. Names and the factor are verl's
+(`reward_model.overlong_buffer`).
+
+Departures: a response cannot be longer than L_max here (`data.max_response_length`), so the equation's third case is
+the end of its second. A sample whose scoring failed has the reward of a wrong answer, whatever its length: a group of
+such samples must stay one of equal rewards, which dynamic sampling counts as failed.
+
+What the scorer said is kept in the sample's `reward_info` as verl's manager does: `acc` (unless the scorer gives one),
+`overlong_reward` (the penalty, 0 or below) and `overlong`; and where wrong answers lose something, `wrong_reward` (what
+the sample has lost for that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxrl.config.options import Config
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class RewardShaping:
+    """What a response loses for being wrong, and for its length.
+
+    Attributes:
+      max_length: tokens of the longest response.
+      buffer: the last so many of them, over which the penalty grows; 0: there is none.
+      factor: the penalty of the longest response.
+      wrong: the reward of a wrong answer.
+    """
+
+    max_length: int
+    buffer: int
+    factor: float
+    wrong: float = 0.0
+
+    @classmethod
+    def configured(cls, config: Config) -> RewardShaping | None:
+        """What `reward.overlong_buffer` and `reward.wrong_reward` ask for; None where both are off."""
+        options, wrong = config.reward.overlong_buffer, config.reward.wrong_reward
+        if not options.enable and not wrong:
+            return None
+        return cls(config.data.max_response_length, options.len * options.enable, options.penalty_factor, wrong)
+
+    def reward(self, length: int) -> float:
+        """What a response of so many tokens gets on top: 0 up to `max_length` - `buffer`, - `factor` at the end."""
+        exceeding = length - (self.max_length - self.buffer)
+        return min(-exceeding / self.buffer * self.factor, 0.0) if self.buffer else 0.0
+
+    def shaped(self, verdict: Verdict, length: int) -> Verdict:
+        """The verdict on a response of so many tokens, as training takes it."""
+        info, extra = dict(verdict.info), 0.0
+        if verdict.status == "ok":
+            info.setdefault("acc", verdict.reward)
+        if self.buffer and verdict.status == "ok":
+            extra = self.reward(length)
+            info |= {"overlong_reward": extra, "overlong": extra < 0}
+        if self.wrong:
+            info["wrong_reward"] = self.wrong * (1 - verdict.unshaped.reward)
+            extra += info["wrong_reward"]
+        return replace(verdict, reward=verdict.reward + extra, info=info)
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Of a batch: the mean penalty for length (0 or above) and the share of samples that have one."""
+        if not self.buffer:
+            return {}
+        lost = np.array([-sample.reward_info.get("overlong_reward", 0.0) for sample in samples])
+        return {
+            "reward/overlong_penalty/mean": float(lost.mean()),
+            "reward/overlong_penalty/share": float(np.mean(lost > 0)),
+        }
