@@ -215,6 +215,8 @@ def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     for name, part in c.reward.parts.items():
         if part.kind != "custom":
             yield f"reward.parts.{name}", frozenset({"name"}), f"reward.parts.{name}.kind is {part.kind}"
+    if "code" not in kinds or c.reward.code.timeout == "fixed":
+        yield "data", frozenset({"reference_time_key"}), "no test case has an adaptive limit (reward.code.timeout)"
     if "code" not in kinds:
         yield "reward.code", None, "no reward's kind is code"
     elif c.reward.code.score == "all":

@@ -75,6 +75,11 @@ class DataSection:
     ] = ""
     answer_key: Annotated[str, "Column of the reference answer; GSM8K's text before `####` is dropped."] = "answer"
     source_key: Annotated[str, "Column that names the data source; empty: the file's name is the source."] = ""
+    reference_time_key: Annotated[
+        str,
+        "Column of the seconds that a right program takes for a test case, the adaptive limits' first anchor for each "
+        "of the row; a row without a number there, and with the option empty every row, has none.",
+    ] = ""
     system_prompt: Annotated[str, "System message of the chat template; empty: none."] = ""
     prompt_template: Annotated[str, "What is asked, with `{question}` where the problem's text goes."] = "{question}"
     apply_chat_template: Annotated[bool, "Write the prompt in the tokenizer's chat template."] = True

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ def read_problems(names: Sequence[str], option: str, data: DataSection) -> list[
     """The problems of the files that `option` names, in their order. Raises ValueError with file, line and rule."""
     if not (data.messages_key or data.prompt_key):
         raise ConfigError("data.prompt_key is empty: name the column of the problem's text, or give data.messages_key")
+    if option == "data.val_files":
+        data = replace(data, reference_time_key="")  # evaluations take no anchors
     problems: list[Problem] = []
     for given in names:
         on_hub = data_set_name(given)
@@ -93,7 +95,7 @@ def source_name(path: Path) -> str:
 
 
 def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: DataSection) -> Problem:
-    used = [data.messages_key or data.prompt_key, data.answer_key, data.source_key]
+    used = [data.messages_key or data.prompt_key, data.answer_key, data.source_key, data.reference_time_key]
     if data.messages_key:
         messages = _messages(column(row, data.messages_key, "data.messages_key", where), data.messages_key, where)
     else:
@@ -114,7 +116,10 @@ def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: Da
         else None
     )
     source = source_of(column(row, data.source_key, "data.source_key", where), where, data) if data.source_key else file
-    return Problem(index, where, messages, answer, source, extra_columns(row, used))
+    extra = extra_columns(row, used)
+    if data.reference_time_key:
+        extra[data.reference_time_key] = _reference_time_s(row, data.reference_time_key, where)
+    return Problem(index, where, messages, answer, source, extra)
 
 
 def extra_columns(row: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]:
@@ -210,6 +215,18 @@ def reference_answer(value: Any, where: str, data: DataSection) -> str:
     if not answer:
         raise ValueError(f"{named} must hold an answer, found {shown(value)}")
     return answer
+
+
+def _reference_time_s(row: Mapping[str, Any], key: str, where: str) -> float | None:
+    """Seconds of a right program; None where the row has an empty value."""
+    value = column(row, key, "data.reference_time_key", where)
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(
+            f"{where}: {key!r} (data.reference_time_key) must be a number of seconds, 0 or more, found {shown(value)}"
+        )
+    return float(value)
 
 
 def source_of(value: Any, where: str, data: DataSection) -> str:

@@ -24,6 +24,7 @@ from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
 from jaxrl.rewards.sandbox.locks import Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
+from jaxrl.scheduling.rounds.adaptive_timeout import limit_of
 
 _MAX_ERROR = 500
 
@@ -103,7 +104,7 @@ class CodeScorer:
     def _scripts(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
         """Each case in a process of its own, which reads the input and is compared by what it writes."""
         for i, (given, wanted) in enumerate(tests.pairs):
-            limit_s = limits_s[i] if i < len(limits_s) else self.code.max_timeout_s
+            limit_s = limit_of(limits_s, i, self.code.max_timeout_s)
             ran = self._run(lambda sandbox, g=given, t=limit_s: sandbox.script(program, g, t, self.code.command))
             why = "" if ran.end == "exit" and ran.code == 0 else _why_ended(ran, limit_s)
             if not why and not same_output(ran.output, wanted):
@@ -129,7 +130,7 @@ class CodeScorer:
                 yield _Case(ok, seconds, why), count
                 first, failing_s = index + 1, failing_s + (not ok) * seconds
             if ran.running is not None:
-                limit_s = limits_s[first] if first < len(limits_s) else default_s
+                limit_s = limit_of(limits_s, first, default_s)
                 yield _Case(False, ran.seconds, _why_ended(ran, limit_s), limit_s * (ran.end == "time")), count
                 first, failing_s = first + 1, failing_s + ran.seconds
             if ran.done or not ran.loaded:  # one that does not load does so for no case

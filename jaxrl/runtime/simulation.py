@@ -219,7 +219,13 @@ def _loop(
     data, trained = config.data, config.trainer
     num_prompts = config.simulate.num_prompts or data.task_size
     prompts = SimulatedPrompts(
-        workload, num_prompts, data.max_prompt_length, data.seed, data.shuffle, data.source_quotas
+        workload,
+        num_prompts,
+        data.max_prompt_length,
+        data.seed,
+        data.shuffle,
+        data.source_quotas,
+        data.reference_time_key,
     )
     return Loop(
         # stop strings need text, and there is none

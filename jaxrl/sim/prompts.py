@@ -27,6 +27,7 @@ class SimulatedPrompts:
       max_prompt_length: tokens at which prompts are cut.
       shuffle: a new order in each epoch; else that of the indices.
       quotas: prompts per batch by task (`data.source_quotas`); None: as tasks come.
+      reference_time_key: under which a prompt says how long a right program takes; empty: none does.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SimulatedPrompts:
         seed: int,
         shuffle: bool = True,
         quotas: Mapping[str, int] | None = None,
+        reference_time_key: str = "",
     ) -> None:
         if num_prompts < 1:
             raise ValueError(f"simulate.num_prompts ({num_prompts}) must be >= 1")
@@ -44,7 +46,7 @@ class SimulatedPrompts:
         self._workload = workload
         self._max_prompt_length = max_prompt_length
         self._seed = seed
-        self._shuffle = shuffle
+        self._shuffle, self._reference_time_key = shuffle, reference_time_key
         self._position = 0
         self._orders: dict[str, tuple[int, np.ndarray]] = {}  # by source: the last epoch asked for, and its order
         self._given = dict(quotas or {})
@@ -68,7 +70,9 @@ class SimulatedPrompts:
     def prompt(self, index: int, epoch: int) -> Prompt:
         kind = self._workload.kind_name(index)
         length = max(min(self._workload.prompt_length(index), self._max_prompt_length), 1)
-        return Prompt(epoch, index, (0,) * length, f"simulated prompt {index} of {kind}", kind)
+        key = self._reference_time_key
+        extra = {key: self._workload.reference_time_s(index)} if key else {}
+        return Prompt(epoch, index, (0,) * length, f"simulated prompt {index} of {kind}", kind, extra=extra)
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values."""

@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxrl.config import SimulatedHistory, SimulatedScoring
 from jaxrl.config.inputs import reading
-from jaxrl.sim.workload import correlated, normal, scoring_s, uniform
+from jaxrl.sim.workload import correlated, normal, reference_time_s, scoring_s, uniform
 from jaxrl.types import SampleKey
 
 Rule = Literal["by_prompt", "pooled", "by_rank"]
@@ -178,6 +178,9 @@ class RecordedWorkload:
         )
         z = correlated(self.scoring.correlation, prompt, own)
         return scoring_s(self.scoring, self.timeout_s, z, u, self.length(key, step))
+
+    def reference_time_s(self, prompt_index: int) -> float:
+        return reference_time_s(self.scoring, normal(_PROMPT_TIME, self.seed, prompt_index))
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         return self._response(key, step).reward

@@ -104,6 +104,11 @@ def _body_or_tail(lengths: SimulatedLengths, z: float) -> float:
 # Scoring
 
 
+def reference_time_s(scoring: SimulatedScoring, z: float) -> float:
+    """Seconds that a right program takes where its prompt has score `z`: without what a response has of its own."""
+    return scoring.median_s * math.exp(scoring.sigma * correlated(scoring.correlation, z, 0.0))
+
+
 def scoring_s(scoring: SimulatedScoring, timeout_s: float, z: float, u: float, length: int) -> float:
     """Seconds of scoring a response of `length` tokens with score `z` and hang score `u` in (0, 1)."""
     if u < scoring.hang_share:
@@ -153,6 +158,10 @@ class Workload(Protocol):
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         """Seconds of scoring."""
+        ...
+
+    def reference_time_s(self, prompt_index: int) -> float:
+        """Seconds that a right program takes for a test case."""
         ...
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
@@ -225,6 +234,10 @@ class ModelledWorkload:
         own, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
         prompt = normal(_PROMPT_REWARD_TIME, self.seed, key.prompt_index) if scoring.correlation else 0.0
         return scoring_s(scoring, self.timeout_s, correlated(scoring.correlation, prompt, own), u, length)
+
+    def reference_time_s(self, prompt_index: int) -> float:
+        prompt = normal(_PROMPT_REWARD_TIME, self.seed, prompt_index)
+        return reference_time_s(self.task(prompt_index).scoring, prompt)
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         task = self.task(key.prompt_index)

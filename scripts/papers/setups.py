@@ -39,6 +39,7 @@ from papers.rollpacker import OWN_TRAINER, TASKS, task_lengths
 
 ROWS = 512  # per dp group
 RESERVED_SHARE = 0.25  # of the devices, that a judge has for itself elsewhere (RollPacker §4.3)
+OWN_FACTOR = 2.0  # of a row's anchor, in RollPacker's code (code_sandbox_reward_worker.py); the paper has 1.5
 NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case but RhymeRL's
 EPOCH_STEPS = 4  # of RhymeRL's runs here
@@ -64,7 +65,8 @@ class Case:
       prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
       tasks: in equal shares.
       score_when: rewards wait for the rollout's end, or begin as each response ends.
-      tp, tokens, devices: in place of the set-up's TP degree, longest response and number of devices; 0: the set-up's.
+      tp, tokens, devices, prompts: in place of the set-up's TP degree, longest response and number of devices and of
+        prompts; 0: the set-up's.
       degrees: that an adaptive layout may use; empty: all of a host.
       workers: that roll out.
       planner: whether the degree follows preemptions.
@@ -76,6 +78,8 @@ class Case:
       pipeline: ranking groups, with equal shares of workers or with two tiers.
       speculation: drafts from the epoch before.
       timeout: of the code task; whole: of all of a sample's scoring, as the baseline has it; else of its test case.
+      anchors: of adaptive time-outs; rows: a column of the data has one for every prompt, and limits are twice those,
+        as in the authors' code; else what right responses have taken.
       epoch_steps: batches after which prompts come again; 0: no prompt does.
       pass_spread: how much prompts differ in how often they are solved (`simulate.task.pass_spread`).
       judge: has workers of its own, beside all devices; or takes its time from the rollout's devices.
@@ -96,6 +100,7 @@ class Case:
     tp: int = 0
     tokens: int = 0
     devices: int = 0
+    prompts: int = 0
     score_when: Literal["rollout", "sample"] = "rollout"
     degrees: tuple[int, ...] = ()
     workers: int = 1
@@ -107,6 +112,7 @@ class Case:
     pipeline: Pipeline = "off"
     speculation: bool = False
     timeout: Literal["whole", "fixed", "adaptive"] = "whole"
+    anchors: Literal["learnt", "rows"] = "learnt"
     epoch_steps: int = 0
     pass_spread: float = 2.0
     judge: Literal["workers", "devices"] = "workers"
@@ -149,7 +155,9 @@ class Case:
             longest += f", stream {self.stream}" + (f" {self.freed_at:.0%}" if self.freed_at else "")
         longest += f", ranking groups {self.pipeline}" if self.pipeline != "off" else ""
         longest += ", speculation" if self.speculation else ""
+        longest += f", {self.prompts} prompts" if self.prompts else ""
         longest += f", time-outs {self.timeout}" if self.timeout != "whole" else ""
+        longest += ", an anchor for every row" if self.anchors == "rows" else ""
         longest += f", epochs of {self.epoch_steps} steps" if self.epoch_steps else ""
         longest += f", spread of pass rates {self.pass_spread:g}" if self.pass_spread != 2.0 else ""
         longest += ", judge on the devices" if self.judge == "devices" else ""
@@ -167,7 +175,7 @@ class Case:
 
     @property
     def num_prompts(self) -> int:
-        count = self.of.num_prompts
+        count = self.prompts or self.of.num_prompts
         return max((count if self.of.group_size > 1 else count // GROUP) // self.scale, 2)
 
     @property
@@ -201,6 +209,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "max_prompt_length": PROMPT_TOKENS,
                 "max_response_length": case.max_tokens,
                 "train_batch_size": case.num_prompts,
+                "reference_time_key": "reference_time" if case.anchors == "rows" else "",
                 "shuffle": case.paper != "pat",  # an outlier for each batch goes by the order of the prompts
                 "val_size": 0,
             },
@@ -219,7 +228,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
                 "score_when": case.score_when if rollpacker else "sample",
                 "domains": {} if case.timeout == "whole" else {"code": {"kind": "code"}},
-                "code": {} if case.timeout == "whole" else {"timeout": case.timeout},
+                "code": {} if case.timeout == "whole" else _limits(case),
             },
             "trainer": {
                 "total_training_steps": case.steps,
@@ -237,6 +246,11 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             },
         }
     )
+
+
+def _limits(case: Case) -> dict[str, Any]:
+    """`reward.code`."""
+    return {"timeout": case.timeout, "timeout_factor": OWN_FACTOR if case.anchors == "rows" else 1.5}
 
 
 def _rollout(case: Case) -> dict[str, Any]:

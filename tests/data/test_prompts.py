@@ -71,6 +71,14 @@ def test_verls_columns(tmp_path: Path):
     assert problem.extra["index"] == 17
 
 
+def test_seconds_of_a_right_program_stand_in_a_column(tmp_path: Path):
+    rows = [{"question": f"q{i}", "answer": 1, "of": {"s": s}} for i, s in enumerate((2, 0.25, "", None))]
+    keys = {"reference_time_key": "of.s", "train_files": [write(tmp_path / "a.jsonl", rows)]}
+    assert [problem.extra["of.s"] for problem in load_train(config(**keys))] == [2.0, 0.25, None, None]
+    held_out = write(tmp_path / "b.jsonl", [{"question": "another", "answer": 1}])
+    assert len(load_validation(config(**keys, val_files=[held_out]))) == 1, "evaluations take no anchors"
+
+
 @pytest.mark.parametrize(
     ("row", "keys", "message"),
     [
@@ -85,12 +93,27 @@ def test_verls_columns(tmp_path: Path):
         ('{"question": "q"}', {}, r"line 2: no column 'answer' \(data.answer_key\)"),
         ('{"question": "q", "answer": null}', {}, r"line 2: 'answer' .* must be text or a number, found None"),
         ('{"question": "q", "answer": "####"}', {}, r"line 2: 'answer' .* must hold an answer, found '####'"),
+        (
+            '{"question": "q", "answer": 1}',
+            {"reference_time_key": "s"},
+            r"line 2: no column 's' \(data.reference_time_key\)",
+        ),
+        (
+            '{"question": "q", "answer": 1, "s": -0.5}',
+            {"reference_time_key": "s"},
+            r"line 2: 's' \(data.reference_time_key\) must be a number of seconds, 0 or more, found -0.5",
+        ),
+        (
+            '{"question": "q", "answer": 1, "s": "2"}',
+            {"reference_time_key": "s"},
+            r"line 2: 's' .* must be a number of seconds, 0 or more, found '2'",
+        ),
         ('{"m": "x"}', {"messages_key": "m"}, r"line 2, 'm': not valid JSON \(Expecting value, column 1\)"),
         ('{"m": [{"role": "user"}]}', {"messages_key": "m"}, r"line 2: 'm' .*, found \{'role': 'user'\}"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: str, keys: dict[str, str], message: str):
-    good = {"question": "q", "answer": "a", "m": [{"role": "user", "content": "q"}]}
+    good = {"question": "q", "answer": "a", "s": 1, "m": [{"role": "user", "content": "q"}]}
     (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + row + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl, {message}"):
         load_train(config(train_files=[str(tmp_path / "bad.jsonl")], **keys))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,3 +54,15 @@ def test_a_killed_run_goes_on_with_the_anchors_that_it_had(at: int):
     assert house.run()
     assert house.decided() == unbroken.decided()
     assert total(unbroken, "reward/code/saved_s") > 0
+
+
+def test_a_column_of_reference_times_limits_the_first_epoch_too():
+    """Nothing is ever solved, so nothing but the column can make an anchor; scoring takes 0.05 s at the median."""
+    learnt, workload = config("adaptive", min_timeout_s=0.2), make_workload(3, pass_rate=1e-12)
+    given = replace(learnt, data=replace(learnt.data, reference_time_key="seconds"))
+    without, with_column = whole(learnt, workload), whole(given, workload)
+    assert total(without, "reward/code/cut_off") > 0
+    assert total(without, "reward/code/saved_s") == 0
+    cut_off = total(with_column, "reward/code/cut_off")
+    assert total(with_column, "reward/code/saved_s") == pytest.approx(0.8 * cut_off), "each 0.2 s instead of 1"
+    assert total(with_column, "reward/seconds") < total(without, "reward/seconds")

@@ -50,6 +50,9 @@ class KnownWorkload:
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         return self._sample(key).reward_s
 
+    def reference_time_s(self, prompt_index: int) -> float:
+        raise AssertionError("no column of reference times is simulated")
+
     def reward(self, key: SampleKey, step: int = 0) -> float:
         return self._sample(key).reward
 

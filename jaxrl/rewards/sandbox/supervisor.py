@@ -38,7 +38,7 @@ class Order:
     Attributes:
       mode: "script": the program reads and writes the standard streams; "tests": a checker calls into it.
       limits_s: of each case; of a script, the first.
-      default_limit_s: of cases beyond those.
+      default_limit_s: of loading, and of all cases where there are none of those; else the last is of cases beyond.
       command: what runs the program's text, in place of Python.
     """
 
@@ -49,7 +49,9 @@ class Order:
     command: tuple[str, ...] = ()
 
     def limit_s(self, case: int) -> float:
-        return self.limits_s[case] if 0 <= case < len(self.limits_s) else self.default_limit_s
+        if case < 0 or not self.limits_s:
+            return self.default_limit_s
+        return self.limits_s[min(case, len(self.limits_s) - 1)]
 
 
 @dataclass

@@ -8,7 +8,9 @@ Source: RollPacker §4.3; its constants are the defaults of `reward.code`: T_min
 
 Departures, where the paper is silent:
 
-- A correct response is one that passes all its tests. Until a prompt has one, its limit is T_max.
+- A correct response is one that passes all its tests. Until a prompt has one, its limit is T_max, unless a column of
+  the data says how long a right program takes (`data.reference_time_key`): that is an anchor from the start, of all
+  its test cases. The authors' code has such a column (Farrrrland/RollPacker, code_sandbox_reward_worker.py).
 - Prompts are told apart by their place in the data, source, text and answer, so a run that goes on with other data
   takes no anchor of another problem. Of prompts whose last correct response is longest ago, anchors are dropped once
   there are more than `MAX_ANCHORS`.
@@ -75,6 +77,7 @@ class AdaptiveTimeouts:
       is_code: whether the prompts of a source have test cases, by the sources that differ from the others.
       others: the same of all other sources.
       max_anchors: test cases whose anchors are kept.
+      reference_time_key: what of a prompt's `extra` is the first anchor of its test cases, in seconds; empty: nothing.
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class AdaptiveTimeouts:
         is_code: Mapping[str, bool] | None = None,
         others: bool = True,
         max_anchors: int = MAX_ANCHORS,
+        reference_time_key: str = "",
     ) -> None:
-        self.rule = rule
+        self.rule, self._reference_time_key = rule, reference_time_key
         self._is_code, self._others, self._max_anchors = dict(is_code or {}), others, max_anchors
         self._anchors: dict[int, tuple[float, ...]] = {}  # those whose last correct response is longest ago first
         self._num_anchors = 0
@@ -97,17 +101,23 @@ class AdaptiveTimeouts:
         if not any(is_code.values()):
             return None
         others = is_code.pop("")
-        return cls(TimeoutRule.of(config.reward.code), is_code, others)
+        rule, key = TimeoutRule.of(config.reward.code), config.data.reference_time_key
+        return cls(rule, is_code, others, reference_time_key=key)
 
     def has_tests(self, source: str) -> bool:
         """Whether the prompts of a source have test cases."""
         return self._is_code.get(source, self._others)
 
     def limits(self, prompt: Prompt) -> tuple[float, ...]:
-        """Seconds that each test case of the next response may take; empty: `rule.max_s` each."""
+        """Seconds that each test case of the next response may take, the last for all beyond; empty: `rule.max_s`
+        each."""
         if not self.has_tests(prompt.source):
             return ()
-        return tuple(self.rule.limit_s(anchor) for anchor in self._anchors.get(_place(prompt), ()))
+        anchors = self._anchors.get(_place(prompt), ())
+        reference_s = prompt.extra.get(self._reference_time_key) if self._reference_time_key else None
+        if reference_s is not None:
+            anchors = tuple(max(anchor, reference_s) for anchor in anchors or (0.0,))
+        return tuple(map(self.rule.limit_s, anchors))
 
     def learn(self, prompt: Prompt, limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
         """Takes in what the scorer said of a response: `case_s`, `correct` and `cut_off`; the rest does not matter.
@@ -138,7 +148,7 @@ class AdaptiveTimeouts:
         if type(cut_off) is not int or cut_off <= 0:
             return
         self._cut_off += cut_off
-        limits = [*limits_s, *[self.rule.max_s] * (len(seconds) - len(limits_s))]
+        limits = [limit_of(limits_s, case, self.rule.max_s) for case in range(len(seconds))]
         ended = [limit for took, limit in zip(seconds, limits, strict=False) if took >= _REACHED * limit]
         self._saved_s += sum(self.rule.max_s - limit for limit in ended[:cut_off])
 
@@ -199,6 +209,11 @@ class AdaptiveTimeouts:
         ends = np.cumsum(prompts[:, 1])
         for (place, count), end in zip(prompts.tolist(), ends.tolist(), strict=True):
             self._keep(place, tuple(anchors[end - count : end].tolist()))
+
+
+def limit_of(limits_s: Sequence[float], case: int, else_s: float) -> float:
+    """A test case's limit among those of its prompt, the last of which is that of all beyond; `else_s`: of none."""
+    return limits_s[min(case, len(limits_s) - 1)] if limits_s else else_s
 
 
 def case_seconds(info: Mapping[str, Any]) -> tuple[float, ...]:

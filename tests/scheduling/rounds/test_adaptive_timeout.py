@@ -98,6 +98,36 @@ def test_more_verdicts_never_lower_a_limit(heard: list[tuple[bool, list[float]]]
         before = now
 
 
+@pytest.mark.parametrize(
+    ("reference_s", "infos", "limits"),
+    [
+        (None, [], ()),  # the row has an empty value
+        (0.2, [], (2.0,)),
+        (4.0, [], (6.0,)),
+        (25.0, [], (30.0,)),
+        (4.0, [wrong(0.1, 30.0, cut_off=1)], (6.0,)),
+        (4.0, [right(0.1, 8.0, 1.0)], (6.0, 12.0, 6.0)),  # a right response may be slower, and lowers none
+    ],
+)
+def test_a_column_of_the_data_is_an_anchor_of_all_test_cases(
+    reference_s: float | None, infos: list[dict[str, Any]], limits: tuple[float, ...]
+):
+    config = {"model": {"path": "x"}, "data": {"reference_time_key": "t"}, "reward": {"kind": "code"}}
+    timeouts = AdaptiveTimeouts.configured(from_mapping(config))
+    assert timeouts is not None
+    row = Prompt(0, 0, (1,), "problem 0", "code", extra={"t": reference_s})
+    for info in infos:
+        timeouts.learn(row, timeouts.limits(row), info)
+    assert timeouts.limits(row) == pytest.approx(limits)
+    assert timeouts.limits(prompt(1)) == (), "of a prompt without the column nothing is known"
+
+
+def test_what_the_last_limit_saved_counts_for_all_cases_beyond():
+    timeouts = AdaptiveTimeouts(TimeoutRule(), reference_time_key="t")
+    timeouts.learn(prompt(0), (6.0,), wrong(0.1, 0.1, 6.0, cut_off=1))
+    assert timeouts.take_metrics() == {"reward/code/cut_off": 1.0, "reward/code/saved_s": 24.0}
+
+
 def test_anchors_are_of_a_problem_and_not_of_its_number():
     timeouts = taught(right(4.0))
     assert timeouts.limits(prompt(0, epoch=3)) == (6.0,)
