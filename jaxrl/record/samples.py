@@ -2,8 +2,9 @@
 
 One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with reward
 shaping also overlong_reward and wrong_reward, which are part of reward; with weights and parts own_reward and parts, of
-which it is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. The report
-shows them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
+which it is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. The
+report shows them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does
+(`jaxrl.sim.recorded`).
 """
 
 from __future__ import annotations
