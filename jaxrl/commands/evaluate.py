@@ -1,14 +1,13 @@
 """`jaxrl eval`: a model or a run's last checkpoint, scored on held-out prompts.
 
 pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1) from n
-samples of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent extracted answer of
-the first k samples (ties: the one that came first). A sample counts as right when its reward is at least 1.
+samples of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent answer of the first k
+samples (`jaxrl.commands.majority`). A sample counts as right when its reward is at least 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.commands.majority import Ballots, ballots, majorities
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.judges import judge_kind
@@ -54,7 +54,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import find_step, whole_step
-from jaxrl.types import Group, Prompt, RunFailed, Sample, SamplingParams
+from jaxrl.types import Group, Prompt, RunFailed, SamplingParams
 
 
 def evaluate(
@@ -116,7 +116,7 @@ def evaluate(
         if file is not None:
             _write_samples(file, groups, config.data)
     say_failed(errors, sum(len(group.samples) for group in groups), say)
-    return figures(groups)
+    return figures(groups, ballots(config, groups))
 
 
 def _weights_of_model(config: Config) -> str:
@@ -193,15 +193,16 @@ def say_failed(errors: Sequence[str], num_samples: int, say: Callable[[str], Non
     say(f"{text}. Each of them counts as 0")
 
 
-def figures(groups: Sequence[Group]) -> dict[str, float]:
-    """num_prompts, avg@n, pass@k and maj@k for k = 1, 2, 4, ... n, mean_length (tokens) and clip_ratio."""
+def figures(groups: Sequence[Group], votes: Ballots) -> dict[str, float]:
+    """num_prompts, avg@n, pass@k and maj@k for k = 1, 2, 4, ... n, mean_length (tokens) and clip_ratio; without maj@k
+    where no sample names an answer."""
     n = len(groups[0].samples)
     right = np.array([[(s.reward or 0.0) >= RIGHT for s in g.samples] for g in groups])
     samples = [sample for group in groups for sample in group.samples]
     result = {"num_prompts": float(len(groups)), f"avg@{n}": float(right.mean())}
     ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
     result |= {f"pass@{k}": float(np.mean([pass_at_k(n, int(c), k) for c in right.sum(axis=1)])) for k in ks}
-    result |= {f"maj@{k}": float(np.mean([_majority_right(g.samples[:k]) for g in groups])) for k in ks}
+    result |= majorities(groups, votes, ks)
     result["mean_reward"] = float(np.mean([s.reward or 0.0 for s in samples]))
     result["mean_length"] = float(np.mean([len(s) for s in samples]))
     result["clip_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))
@@ -211,16 +212,6 @@ def figures(groups: Sequence[Group]) -> dict[str, float]:
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """The chance that k of n samples, drawn without replacement, hold a right one when `correct` of n are right."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def _majority_right(samples: Sequence[Sample]) -> float:
-    """Whether the most frequent answer is right. Samples without an extracted answer have no vote."""
-    answers = [sample.reward_info.get("extracted") for sample in samples]
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    winner = max(votes, key=lambda answer: votes[answer])  # of equals, the first that was seen
-    return float((samples[answers.index(winner)].reward or 0.0) >= RIGHT)
 
 
 def _write_samples(file: IO[bytes], groups: Sequence[Group], data: DataSection) -> None:

@@ -7,12 +7,15 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxrl.commands.evaluate import _weights_of_model, _write_samples, evaluate, figures, pass_at_k, say_failed
+from jaxrl.commands.majority import ballots
 from jaxrl.commands.score import score
 from jaxrl.config import DataSection, from_mapping
 from jaxrl.data.tasks import draw_task
@@ -33,6 +36,12 @@ def make_group(index: int, answers: Sequence[tuple[str | None, float]], length: 
     return Group(prompt, [one(i, *answer) for i, answer in enumerate(answers)])
 
 
+def by_text(groups: Sequence[Group]) -> list[list[int]]:
+    """Votes of answers that are the same only if their texts are."""
+    named = [[sample.reward_info.get("extracted") for sample in group.samples] for group in groups]
+    return [[-1 if answer is None else answers.index(answer) for answer in answers] for answers in named]
+
+
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_what_counting_all_draws_gives(n: int):
     for correct in range(n + 1):
@@ -45,7 +54,7 @@ def test_pass_at_k_is_what_counting_all_draws_gives(n: int):
 def test_the_figures_of_two_prompts():
     first = make_group(0, [("7", 1.0), ("8", 0.0), ("8", 0.0), ("7", 1.0), ("9", 0.0)])
     second = make_group(1, [(None, 0.0), ("3", 0.5), (None, 0.0), ("5", 1.0), ("5", 1.0)], length=4)
-    found = figures([first, second])
+    found = figures([first, second], by_text([first, second]))
     assert list(found) == [
         "num_prompts",
         "avg@5",
@@ -79,16 +88,47 @@ def test_the_figures_of_two_prompts():
         ([("2", 1.0), ("1", 0.0)], 1.0),
         ([("1", 0.0), ("2", 1.0)], 0.0),
         ([(None, 0.0), (None, 0.0), ("2", 1.0)], 1.0),  # a sample without an answer has no vote
-        ([(None, 0.0), (None, 1.0)], 0.0),
         ([("2", 0.99), ("2", 0.99)], 0.0),  # partly right is not right
     ],
 )
 def test_majority(answers: list[tuple[str | None, float]], right: float):
-    assert figures([make_group(0, answers)])[f"maj@{len(answers)}"] == right
+    groups = [make_group(0, answers)]
+    assert figures(groups, by_text(groups))[f"maj@{len(answers)}"] == right
+
+
+def test_without_any_answers_there_is_no_majority():
+    none = [make_group(0, [(None, 0.0), (None, 1.0)])]
+    assert not [name for name in figures(none, by_text(none)) if name.startswith("maj")]
+    code, math = make_group(0, [(None, 1.0), (None, 0.0)]), make_group(1, [("7", 1.0), (None, 0.0)])
+    silent = make_group(2, [(None, 0.0), (None, 0.0)])
+    for group, source in ((code, "code"), (math, "math"), (silent, "math")):
+        group.prompt = replace(group.prompt, source=source)
+    groups = [code, math, silent]
+    assert figures(groups, by_text(groups))["maj@2"] == 0.5, "of a source that names answers, all prompts count"
+
+
+def test_votes_by_what_answers_are_worth():
+    """Of the same worth, however they are written and whatever type they have."""
+    config = from_mapping({"model": {"path": "m"}, "data": {"task": "leg_counting"}, "reward": {"num_workers": 2}})
+    infos: list[dict[str, Any]] = [
+        *({"extracted": text} for text in ("0.5", "3", "1/2", "3", r"\frac12")),
+        *({"pred": value} for value in (2, [1, 2], "2.0", {"a": [1]}, [1.0, 2])),
+        *({"extracted": None, "pred": None}, {}, {"pred": ["b"]}, {"pred": True}, {"extracted": "(x+1)^2"}),
+    ]
+    groups = [make_group(i, [(None, 1.0)] * 5) for i in range(3)]
+    for i, group in enumerate(groups):
+        for sample, info in zip(group.samples, infos[5 * i : 5 * i + 5], strict=True):
+            sample.reward_info = info
+    votes = ballots(config, groups)
+    assert votes == [[0, 1, 0, 1, 0], [0, 1, 0, 2, 1], [-1, -1, 0, 1, 2]]
+    for sample, right in zip(groups[0].samples, (1, 0, 1, 0, 1), strict=True):
+        sample.reward = float(right)
+    assert figures(groups, votes)["maj@5"] == 1.0
 
 
 def test_one_sample_per_prompt():
-    found = figures([make_group(0, [("7", 1.0)]), make_group(1, [("7", 0.0)])])
+    groups = [make_group(0, [("7", 1.0)]), make_group(1, [("7", 0.0)])]
+    found = figures(groups, by_text(groups))
     assert found["avg@1"] == found["pass@1"] == found["maj@1"] == 0.5
 
 

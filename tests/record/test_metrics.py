@@ -142,7 +142,7 @@ def test_a_partly_right_response_has_a_reward_and_is_not_right():
             for i, reward in enumerate(rewards)
         ]
         groups.append(Group(Prompt(0, index, (1,), "?", "src"), samples))
-    found, by_eval = evaluation_metrics(groups, 8), figures(groups)
+    found, by_eval = evaluation_metrics(groups, 8), figures(groups, [[-1, -1]] * 3)
     assert found["val/reward"] == by_eval["mean_reward"] == pytest.approx(3.25 / 6)
     assert found["val/accuracy"] == by_eval["pass@1"] == by_eval["avg@2"] == pytest.approx(2 / 6)
     assert found["val/best@2"] == pytest.approx((1.0 + 0.25 + 1.5) / 3)
