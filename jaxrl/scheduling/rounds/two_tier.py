@@ -14,14 +14,17 @@ Departures:
   it needs. Here t0 = max(tau(l0, k), t_train) is tried for every k.
 - Groups on a line balance two steps if each has as many workers as its counterpart from the other end. With more for
   the long ones some workers of the longest group have had a middling one before. So of all that is found on the way to
-  the smallest d (and of equal shares) the one is taken with which two steps take least (`pair_s`).
+  the smallest d (and of equal shares) the one is taken with which two steps take least (`pair_s`). From there workers
+  move from one group to another, any number at once, while two steps get shorter (`_climbed`): two steps do not get
+  shorter with every smaller d, and the best shares need not lie on a line. Of 2,000 drawn cases, in which the best
+  shares are known, 95 % are then within 0.1 % of them, and within 32 % without (`tests/scheduling/rounds`).
 - The paper leaves the unit of its precision open: here tau is in seconds, and d is known to `PRECISION_S`.
 - Fig. 12 never tries the upper end of the interval, and says nothing of an interval that is empty: both are tried here.
 - Where nothing is feasible (the figure leaves it open), the groups get equal shares, the longest what is over.
 - Workers that no target needs go, one by one, to the group that is predicted to take longest: none starves.
 - With fewer workers than groups, the figure has no answer. Here each worker then serves a run of neighbouring groups,
   all at once, and worker j has the target t0 + j·d: it takes as many of the next groups as meet it. Equal shares are
-  runs of equal length.
+  runs of equal length, and groups move in place of workers.
 - tau is worked out from the time of a decode step (`rollout_s`): a step has as many rows as have not ended. The paper
   looks it up in a table of whole rollouts, by the mean length of the group. What a worker waits for is its longest
   response, so here each prompt has one as long as its longest was, and the others of its median length. (On a modelled
@@ -34,6 +37,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate, pairwise, permutations
 
 PRECISION_S = 1e-3
 
@@ -71,8 +75,7 @@ class Allotment:
 
     Attributes:
       parts: in the order of the ranks; each group is in one of them, and their workers add up to all there are.
-      is_feasible: whether every part meets its target; False: equal shares, because nothing is feasible, or because
-        nothing predicts times.
+      is_feasible: whether targets on a line can be met; False: they cannot, or nothing predicts times.
     """
 
     parts: tuple[Part, ...]
@@ -122,13 +125,37 @@ def allot(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: f
     split = _Spread(groups, num_workers, tau) if num_workers >= len(groups) else _Runs(groups, num_workers, tau)
     found = [parts for start_s in sorted(set(split.starts())) for parts in _lines(split, max(start_s, train_s))]
     best = min([equal_shares(len(groups), num_workers), *found], key=lambda parts: pair_s(split.times(parts), train_s))
-    return Allotment(best, bool(found))
+    return Allotment(_climbed(split, best, train_s), bool(found))
 
 
 def pair_s(times: Sequence[float], train_s: float) -> float:
     """Seconds of two steps, by the times of the workers in the order of their ranks: each worker has the place from the
     other end in the step after, which begins no sooner than the update has ended."""
-    return max(max(here, train_s) + there for here, there in zip(times, reversed(times), strict=True))
+    return max(_pairs(times, train_s))
+
+
+def _pairs(times: Sequence[float], train_s: float) -> list[float]:
+    return [max(here, train_s) + there for here, there in zip(times, reversed(times), strict=True)]
+
+
+def _climbed(split: _Spread | _Runs, parts: tuple[Part, ...], train_s: float) -> tuple[Part, ...]:
+    """These parts, after the moves from one part to another that shorten two steps most, until none does. Of equal
+    ones the other workers' two steps count, the longest first."""
+
+    def cost(sizes: Sequence[int]) -> list[float]:
+        return sorted(_pairs(split.times(split.parts(sizes)), train_s), reverse=True)
+
+    sizes = [part.num_workers + part.last - part.first for part in parts]  # workers of a group, or groups of a worker
+    while True:
+        pairs = permutations(range(len(sizes)), 2)
+        moves = (_moved(sizes, i, j, count) for i, j in pairs for count in range(1, sizes[i]))
+        if cost(nearest := min(moves, key=cost, default=sizes)) >= cost(sizes):
+            return split.parts(sizes)
+        sizes = nearest
+
+
+def _moved(sizes: Sequence[int], i: int, j: int, count: int) -> list[int]:
+    return [size + count * ((place == j) - (place == i)) for place, size in enumerate(sizes)]
 
 
 def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Part, ...]]:
@@ -188,7 +215,11 @@ class _Spread:
             return None
         while sum(counts) < self._num_workers:  # ties: the longer group
             counts[max(range(len(counts)), key=lambda i: (self._s[i][counts[i] - 1], i))] += 1
-        return tuple(Part(i, i, count) for i, count in enumerate(counts))
+        return self.parts(counts)
+
+    def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
+        """Each group with so many workers."""
+        return tuple(Part(i, i, count) for i, count in enumerate(sizes))
 
 
 class _Runs:
@@ -208,9 +239,13 @@ class _Runs:
         """Of each worker, in the order of the parts."""
         return [self._s(part.first, part.last + 1) for part in parts]
 
+    def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
+        """Runs of so many groups."""
+        return tuple(Part(first, end - 1, 1) for first, end in pairwise(accumulate(sizes, initial=0)))
+
     def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
         """Runs that meet the targets, the first as long as they can be; None: some group would be left."""
-        parts: list[Part] = []
+        sizes: list[int] = []
         first, count = 0, self._num_groups
         for worker in range(self._num_workers):
             most = count - (self._num_workers - 1 - worker)  # the others have one group each at least
@@ -219,6 +254,6 @@ class _Runs:
                 return None
             while end < most and _met(self._s(first, end + 1), target_s):
                 end += 1
-            parts.append(Part(first, end - 1, 1))
+            sizes.append(end - first)
             first = end
-        return tuple(parts) if first == count else None
+        return self.parts(sizes) if first == count else None
