@@ -233,7 +233,7 @@ _RHYMERL = (
         "RhymeRL: §3.1, Fig. 2",
         "share",
         0.91,
-        "veRL, 32B, 16k, 64 devices whose kind is not named: read as H800, with 128 prompts of 16 responses",
+        "veRL, 32B, 16k, 64 devices whose kind is not named: read as H800, with 512 prompts of 16 responses",
         tolerance=0.02,
     ),
     _fact("rhymerl.code.rollout_share", "RhymeRL: §3.1, Fig. 2", "share", 0.84, "as for math", tolerance=0.02),
@@ -398,8 +398,13 @@ _APRIL_TP = (
     "scripts/partial_rollout/qwen/{grpo,dapo}/*.sh), and none for the 8B model is there: read as the 4B's"
 )
 
+_RHYMERL_PROMPTS = 512
+"""Of a step: 8K prompts (§7) in epochs of 16 steps, since 20 epochs are 300 to 1,000 steps (§6.1: 160 to 546 prompts),
+and 20 steps of warm-up (§7) hold the first epoch, which has no history."""
+
 _RHYMERL_NOTE = (
-    "devices are not named, and prompts of a step are not said: 128, as of the other papers. TP and the group of 16: §7"
+    "devices are not named. Prompts of a step: 8K prompts (§7), and 20 epochs in 300 to 1,000 steps (§6.1), are 160 to "
+    "546; read: 512, an epoch of 16 steps. TP and the group of 16: §7"
 )
 
 SETUPS: dict[str, Setup] = {
@@ -412,9 +417,15 @@ SETUPS: dict[str, Setup] = {
     "rollpacker.14b_512": Setup("RollPacker", "§6.8", "Qwen2.5-14B", "H800", 128, 2, 512, 8, 16384),
     "april.4b": Setup("APRIL", "§3.1", "Qwen3-4B", "MI300X", 8, 2, 32, 8, 16384, _APRIL_TP),
     "april.8b": Setup("APRIL", "§3.1", "Qwen3-8B", "MI300X", 8, 2, 32, 8, 16384, _APRIL_TP),
-    "rhymerl.32b": Setup("RhymeRL", "§3.1, Fig. 2, 3", "Qwen2.5-32B", "H800", 64, 4, 128, 16, 16384, _RHYMERL_NOTE),
-    "rhymerl.math": Setup("RhymeRL", "§7.2.1, Fig. 14", "Qwen3-14B", "H800", 128, 2, 128, 16, 16384, _RHYMERL_NOTE),
-    "rhymerl.code": Setup("RhymeRL", "§7.2.1, Fig. 14", "Qwen3-14B", "H800", 128, 2, 128, 16, 16384, _RHYMERL_NOTE),
+    "rhymerl.32b": Setup(
+        "RhymeRL", "§3.1, Fig. 2, 3", "Qwen2.5-32B", "H800", 64, 4, _RHYMERL_PROMPTS, 16, 16384, _RHYMERL_NOTE
+    ),
+    "rhymerl.math": Setup(
+        "RhymeRL", "§7.2.1, Fig. 14", "Qwen3-14B", "H800", 128, 2, _RHYMERL_PROMPTS, 16, 16384, _RHYMERL_NOTE
+    ),
+    "rhymerl.code": Setup(
+        "RhymeRL", "§7.2.1, Fig. 14", "Qwen3-14B", "H800", 128, 2, _RHYMERL_PROMPTS, 16, 16384, _RHYMERL_NOTE
+    ),
     "pat.a40.8b": Setup(
         "PAT", "§2.3", "Llama-3.1-8B", "A40", 8, 2, 128, 1, 16384, "TP 2: §3.1; 128 responses, prompts x group not said"
     ),

@@ -223,7 +223,7 @@ RHYMERL: tuple[Problem, ...] = (
             "lengths.growth": "rhymerl",
         },
         assumptions=(
-            "H800, 128 prompts of 16 responses in a step; both tasks' lengths have one median, and differ in their "
+            "H800, 512 prompts of 16 responses in a step; both tasks' lengths have one median, and differ in their "
             "spread",
             f"figures 2 and 3c are of lengths as of step {AT_STEP}; lognormal without a tail of its own",
             "memory read as efficiently as by PAT's baseline on the H100; training has one forward pass besides, of "

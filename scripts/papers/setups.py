@@ -43,7 +43,7 @@ OWN_FACTOR = 2.0  # of a row's anchor, in RollPacker's code (code_sandbox_reward
 NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case but RhymeRL's
 EPOCH_STEPS = 4  # of RhymeRL's runs here
-PAPER_EPOCH_STEPS = 16  # in which its lengths grow as much: 20 steps of warm-up hold its first epoch
+PAPER_EPOCH_STEPS = 8192 // SETUPS["rhymerl.math"].num_prompts  # in which its lengths grow as much; 8K prompts: §7
 
 RANKING_GROUPS = {"math": 16, "code": 8}  # RhymeRL §7.2.3
 VERIFY_TOKENS = 256  # of a step of a dp group: what jaxrl takes on GPUs
