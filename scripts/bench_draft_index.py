@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draft indexes of long responses: how fast they are built and asked, what they take, and who is held up meanwhile.
 
-    python scripts/bench_draft_index.py [--tokens 16384] [--responses 8] [--prompts 1000] [--repetitions 5] [--json]
+    python scripts/bench_draft_index.py [--tokens 16384] [--responses 8] [--prompts 1000] [--answered 48] [--json]
 
 Responses are made up: each is put together from pieces of the ones before it (`--same` of its tokens) and of fresh
 tokens, with pieces of 40 tokens on average and token frequencies by Zipf's law.
@@ -15,6 +15,9 @@ tokens, with pieces of 40 tokens on average and token frequencies by Zipf's law.
   it.
 - bytes: of responses, compressed for a checkpoint, and of the index, for `--prompts` prompts that are built one after
   another (0: none); and by these for 230,000 prompts on 8 nodes, which RhymeRL (§5.3) says take less than 80 GB a node.
+- accepted: of the tokens that are drafted for the next epoch's responses, by how rewards are given, over
+  `--answered` prompts. A response is 24 stretches of text, each one of eight that the prompt has for that place; some
+  are usual, some good. The better half of 16 responses is right, and the next epoch's take good stretches more often.
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ from jaxrl.runtime.history import build_index
 from jaxrl.scheduling.rounds.history import PastRollout, PromptHistory
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
+from jaxrl.scheduling.tokens.draft_rule import Window
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import SampleKey, SamplingParams
 
-QUICK = {"repetitions": 1, "tokens": 300, "responses": 2, "prompts": 3, "requests": 16}
+QUICK = {"repetitions": 1, "tokens": 300, "responses": 2, "prompts": 3, "requests": 16, "answered": 2}
 OPTIONS = SpeculationSection(enable=True)
 PAPER_PROMPTS, PAPER_NODES, PAPER_BYTES = 230_000, 8, 80e9
 _PIECE, _ZIPF, _VOCABULARY = 40, 1.3, 100_000
@@ -154,6 +158,67 @@ def sizes_of(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+REWARDS = ("1", "0/1", "-1", "-1/+1", "-1/+1 and overlong")
+"""Of every response; of wrong and of right ones; and with up to 1 off for being longer than most, as in DAPO."""
+
+
+def accepted(rewards: str, prompts: int, seed: int) -> float:
+    """The share of drafted tokens that an epoch's responses accept, drafted from those of the epoch before."""
+    drafted = right = 0
+    for prompt in range(prompts):
+        rng = np.random.default_rng((seed, prompt))
+        pieces = [[_fresh(rng, int(rng.integers(4, 9))) for _ in range(8)] for _ in range(24)]
+        good, common = rng.normal(size=(2, 24, 8)) * np.array([1.0, 3.0])[:, None, None]
+        before = _answers(rng, common, 16)
+        quality = good[np.arange(24), before].sum(1)
+        texts = [_text(pieces, answer) for answer in before]
+        lengths = np.array([len(text) for text in texts], np.int32)
+        scores = _scores(rewards, quality > np.median(quality), lengths)
+        past = PastRollout(0, np.concatenate(texts), lengths, scores)
+        index = _build(PromptHistory((past,)))
+        for answer in _answers(rng, common + good / 2, 4):
+            counts = _drafted(index, _text(pieces, answer))
+            drafted, right = drafted + counts[0], right + counts[1]
+    return right / drafted
+
+
+def _answers(rng: np.random.Generator, scores: np.ndarray, count: int) -> np.ndarray:
+    """[count, 24]: of each response and place, the stretch that it has; drawn by the softmax of scores [24, 8]."""
+    return np.argmax(scores + rng.gumbel(size=(count, *scores.shape)), axis=-1)
+
+
+def _text(pieces: Sequence[Sequence[np.ndarray]], answer: np.ndarray) -> np.ndarray:
+    return np.concatenate([stretches[i] for stretches, i in zip(pieces, answer, strict=True)])
+
+
+def _scores(rewards: str, is_right: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """float64 [R]: the rewards of responses, by a word of `REWARDS`."""
+    signed = np.where(is_right, 1.0, -1.0)
+    middle, longest = np.median(lengths), lengths.max()
+    match rewards:
+        case "1" | "-1":
+            return np.full(len(lengths), float(rewards))
+        case "0/1":
+            return is_right.astype(np.float64)
+        case "-1/+1":
+            return signed
+    return signed - np.clip((lengths - middle) / max(longest - middle, 1), 0, 1)
+
+
+def _drafted(index: DraftIndex, text: np.ndarray) -> tuple[int, int]:
+    """Tokens that are drafted and accepted while a response is drawn."""
+    window = Window(OPTIONS.min_window, OPTIONS.window_step, OPTIONS.max_window)
+    width, place, drafted, right = window.least, 0, 0, 0
+    while place < len(text):
+        draft = index.draft(text[max(place - OPTIONS.max_prefix, 0) : place].tolist(), width)
+        rest = text[place : place + len(draft)]
+        differs = np.flatnonzero(draft[: len(rest)] != rest)
+        count = int(differs[0]) if len(differs) else len(rest)
+        width = window.after(width, len(draft), count)
+        drafted, right, place = drafted + len(draft), right + count, place + count + 1
+    return drafted, right
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     records.common_options(made)
@@ -162,13 +227,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--same", type=float, default=0.8, help="share of a response that stands in others (0.8)")
     made.add_argument("--requests", type=int, default=512, help="of the host's loop (512)")
     made.add_argument("--prompts", type=int, default=20, help="whose bytes are counted (20)")
+    made.add_argument("--answered", type=int, default=48, help="prompts whose drafts are compared with answers (48)")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 if it was asked for nonsense."""
     try:
-        options = records.parse(parser(), arguments, QUICK, ("tokens", "responses", "requests", "prompts"))
+        options = records.parse(parser(), arguments, QUICK, ("tokens", "responses", "requests", "prompts", "answered"))
         if not 0 <= options.same <= 1:
             raise ValueError(f"--same ({options.same}) must be in [0, 1]")
     except ValueError as error:
@@ -218,9 +284,16 @@ def tell(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         f"{PAPER_PROMPTS:,} such prompts on {PAPER_NODES} nodes: {node / 1e9:.1f} GB a node (the paper's, of responses "
         f"of up to 16k tokens: less than {PAPER_BYTES / 1e9:.0f})"
     )
+    shares = {rewards: accepted(rewards, options.answered, options.seed) for rewards in REWARDS}
+    told = ", ".join(f"{share:.1%} at {rewards}" for rewards, share in shares.items())
+    say(f"accepted of the drafted tokens, by rewards: {told}")
     judged = {name: {"kept": s.kept, "dropped": s.dropped, "disturbed": s.disturbed} for name, s in found.items()}
     shape = {name: getattr(options, name) for name in ("tokens", "responses", "same", "requests")}
-    return shape | {"cases": {name: medians[name] | judged[name] for name in medians}, "sizes": sizes}
+    return shape | {
+        "cases": {name: medians[name] | judged[name] for name in medians},
+        "sizes": sizes,
+        "accepted": shares,
+    }
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from jaxrl.config.declared import (
 )
 from jaxrl.config.options import Config
 
-_GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False}
+_GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False, "rollout.speculation.priority": "rewards"}
 """Options of earlier versions, with their defaults. Every config.yaml of such a version has them."""
 _MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin(option.type) is dict)
 

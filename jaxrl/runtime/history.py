@@ -69,15 +69,10 @@ def history_store(options: SpeculationSection) -> HistoryStore:
 
 
 def build_index(history: PromptHistory, options: SpeculationSection) -> DraftIndex:
-    """The index over a prompt's last responses, each with the weight that `rollout.speculation.priority` gives it."""
+    """The index over a prompt's last responses, each with its reward for a weight."""
     responses = [response for rollout in history.rollouts for response in rollout.responses()]
-    weights = [weights_of(rollout, options) for rollout in history.rollouts]
-    return DraftIndex.build(responses, np.concatenate(weights).tolist(), draft_lengths(options))
-
-
-def weights_of(rollout: PastRollout, options: SpeculationSection) -> np.ndarray:
-    """float64 [R]: the weights of a rollout's responses."""
-    return rollout.rewards - rollout.rewards.mean() if options.priority == "centred" else rollout.rewards
+    rewards = np.concatenate([rollout.rewards for rollout in history.rollouts])
+    return DraftIndex.build(responses, rewards.tolist(), draft_lengths(options))
 
 
 class Building:

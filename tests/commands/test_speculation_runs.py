@@ -30,7 +30,7 @@ STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that diff
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {  # devices, and options
     "preemptions": (1, ("rollout.max_num_seqs=4", "rollout.num_blocks=13", "rollout.speculation.verify_tokens=64")),
     "one step off": (2, (STOPS, "trainer.one_step_off=true", "rollout.num_devices=1")),
-    "two workers": (2, ("rollout.num_workers=2", "rollout.speculation={epochs: 2, priority: centred}")),
+    "two workers": (2, ("rollout.num_workers=2", "rollout.speculation={epochs: 2}")),
     "within a group": (1, ("rollout.speculation.within_group=true", "rollout.max_num_seqs=2")),
 }
 

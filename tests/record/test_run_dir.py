@@ -72,12 +72,13 @@ def test_changes_are_listed_one_by_one(tmp_path: Path):
 
 
 def test_a_folder_of_an_earlier_version_is_gone_on_with(tmp_path: Path):
-    """Its config.yaml has an option that is gone. As a file it is read too, unless the option would do something."""
+    """Its config.yaml has options that are gone. As a file it is read too, unless one of them would do something."""
     run_dir = RunDir(tmp_path)
     run_dir.record_start(make_config(seed=3), {}, 0)
     file = run_dir.file("config.yaml")
     values = yaml.safe_load(file.read_text())
     values["rollout"]["tail_batching"]["keep_finished"] = False
+    values["rollout"]["speculation"]["priority"] = "rewards"
     file.write_text(yaml.safe_dump(values))
     assert run_dir.changes(make_config(seed=4)) == ["trainer.seed: 3 -> 4"]
     assert load(str(file), []) == make_config(seed=3)

@@ -164,7 +164,7 @@ def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.Monk
 
 
 def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
-    options = SpeculationSection(enable=True, epochs=2, priority="centred")
+    options = SpeculationSection(enable=True, epochs=2)
     session, again = sessions(options), sessions(options)
     for epoch in range(3):
         play(session, group(0, epoch, (1.0, 0.5)), group(1, epoch))
@@ -200,20 +200,17 @@ def test_an_index_takes_at_most_what_is_planned(num_responses: int, num_tokens: 
     assert num_tokens < 500 or built.num_bytes > most / 2
 
 
-def test_rewards_may_be_centred():
-    """Two continuations: the better one occurs once, the worse one twice."""
-    responses = [[1, 2, 3, 4, 5], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8]]
-    samples = []
-    for i, (tokens, reward) in enumerate(zip(responses, (1.0, 0.6, 0.6), strict=True)):
-        one = sample(0, i, reward=reward)
+@pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (-1.0, -1.0, -1.0), (1.0, 0.6, 0.6), (-2.0, -1.0, -2.0)])
+def test_what_is_drafted_follows_rewards_of_any_sign(rewards: tuple[float, ...]):
+    """Two continuations, one of which occurs twice."""
+    samples = [sample(0, i, reward=reward) for i, reward in enumerate(rewards)]
+    for one, tokens in zip(samples, ([1, 2, 3, 4, 5], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8]), strict=True):
         one.token_ids = np.asarray(tokens, np.int32)
-        samples.append(one)
-    for options, expected in ((ON, [7, 8]), (SpeculationSection(enable=True, priority="centred"), [4, 5])):
-        store = HistoryStore(1)
-        store.add([Group(prompt(0), samples)])
-        history = store.history(0)
-        assert isinstance(history, PromptHistory)
-        assert build_index(history, options).draft([1, 2, 3], 9).tolist() == expected
+    store = HistoryStore(1)
+    store.add([Group(prompt(0), samples)])
+    history = store.history(0)
+    assert isinstance(history, PromptHistory)
+    assert build_index(history, ON).draft([1, 2, 3], 9).tolist() == [7, 8]
 
 
 def test_prompts_without_history_draft_from_their_group(sessions: Any):

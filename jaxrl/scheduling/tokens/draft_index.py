@@ -20,9 +20,11 @@ Departures:
   drafted as well.
 
 What decides between two continuations, in this order: one that goes on comes before the end of a response; the higher
-priority; more occurrences; the one in the later response, or later in the same. Rewards of zero or below count like
-any others: where all are zero, the continuation that occurs most often is followed, and of negative sums the one
-nearest to zero.
+priority; more occurrences; the higher sum of rewards; the one in the later response, or later in the same. The paper
+says nothing of rewards below zero. As they are, each occurrence would count against a continuation, and the rarest be
+followed; so they add nothing to a priority. Of two continuations, then, neither another occurrence nor a higher reward
+ever turns against one, whatever the rewards' signs, and where none is above zero the one that occurs most often is
+followed.
 """
 
 from __future__ import annotations
@@ -219,8 +221,8 @@ def _heavier(
     parent = np.cumsum(is_first) - 1
     sizes = np.diff(starts, append=len(weight))
     siblings = np.flatnonzero(np.bincount(parent)[parent] > 1)
-    total = np.add.reduceat(weight, starts)[siblings]
-    keys = best[siblings], sizes[siblings], total, goes_on[siblings], parent[siblings]
+    total, priority = (np.add.reduceat(each, starts)[siblings] for each in (weight, np.maximum(weight, 0.0)))
+    keys = best[siblings], total, sizes[siblings], priority, goes_on[siblings], parent[siblings]
     ranked = siblings[np.lexsort(keys)]
     last = np.flatnonzero(np.diff(parent[ranked], append=-1))
     followed = best[is_first]

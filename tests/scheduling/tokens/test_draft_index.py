@@ -36,10 +36,14 @@ def searched(
             branches.pop(END, None)
             if not branches:
                 break
-            most = max(sum(weights[i] for i, _ in branch) for branch in branches.values())
-            best = [b for b in branches.items() if sum(weights[i] for i, _ in b[1]) == most]
-            often = max(len(branch) for _, branch in best)
-            best = [b for b in best if len(b[1]) == often]
+            best = list(branches.items())
+            for key in (
+                lambda each: sum(max(weights[i], 0.0) for i, _ in each[1]),
+                lambda each: len(each[1]),
+                lambda each: sum(weights[i] for i, _ in each[1]),
+            ):
+                most = max(map(key, best))
+                best = [each for each in best if key(each) == most]
             if len(best) > 1:  # a tie to the end: any of them, as the paths below them decide
                 return [], -m
             token, branch = best[0]
@@ -94,13 +98,33 @@ def test_a_response_is_drafted_from_its_first_token():
         ([1, 1, 1], 6),  # twice 6: its sum
         ([0, 0, 0], 6),  # a tie: what occurs more often
         ([-1, -1, 0], 6),  # -1 on both sides: what occurs more often
-        ([-1, -2, -2], 5),  # the sum nearest to zero
-        ([0.5, 1, -0.5], 6),  # a tie again
+        ([-1, -1, -1], 6),  # the same with any sign
+        ([-1, -2, -2], 6),
+        ([1, 1, -2], 6),  # what is below zero takes nothing away: a tie
+        ([1, 0.5, 0.4], 5),
     ],
 )
 def test_rewards_decide_between_branches(weights: list[float], followed: int):
     index = build([1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 6], weights=weights)
     assert index.draft([1, 2, 3], 4).tolist() == [followed]
+
+
+SIGNED = st.sampled_from([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 2.0])
+
+
+@given(st.lists(st.tuples(st.sampled_from([5, 6]), SIGNED), min_size=1, max_size=8), st.data())
+def test_neither_another_occurrence_nor_a_higher_reward_turns_against_a_continuation(drawn: list, data: st.DataObject):
+    """Whatever the signs. The later of two equal ones is followed, so what is added comes last."""
+
+    def followed(pairs: list[tuple[int, float]]) -> int:
+        index = build(*([1, 2, 3, token] for token, _ in pairs), weights=[reward for _, reward in pairs])
+        return index.draft([1, 2, 3], 1).tolist()[0]
+
+    token = followed(drawn)
+    assert followed([*drawn, (token, data.draw(SIGNED))]) == token
+    place = data.draw(st.sampled_from([i for i, (each, _) in enumerate(drawn) if each == token]))
+    raised = (token, drawn[place][1] + data.draw(st.sampled_from([0.25, 1.0, 4.0])))
+    assert followed([*drawn[:place], raised, *drawn[place + 1 :]]) == token
 
 
 def test_of_equals_the_later_response_is_followed_and_an_end_comes_last():
