@@ -1,7 +1,8 @@
 r"""The final answer in a response: the last one that is marked, or else the last number.
 
 Marks, the most deliberate kind first: `\boxed{...}`, `#### ...` (GSM8K's own), `<answer>...</answer>`. In a response
-without any the last number is taken, with which small chatty models end ("... so the answer is 12.").
+without any the last number is taken, with which small chatty models end ("... so the answer is 12."). Where thinking
+ends with `</think>`, what follows counts, unless nothing does.
 
 Everything here takes time in proportion to the response's length, whatever stands in it.
 """
@@ -14,6 +15,9 @@ from typing import Literal
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
 
 _BOXED = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
+_JOIN = 40  # characters between two boxes that make one answer
+_BESIDE_JOIN = re.compile(r"\\(?:text|q?quad|[][(), ])|[\s${}]|[A-Za-z]\s*=")
+_JOINS = frozenset((",", ";", "and", "or", ",and", ",or"))
 _HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _LEAD = re.compile(r"(?:the\s)?(?:final\s)?answer(?:\sis)?\s?:?\s", re.IGNORECASE)
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
@@ -42,9 +46,10 @@ _NAMES = frozenset(("log", "ln", "lg", "sin", "cos", "tan", "exp", "max", "min",
 def extract_answer(response: str, how: Extract = "auto") -> tuple[str | None, str]:
     """(the final answer or None, the kind of mark that it was found by)."""
     text = response.replace("\N{MINUS SIGN}", "-")
+    if how == "none":
+        return text.strip() or None, "none"
+    text = after_thinking(text)
     match how:
-        case "none":
-            return text.strip() or None, "none"
         case "boxed":
             return last_boxed(text), "boxed"
         case "answer_tag":
@@ -57,6 +62,7 @@ def extract_answer(response: str, how: Extract = "auto") -> tuple[str | None, st
 
 def marked_answer(text: str) -> tuple[str | None, str]:
     """The last deliberately marked answer: boxed, after `####`, or in a tag."""
+    text = after_thinking(text)
     for mark, find in (("boxed", last_boxed), ("####", last_hashed), ("answer_tag", last_tagged)):
         answer = find(text)
         if answer is not None:
@@ -64,18 +70,36 @@ def marked_answer(text: str) -> tuple[str | None, str]:
     return None, "none"
 
 
+def after_thinking(text: str) -> str:
+    answer = text.rpartition("</think>")[2]
+    return answer if answer and not answer.isspace() else text
+
+
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last complete `\boxed{...}` (braces balanced) that holds something."""
-    best = (-1, -1)  # start and end of the contents
-    opened: list[int] = []  # where the contents of boxes that are open begin; -1 for other braces
+    r"""The contents of the last complete `\boxed{...}` (braces balanced) that holds something; those of both of
+    `\boxed{3}, \boxed{5}`."""
+    boxes: list[tuple[int, int, int]] = []  # where one begins; start and end of its contents
+    opened: list[tuple[int, int]] = []  # the same of boxes that are open; -1 for other braces
     for token in _BOXED.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
-            opened.append(token.end() if token[0] != "{" else -1)
+            opened.append(token.span() if token[0] != "{" else (-1, -1))
         elif token[0] == "}" and opened:
-            start = opened.pop()
-            if start > best[0] and not text[start : token.start()].isspace() and start < token.start():
-                best = (start, token.start())
-    return text[best[0] : best[1]].strip() if best[0] >= 0 else None
+            begin, start = opened.pop()
+            is_later = start > (boxes[-1][1] if boxes else -1)
+            if is_later and not text[start : token.start()].isspace() and start < token.start():
+                boxes.append((begin, start, token.start()))
+    if not boxes:
+        return None
+    begin, start, end = boxes.pop()
+    answers = [text[start:end].strip()]
+    while boxes and begin - boxes[-1][2] <= _JOIN and _joins(text[boxes[-1][2] + 1 : begin]):
+        begin, start, end = boxes.pop()
+        answers.append(text[start:end].strip())
+    return ", ".join(reversed(answers))
+
+
+def _joins(between: str) -> bool:
+    return _BESIDE_JOIN.sub("", between) in _JOINS
 
 
 def last_hashed(text: str) -> str | None:
@@ -104,7 +128,7 @@ def last_tagged(text: str) -> str | None:
 def last_stated(text: str) -> str | None:
     """What follows the last "answer is" or "Answer:" on its line, without a full stop; for answers in words."""
     last = None
-    for last in _STATED.finditer(text):  # noqa: B007  (of the matches, the last)
+    for last in _STATED.finditer(after_thinking(text)):  # noqa: B007  (of the matches, the last)
         pass
     return (last[1].strip().rstrip(".").strip("* \t") or None) if last else None
 

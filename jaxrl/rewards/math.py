@@ -7,9 +7,14 @@ never reach sympy.
 
 What reaches it has been bounded before (`jaxrl.rewards.sizes`): towers of powers and factorials would take gigabytes.
 
-Departures: math-verify's own timeouts are switched off. They are SIGALRM handlers, which raise outside the main thread
-and replace whatever alarm the process had; a comparison that takes too long is ended by the reward pool
-(`reward.math_timeout_s`), with the process it runs in. So `score` must run in a pool, not in the trainer.
+How exact an answer must be is said in `jaxrl.rewards.quantities`, and holds for expressions too: a decimal in one is
+an exact fraction, and a decimal for an expression such as `\sqrt{2}` must be that number rounded or cut.
+
+Departures: math-verify compares floats to six places. It reads i as a letter, which here may be the imaginary unit too,
+and drops degrees, which here are radians, or, where no function is taken of them, a unit that may be left out. Its own
+timeouts are switched off: they are SIGALRM handlers, which raise outside the main thread and replace whatever alarm the
+process had. A comparison that takes too long is ended by the reward pool (`reward.math_timeout_s`), with the process it
+runs in. So `score` must run in a pool, not in the trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl.rewards.answers import Extract, extract_answer, last_stated, marked_answer
-from jaxrl.rewards.quantities import clean, quantity, same_quantity, to_number, unwrapped
+from jaxrl.rewards.quantities import Quantity, clean, quantity, same_quantity, to_number, unwrapped
 from jaxrl.rewards.sizes import is_small
 
 __all__ = ["Extract", "equal", "extract_answer", "load", "marked_answer", "score", "to_number"]
@@ -35,6 +40,12 @@ _MAX_DEPTH = 3  # of lists in each other
 _WORDS = re.compile(r"[A-Za-z][A-Za-z '\-]*")
 _CHOICE = re.compile(r"(?:(?i:option|choice|answer) )?[\[(]?([A-Ja-j])(?:[\])][.:]?(?P<what>.*)|[.:](?P<this>.*))?")
 _SECOND_CHOICE = re.compile(r"(?<![A-Za-z])(?:[A-HJ]|or|and)(?![A-Za-z])")
+_TIME = re.compile(r"(\d{1,2})(?::(\d\d))? ?(?:([ap])\.?m\.?)?", re.IGNORECASE)
+_UNSURE = re.compile(r"(?<![A-Za-z\\])(?:to|not|either|maybe|perhaps)(?![A-Za-z])")
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\d.eE])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}) ?\\degree(?![A-Za-z])")
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 _SIDE = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z_,]{1,20}\))?(?:=|\\in(?![A-Za-z]))(?P<right>[^=]+)"
 )
@@ -58,8 +69,8 @@ def score(response: str, reference: str, extract: Extract = "auto") -> tuple[flo
 def equal(answer: str, reference: str) -> tuple[bool, str]:
     """(whether the answer equals the reference, what decided).
 
-    What decides: "text", "choice", "number", "words", "elements" or "math_verify"; "length" for an answer that is too
-    long to be one, "size" for an expression whose value would be too large to write down.
+    What decides: "text", "choice", "number", "time", "words", "elements" or "math_verify"; "length" for an answer that
+    is too long to be one, "size" for an expression whose value would be too large to write down.
     """
     if len(answer) > max(_MAX_ANSWER_CHARS, 2 * len(reference)):
         return False, "length"
@@ -77,6 +88,10 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
     x, y = quantity(answer), quantity(reference)
     if x is not None and y is not None:
         return same_quantity(x, y), "number"
+    if (same := _same_time(a, b)) is not None:
+        return same, "time"
+    if _UNSURE.search(a) and not _UNSURE.search(b):
+        return False, "words"
     if _WORDS.fullmatch(b):
         # "Yes" is a word, while a LaTeX parser reads e * y * s, which equals "sey"
         return _same_words(a, b), "words"
@@ -106,9 +121,20 @@ def _same_words(a: str, b: str) -> bool:
     return (first[1] if first and b.casefold() in ("yes", "no", "true", "false") else a).casefold() == b.casefold()
 
 
+def _same_time(a: str, b: str) -> bool | None:
+    """Two times of day, of which one says which half of the day; None where they are none."""
+    times = [_TIME.fullmatch(a), _TIME.fullmatch(b)]
+    if not all(times) or not any(time and time[3] for time in times):
+        return None
+    halves = [{"a": (0,), "p": (12,)}.get((time[3] or "").lower(), (0, 12)) for time in times if time]
+    hours = [int(time[1]) for time in times if time]
+    may_be = [{hour % 12 + half for half in halves[i]} if hour <= 12 else {hour} for i, hour in enumerate(hours)]
+    return bool(may_be[0] & may_be[1]) and len({time[2] or "00" for time in times if time}) == 1
+
+
 def _right_sides(a: str, b: str) -> tuple[str, str] | None:
     """Both without `x =` before them, where one of them has it; None where neither or both have."""
-    ours, theirs = _SIDE.fullmatch(a), _SIDE.fullmatch(b)
+    ours, theirs = (_SIDE.fullmatch(each) or _SIDE.fullmatch("=".join(each.split("=")[::-1])) for each in (a, b))
     if ours is not None and "=" not in b and theirs is None:
         return ours["right"].strip(), b
     if theirs is not None and "=" not in a and ours is None:
@@ -133,7 +159,11 @@ def _by_elements(a: str, b: str, depth: int) -> bool | None:
     """Whether two lists, tuples, intervals or sets are equal element by element; None where they are no such things."""
     x, y = _elements(a), _elements(b)
     if x is None or y is None:
-        return None
+        several, one = (x, b) if y is None else (y, a)
+        if several is None or len(several.parts) < 2 or quantity(one) is None:
+            return None
+        is_repeated = not several.brackets and len(several.parts) <= _MAX_UNORDERED  # 5 or 5.0
+        return is_repeated and all(_equal(part, one, depth - 1)[0] for part in several.parts)
     if len(x.parts) != len(y.parts):
         return False
     if len(x.parts) == 1:
@@ -178,7 +208,7 @@ def _elements(text: str) -> _Elements | None:
     text = text.replace(r"\{", "{").replace(r"\}", "}").replace(r"\pm", "±")
     if re.fullmatch(r"[^±]*±[^±]+", text) and "," not in text:
         text = f"{text.replace('±', '+').removeprefix('+')},{text.replace('±', '-')}"
-    text = re.sub(r"(?<= )(?:or|and)(?= )|;", ",", text)
+    text = re.sub(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;", ",", text)
     level, cuts, whole = 0, [], len(text) > 1 and text[0] in _OPENING and text[-1] in _CLOSING
     for i, character in enumerate(text):
         level += (character in _OPENING) - (character in _CLOSING)
@@ -209,20 +239,50 @@ def load() -> None:
 
 
 def _math_verify(answer: str, reference: str) -> bool:
+    both = answer + reference
+    if r"\degree" not in both:
+        return _same_value(answer, reference)
+    in_radians = [_DEGREES.sub(r"(\\frac{\\pi}{180}\\cdot{\1})", text) for text in (answer, reference)]
+    bare = [text.replace(r"\degree", "") for text in (answer, reference)]  # a unit, which may be missing
+    return _same_value(*in_radians) or (not _FUNCTION.search(both) and _same_value(*bare))
+
+
+def _same_value(answer: str, reference: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy import Basic, I
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off: see above
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def read(text: str) -> list[Any]:
-        bare = _MIXED.sub(_as_sum, text)
-        number = to_number(bare)
-        if number is not None and abs(number) < Fraction(1, 10_000):
-            bare = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"  # it would be rounded to 0
+        bare = _DECIMAL.sub(_as_fraction, _MIXED.sub(_as_sum, text))
         # boxed, so that it is read whole, as LaTeX; the parser's own search would pick one number out of "[0, 1)"
         return parse(rf"\boxed{{{bare}}}", targets, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
-    return verify(read(reference), read(answer), timeout_seconds=None, allow_set_relation_comp=True)
+    def with_i(parsed: list[Any]) -> list[Any]:
+        letters = [each for each in parsed if isinstance(each, Basic)]
+        return [each.xreplace({x: I for x in each.free_symbols if str(x) == "i"}) for each in letters]
+
+    ours, theirs = read(answer), read(reference)
+    x, y = quantity(answer) or _constant(ours), quantity(reference) or _constant(theirs)
+    if x is not None and y is not None and (x.places is not None or y.places is not None):
+        return same_quantity(x, y)
+    if verify(theirs, ours, timeout_seconds=None, allow_set_relation_comp=True):
+        return True
+    return bool(_IMAGINARY.search(answer + reference)) and verify(with_i(theirs), with_i(ours), timeout_seconds=None)
+
+
+def _constant(parsed: list[Any]) -> Quantity | None:
+    """What a real number without letters is worth, to forty digits."""
+    from sympy import Expr, Float, Rational
+
+    value = parsed[0].evalf(40) if parsed and isinstance(parsed[0], Expr) and parsed[0].is_number else None
+    return Quantity(Fraction(str(value))) if isinstance(value, Float | Rational) and value.is_finite else None
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    """An exact fraction for `2.50`: floats of the parser would be compared as such, to six places."""
+    return rf"{{\frac{{{int(decimal[1] + decimal[2])}}}{{1{'0' * len(decimal[2])}}}}}"
 
 
 def _as_sum(mixed: re.Match[str]) -> str:

@@ -3,6 +3,12 @@ r"""Numbers as people and models write them, with their units: what they are wor
 `\frac{7}{2}`, `3\frac{1}{2}`, `3 1/2`, `3.5`, `3.5 \text{ cm}`, `$3.50`, `350%`, `3.5 \times 10^{0}` and
 `0.3\overline{5}` are read; anything else is an expression, and none of this module's business. Every function takes
 time in proportion to its text's length.
+
+How exact an answer must be follows from what was asked. A whole number is met by nothing but itself, in any spelling; a
+fraction (or a root) by itself, or by a decimal of it. A decimal stands for another number if it is that number rounded,
+or cut, to the places that are written: six at least, and, below 0.01, six digits. Of two decimals the one with fewer
+places must be so the decimal of the other. What differs by 1e-14 of its size is a float's noise, and is the same,
+unless one of the two is a whole number.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from math import log10
 
 _MAX_DIGITS = 20_000  # of one number: beyond, exact arithmetic would cost seconds
 _MAX_EXPONENT = 5000
@@ -54,10 +61,14 @@ _SHORT_UNITS = frozenset(_SHORT_WORDS.split())
 _LETTER_UNITS = frozenset("mgshlnjwvk")
 _OTHER_WORDS = """and or plus minus times over half halves third thirds quarter quarters fourth fourths fifth fifths
     point mod pi sin cos tan cot sec csc log exp sqrt infinity inf oo theta alpha beta gamma lambda to not either maybe
-    perhaps zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-    seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety if for choose wrong incorrect
-    false"""
-_NO_UNITS = frozenset(_OTHER_WORDS.split()) | set(_SCALES)  # words that make a number part of something else
+    perhaps if for choose wrong incorrect false"""
+_NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
+_NAMED = dict(zip(_NUMBER_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+_NO_UNITS = frozenset(_OTHER_WORDS.split()) | set(_SCALES) | set(_NAMED)  # they make a number part of something else
+_TIGHT = re.compile(  # brackets without spaces or more brackets in them
+    r"(?:[(\[]|\\\{) ?(?:[^\s()\[\]\\]|\\[A-Za-z])*+ ?(?:[)\]]|\\\})"
+)
 _REASON = re.compile(r"[,;.]?\s?\(?(?:because|since|as)\b", re.IGNORECASE)
 _SAME_UNITS = {
     "dollar": "$", "usd": "$", "buck": "$", "cent": "¢", "euro": "€", "eur": "€", "pound": "lb", "lbs": "lb",
@@ -76,12 +87,12 @@ class Quantity:
     Attributes:
       value: the number; of `50%` it is 50.
       unit: the words of its unit, in small letters and singular; `%` for a percentage.
-      is_decimal: whether it is written with a decimal point or an exponent, so that it may be rounded.
+      places: decimal places that it is written with, after which it may be rounded; None: it is exact.
     """
 
     value: Fraction
-    unit: tuple[str, ...]
-    is_decimal: bool
+    unit: tuple[str, ...] = ()
+    places: int | None = None
 
 
 def clean(text: str) -> str:
@@ -90,20 +101,29 @@ def clean(text: str) -> str:
     text = re.sub(r"\s+", " ", text.translate(_CHARACTERS)).strip()
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_POWERS)}}}", text)
     text = re.sub(r"(?<![\w)])\*\*([^*]+)\*\*(?!\w)", r"\1", text)
+    text = re.sub(r"\\([lr])brace(?![A-Za-z])", lambda m: r"\{" if m[1] == "l" else r"\}", text)
+    text = re.sub(r",(?:\\[,;: ]|~)", ", ", text.replace(r",\!", "{,}"))
     text = re.sub(r"(?<!\\)\\[()\[\],;:!]|\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])|\\?\$", "", text)
-    text = re.sub(r"\\(?:quad|qquad|ldots|dots)(?![A-Za-z])|(?<!\\)\\ |~", " ", text)
+    text = re.sub(r"\\(?:quad|qquad|ldots|dots)(?![A-Za-z])|(?<!\\)\\(?: |$)|~", " ", text)
+    text = _TIGHT.sub(lambda m: re.sub(r"(?<!\{),(?!\})", ", ", m[0]), text)  # (1,234) is a pair
     text = re.sub(r"\\[cdt]frac(?![A-Za-z])", r"\\frac", text).replace(r"\%", "%").replace("{,}", ",")
     text = re.sub(r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac ?\{([^{}]*)\} ?(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac ?(\d) ?\{([^{}]*)\}", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac ?\{ ?([^{} ]*) ?\} ?\{ ?([^{} ]*) ?\}", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"\\degree ", text)
-    text = re.sub(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?!\d|,\d)", lambda m: m[1].replace(",", ""), text)
+    text = re.sub(r"(?<=\d) ?(?:degrees?\b|\\text\{ ?degrees? ?\})", r"\\degree ", text)
+    text = re.sub(r"(?<=\d)\\(?:mathrm|text)\{[eE]\}\{?([-+]?\d+)\}?", r"e\1", text)
+    text = re.sub(r"(?<=[\w)}])\*\* ?(-?\w+)", r"^{\1}", text)
+    text = re.sub(r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}", r"\\emptyset", text)
+    text = re.sub(r"(?<![\d,.])([1-9]\d{0,2}(?:,\d{3})+)(?!\d|,\d)", lambda m: m[1].replace(",", ""), text)
     text = re.sub(r"(?<![\w.,])([1-9]\d{0,2}(?: \d{3}){1,9})(?![\w/])(?! \d)", lambda m: m[1].replace(" ", ""), text)
     text = re.sub(r" +", " ", text).strip()
     for mark in ("`", "_", "*"):
         if len(text) > 2 and text.startswith(mark) and text.endswith(mark):
             text = text.strip(mark).strip()
+    if (whole := _UNWRAPPED.fullmatch(text)) is not None:
+        text = whole[1].strip()
     while text.startswith("{") and text.endswith("}") and "{" not in text[1:-1] and "}" not in text[1:-1]:
         text = text[1:-1].strip()
     return text.removesuffix(".").strip() if not text.endswith("..") else text
@@ -131,39 +151,47 @@ def quantity(cleaned: str) -> Quantity | None:
     value = _value(found) if found is not None else None
     if found is None or value is None:
         return None
-    is_decimal = bool(found["exponent"]) or "." in found[0]
-    rest = text[found.end() :]
+    places, rest = _places(found), text[found.end() :]
     scale = re.match(rf" ?(?:{_TEXT}\{{ ?)?({'|'.join(_SCALES)})s?\b\}}?", rest, re.IGNORECASE)
     if scale is not None:
         value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
+        places = None if places is None else places - round(log10(_SCALES[scale[1].lower()]))
+    named = re.match(r" ?\(([A-Za-z]{3,9})(?:[- ]([A-Za-z]{3,5}))?\)", rest)
+    if named is not None and value == sum(_NAMED.get(word.lower(), 1000) for word in named.groups() if word):
+        rest = rest[named.end() :]  # 7 (seven) days
     unit = _unit(rest)
-    return None if unit is None else Quantity(value, unit, is_decimal)
+    return None if unit is None else Quantity(value, unit, places)
 
 
 def same_quantity(a: Quantity, b: Quantity) -> bool:
     """Whether two quantities are the same, b the reference: numbers equal, and units no contradiction."""
-    if "%" in a.unit and "%" not in b.unit:
-        return _same(a.value / 100, a, b.value, b) or (abs(a.value) >= 1 and _same(a.value, a, b.value, b))
-    if "%" in b.unit and "%" not in a.unit:
-        return _same(a.value, a, b.value / 100, b) or (abs(a.value) >= 1 and _same(a.value, a, b.value, b))
+    if ("%" in a.unit) != ("%" in b.unit):
+        x, y = (_share(each) if "%" in each.unit else each for each in (a, b))
+        return _same(x, y) or (abs(a.value) >= 1 and _same(a, b))
     ours, theirs = set(a.unit), set(b.unit)
     if ours and theirs and not ours & theirs:
         return False
     if (ours & _KNOWN_UNITS) and (theirs & _KNOWN_UNITS) and (ours & _KNOWN_UNITS) != (theirs & _KNOWN_UNITS):
         return False
-    return _same(a.value, a, b.value, b)
+    return _same(a, b)
 
 
-def _same(x: Fraction, a: Quantity, y: Fraction, b: Quantity) -> bool:
-    """Equal, or one the decimal of the other to six places (of a number below 1e-4: to six digits).
+def _share(percent: Quantity) -> Quantity:
+    return Quantity(percent.value / 100, (), None if percent.places is None else percent.places + 2)
 
-    Whole numbers are compared exactly, and so are fractions with each other.
-    """
-    if x == y or (x.denominator == 1 and y.denominator == 1) or not (a.is_decimal or b.is_decimal):
+
+def _same(a: Quantity, b: Quantity) -> bool:
+    """Equal, or one a decimal of the other: rounded or cut, as the module's text says."""
+    x, y = a.value, b.value
+    written = [(each.places, each.value) for each in (a, b) if each.places is not None]
+    if x == y or x.denominator == 1 or y.denominator == 1 or not written:
         return x == y
-    if abs(y) < Fraction(1, 10_000):
-        return abs(x - y) <= abs(y) / 10**6
-    return round(x, 6) == round(y, 6)
+    places, short = min(written)
+    unit = Fraction(10) ** -places
+    off = short - (y if short == x else x)
+    is_long = places >= 6 and (abs(y) >= Fraction(1, 100) or abs(y) >= unit * 10**5)
+    is_cut = abs(off) < unit and off * short <= 0
+    return (is_long and (abs(off) <= unit / 2 or is_cut)) or abs(off) <= abs(y) / 10**14
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
@@ -195,6 +223,14 @@ def _unsigned(found: re.Match[str]) -> Fraction | None:
     if len(power) > 5 or abs(int(power)) * len(found["mantissa"]) > _MAX_EXPONENT or (int(power) < 0 and not mantissa):
         return None
     return mantissa ** int(power)
+
+
+def _places(found: re.Match[str]) -> int | None:
+    """Decimal places of a number that is written with a point or a power of ten; None for an exact one."""
+    ten = found["exponent"] or found["ten_braced"] or found["ten"]
+    if not found["mantissa"] or found["divisor"] or not (ten or ("." in found["mantissa"])):
+        return None
+    return len(found["mantissa"].partition(".")[2]) - int(ten or 0)
 
 
 def _ratio(top: str, bottom: str, whole: str | None) -> Fraction | None:
