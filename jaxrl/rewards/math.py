@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -264,12 +265,17 @@ def _same_value(answer: str, reference: str) -> bool:
         return [each.xreplace({x: I for x in each.free_symbols if str(x) == "i"}) for each in letters]
 
     ours, theirs = read(answer), read(reference)
-    x, y = quantity(answer) or _constant(ours), quantity(reference) or _constant(theirs)
-    if x is not None and y is not None and (x.places is not None or y.places is not None):
-        return same_quantity(x, y)
+    x, y = quantity(answer), quantity(reference)
+    if (x or y or Quantity(Fraction(0))).places is not None:  # at most one of them is a number
+        x, y = x or _constant(ours), y or _constant(theirs)
+        if x is not None and y is not None:
+            return same_quantity(x, y)
     if verify(theirs, ours, timeout_seconds=None, allow_set_relation_comp=True):
         return True
-    return bool(_IMAGINARY.search(answer + reference)) and verify(with_i(theirs), with_i(ours), timeout_seconds=None)
+    if _IMAGINARY.search(answer + reference):
+        with suppress(TypeError, ValueError):  # sympy's: i stands where only real numbers can, as in i < 2
+            return verify(with_i(theirs), with_i(ours), timeout_seconds=None)
+    return False
 
 
 def _constant(parsed: list[Any]) -> Quantity | None:

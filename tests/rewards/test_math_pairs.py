@@ -306,6 +306,8 @@ ANSWERS_WRONG = [
     ("8:30 AM", "8:35 AM"),
     ("20:30", "8:30 AM"),
     ("(1-i)^2", "2i"),
+    ("i<2", "i<3"),  # where i cannot be the imaginary unit
+    (r"\max(i,2)", "5"),
     (r"\emptyset", "0"),
     (r"\{0\}", r"\varnothing"),
     ("(663,816)", "663816"),
