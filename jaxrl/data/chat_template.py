@@ -2,7 +2,8 @@
 
 A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory
 (`{{ 9 ** (9 ** 9) }}` is computed while it is compiled). So each template is first tried, on three short conversations,
-in a process of its own with limits of the operating system. Only then is it compiled here; each conversation that it
+in a process of its own with limits of the operating system. One that writes the same whatever the user says is refused:
+the model would never see a prompt. Only then is it compiled here; each conversation that it
 renders has a limit of time, which is looked at between two pieces of the output, and one of size.
 
 A tokenizer may have several, by name (`default`, `tool_use`, `rag`). Which one renders a conversation is decided as in
@@ -43,7 +44,7 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names that templates have on the Hub; the only one of a tokenizer is the default."""
 _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 _MEMORY_LIMIT_BYTES = 2**30
-_TOO_LARGE, _NO_MEMORY = 3, 4  # statuses of the trial
+_TOO_LARGE, _NO_MEMORY, _IGNORES = 3, 4, 5  # statuses of the trial
 _TRIED: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "1 + 1 = ?"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 = ?"}],
@@ -186,7 +187,8 @@ def _usable(source: str, place: str, context: str) -> jinja2.Template:
 
 
 def _try(source: str, place: str, context: str) -> None:
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    here = os.getcwd()  # stands first with `python -m`; there the child would find a user's re.py for Python's own
+    paths = os.pathsep.join(sorted((path or here for path in sys.path), key=lambda path: path == here))
     done = subprocess.run(
         [sys.executable, "-P", __file__],
         input=json.dumps([source, json.loads(context)]),
@@ -203,6 +205,7 @@ def _try(source: str, place: str, context: str) -> None:
         -signal.SIGKILL: f"takes more than {TIME_LIMIT_S} s {short}",  # SIGXCPU came while Python held it back
         _TOO_LARGE: f"writes more than {MAX_CHARACTERS} characters {short}",
         _NO_MEMORY: f"takes more than {_MEMORY_LIMIT_BYTES >> 20} MiB of memory {short}",
+        _IGNORES: "writes the same whatever the user says: it must write messages[i].content, as text",
     }
     said = f"ended its trial with status {done.returncode} ({' '.join(done.stderr.split())[-200:]})"
     raise ValueError(f"{place}: the chat template {known.get(done.returncode, said)}")
@@ -214,16 +217,19 @@ def _trial() -> int:
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_CPU, TIME_LIMIT_S, TIME_LIMIT_S + 1)
     limit(resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES)
+    differs = []
     for messages in _TRIED:
+        others = [m | {"content": m["content"] + " Why?"} if m["role"] == "user" else m for m in messages]
         try:
-            _rendered(_compiled(source), messages, context)
+            template = _compiled(source)
+            differs.append(_rendered(template, messages, context) != _rendered(template, others, context))
         except _Limit:
             return _TOO_LARGE
         except MemoryError:
             return _NO_MEMORY
         except Exception:
             continue
-    return 0
+    return _IGNORES if differs and not any(differs) else 0
 
 
 class _Generation(Extension):

@@ -1,5 +1,6 @@
 """Chat templates: what they give, and the limits of time, size and memory."""
 
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +30,12 @@ def test_a_template_is_rendered():
         ("x" * 2**21, "has 2097152 characters, more than 1048576"),
         ("{% if x %}", r"is no jinja template \(line 1: "),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
+        ("hello", "writes the same whatever the user says"),
+        ("{% for m in messages %}<|{{ m.role }}|>{% endfor %}", "writes the same whatever the user says"),
+        (
+            "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}",
+            "writes the same",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_used(source: str, words: str):
@@ -43,11 +50,16 @@ def test_a_template_that_cannot_be_used(source: str, words: str):
     ("source", "words"),
     [
         (
-            "{% if messages[0].content == 'hi' %}" + LOOPS.replace("%}{% endfor", "%} {% endfor") + "{% endif %}",
+            "{{ messages[0].content }}{% if messages[0].content == 'hi' %}"
+            + LOOPS.replace("%}{% endfor", "%} {% endfor")
+            + "{% endif %}",
             "writes",
         ),
         ("{{ messages[0].content.nothing.more }}", "refuses these messages: 'str object' has no attribute 'nothing'"),
-        ("{{ 1 // (messages[0].content | length - 2) }}", "fails with these messages: integer"),
+        (
+            "{{ messages[0].content }}{{ 1 // (messages[0].content | length - 2) }}",
+            "fails with these messages: integer",
+        ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with these messages: maximum recursion depth"),
     ],
 )
@@ -78,6 +90,22 @@ def test_below_a_lower_limit_of_the_shell():
     done = subprocess.run(
         ["bash", "-c", f'ulimit -v 900000; exec "$0" -c "{program}"', sys.executable],
         cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("hi\n", "")
+
+
+def test_the_working_folder_hides_none_of_pythons_modules(tmp_path: Path):
+    (tmp_path / "re.py").write_text("raise SystemExit('a module of the user')")
+    program = "import re; from jaxrl.data.chat_template import render; import sys; sys.path.insert(0, ''); "
+    program += "print(render('{{ messages[0].content }}', 'file', [dict(content='hi')], {}))"
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env=os.environ | {"PYTHONPATH": paths},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,

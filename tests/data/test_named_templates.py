@@ -118,9 +118,9 @@ def test_a_template_that_is_not_there(
 
 def test_files_count_before_the_config(tmp_path: Path):
     folder = folder_with(tmp_path, in_config, TEMPLATES)
-    in_files(folder, {"default": "of the file"})
+    in_files(folder, {"default": "of the file {{ messages[0].content }}"})
     tokenizer = Tokenizer.from_path(folder)
-    assert (tokenizer.apply_chat_template(ASK), sorted(tokenizer.chat_templates)) == ("of the file", ["default"])
+    assert (tokenizer.apply_chat_template(ASK), sorted(tokenizer.chat_templates)) == ("of the file hi", ["default"])
 
 
 def test_what_is_saved_is_read_again(tmp_path: Path, write: Write):

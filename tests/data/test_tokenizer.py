@@ -167,11 +167,17 @@ def test_eos_of_generation_config_and_pad(tmp_path):
     assert (tokenizer.eos_token_ids, tokenizer.pad_id) == ((2, 0), 0)
 
 
+SAID = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
+"""Writes what the messages say, as every template must."""
+
+
 def test_where_templates_come_from(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(ValueError, match="has no chat template"):
         Tokenizer.from_path(write_folder(tmp_path)).apply_chat_template(messages)
-    assert Tokenizer.from_path(write_folder(tmp_path, chat_template="one")).apply_chat_template(messages) == "one"
+    assert (
+        Tokenizer.from_path(write_folder(tmp_path, chat_template=SAID + "one")).apply_chat_template(messages) == "hione"
+    )
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     tokenizer = Tokenizer.from_path(tmp_path)
     assert tokenizer.apply_chat_template(messages) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -179,6 +185,7 @@ def test_where_templates_come_from(tmp_path):
 
 
 def rendered(template: str, messages=(), **variables) -> str:
+    template = template if "messages %}" in template else SAID + template
     templates = {"default": ChatTemplate(template, "file")}
     tokenizer = Tokenizer(FastTokenizer(models.BPE()), special_tokens={"bos_token": "<s>"}, chat_templates=templates)
     return tokenizer.apply_chat_template(messages, **variables)

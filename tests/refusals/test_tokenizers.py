@@ -261,6 +261,11 @@ TEMPLATES = [
         "{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
         "writes more than 1048576 characters for a short conversation",
     ),
+    template(
+        "a template without the messages",
+        "{% for message in messages %}<|{{ message.role }}|>{% endfor %}",
+        "writes the same whatever the user says: it must write messages[i].content, as text",
+    ),
     template("a giant text", "{{ 'x' * 10 ** 11 }}", "takes more than 1024 MiB of memory for a short conversation"),
     template(
         "a range beyond bounds",
