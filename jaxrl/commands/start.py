@@ -34,6 +34,7 @@ from jaxrl.rewards.pool import build_pool
 from jaxrl.runtime.cache_folder import with_cache_folder
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
+from jaxrl.train.steps import find_step
 
 if TYPE_CHECKING:
     from jaxrl.runtime.hosts.world import World
@@ -104,6 +105,8 @@ def _start(
         run_dir.refuse_other_kind(simulated=False)
         earlier = run_dir.earlier
         refuse_damaged(run_dir)
+        if config.trainer.init_from:
+            find_step(config.trainer.init_from, option="trainer.init_from")
         config = with_cache_folder(config)
         watchdog.beat("reading the data")
         problems = list(load_train(config))

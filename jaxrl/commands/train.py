@@ -36,6 +36,7 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.stage import RewardStage
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.beginnings import refuse_other_data, refuse_other_init
 from jaxrl.runtime.build import (
     abstract,
     abstract_params,
@@ -63,7 +64,6 @@ from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
 from jaxrl.runtime.ranking import build_ranking
-from jaxrl.runtime.resumed_data import refuse_other_data
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.streaming import StreamSession, refuse_devices
@@ -80,7 +80,7 @@ from jaxrl.train.critic import Critic
 from jaxrl.train.learner import Learner
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.train.steps import Choice, choose, find_step, whole_step
+from jaxrl.train.steps import Choice, choose, whole_step
 from jaxrl.types import Group, RunFailed
 
 
@@ -116,12 +116,12 @@ class Run:
         self.judge: JudgePool | None = None
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
-        if self.config.trainer.init_from:
-            find_step(self.config.trainer.init_from)
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
         refuse_too_large(config, self.model, len(self.devices), self.place.memory)
+        if config.trainer.init_from and start.earlier is None:
+            refuse_other_init(config, abstract_params(self.model, self.mesh, config.actor.param_dtype))
         self._data(start)
         refuse_other_data(self.run_dir, self.prompts, config)
         mesh = self.rollout_mesh

@@ -209,7 +209,9 @@ def _scalar(option: Declared, value: Any, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if value.bit_length() < 1024 else math.copysign(math.inf, value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        advice = ": put it in quotation marks" if hint is str and isinstance(value, int | float) else ""
+        advice = ": put it in quotation marks" if hint is str and not isinstance(value, bytes) else ""
+        if advice and isinstance(value, dict):
+            advice += " (to YAML, a { at the beginning or a : at the end makes a mapping)"
         kind = " (text)" if isinstance(value, str) else ""  # '4' is one, which is easily overlooked
         raise ConfigError(f"{path} must be {a_value(hint)}, found {shown(value)}{kind}{advice}")
     problem = None

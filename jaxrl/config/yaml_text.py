@@ -52,7 +52,7 @@ def parse_yaml(text: str, place: str, lines: bool = True) -> tuple[Any, yaml.Nod
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             where = f", line {mark.line + 1}" if mark and lines else ""
-            raise ConfigError(f"{place}{where}: {_problem(error)}") from None
+            raise ConfigError(f"{place}{where}: {_problem(error, lines)}") from None
         except (yaml.YAMLError, ValueError, TypeError) as error:  # such as a date that does not exist
             raise ConfigError(f"{place}: not valid YAML ({one_line(str(error))})") from None
         finally:
@@ -65,12 +65,19 @@ _STAR = (
     "filled in, each file is named: docs/your-data.md)"
 )
 
+_BRACKET = ' (to YAML { begins a mapping and [ a list: put text that begins with one in quotation marks, "{...}")'
 
-def _problem(error: yaml.MarkedYAMLError) -> str:
+
+def _problem(error: yaml.MarkedYAMLError, is_file: bool) -> str:
     problem = error.problem or "not valid YAML"
     if problem.startswith("but ") and error.context:
         problem = f"{error.context}, {problem}"
-    return one_line(problem) + (_STAR if error.context == "while scanning an alias" else "")
+    if error.context == "while scanning an alias":
+        return one_line(problem) + _STAR
+    cut_off = is_file and problem.endswith("'<stream end>'")
+    if ("flow" in (error.context or "") or problem.endswith(("'{'", "'['"))) and not cut_off:
+        return one_line(problem) + _BRACKET
+    return one_line(problem)
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:

@@ -87,12 +87,15 @@ def load_validation(config: Config, train: Problems | None = None) -> Problems:
 
 
 def refuse_sources(config: Config, train: Problems, held_out: Problems | None = None) -> None:
-    """Raises ConfigError where `reward.domains` names a source that no problem has.
+    """Raises ValueError where `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
+    the training problems.
 
     Args:
       train: the training problems; may be none.
       held_out: the held-out ones, which are read where they are not at hand and the training problems do not have all.
     """
+    if train and config.data.source_quotas:
+        SourceQuotas(config.data.source_quotas, (problem.source for problem in train))
     sources = {problem.source for problem in train}
     if held_out is None and config.data.val_files and not sources.issuperset(config.reward.domains):
         held_out = read_problems(config.data.val_files, "data.val_files", config.data)

@@ -115,9 +115,9 @@ def load_layerwise(
     return model.config, model.load_outer(mesh, dtype), layers
 
 
-def config_of(path: str | Path) -> ModelConfig:
-    """The model's config alone, without its weights; `path` as in `load_model`."""
-    source = checked_path(path)
+def config_of(path: str | Path, option: str = "model.path") -> ModelConfig:
+    """The model's config alone, without its weights; `path` as in `load_model`, given by `option`."""
+    source = checked_path(path, option)
     if source.is_dir():
         return ModelConfig.from_hf(source)
     return config_from_gguf(open_gguf(source), str(source))

@@ -66,7 +66,8 @@ def planned_judge(config: Config, num_devices: int) -> JudgeMemory | None:
     """
     if judge_kind(config.reward) is None:
         return None
-    return judge_memory(config, config_of(resolve_path(config.reward.judge.model, "reward.judge.model")), num_devices)
+    option = "reward.judge.model"
+    return judge_memory(config, config_of(resolve_path(config.reward.judge.model, option), option), num_devices)
 
 
 def judge_length(config: Config) -> int:

@@ -109,9 +109,12 @@ def whole_step(
     return place
 
 
-def find_step(path: str | Path, step: int | None = None) -> tuple[Path, Path | None]:
+def find_step(path: str | Path, step: int | None = None, option: str = "") -> tuple[Path, Path | None]:
     """Where `whole_step` will look, before any file is compared: the folder of steps, and the only step that may be
     taken (None: any).
+
+    Args:
+      option: gave the path, for messages.
 
     Raises:
       FileNotFoundError: there is none.
@@ -125,8 +128,10 @@ def find_step(path: str | Path, step: int | None = None) -> tuple[Path, Path | N
         return folder, folder / str(step)
     if step is None and steps_of(folder):
         return folder, None
-    wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
-    raise FileNotFoundError(f"{wanted} in {folder}: found {steps_of(folder)}")
+    found = ", ".join(map(str, steps_of(folder)))
+    there = f"it has {found}" if found else "no folder in it is named like a step (1, 2 ...)"
+    said, wanted = f"{option}: " if option else "", "no checkpoint" if step is None else f"no checkpoint {step}"
+    raise FileNotFoundError(f"{said}{wanted} in {folder}: {there if folder.exists() else 'there is no such folder'}")
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -67,6 +67,10 @@ REFUSED = {
     "too-many-devices": (["trainer.num_devices=64"], "trainer.num_devices (64) must be at most"),
     "no-profile": (["rollout.layout.switch=true", "rollout.layout.profile={}/gone.json"], "gone.json"),
     "no-checkpoint-to-begin-with": (["trainer.init_from={}/gone"], "no checkpoint"),
+    "a-judge-that-is-not-there": (
+        ["reward.kind=judge", "reward.judge.model={}/gone"],
+        "gone: there is no such file or folder; reward.judge.model must be",
+    ),
     "an-unknown-quota-source": (["data.source_quotas={gone: 2}"], "gone"),
 }
 
@@ -89,7 +93,13 @@ def test_nothing_is_written(name: str, fresh: bool, place: Path, capsys: pytest.
     assert contents(place) == before
 
 
-EARLY = ("model.path={}/gone", "data.val_files={}/train.jsonl", "trainer.num_devices=64", "rollout.stop=['']")
+EARLY = (
+    "model.path={}/gone",
+    "trainer.init_from={}/gone",
+    "data.val_files={}/train.jsonl",
+    "trainer.num_devices=64",
+    "rollout.stop=['']",
+)
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
@@ -102,7 +112,23 @@ def test_a_mistake_is_told_before_a_checkpoint_is_read(
     monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
     monkeypatch.setattr("jaxrl.commands.train.load_weights", lambda *_: pytest.fail("a minute for a model"))
     begins = (f"trainer.init_from={place / 'run'}", f"trainer.run_dir={place / 'new' / 'run'}")
-    assert start(place, mistake.replace("{}", str(place)), *(begins if fresh else ())) == 2
+    assert start(place, *(begins if fresh else ()), mistake.replace("{}", str(place))) == 2
+
+
+def test_the_checkpoint_of_another_model_is_refused_before_it_is_read(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
+    begins = (f"trainer.init_from={place / 'run'}", f"trainer.run_dir={place / 'new' / 'run'}")
+    assert start(place, *begins, f"model.path=random:{place / 'wider'}") == 2
+    said = f"jaxrl: trainer.init_from: checkpoint {place / 'run' / 'checkpoints' / '1'} does not fit this model"
+    assert capsys.readouterr().err.startswith(said)
+    assert not (place / "new").exists()
+
+
+def test_quotas_are_compared_with_the_data_before_the_model_is_read(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxrl.commands.train.prepare_hosts", lambda *_: pytest.fail("after jax and the devices"))
+    assert start(place, "data.source_quotas={gone: 2}") == 2
 
 
 def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path: Path):
@@ -229,3 +255,13 @@ def test_a_resume_on_a_gpu_whose_cache_is_gone_says_so_and_keeps_it(
     assert [said in begun.get("note", "") for begun in starts] == [False, False, True]
     assert start(folder, other, "trainer.total_training_steps=4") == 0
     assert said not in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_whose_task_drew_other_problems(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A task's problems are drawn with data.seed: that is what differs, where there are as many as before."""
+    task = ("data.train_files=[]", "data.task=chain_sum", "data.task_size=6", f"trainer.run_dir={tmp_path / 'run'}")
+    shorter = ("data.max_prompt_length=200", "trainer.compilation_cache_dir=")
+    assert start(place, *task, *shorter) == 0
+    capsys.readouterr()
+    assert start(place, *task, *shorter, "data.seed=7") == 2
+    assert "holds a run with other data (data.seed: 0 -> 7): choose" in capsys.readouterr().err

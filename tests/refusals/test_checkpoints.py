@@ -282,6 +282,12 @@ PARAMETERS = (
         prepared(file("manifest.json", Path.unlink)),
     ),
     Refusal(
+        "a run that begins from a folder that is not there",
+        (*INIT[:-1], "trainer.init_from={tmp}/nowhere"),
+        "trainer.init_from: no checkpoint in {tmp}/nowhere: there is no such folder",
+        prepared(),
+    ),
+    Refusal(
         "eval of another model",
         EVAL,
         "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
@@ -291,13 +297,13 @@ PARAMETERS = (
     Refusal(
         "eval of a folder without checkpoints",
         (*EVAL[:-1], "--checkpoint={tmp}"),
-        "no checkpoint in {tmp}: found []",
+        "no checkpoint in {tmp}: no folder in it is named like a step (1, 2 ...)",
         prepared(),
     ),
     Refusal(
         "eval of a folder that is not there",
         (*EVAL[:-1], "--checkpoint={tmp}/nowhere"),
-        "no checkpoint in {tmp}/nowhere: found []",
+        "no checkpoint in {tmp}/nowhere: there is no such folder",
         prepared(),
     ),
     Refusal(

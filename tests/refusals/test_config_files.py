@@ -271,7 +271,8 @@ REFUSALS = (
     Refusal(
         "override-not-yaml",
         ("train", "rollout.stop=[a"),
-        "override 'rollout.stop=[a': expected ',' or ']', but got '<stream end>'",
+        "override 'rollout.stop=[a': expected ',' or ']', but got '<stream end>' (to YAML { begins a mapping and [ "
+        'a list: put text that begins with one in quotation marks, "{...}")',
         holds(MINI),
     ),
     Refusal(

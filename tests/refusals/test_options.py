@@ -250,6 +250,10 @@ TYPES = {
     "rollout.stop=[1]": "rollout.stop[0] must be text, found 1: put it in quotation marks",
     "model.path=3": "model.path must be text, found 3: put it in quotation marks",
     "trainer.experiment_name=on": ("trainer.experiment_name must be text, found True: put it in quotation marks"),
+    "model.path=org/none:": (
+        "model.path must be text, found {'org/none': None}: put it in quotation marks (to YAML, a { at the beginning "
+        "or a : at the end makes a mapping)"
+    ),
     "data.task_config=[1]": "data.task_config must be a mapping, found [1]",
     "rollout=3": "rollout must be a section with options, found 3",
     "actor.optim=[lr]": "actor.optim must be a section with options, found ['lr']",

@@ -61,20 +61,21 @@ def begins_ahead(config: Config) -> bool:
 def _ranking_problem(config: Config) -> str | None:
     """Why prompts cannot be ranked."""
     option, rollout = "rollout.ranking_groups.enable", config.rollout
+    needs = []
     if not config.trainer.one_step_off:
-        return (
-            f"{option} needs trainer.one_step_off: workers that are done with a step's rollout go on with the next "
-            "one's, while the update runs"
+        needs.append(
+            "trainer.one_step_off: workers that are done with a step's rollout go on with the next one's, while the "
+            "update runs"
         )
     if not rollout.num_devices:
-        return (
-            f"{option} needs rollout.num_devices: workers take the next step's weights while others still draw the "
-            "present one's, so the rollout needs devices of its own"
+        needs.append(
+            "rollout.num_devices: workers take the next step's weights while others still draw the present one's, so "
+            "the rollout needs devices of its own"
         )
     if rollout.num_workers < 2:
-        return (
-            f"{option} needs rollout.num_workers to be at least 2, found {rollout.num_workers}: they share the groups"
-        )
+        needs.append(f"rollout.num_workers to be at least 2, found {rollout.num_workers}: they share the groups")
+    if needs:
+        return f"{option} needs {'; and '.join(needs)}"
     if rollout.tail_batching.enable:
         return (
             f"{option} excludes rollout.tail_batching: both decide which prompts share a round's workers, the one by "

@@ -157,6 +157,11 @@ def ranking(**options: Any) -> Config:
     ("options", "sentence"),
     [
         ({"trainer__one_step_off": False, "rollout__num_devices": 0}, "needs trainer.one_step_off: workers that are"),
+        (
+            {"trainer__one_step_off": False, "rollout__num_devices": 0, "rollout__num_workers": 1},
+            "while the update runs; and rollout.num_devices: workers take the next step's weights while others still "
+            "draw the present one's, so the rollout needs devices of its own; and rollout.num_workers to be at least 2",
+        ),
         ({"rollout__num_devices": 0}, "needs rollout.num_devices: workers take the next step's weights while"),
         ({"rollout__num_workers": 1}, "needs rollout.num_workers to be at least 2, found 1"),
         ({"rollout__tail_batching": ON}, "excludes rollout.tail_batching: both decide which prompts share"),

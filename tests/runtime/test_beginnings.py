@@ -13,7 +13,7 @@ import pytest
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.data.prompts import PromptSource, load_train
 from jaxrl.record.run_dir import RunFolder
-from jaxrl.runtime.resumed_data import refuse_other_data
+from jaxrl.runtime.beginnings import refuse_other_data
 from jaxrl.train import manifest
 
 

@@ -1,7 +1,9 @@
-"""The data of a run that goes on must be what it was: told before the model is loaded and a checkpoint is compared.
+"""What a run goes on or begins from must fit it: told before the model is loaded and a checkpoint is compared with its
+checksums, which reads all of it and takes minutes for a large one.
 
 Purpose: `refuse_other_data` looks at what the newest checkpoint says of its prompts. Other options alone are no reason:
-equal problems in another file go on. Whatever cannot be read here is told of where the checkpoint is compared.
+equal problems in another file go on. `refuse_other_init` looks at the shapes of the parameters that a run begins from.
+Whatever cannot be read here is told of where the checkpoint is compared.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from jaxrl.config.inputs import read_json
 from jaxrl.data.prompts import PromptSource
 from jaxrl.record.run_dir import RunFolder
 from jaxrl.train import manifest
-from jaxrl.train.steps import HOST, steps_of
+from jaxrl.train.checkpoint import refuse_other_model
+from jaxrl.train.steps import HOST, STATE, find_step, steps_of
 
 _FILE = f"{HOST}/metadata"
 _ORDER = ("data.seed", "data.shuffle", "data.source_quotas")
@@ -33,17 +36,39 @@ def refuse_other_data(run_dir: RunFolder, prompts: PromptSource, config: Config)
         lines = [line for option, line in by_option.items() if option in _ORDER]
         what, why = "its data in another order", "; ".join(lines) or "another version of grain"
     else:
-        lines = [line for option, line in by_option.items() if _may_matter(option)]
+        lines = [line for option, line in by_option.items() if _may_matter(option, config)]
         counts = f"{saved['num_prompts']} prompts then, {prompts.num_prompts} now"
-        what, why = "other data", "; ".join([*lines, counts] if lines else [f"the files have changed: {counts}"])
+        if saved["num_prompts"] != prompts.num_prompts or not lines:
+            lines.append(counts if lines else f"the files have changed: {counts}")
+        what, why = "other data", "; ".join(lines)
     raise ConfigError(
         f"{run_dir.path} holds a run with {what} ({why}): choose another trainer.run_dir, with "
         f"trainer.init_from={run_dir.path} to begin from its parameters"
     )
 
 
-def _may_matter(option: str) -> bool:
+def refuse_other_init(config: Config, abstract_params: Any) -> None:
+    """Raises ConfigError where the newest checkpoint in `trainer.init_from` holds parameters of other names or shapes.
+
+    Args:
+      abstract_params: of the run's model; a tree of `jax.ShapeDtypeStruct`.
+    """
+    folder, place = find_step(config.trainer.init_from)
+    place = place or folder / str(steps_of(folder)[-1])
+    try:
+        manifest.check_file(place, manifest.read(place, None), f"{STATE}/_METADATA")
+    except (manifest.Damaged, OSError):
+        return  # an older one may be taken
+    try:
+        refuse_other_model(place, abstract_params)
+    except ValueError as error:
+        raise ConfigError(f"trainer.init_from: {error}") from None
+
+
+def _may_matter(option: str, config: Config) -> bool:
     section, _, name = option.partition(".")
+    if option == "data.seed":
+        return bool(config.data.task)  # whose problems are drawn with it
     return option == "model.path" or (section == "data" and option not in _ORDER and name not in _NEITHER)
 
 
