@@ -20,8 +20,9 @@ from jaxrl.data.responses import read_responses
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
-from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.tasks import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample
@@ -109,7 +110,7 @@ def score(
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()
-            for prompt, verdict in _in_order(pool, _placed(rows, places), _AHEAD * config.reward.num_workers):
+            for prompt, verdict in _in_order(pool, _placed(config, rows, places), _AHEAD * config.reward.num_workers):
                 _write(file, prompt, verdict)
                 del places[prompt.index]
                 scores.add(verdict)
@@ -130,9 +131,12 @@ def _with_file(config: Config, responses: str) -> Config:
     return replace(config, data=replace(config.data, val_files=[responses]))
 
 
-def _placed(rows: Iterator[tuple[str, Prompt, Sample]], places: dict[int, str]) -> Iterator[tuple[Prompt, Sample]]:
+def _placed(
+    config: Config, rows: Iterator[tuple[str, Prompt, Sample]], places: dict[int, str]
+) -> Iterator[tuple[Prompt, Sample]]:
     """The rows, each of whose places is noted when it is read."""
     for where, prompt, sample in rows:
+        refuse_tests(config, where, ScoreRequest.of(prompt, sample))
         places[prompt.index] = where
         yield prompt, sample
 

@@ -29,8 +29,9 @@ from jaxrl.record.run_record import RunOutcome, refuse_damaged
 from jaxrl.record.sinks import sink_package
 from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.cache_folder import with_cache_folder
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
@@ -112,6 +113,9 @@ def _start(
         problems = list(load_train(config))
         refuse_sources(config, problems)
         held_out = load_validation(config, problems)
+        for each in (*problems, *held_out):
+            extra = {"question": each.question, **each.extra}
+            refuse_tests(config, each.where, ScoreRequest(each.source, "", each.answer, extra))
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")

@@ -16,6 +16,7 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains
 from jaxrl.rewards.parts import Weighted, build_parts
+from jaxrl.rewards.programs import checks_of
 from jaxrl.rewards.scorers import Scorer, ScoreRequest, scorer_of
 
 
@@ -56,3 +57,13 @@ def build_scorer(config: Config) -> Scorer:
 
     built = {source: scorer(domain) for source, domain in domains(config.reward).items()}
     return DomainScorer(built) if len(built) > 1 else built[""]
+
+
+def refuse_tests(config: Config, where: str, request: ScoreRequest) -> None:
+    """Raises ValueError with a row's place where `reward.kind=code` would find no tests in it."""
+    of = domains(config.reward)
+    if (of.get(request.source) or of[""]).kind == "code":
+        try:
+            checks_of(request, config.reward.code.tests_key)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None

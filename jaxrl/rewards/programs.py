@@ -21,6 +21,7 @@ from jaxrl.rewards.request import ScoreRequest
 
 _MAX_DIGITS = 400
 _LANGUAGES = ("", "python", "python3", "py")
+_ASSERTS = re.compile(r"(?:^|[;:])[ \t]*(?:assert|raise)\b|\b(?:assert|raises|fail)\w*[ \t]*\(", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def _read(value: Any, extra: Mapping[str, Any], where: str) -> Checks:
     if isinstance(value, str):
         read = _json(value)
         if not isinstance(read, list | dict):
-            return _program(value, extra)
+            return _program(value, extra, where)
         value = read
     if isinstance(value, Mapping):
         inputs, outputs = _list(value.get("inputs")), _list(value.get("outputs"))
@@ -85,7 +86,7 @@ def _read(value: Any, extra: Mapping[str, Any], where: str) -> Checks:
             raise ValueError(f"{where}: a mapping of tests needs as many `inputs` as `outputs`, and at least one")
         return _pairs(inputs, outputs, str(value.get("fn_name") or ""), where)
     if isinstance(value, Sequence) and value and all(isinstance(item, str) for item in value):
-        return _program("\n".join(value), extra)
+        return _program("\n".join(value), extra, where)
     if isinstance(value, Sequence) and value and all(isinstance(i, Mapping) and "input" in i for i in value):
         name = next((str(item[k]) for item in value for k in ("fn_name", "func_name") if item.get(k)), "")
         return _pairs([i["input"] for i in value], [i.get("output") for i in value], name or _function(extra), where)
@@ -99,7 +100,9 @@ def _function(extra: Mapping[str, Any]) -> str:
     return str(read.get("func_name") or "") if isinstance(read, Mapping) else ""
 
 
-def _program(text: str, extra: Mapping[str, Any]) -> Checks:
+def _program(text: str, extra: Mapping[str, Any], where: str) -> Checks:
+    if not _ASSERTS.search(text):
+        raise ValueError(f"{where} asserts nothing, so that any program would pass: {text!r:.80}")
     setup = "\n".join((*(_list(extra.get("test_imports")) or []), str(extra.get("test_setup_code") or "")))
     entry = str(extra.get("entry_point") or "")
     prompt, before = _continued(extra, entry) if entry else ("", "")

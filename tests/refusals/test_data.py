@@ -367,6 +367,12 @@ PROMPTS = [
         writes(LINE),
     ),
     Refusal(
+        "a reference that is no test",
+        (*TRAIN, "reward.kind=code"),
+        f"{FILE}, line 2: a: the reference answer asserts nothing, so that any program would pass: '42'",
+        writes(json.dumps(GOOD | {"answer": "assert f(1) == 2"}) + "\n" + json.dumps(GOOD | {"answer": "42"})),
+    ),
+    Refusal(
         "a quota for no source",
         (*TRAIN, "data.train_batch_size=2", "data.source_quotas={b: 2}"),
         "data.source_quotas: the training data has no source 'b': it holds 'a'",

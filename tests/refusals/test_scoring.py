@@ -24,6 +24,10 @@ def no_answer(folder: Path) -> None:
     write(folder / "a.jsonl", [{"response": "1"}])
 
 
+def no_tests(folder: Path) -> None:
+    write(folder / "a.jsonl", [{"answer": "assert f(1) == 2", "response": "1"}, {"answer": "42", "response": "1"}])
+
+
 def no_json(folder: Path) -> None:
     (folder / "a.jsonl").write_text('{"answer": "1", "response": "1"}\n{"answer": \n')
 
@@ -58,6 +62,12 @@ REFUSED = (
         no_response,
     ),
     Refusal("no answer", SCORE, "a.jsonl, line 1: no column 'answer' (data.answer_key): found 'response'", no_answer),
+    Refusal(
+        "no assertion",
+        (*SCORE, "--kind", "code", "reward.code.sandbox=none"),
+        "a.jsonl, line 2: a: the reference answer asserts nothing, so that any program would pass: '42'",
+        no_tests,
+    ),
     Refusal("no JSON", SCORE, "a.jsonl, line 2: not valid JSON (Expecting value, column 11)", no_json),
     Refusal(
         "no length",
