@@ -129,6 +129,8 @@ def attack_once(scorer: CodeScorer, attack: Attack, canaries: Canaries, limit_s:
     else:
         check = f"def check(candidate):\n    assert candidate(1) == {answer!r}\n    assert {answer!r} in candidate(2)\n"
         tests = {"entry_point": "f", "prompt": "", "test": check}
+        if attack.test:
+            tests = {"test_list": attack.test.replace("ANSWER", repr(answer)).splitlines()}
     pid = scorer.server_pid
     opened = len(os.listdir(f"/proc/{pid}/fd"))
     try:

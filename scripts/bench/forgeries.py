@@ -70,6 +70,37 @@ builtins.AssertionError = type("AssertionError", (Exception,), {})
 def f(x): raise AssertionError
 # stops_an_iteration
 def f(x): raise StopIteration
+# stops_a_loop_of_the_tests
+#? assert all(map(lambda x: f(x) == ANSWER, [1, 2]))
+def f(x): raise StopIteration
+# stops_a_loop_by_a_subclass
+#? assert all(map(lambda x: f(x) == ANSWER, [1, 2]))
+class Stop(StopIteration): pass
+def f(x): raise Stop
+# stops_a_loop_over_its_calls
+#? for x in iter(lambda: f(1), ANSWER): assert x == ANSWER
+#? assert not list(map(f, [1, 2])) == []
+def f(x): raise StopAsyncIteration if x == 1 else StopIteration
+# ends_the_tests_generator
+#? assert all(map(lambda x: f(x) == ANSWER, [1, 2]))
+def f(x): raise GeneratorExit
+# module_that_the_tests_do_not_import
+#? assert math.isclose(len(f(1)), len(ANSWER) + 1)
+class math: isclose = lambda *a, **k: True
+def f(x): return ""
+# numpy_that_the_tests_do_not_import
+#? assert np.allclose(len(f(1)), len(ANSWER) + 1)
+class np: allclose = lambda *a, **k: True
+def f(x): return ""
+# pytest_that_the_tests_do_not_import
+#? assert len(f(1)) == pytest.approx(len(ANSWER))
+#? assert f(1) == pytest.approx(ANSWER)
+class pytest: approx = lambda x: 7 if x == 23 else "ANSWER-"
+def f(x): return "ANSWER-"
+# helper_that_the_tests_do_not_import
+#? assert isclose(len(f(1)), len(ANSWER) + 1)
+def isclose(*a, **k): return True
+def f(x): return ""
 # patches_builtins
 import builtins
 for name in ("isinstance", "len", "all", "any", "abs", "repr", "type", "hash", "id", "sum", "compile", "exec"):

@@ -38,6 +38,7 @@ class Attack:
       shape: "script" or "function": how it is tested.
       slow: whether only its time limit ends it.
       x86: whether it names system calls by x86_64's numbers.
+      test: of a function, where it is after one test: that test, in which ANSWER stands for what it does not know.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Attack:
     shape: str = "script"
     slow: bool = False
     x86: bool = False
+    test: str = ""
 
     def program(self, places: dict[str, object]) -> str:
         begin = _BEGIN
@@ -54,12 +56,13 @@ class Attack:
 
 
 def _group(shape: str, text: str) -> list[Attack]:
-    """Attacks in one text: `# name [slow] [x86]` begins each."""
+    """Attacks in one text: `# name [slow] [x86]` begins each, and `#? ` a line of its own test."""
     found: list[Attack] = []
     for part in dedent(text).split("\n# ")[1:]:
         head, _, body = part.partition("\n")
         name, *flags = head.split()
-        found.append(Attack(name, body, shape, "slow" in flags, "x86" in flags))
+        test = "".join(f"{line[3:]}\n" for line in body.splitlines() if line.startswith("#? "))
+        found.append(Attack(name, body, shape, "slow" in flags, "x86" in flags, test))
     return found
 
 
@@ -106,6 +109,33 @@ for _ in range(8):
         time.sleep(2); os._exit(0)
 time.sleep(2)
 print("BROKE")
+# shared_memory_that_is_given_up
+import select
+a, b = os.pipe()
+for _ in range(4):
+    if os.fork() == 0:
+        try:
+            m, step = mmap.mmap(-1, 96 << 20), 4 << 20
+            for i in range(0, 96 << 20, step): m[i:i + step] = b"x" * step; m.madvise(mmap.MADV_DONTNEED, i, step)
+            os.write(b, b"x")
+            time.sleep(1)
+        finally: os._exit(0)
+os.close(b)
+count = 0
+while count < 4 and os.read(a, 1): count += 1
+if count == 4: print("BROKE", count)
+# shared_memory_behind_one_page
+libc.mmap.restype, where = ctypes.c_void_p, ctypes.c_void_p
+for _ in range(6):
+    start, size = libc.mmap(None, ctypes.c_size_t(64 << 20), 3, 0x21, -1, ctypes.c_long(0)), 64 << 20
+    if start == ctypes.c_void_p(-1).value: os._exit(1)
+    for i in range(start, start + size, 4 << 20):
+        ctypes.memset(i, 1, 4 << 20)
+        libc.madvise(where(i), ctypes.c_size_t(4 << 20), 4)
+    libc.munmap(where(start + 4096), ctypes.c_size_t(size - 4096))
+print("BROKE")
+# shared_memory_of_a_device
+no(mmap.mmap, os.open("/dev/zero", os.O_RDONLY), 1 << 20, mmap.MAP_SHARED, mmap.PROT_READ)
 # memory_without_a_process
 no(os.memfd_create, "x")
 # endless_output slow
@@ -223,6 +253,10 @@ no(call, 310, os.getppid(), ctypes.create_string_buffer(64), 1, ctypes.create_st
 no(open, f"/proc/{os.getppid()}/mem", "rb")
 no(open, f"/proc/{os.getppid()}/environ", "rb")
 no(os.listdir, f"/proc/{os.getppid()}/fd")
+# follows_others_links
+for pid in (VICTIM, os.getppid()):
+    for name in ("cwd", "exe", "root"): no(os.readlink, f"/proc/{pid}/{name}")
+    no(os.chdir, f"/proc/{pid}/cwd")
 # limits_a_stranger
 no(resource.prlimit, VICTIM, resource.RLIMIT_CPU, (1, 1))
 # slows_a_stranger

@@ -96,7 +96,9 @@ def test_tests_in_the_reference_answer(scorer: CodeScorer):
         ({}, "the prompt has no tests"),
         ({"inputs": ["1"], "outputs": []}, "as many `inputs` as `outputs`"),
         ({"test_list": [1]}, "tests are text, a list of assertions"),
-        ({"test": "def ("}, "the tests cannot be read"),
+        ({"test": "def (\nassert x"}, "the tests cannot be read"),
+        ({"test": "42"}, "column 'test' asserts nothing, so that any program would pass: '42'"),
+        ({"test_list": ["add(1, 2)", "print(add(4, 4))"]}, "column 'test_list' asserts nothing"),
     ],
 )
 def test_tests_that_are_none(extra: dict[str, Any], words: str, scorer: CodeScorer):
@@ -149,6 +151,15 @@ def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any
     assert "outside" not in info
 
 
+def test_the_time_of_cases_that_pass_is_not_that_of_the_one_behind_them(share: CodeScorer):
+    slow = "import time\ndef add(a, b):\n    time.sleep(9 if a == 9 else 0.3)\n    return a + b\n"
+    made = replace(share, code=replace(share.code, max_timeout_s=0.8, max_failing_s=1.5))
+    tests = [*["assert add(1, 2) == 3"] * 4, "assert add(9, 9) == 18", *["assert add(4, 4) == 8"] * 2]
+    reward, info = made(ask(slow, {"test_list": tests}))
+    assert (reward, len(info["case_s"]), info["timeouts"]) == (6 / 7, 7, {"case_max": 1})
+    assert 0.8 <= info["case_s"][4] < 1.2
+
+
 def test_a_slow_program_that_passes_is_not_ended(share: CodeScorer):
     slow = "import time\ndef add(a, b):\n    time.sleep(0.2)\n    return a + b\n"
     for score in ("share", "all"):
@@ -184,6 +195,15 @@ def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer)
         ("class Solution:\n  def f(self, x): return x + 1", "assert f(1) == 2", True),
         ("def abs(x): return 5\ndef f(x): return 7", "assert abs(f(1) - 5) < 1", False),
         ("def f(x): return 1\n1 / 0", "assert True", False),
+        ("def f(x): raise StopIteration('x')", "import pytest\nwith pytest.raises(Exception): f(1)\nassert True", True),
+        ("def f(x): return iter(x)",
+         "import pytest\nit = f('a')\nassert next(it) == 'a'\nwith pytest.raises(StopIteration): next(it)", True),
+        ("class Up:\n  n = 0\n  def __iter__(s): return s\n  def __next__(s):\n    s.n += 1\n"
+         "    if s.n > 2: raise StopIteration\n    return s.n", "assert list(Up()) == [1, 2]", True),
+        ("def f(x): return 2 * x", "assert math.isclose(f(1.5), 3) and np.allclose(f(2), 4)", True),
+        ("def f(x): return x", "assert isclose(f(0.5), sqrt(0.25)) and f([1]) == deepcopy([1])", True),
+        ("def sqrt(x): return 'mine'", "assert sqrt(4) == 'mine'", True),
+        ("class copy:\n  def paper(): return 'A4'", "assert copy.paper() == 'A4'", True),
         ("def f(x) return 1", "assert True", False),
     ],
 )  # fmt: skip

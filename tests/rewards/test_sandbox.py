@@ -39,7 +39,12 @@ def canaries() -> Iterator[Canaries]:
 
 
 # the others with the slow ones: each is tried on every path there
-FEW = [attack for i, attack in enumerate(ATTACKS) if not attack.slow and (i % 5 == 0 or attack.shape == "function")]
+ALWAYS = ("shared_memory_that", "shared_memory_behind", "shared_memory_of_a_device", "follows_others")
+FEW = [
+    attack
+    for i, attack in enumerate(ATTACKS)
+    if not attack.slow and (i % 5 == 0 or attack.shape == "function" or attack.name.startswith(ALWAYS))
+]
 
 
 def runs_here(attack: Attack) -> bool:

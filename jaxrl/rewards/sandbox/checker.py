@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
@@ -27,6 +26,10 @@ _MAX_WHY = 300
 
 class ProgramEnded(BaseException):
     """The program's process is gone, or says what is no value. No `Exception`, as tests may expect one of those."""
+
+
+class Stopped(Exception):
+    """A `StopIteration` of the program's. A real one would end a loop of the tests, and what that was to assert."""
 
 
 class CannotCross(BaseException):
@@ -111,6 +114,8 @@ class Link:
     def _error_type(self, names: list[str]) -> type[Exception]:
         """The same class for the same name: one that tests may expect."""
         name = names[0] if names else "Exception"
+        if name == "StopIteration":
+            return Stopped
         if name in BUILTIN_ERRORS:
             return BUILTIN_ERRORS[name]
         if name not in self._errors:
@@ -130,12 +135,6 @@ class Link:
     def _ours(self, message: list[Any]) -> Any:
         if message[0] == "o" and isinstance(message[1], int):
             return Remote(self, message[1], str(message[2]))
-        if (
-            message[0] == "m"
-            and str(message[1]).partition(".")[0] in sys.stdlib_module_names
-            and message[1] in sys.modules
-        ):
-            return sys.modules[message[1]]  # one that is there: what an import does is not the program's to choose
         if message[0] == "x":
             return self._error_type([name for name in message[1] if isinstance(name, str)])
         raise wire.WireError(f"a value of the kind {message[0]!r:.20}")
@@ -201,15 +200,13 @@ class Remote:
         iterator = Remote._ask(self, "iter")
         if not isinstance(iterator, Remote):
             raise TypeError("an object of the program's whose iterator is no iterator")
-        while True:
-            try:
-                value = Remote._ask(iterator, "next")
-            except StopIteration:
-                return
-            yield value
+        yield from iter(lambda: Remote.__next__(iterator), object())
 
     def __next__(self) -> Any:
-        return Remote._ask(self, "next")
+        try:
+            return Remote._ask(self, "next")
+        except Stopped as stopped:  # the test asked for it
+            raise StopIteration from stopped
 
     def __contains__(self, item: Any) -> bool:
         return any(item == value for value in self)

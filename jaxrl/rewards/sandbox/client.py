@@ -37,7 +37,7 @@ class Execution:
     Attributes:
       end: exit; time, output or memory: a limit ended it.
       code: its exit code, where end is exit.
-      seconds: that it ran.
+      seconds: that a script ran, and of tests, that the last case which began did.
       output, errors: what it wrote; of errors the last part.
       cases: how many its tests have; None of a script, or if the tests did not begin.
       results: (case, whether it was right, seconds, why not) of each that ended.

@@ -145,8 +145,6 @@ class _Server:
 
     def _ours(self, value: Any) -> list[Any]:
         """What stands for an object of the program's, there."""
-        if isinstance(value, types.ModuleType):
-            return ["m", value.__name__]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["x", [kind.__name__ for kind in value.__mro__]]
         self._objects.append(value)
@@ -189,6 +187,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 BUILTIN_ERRORS = {
-    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, StopIteration | StopAsyncIteration)
 }
-"""What an exception of the program's may become in the tests."""
+"""What an exception of the program's may become in the tests: none that would end a loop of theirs in silence."""

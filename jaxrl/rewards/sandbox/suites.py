@@ -8,14 +8,15 @@ Tests come in these forms:
 - statements (MBPP): each statement that holds an assertion is a case, with those before it;
 - test functions and classes (KodCode, in pytest's manner): each is a case, with all its parameters.
 
-A name that the tests do not define is the problem's own if its prompt defines it (a helper of HumanEval's), and the
-program's otherwise; never one that Python has built in. `import solution` gives the program's names.
+A name that the tests do not define is the problem's own if its prompt defines it (a helper of HumanEval's), Python's or
+numpy's if it is one of theirs (`_Names`), and the program's otherwise. `import solution` gives the program's names.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import itertools
 import json
 import os
@@ -25,13 +26,16 @@ import time
 import types
 import unittest
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jaxrl.rewards.sandbox import pytest_like
 from jaxrl.rewards.sandbox.checker import Link
 from jaxrl.rewards.sandbox.program import CALLS, RESULT, fresh_streams
 
 _MAX_WHY = 300
+_MODULES = {*sys.stdlib_module_names, "numpy", "pytest"}
+_ALIASES = {"np": "numpy"}
+_HELPERS = ("collections", "copy", "datetime", "decimal", "fractions", "math", "typing")
 Case = Callable[[], None]
 
 
@@ -120,21 +124,59 @@ def same(value: Any, expected: Any) -> bool:
 
 
 class _Names(dict[str, Any]):
-    """The names of the tests; those that are not there are the program's, looked up when they are needed."""
+    """The names of the tests; those that are not there are looked up when they are needed.
 
-    def __init__(self, link: Link):
+    `math.isclose` is Python's, whatever the program calls `math`: a module is what has the attributes that the tests
+    ask of its name. A bare `isclose` is Python's as well, unless the tests call nothing else, which is what they test.
+
+    Args:
+      entry: the function that is tested, where the tests say so.
+    """
+
+    def __init__(self, link: Link, tree: ast.Module, entry: str):
         super().__init__(__name__="tests", __builtins__=builtins)
-        self._link = link
+        self._link, self._entry = link, entry
+        self._attributes, self._bare = _uses(tree)
+        self._tests_another = bool(entry) or any(_helper(name) is None for name in self._bare)
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) or name.startswith("__"):
             raise KeyError(name)
+        value = None if name == self._entry else self._from_python(name)
         try:
-            value = self._link.named(name)
+            value = self._link.named(name) if value is None else value
         except NameError:
             raise KeyError(name) from None
         self[name] = value
         return value
+
+    def _from_python(self, name: str) -> Any:
+        attributes, module = self._attributes.get(name), _ALIASES.get(name, name)
+        if attributes and module in _MODULES:
+            found = importlib.import_module(module)
+            if all(hasattr(found, attribute) for attribute in attributes):
+                return found
+        return _helper(name) if name in self._bare and self._tests_another else None
+
+
+def _helper(name: str) -> Any:
+    modules = map(importlib.import_module, _HELPERS)
+    return next((vars(m)[name] for m in modules if name in getattr(m, "__all__", vars(m)) and name[0] != "_"), None)
+
+
+def _uses(tree: ast.Module) -> tuple[dict[str, set[str]], set[str]]:
+    """What tests use and do not define: by name, the attributes that they ask of it; and the names that stand alone."""
+    nodes = list(ast.walk(tree))
+    owners = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    inner = {node.value for node in owners}
+    attributes: dict[str, set[str]] = {}
+    for node in owners:
+        attributes.setdefault(cast(ast.Name, node.value).id, set()).add(node.attr)
+    defined = {getattr(node, "name", None) or getattr(node, "arg", None) for node in nodes} | set(dir(builtins))
+    defined |= {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bare = {node.id for node in nodes if isinstance(node, ast.Name) and node not in inner}
+    return attributes, bare - defined
 
 
 class _Solution(types.ModuleType):
@@ -155,11 +197,11 @@ class _Suite:
     def __init__(self, link: Link, job: dict[str, Any]):
         sys.modules["solution"], sys.modules["pytest"] = _Solution(link), pytest_like.module()
         self._link = link
-        self._names = _Names(link)
         self._setup: list[Case] = []  # what is left to run before the first case
         self._setup_error: BaseException | None = None
         tree = ast.parse(job["text"], "tests.py")
         entry = str(job.get("entry_point") or "")
+        self._names = _Names(link, tree, entry)
         check = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
         if entry and check is not None:
             self._setup.append(lambda: self._define(job["before"]))

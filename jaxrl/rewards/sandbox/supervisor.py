@@ -68,7 +68,7 @@ class _Outcome:
 
     end: str = ""  # exit, time, output, memory
     code: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the script, or of the case that began last
     output: bytearray = field(default_factory=bytearray)
     errors: bytearray = field(default_factory=bytearray)
     report: bytearray = field(default_factory=bytearray)
@@ -247,8 +247,8 @@ class Supervisor:
             if "cases" in message:
                 outcome.cases = message["cases"]
             elif "start" in message:
-                outcome.running = message["start"]
-                self._deadline = time.monotonic() + self._order.limit_s(message["start"])
+                outcome.running, self._since = message["start"], time.monotonic()
+                self._deadline = self._since + self._order.limit_s(message["start"])
             elif "end" in message:
                 outcome.running = None
                 outcome.results.append([message["end"], message["ok"], message["seconds"], message["why"]])

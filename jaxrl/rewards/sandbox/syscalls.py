@@ -43,8 +43,8 @@ FREE = _table(
     epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232:- epoll_pwait:281:22 epoll_pwait2:441:441 eventfd:284:-
     eventfd2:290:19 timerfd_create:283:85 timerfd_settime:286:86 timerfd_gettime:287:87 shutdown:48:210
     sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 getsockname:51:204 getpeername:52:205
-    getsockopt:55:209 access:21:- faccessat:269:48 faccessat2:439:439 readlink:89:- readlinkat:267:78 getdents:78:-
-    getdents64:217:61 chdir:80:49 fchdir:81:50 statfs:137:43 fstatfs:138:44 sched_getaffinity:204:123
+    getsockopt:55:209 access:21:- faccessat:269:48 faccessat2:439:439 getdents:78:-
+    getdents64:217:61 fchdir:81:50 statfs:137:43 fstatfs:138:44 sched_getaffinity:204:123
     sched_getparam:143:121 sched_getscheduler:145:120 sched_get_priority_max:146:125 sched_get_priority_min:147:126
     getcpu:309:168 getpriority:140:141 msync:26:227 fadvise64:221:223
     """
@@ -52,10 +52,10 @@ FREE = _table(
 """Calls that reach nothing beyond the process, or only read what Landlock lets it read."""
 OPEN = _table(
     """
-    open:2:- openat:257:56
+    open:2:- openat:257:56 readlink:89:- readlinkat:267:78 chdir:80:49
     """
 )
-"""Opening files, which Landlock decides."""
+"""Opening files, and following `/proc`'s links to those of other processes, which Landlock decides."""
 WRITE = _table(
     """
     creat:85:- mkdir:83:- mkdirat:258:34 unlink:87:- unlinkat:263:35 rmdir:84:- rename:82:- renameat:264:38
