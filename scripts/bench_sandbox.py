@@ -79,8 +79,8 @@ def open_python() -> None:
     os.close(fd)
 
 
-def measure(path: str, rounds: int, names: list[str], quick: bool) -> dict[str, Any]:
-    """One path, in this process: verdicts' times, and what each attack broke."""
+def become(path: str) -> None:
+    """Gives this process the user of a path."""
     if os.geteuid() == 0 and (path.startswith("user") or path.endswith("bubblewrap")):
         open_python()
     if os.geteuid() == 0 and path.startswith("user"):
@@ -88,6 +88,11 @@ def measure(path: str, rounds: int, names: list[str], quick: bool) -> dict[str, 
         os.setresgid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
         os.setresuid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
         syscalls.prctl(_SET_DUMPABLE, 1)  # as it is for a user who logged in: /proc/self is the process's own
+
+
+def measure(path: str, rounds: int, names: list[str], quick: bool) -> dict[str, Any]:
+    """One path, in this process: verdicts' times, and what each attack broke."""
+    become(path)
     scorer = CodeScorer(CodeSection(max_memory_mib=256), means=means_of(path))
     scorer.load()
     times = []

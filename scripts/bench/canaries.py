@@ -132,7 +132,7 @@ def attack_once(scorer: CodeScorer, attack: Attack, canaries: Canaries, limit_s:
         if attack.test:
             tests = {"test_list": attack.test.replace("ANSWER", repr(answer)).splitlines()}
     pid = scorer.server_pid
-    opened = len(os.listdir(f"/proc/{pid}/fd"))
+    opened, kept = len(os.listdir(f"/proc/{pid}/fd")), set(descendants(pid))
     try:
         reward, info = scorer(ScoreRequest("bench", program, None, tests, (limit_s, limit_s)))
     except (ValueError, SandboxFailed) as error:
@@ -146,7 +146,7 @@ def attack_once(scorer: CodeScorer, attack: Attack, canaries: Canaries, limit_s:
     elif len(os.listdir(f"/proc/{pid}/fd")) != opened:
         broken.append("the fork server has other descriptors than before")
     deadline = time.monotonic() + _GONE_S
-    while (left := descendants(scorer.server_pid)) and time.monotonic() < deadline:
+    while (left := set(descendants(scorer.server_pid)) - kept) and time.monotonic() < deadline:
         time.sleep(0.005)
     broken += [f"{len(left)} processes are left"] if left else []
     start = time.perf_counter()

@@ -136,6 +136,14 @@ for _ in range(6):
 print("BROKE")
 # shared_memory_of_a_device
 no(mmap.mmap, os.open("/dev/zero", os.O_RDONLY), 1 << 20, mmap.MAP_SHARED, mmap.PROT_READ)
+# asks_for_shared_memory_and_is_killed
+for i in range(150):
+    pid = os.fork()
+    if pid == 0:
+        while True: mmap.mmap(-1, 4096).close()
+    time.sleep(i % 15 / 5000)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 # memory_without_a_process
 no(os.memfd_create, "x")
 # endless_output slow

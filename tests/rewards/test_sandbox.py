@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from bench.hostile import ATTACKS, Attack
 
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.processes import descendants, kill
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox import filters, syscalls
 from jaxrl.rewards.sandbox.client import Sandbox
@@ -110,14 +113,70 @@ os.kill(os.getpid(), 9)
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )
     pids = list(map(int, done.stdout.split()))
-    assert len(pids) == 3
+    assert len(pids) >= 3
     assert wait_until_gone(pids)
 
 
-def wait_until_gone(pids: list[int]) -> bool:
-    import time
+ORPHANS = """
+import ctypes, os, time
+name = ctypes.CDLL(None).prctl
+name(15, b"a program")
+for _ in range(2):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            name(15, b"an orphan")
+            time.sleep(600)
+        os._exit(0)
+time.sleep(600)
+"""
+CLIENT = """
+import sys, threading
+from bench_sandbox import become, means_of
+become(sys.argv[1])
+from jaxrl.rewards.sandbox.client import Sandbox
+from jaxrl.rewards.sandbox.locks import Limits
+sandbox = Sandbox(Limits(256, 32, 4, 64))
+sandbox.start()
+sandbox.means = means_of(sys.argv[1])
+print(sandbox.pid, int(sandbox.means.namespaces), flush=True)
+sandbox.script(sys.argv[2], "", 600.0)
+"""
 
-    deadline = time.monotonic() + 20
+
+@pytest.mark.parametrize("user", ["root", "user"])
+def test_orphans_end_where_all_of_ours_is_killed_at_once(user: str):
+    """Each process of ours is stopped, then killed, so that none can end what a program left."""
+    if user == "root" and os.geteuid() != 0:
+        pytest.skip("needs root")
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    words = [sys.executable, "-c", CLIENT, user, ORPHANS]
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        server, namespaces = map(int, client.stdout.readline().split())
+        names: dict[int, str] = {}
+        while list(names.values()).count("an orphan") < 2 or len(set(names.values())) < 3:
+            names = {pid: name_of(pid) for pid in descendants(server)}
+            assert client.poll() is None
+        ours = [client.pid, server, *(pid for pid, name in names.items() if name not in ("a program", "an orphan"))]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in ours:
+                os.kill(pid, number)
+    theirs = [pid for pid in names if pid not in ours]
+    is_over = wait_until_gone(theirs, 20.0 if namespaces else 1.0)
+    for pid in theirs:
+        kill(pid)
+    assert is_over or not namespaces, "docs/code-rewards.md says so of machines without namespaces"
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def wait_until_gone(pids: list[int], within_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + within_s
     while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False
@@ -184,6 +243,9 @@ def test_filter_ends_on_every_call(machine: str):
     ]  # fmt: skip
     assert [run(numbers["socketpair"], *a) for a in ((1, 1), (1, 1 | 0x80000), (1, 2), (2, 1))] == [
         allow, allow, refused, refused,
+    ]  # fmt: skip
+    assert [run(numbers["mmap"], 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x21, 0x8021)] == [
+        allow, allow, 0x7FC00000, 0x7FC00000,
     ]  # fmt: skip
     assert run(numbers["prlimit64"], 0) == allow
     assert run(numbers["prlimit64"], 5) == refused

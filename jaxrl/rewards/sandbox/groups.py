@@ -1,7 +1,8 @@
 """The memory of a program's processes together: watched, and held by a control group where one can be made.
 
 Source: cgroups(7), proc(5). `RLIMIT_AS` bounds each process alone, so a program with many could take many times its
-share. The sum is looked at every few milliseconds; a control group holds it at every instant.
+share. The sum is looked at every few milliseconds; a control group holds it at every instant. Shared memory without a
+file is counted as it is granted (`filters.decide`), as a process may give up its pages and keep the memory.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _REMOVE_S = 1.0  # until the kernel lets go of a group whose processes are gone
 
 
-def memory_of(pids: Iterable[int], enough: int) -> int:
-    """Bytes that these processes have in memory; pages that they share are counted once if the sum is above `enough`.
+def memory_of(pids: Iterable[int], shared: int, enough: int) -> int:
+    """Bytes that these processes hold; pages that they share are counted once if the sum is above `enough`.
 
-    0 for fewer than two: one process keeps its limit by itself.
+    0 for fewer than two without shared memory: one process keeps its limit by itself.
+
+    Args:
+      shared: bytes of shared memory that they were granted.
     """
     pids = list(pids)
-    if len(pids) < 2:
+    if len(pids) < 2 and not shared:
         return 0
-    total = sum(_field(f"/proc/{pid}/statm", 1) for pid in pids) * _PAGE
-    return total if total <= enough else sum(_shared_once(pid) for pid in pids)
+    total = shared + sum(_field(f"/proc/{pid}/statm", 1) for pid in pids) * _PAGE
+    return total if total <= enough else shared + sum(_once(pid) for pid in pids)
 
 
 def _field(path: str, index: int) -> int:
@@ -39,13 +43,15 @@ def _field(path: str, index: int) -> int:
         return 0  # it has ended
 
 
-def _shared_once(pid: int) -> int:
+def _once(pid: int) -> int:
+    """Its own pages and its part of those that others have as well, without shared memory."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             lines = file.read().splitlines()
     except OSError:
         return _field(f"/proc/{pid}/statm", 1) * _PAGE
-    return sum(int(line.split()[1]) for line in lines if line.startswith(b"Pss:")) * 1024
+    sizes = {line.split()[0]: int(line.split()[1]) for line in lines[1:]}
+    return (sizes.get(b"Pss:", 0) - sizes.get(b"Pss_Shmem:", 0)) * 1024
 
 
 @dataclass(frozen=True)

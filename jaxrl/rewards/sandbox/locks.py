@@ -44,7 +44,7 @@ _CAPABILITY_VERSION, _READ_ALL = 0x20080522, 1 << 2
 _STACK = 64 * MIB
 _OPEN_FILES = 64
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
-_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom", "/dev/random")
+_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")
 _TOOLS = ("/bin", "/sbin", "/usr", "/opt", "/etc/alternatives", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 
 
@@ -86,7 +86,8 @@ class Means:
       landlock: its ABI; 0: none.
       seccomp: whether there is a filter.
       user_ids: the first and last of the ids that nothing has, for root; empty: the program keeps the user's.
-      namespaces: whether a mount namespace can be made, as an ordinary user one of users, too.
+      namespaces: whether a mount namespace can be made, as an ordinary user one of users, too. Then programs run in a
+        process namespace as well, where one can be had (`jaxrl.rewards.sandbox.cage`).
       bubblewrap: its command; empty: not used.
       cgroup: folder in which a group per program limits memory and processes; empty: none.
     """
@@ -131,13 +132,16 @@ def readable() -> tuple[str, ...]:
     return tuple(path for path in dict.fromkeys((*folders, *_LIBRARIES, *_FILES)) if os.path.exists(path))
 
 
-def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: int) -> None:
+def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: int) -> int:
     """Locks this process in; it has one thread, and is the first of its process group.
 
     Args:
       user_id: the id that it takes; 0: it keeps its own.
-      parent: the process at whose end it ends.
+      parent: the process at whose end it ends; 0: one outside of its cage.
       mapped: bytes that are mapped before the program has begun.
+
+    Returns:
+      Where it asks for shared memory (`filters.decide`); -1: nowhere.
 
     Raises:
       OSError: a lock cannot be set.
@@ -150,7 +154,7 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
         _set_capabilities(0)
     die_with_parent(parent)
     if not means.seccomp:
-        return
+        return -1
     syscalls.prctl(_NO_NEW_PRIVS, 1)
     writable = ("/dev/null", *((scratch,) if scratch else ()))
     if means.landlock:
@@ -164,7 +168,7 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
         execute=limits.execute,
         signals=means.landlock >= landlock.SIGNALS_ABI or user_id > 0,
     )
-    filters.install_filter(program)
+    return filters.install_filter(program)
 
 
 def _set_limits(means: Means, limits: Limits, mapped: int, *, alone: bool) -> None:
@@ -199,17 +203,20 @@ def _count_tasks(user: int) -> int:
     return count
 
 
-def make_scratch(size_mib: int) -> str:
-    """Mounts an empty folder of limited size that only this process and what it starts can see; returns its path."""
-    scratch = scratch_folder()
+def unshare(namespaces: int) -> None:
+    """Moves this process to new namespaces, as an ordinary user in one of users with the same ids. Raises OSError."""
     user, group = os.geteuid(), os.getegid()
-    if user == 0:
-        syscalls.libc("unshare", _NEWNS)
-    else:
-        syscalls.libc("unshare", _NEWNS | _NEWUSER)
+    syscalls.libc("unshare", namespaces | (_NEWUSER if user else 0))
+    if user:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
+
+
+def make_scratch(size_mib: int) -> str:
+    """Mounts an empty folder of limited size that only this process and what it starts can see; returns its path."""
+    scratch = scratch_folder()
+    unshare(_NEWNS)
     syscalls.libc("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
     options = f"size={size_mib}m,nr_inodes=1024,mode=1777".encode()
     syscalls.libc("mount", b"tmpfs", scratch.encode(), b"tmpfs", ctypes.c_ulong(_NOSUID_NODEV), options)

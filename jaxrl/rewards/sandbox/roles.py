@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -37,18 +38,20 @@ def enter(entry: Entry, user: int, parent: int) -> NoReturn:
 
     Args:
       user: the user id that it takes; 0: it keeps its own.
-      parent: the process at whose end it ends.
+      parent: the process at whose end it ends; 0: one outside of its cage.
     """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of which the server ignores some
         signal.signal(number, signal.SIG_DFL)
     try:
-        lock_in(entry.means, entry.limits, user_id=user, parent=parent, mapped=entry.mapped)
+        listener = lock_in(entry.means, entry.limits, user_id=user, parent=parent, mapped=entry.mapped)
     except BaseException as error:
         os.write(program.READY, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
-    os.write(program.READY, LOCKED_IN)
-    os.close(program.READY)
+    with socket.socket(fileno=program.READY) as ready:
+        socket.send_fds(ready, [LOCKED_IN], [listener] if listener >= 0 else [])
+    if listener >= 0:
+        os.close(listener)
     match entry.role:
         case "script" if entry.command:
             program.run_command(entry.command)

@@ -19,6 +19,7 @@ import sys
 from typing import Any, NoReturn
 
 from jaxrl.rewards.processes import adopt_orphans, die_with_parent, kill_descendants
+from jaxrl.rewards.sandbox.cage import Cage, make_cage
 from jaxrl.rewards.sandbox.locks import Limits, Means
 from jaxrl.rewards.sandbox.probe import find_means
 from jaxrl.rewards.sandbox.supervisor import Order, Supervisor
@@ -50,10 +51,11 @@ def main() -> NoReturn:
     _keep_only_pythons_folders()
     gc.collect()
     gc.freeze()
+    cage = make_cage()
     _say(sock, find_means().as_dict())
     while (found := _next(sock)) is not None:
         order, fds = found
-        _say(sock, _execute(sock, order, fds))
+        _say(sock, _execute(sock, cage, order, fds))
     kill_descendants(())
     os._exit(0)
 
@@ -83,7 +85,7 @@ def _say(sock: socket.socket, message: dict[str, Any]) -> None:
         sock.sendall(HEADER.pack(len(payload)) + payload)
 
 
-def _execute(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+def _execute(sock: socket.socket, cage: Cage, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     """Has a fork supervise the execution; what it reports comes through a pipe."""
     source, sink = os.pipe()
     server = os.getpid()
@@ -92,7 +94,9 @@ def _execute(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> di
         try:
             os.close(source)
             die_with_parent(server)
-            reply = Supervisor(sock, Means(**message.pop("means")), _order(message), fds, _mapped()).run()
+            means = Means(**message.pop("means"))
+            caged = cage if means.namespaces and not means.bubblewrap else Cage()  # which has its own
+            reply = Supervisor(sock, means, caged, _order(message), fds, _mapped()).run()
             with open(sink, "wb") as file:
                 file.write(json.dumps(reply).encode())
             os._exit(0)
@@ -108,7 +112,7 @@ def _execute(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> di
     with open(source, "rb") as file:
         text = file.read()
     os.waitpid(pid, 0)
-    kill_descendants(())
+    cage.clear()
     return json.loads(text) if text else {"failed": "the supervisor ended without a report"}
 
 

@@ -1,8 +1,9 @@
 """One execution: forks the program, and the checker where there is one, keeps the time, and leaves nothing behind.
 
-The supervisor is a fork of the server, made for one execution. It adopts what the program leaves as orphans, so nothing
-can get out of its sight, and the program cannot leave its process group, as the filter refuses `setsid` and `setpgid`:
-one signal to the group ends all of it at once, a fork that is under way included.
+The supervisor is a fork of the server, made for one execution. It adopts what the program leaves as orphans, or the
+first process of its cage does, so nothing can get out of its sight, and the program cannot leave its process group, as
+the filter refuses `setsid` and `setpgid`: one signal to the group ends all of it at once, a fork that is under way
+included.
 
 It never has what a program or a test says in a form that could do anything: output is bytes up to a limit, and the
 checker's report is JSON.
@@ -21,8 +22,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl.rewards.processes import adopt_orphans, close_all_but, descendants, kill, kill_descendants, wake_by_children
-from jaxrl.rewards.sandbox import bubblewrap, groups, program, roles
+from jaxrl.rewards.processes import adopt_orphans, close_all_but, descendants, kill, wake_by_children
+from jaxrl.rewards.sandbox import bubblewrap, filters, groups, program, roles
+from jaxrl.rewards.sandbox.cage import Cage
 from jaxrl.rewards.sandbox.locks import MIB, Limits, Means
 
 _START_S = 60.0  # until a process is locked in: none of the program's time
@@ -57,8 +59,10 @@ class Order:
 @dataclass
 class _Child:
     pid: int
-    ready: int  # where it says that it is locked in, or why not
+    ready: socket.socket  # where it says that it is locked in, or why not
     said: bytes = b""
+    listener: int = -1  # where it asks for shared memory
+    shared: int = 0  # bytes of that which it got
     code: int | None = None
 
 
@@ -89,8 +93,9 @@ class Supervisor:
       mapped: bytes that the server has mapped.
     """
 
-    def __init__(self, control: socket.socket, means: Means, order: Order, fds: list[int], mapped: int):
+    def __init__(self, control: socket.socket, means: Means, cage: Cage, order: Order, fds: list[int], mapped: int):
         self._control, self._means, self._order, self._fds, self._mapped = control, means, order, fds, mapped
+        self._cage = cage
         self._outcome = _Outcome()
         self._program: _Child | None = None
         self._checker: _Child | None = None
@@ -105,6 +110,7 @@ class Supervisor:
         self._since = time.monotonic()
         self._deadline = self._since + _START_S
         try:
+            self._cage.enter()
             with groups.group(self._means.cgroup, self._order.limits) as self._group:
                 try:
                     self._start()
@@ -152,12 +158,12 @@ class Supervisor:
         return random.SystemRandom().randrange(low, high - 1) & ~1 if high - low > 1 else low
 
     def _fork(self, fds: dict[int, int], user: int, role: str) -> _Child:
-        supervisor = os.getpid()
-        ready, theirs = os.pipe()
+        supervisor = 0 if self._cage.first else os.getpid()
+        ready, theirs = socket.socketpair()
         pid = os.fork()
         if pid:
-            os.close(theirs)
-            os.set_blocking(ready, False)
+            theirs.close()
+            ready.setblocking(False)
             with contextlib.suppress(OSError):  # it does so itself, if it is first
                 os.setpgid(pid, pid)
             return _Child(pid, ready)
@@ -165,7 +171,7 @@ class Supervisor:
             os.setpgid(0, 0)
             if self._group is not None:
                 self._group.enter()
-            _arrange({**fds, program.READY: theirs})
+            _arrange({**fds, program.READY: theirs.fileno()})
             entry = roles.Entry(self._means, self._order.limits, role, self._order.command, self._mapped)
             if self._means.bubblewrap:
                 bubblewrap.become(entry, user)
@@ -180,9 +186,10 @@ class Supervisor:
         for fd in (self._out, self._err, self._report, self._wakeup.fileno()):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        children = {child.ready: child for child in (self._program, self._checker) if child is not None}
+        children = {child.ready.fileno(): child for child in (self._program, self._checker) if child is not None}
         for fd in children:
             poll.register(fd, select.POLLIN)
+        asking: dict[int, _Child] = {}
         poll.register(self._control, select.POLLRDHUP)
         look_s = time.monotonic() + _LOOK_EVERY_S
         while not self._outcome.end:
@@ -196,7 +203,17 @@ class Supervisor:
                 return
             for fd in children.keys() & ready.keys():
                 poll.unregister(fd)
-                self._meet(children.pop(fd))
+                child = children.pop(fd)
+                self._meet(child)
+                if child.listener >= 0:
+                    asking[child.listener] = child
+                    poll.register(child.listener, select.POLLIN)
+            for fd in asking.keys() & ready.keys():
+                if ready[fd] & select.POLLIN:
+                    child = asking[fd]
+                    child.shared += filters.decide(fd, self._order.limits.memory_mib * MIB - child.shared)
+                else:  # all that could ask have ended
+                    poll.unregister(fd)
             for fd in (self._out, self._err, self._report):
                 if fd in ready and not self._read(fd):
                     poll.unregister(fd)
@@ -211,7 +228,8 @@ class Supervisor:
     def _meet(self, child: _Child) -> None:
         """A process is locked in, or cannot be. A script's time begins; that of a case when the checker says so."""
         with contextlib.suppress(BlockingIOError):
-            child.said = os.read(child.ready, 4096)
+            child.said, fds, _, _ = socket.recv_fds(child.ready, 4096, 1)
+            child.listener = fds[0] if fds else -1
         if self._checker is None and child.said == roles.LOCKED_IN:
             self._since = time.monotonic()
             self._deadline = self._since + self._order.limit_s(0)
@@ -276,7 +294,8 @@ class Supervisor:
         assert self._program is not None
         most = (self._order.limits.memory_mib * MIB) + self._mapped
         apart_from = () if self._checker is None else (self._checker.pid,)
-        if groups.memory_of(descendants(os.getpid(), apart_from), most) > most:
+        pids = [*descendants(os.getpid(), apart_from), *self._cage.orphans()]
+        if groups.memory_of(pids, self._program.shared, most) > most:
             self._outcome.end = "memory"
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -285,7 +304,7 @@ class Supervisor:
         for child in (self._program, self._checker):
             if child is not None:
                 kill(child.pid, group=True)
-        kill_descendants(())
+        self._cage.clear()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -321,7 +340,7 @@ class Supervisor:
         """Why a process was never locked in, so that what came of it is no verdict; empty if it was."""
         if not child.said:
             self._meet(child)
-        os.close(child.ready)
+        child.ready.close()
         said = child.said.decode("utf-8", "replace")
         return "" if child.said == roles.LOCKED_IN else f"a process was not locked in: {said}"
 

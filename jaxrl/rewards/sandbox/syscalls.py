@@ -28,7 +28,7 @@ FREE = _table(
     """
     read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70
     close:3:57 close_range:436:436 fstat:5:80 newfstatat:262:79 stat:4:- lstat:6:- statx:332:291 lseek:8:62
-    mmap:9:222 mprotect:10:226 munmap:11:215 mremap:25:216 madvise:28:233 mincore:27:232 brk:12:214
+    mprotect:10:226 munmap:11:215 mremap:25:216 madvise:28:233 mincore:27:232 brk:12:214
     rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigsuspend:130:133 rt_sigpending:127:136
     rt_sigtimedwait:128:137 sigaltstack:131:132 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59
     sched_yield:24:124 nanosleep:35:101 clock_nanosleep:230:115 clock_gettime:228:113 clock_getres:229:114
@@ -72,8 +72,8 @@ EXECUTE = _table(
 """Running another program: for command lines alone."""
 ASKED = _table(
     """
-    kill:62:129 tgkill:234:131 clone:56:220 clone3:435:435 socketpair:53:199 prctl:157:167 ioctl:16:29 fcntl:72:25
-    prlimit64:302:261
+    mmap:9:222 kill:62:129 tgkill:234:131 clone:56:220 clone3:435:435 socketpair:53:199 prctl:157:167 ioctl:16:29
+    fcntl:72:25 prlimit64:302:261
     """
 )
 """Calls whose arguments decide."""
