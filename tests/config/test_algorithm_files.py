@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from jaxrl.config.files import load
 from jaxrl.scheduling.rounds.events import Verdict
@@ -67,3 +69,46 @@ def test_dapo_filters_by_accuracy_and_rewards_what_is_right_at_any_length(
         assert tuple(verdict.reward for verdict in verdicts) == expected
         found, _ = advantages.compute([group], config.algorithm)
         np.testing.assert_allclose([each[0] for each in found], [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
+
+
+# ---------------------------------------------------------------- the table of docs/your-algorithm.md
+
+PAGE = FOLDER.parents[1] / "docs" / "your-algorithm.md"
+NAMES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+UNLISTED = {"actor.ppo_max_token_len_per_gpu", "actor.logprob_chunk_tokens", "reward.extract"}  # machine and task
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their options' whole names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def rows_of_the_table() -> list[tuple[list[str], str, str, list[str]]]:
+    text = PAGE.read_text(encoding="utf-8").partition("## The presets, value by value")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
+    assert all(len(row) == 6 for row in rows)
+    return [(NAMES if row[0] == "all" else row[0].split(", "), row[1].strip("`"), row[2], row[3:]) for row in rows]
+
+
+def test_the_table_says_what_the_files_give():
+    configs = {name: flat(dataclasses.asdict(load(FOLDER / f"{name}.yaml", []))) for name in NAMES}
+    said = {}
+    for names, option, ours, (paper, verl, _) in rows_of_the_table():
+        assert paper, (names, option)
+        assert verl, (names, option)
+        for name in names:
+            assert (name, option) not in said, "a second row"
+            said[name, option] = yaml.safe_load(ours)
+    assert said == {(name, option): configs[name][option] for name, option in said}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_leaves_out_no_option_of_the_method(name: str):
+    given = flat(yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
+    listed = {option for names, option, *_ in rows_of_the_table() if name in names}
+    sections = ("actor.", "algorithm.", "critic.", "reward.", "rollout.partial_rollout.", "rollout.stale", "rollout.n")
+    assert {option for option in given if option.startswith(sections)} - UNLISTED <= listed
+    assert {"trainer.critic_warmup"} & given.keys() <= listed
