@@ -223,6 +223,12 @@ class StreamSection:
         "Prompts whose gradients begin together, at most; what has begun when the round ends holds up the update. 0: "
         "all that there are.",
     ] = 2
+    pace: Annotated[
+        float,
+        Ge(0),
+        "Tokens whose gradients the devices of a freed dp group are taken to compute while the others decode a step: "
+        "decides how much is streamed. 0: 16, on a CPU 4.",
+    ] = 0.0
     short_rounds: Annotated[bool, "Free workers in tail batching's short rounds too, not in its long ones alone."] = (
         False
     )

@@ -276,7 +276,7 @@ class RolloutBackend:
                     self._events += self._verdicts.wait(POLL_S)
                 self._beat()
                 if self._stream is not None:
-                    self._stream.after_plan()
+                    self._stream.feed()
                 if self._ranking is not None:
                     self._ranking.look()
             else:
@@ -477,10 +477,10 @@ class RolloutBackend:
 
     def _run_plan(self) -> None:
         """Serves the worker whose turn it is."""
+        if self._stream is not None and self._requests:  # else the plan is of rows that have all stopped
+            self._stream.before_plan()
         finished, collected = self._plans.run(self.direct)
         self._tell_finished(finished)
-        if self._stream is not None:
-            self._stream.after_plan()
         if self._ranking is not None:
             self._ranking.after_plan(self._requests)
         self._show(collected)

@@ -45,6 +45,7 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
 from jaxrl.scheduling.rounds.scale_down import halves
+from jaxrl.scheduling.rounds.stream_pace import pace_of
 from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
@@ -406,7 +407,9 @@ def build_stream(
         for index, freed in enumerate(halves(len(engines.engines)))
     }
     config, by = trainer.config, _moves(trainer.config, workers, profile)
-    session = StreamSession(config.trainer.stream, engines, streams, workers.release_some, journal, drawing, by=by)
+    options = config.trainer.stream
+    pace = pace_of(options.pace, platform_of(trainer.mesh.devices.flat[0]))
+    session = StreamSession(options, engines, streams, workers.release_some, pace, journal, drawing, by=by)
     return session, [stream.programs for stream in streams.values()]
 
 

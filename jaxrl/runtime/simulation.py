@@ -29,7 +29,7 @@ from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.rules import batch_rule
-from jaxrl.runtime.simulated_history import history_session
+from jaxrl.runtime.simulated_history import PLATFORM, history_session
 from jaxrl.runtime.simulated_hosts import LeadingBackend, SimulatedHosts
 from jaxrl.runtime.simulated_machine import MachineParts
 from jaxrl.runtime.streaming import GradientStream, StreamSession
@@ -38,6 +38,7 @@ from jaxrl.scheduling.layouts.pace import cheaper_move
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
+from jaxrl.scheduling.rounds.stream_pace import pace_of
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
@@ -199,8 +200,9 @@ def _stream(
 
     streams = {freed: one() for freed in halves(len(workers.engines))}
     options, release = config.trainer.stream, executors.release_some
+    rate = pace_of(options.pace, PLATFORM)
     by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
-    return StreamSession(options, workers, streams, release, drawing=phases, clock=lambda: clock.now_s, by=by)
+    return StreamSession(options, workers, streams, release, rate, drawing=phases, clock=lambda: clock.now_s, by=by)
 
 
 def _loop(

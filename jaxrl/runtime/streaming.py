@@ -7,12 +7,11 @@ which; a stream (`jaxrl.train.stream`) computes on their devices. Never imports 
 Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there; with a latency profile
 by KV where that is predicted to be faster (`by`), which no clock decides.
 
-What a clock decides: when verdicts arrive and when the stream has room, so which groups it is given together, and so
-in which order gradients add up. Each call is in the journal before it takes effect, and so is the end of the stream. A
-step that runs again makes the same calls, each as soon as its groups are certain, then goes on as it likes; if the end
-is there as well, it makes no more. When workers are freed follows from the plans, and these from the clock only where
-layouts switch by measured times; that decision is in the journal too. (Options may change at a resume, and the batch
-with them: of a call in the journal only what is in the batch is given.)
+What is streamed, in which parts and in which order is decided before each plan, from what has ended by then
+(`jaxrl.scheduling.rounds.stream_pace`). A clock decides only when a part is given: once its verdicts have come and the
+stream has room, at the latest when the round has ended. So a step that runs again adds up the same, and so does another
+run. When workers are freed follows from the plans, and these from the clock only where layouts switch by measured
+times; that decision is in the journal.
 
 What fails on the freed devices ends the run at the boundary before the step (`Interrupted`), which then runs again:
 nothing of it has reached the trainer.
@@ -21,6 +20,7 @@ nothing of it has reached the trainer.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -34,11 +34,12 @@ from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.rounds.scale_down import ScaleDown, ScaleDownDecision, load_of
-from jaxrl.scheduling.tokens.workers import By, Workers
+from jaxrl.scheduling.rounds.stream_pace import StreamPace
+from jaxrl.scheduling.tokens.workers import PREFILL_TOKENS_PER_STEP, By, Workers
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
-CALLS, FREED = "stream", "scale_down"
-"""Kinds of entries in the journal, of the step of the update: (number of the call), and one without a key."""
+FREED = "scale_down"
+"""The kind of an entry in the journal, of the step of the update."""
 
 
 def refuse_devices(num_devices: int, num_processes: int = 1) -> None:
@@ -65,6 +66,8 @@ class GradientStream(Protocol):
 
     def poll(self) -> bool: ...
 
+    def wait_quiet(self) -> None: ...
+
     def finish(self) -> None: ...
 
     def close(self) -> list[TrainBatch]: ...
@@ -80,7 +83,8 @@ class StreamSession:
       workers: of the rollout.
       streams: by the workers whose devices they have; the sets of workers of which one may be freed.
       release: frees pools and weights of some workers' executors.
-      journal: where calls go; None for a simulated clock, which decides the same again.
+      pace: tokens that a dp group's freed devices are taken to compute per decode step of the others.
+      journal: where it goes which workers were freed; None for a simulated clock, which decides the same again.
       drawing: where calls are drawn; None: nowhere. clock: its seconds.
       by: how the requests of freed workers move; a pure function, or one way for all.
     """
@@ -91,6 +95,7 @@ class StreamSession:
         workers: Workers,
         streams: Mapping[tuple[int, ...], GradientStream],
         release: Callable[[Sequence[int]], None],
+        pace: float,
         journal: Journal | None = None,
         drawing: Drawing | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -100,7 +105,7 @@ class StreamSession:
         self.rule = ScaleDown(options, tuple(streams))
         self.decisions: list[ScaleDownDecision] = []  # of the round
         self._options, self._workers, self._streams = options, workers, streams
-        self._release, self._journal = release, journal
+        self._release, self._pace_of_group, self._journal = release, pace, journal
         self._by: By = by
         self._is_training = False  # a round of training is under way
         self._frees = False  # and workers may be freed in it
@@ -109,9 +114,12 @@ class StreamSession:
         self._num_copied = 0  # tokens whose KV moved in this round
         self._stream: GradientStream | None = None  # open
         self._step = 0  # of the update that is computed
-        self._offered: dict[PromptKey, Group] = {}  # not given yet
-        self._num_calls = 0
-        self._given: set[PromptKey] = set()
+        self._pace = StreamPace(0, 1.0)  # of the stream that is open
+        self._freed_step = 0.0  # of the workers' logical time
+        self._certain: Callable[[], Sequence[Group]] = tuple
+        self._offered: dict[PromptKey, Group] = {}  # scored
+        self._parts: deque[list[PromptKey]] = deque()  # decided, not given yet
+        self._num_given = 0
         self._drawing, self._clock = drawing, clock
         self._began_s: float | None = None  # of the call that is under way
         self._busy_s = 0.0  # of calls that ended in this round
@@ -153,9 +161,33 @@ class StreamSession:
         """What `ended` is told the numbers of: "samples" or "prompts"."""
         return self._options.counts
 
-    def after_plan(self) -> None:
-        """A plan has been handed over: goes on with what the stream has."""
-        self._feed()
+    def before_plan(self) -> None:
+        """A plan comes, and the round has heard of all that ended before: decides what is streamed by now."""
+        if self._stream is not None:
+            tokens = {
+                group.prompt.key: sum(len(group.prompt.token_ids) + len(sample) for sample in group.samples)
+                for group in self._certain()
+            }
+            self._parts += self._pace.parts(self._step_now - self._freed_step, tokens)
+            self.feed()
+
+    def feed(self) -> None:
+        """Gives the stream what it may have next, if it has room."""
+        if self._stream is None:
+            return
+        with self._failures():
+            has_room = self._stream.poll()
+        if not has_room:
+            return
+        self._draw()
+        if self._parts and all(key in self._offered for key in self._parts[0]):
+            self._give()
+
+    def wait_quiet(self) -> None:
+        """Waits until the freed devices have run what they have got so far: a judge on all devices has its turn."""
+        if self._stream is not None:
+            with self._failures():
+                self._stream.wait_quiet()
 
     def end(self) -> dict[str, float]:
         """The round is over; its metrics. The stream stays open until the update."""
@@ -191,22 +223,20 @@ class StreamSession:
         self._expects, self._step = step is not None, step or 0
 
     def offer(self, groups: Callable[[], Sequence[Group]], step: int) -> None:
-        """Gives scored groups that will be in the batch of update `step`; asked while workers are free. Raises
+        """Says which groups will be in the batch of update `step`, scored or not; asked while workers are free. Raises
         Interrupted if the stream fails."""
-        self._step = step
+        self._step, self._certain = step, groups
         if self._stream is not None:
-            self._offered |= {g.prompt.key: g for g in groups() if g.prompt.key not in self._given}
-            self._feed()
+            self._offered = {g.prompt.key: g for g in groups() if all(each.reward is not None for each in g.samples)}
+            self.feed()
 
     def close(self) -> list[TrainBatch]:
         """Ends the stream: the trainer has its sums. Workers are open again. Raises Interrupted if the stream fails."""
         if self._stream is None:
             return []
-        while (keys := self._recorded()) is not None:  # the calls that an earlier run of the step made by now
+        while self._parts:
             self._finish()
-            self._call([key for key in keys if key in self._offered])
-        if self._journal is not None and not self._has_ended():
-            self._journal.append(self._step, CALLS, (self._num_calls,), {"end": True})
+            self._give()
         self._finish()
         with self._failures():
             batches = self._stream.close()
@@ -246,6 +276,12 @@ class StreamSession:
             self._journal.append(self._step, FREED, (), {"decision": decision.to_json()})
         return decision
 
+    @property
+    def _step_now(self) -> float:
+        """Decode steps of an open worker so far, by logical time."""
+        done = self._workers.counters
+        return (done.steps + done.prefill_tokens / PREFILL_TOKENS_PER_STEP) / self._workers.num_open
+
     def _free(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             try:
@@ -254,6 +290,9 @@ class StreamSession:
                 raise Interrupted(f"step {self._step}: {failure}") from failure
             self._freed += (worker,)
         self._release(workers)
+        num_groups = sum(self._workers.engines[worker].batcher.capacity.num_groups for worker in workers)
+        self._pace = StreamPace(self._options.max_prompts, self._pace_of_group * num_groups)
+        self._freed_step = self._step_now
         self._stream = self._streams[workers]
         with self._failures():
             self._stream.open()
@@ -274,35 +313,18 @@ class StreamSession:
         for worker in self._freed:
             self._workers.open(worker)
         self._freed, self._stream = (), None
-        self._offered, self._given, self._num_calls = {}, set(), 0
+        self._certain, self._num_given = tuple, 0
+        self._offered.clear()
+        self._parts.clear()
         self._began_s = None
 
-    def _feed(self) -> None:
-        """Gives the stream what it may have next, if it has room."""
-        if self._stream is None:
-            return
-        with self._failures():
-            has_room = self._stream.poll()
-        if not has_room:
-            return
-        self._draw()
-        keys = self._recorded()
-        if keys is None and not self._has_ended():
-            keys = list(self._offered)[: self._options.max_prompts or None]
-            if keys and self._journal is not None:
-                self._journal.append(self._step, CALLS, (self._num_calls,), {"prompts": [list(key) for key in keys]})
-        if keys and all(key in self._offered for key in keys):
-            self._call(keys)
-
-    def _call(self, keys: Sequence[PromptKey]) -> None:
+    def _give(self) -> None:
+        """Gives the next part to the stream, which has room."""
         assert self._stream is not None
-        self._num_calls += 1
-        if not keys:
-            return
-        self._given |= set(keys)
+        self._num_given += 1
         self._began_s = self._clock()
         with self._failures():
-            self._stream.give([self._offered.pop(key) for key in keys], self._step)
+            self._stream.give([self._offered[key] for key in self._parts.popleft()], self._step)
 
     def _finish(self) -> None:
         assert self._stream is not None
@@ -318,18 +340,5 @@ class StreamSession:
         self._busy_s += ended_s - self._began_s
         if self._drawing is not None:
             lane = f"gradients {', '.join(map(str, self._freed))}"
-            self._drawing.complete(lane, f"part {self._num_calls}", self._began_s, ended_s)
+            self._drawing.complete(lane, f"part {self._num_given}", self._began_s, ended_s)
         self._began_s = None
-
-    def _entry(self) -> Mapping[str, Any] | None:
-        """What the journal has of the next call."""
-        return None if self._journal is None else self._journal.find(self._step, CALLS, (self._num_calls,))
-
-    def _recorded(self) -> list[PromptKey] | None:
-        """The prompts of the next call, if the journal has it."""
-        entry = self._entry()
-        return None if entry is None or "end" in entry else [(epoch, index) for epoch, index in entry["prompts"]]
-
-    def _has_ended(self) -> bool:
-        entry = self._entry()
-        return entry is not None and "end" in entry

@@ -67,6 +67,9 @@ class SimulatedStream:
         """Whether all that was given is done by now."""
         return self._free_ns is None or self._free_ns <= self._clock.now_ns
 
+    def wait_quiet(self) -> None:
+        """Nothing: a simulated judge takes the rollout's devices (`jaxrl.sim.scoring`)."""
+
     def finish(self) -> None:
         """Waits until it is."""
         if self._free_ns is not None:

@@ -47,8 +47,9 @@ class Critic(Protocol):
 class Stream(Protocol):
     """Gradients beside a round.
 
-    `expect`: groups of update `step` will be offered in the round that comes; None: none will. `offer`: gives scored
-    groups that will be in the batch of update `step`, seen before or not; asked only where there is use for them.
+    `expect`: groups of update `step` will be offered in the round that comes; None: none will. `offer`: gives
+    groups that will be in the batch of update `step`, scored or not, seen before or not; asked only where there is use
+    for them.
     `close`: from here on the trainer's minibatch has the gradients of what it returns. `abandon`: drops what was taken,
     with the round. `offer` and `close`, and the backend's `wait`, raise `Interrupted` where gradients could not be
     computed."""

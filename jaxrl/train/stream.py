@@ -120,6 +120,11 @@ class TrainStream:
                 except StopIteration:
                     self._work = None
 
+    def wait_quiet(self) -> None:
+        """Waits until the devices have run what they have got of it so far."""
+        with _failures():
+            jax.block_until_ready(tuple(self._running))
+
     def finish(self) -> None:
         """Waits until all that was given is done."""
         while not self.poll():

@@ -13,7 +13,8 @@ from jaxrl.types import Group, TrainBatch
 
 
 class SingleFetch:
-    """A `GradientStream` that begins the gradients of the first groups that it is given together, and of no others.
+    """A `GradientStream` that begins the gradients of the first groups that it is given together, and of no others:
+    what it is given later is left to the update.
 
     Args:
       stream: computes them.
@@ -29,13 +30,16 @@ class SingleFetch:
         self._stream.open()
 
     def give(self, groups: Sequence[Group], step: int) -> None:
-        assert not self._fetched, "there is no room after the fetch"
+        if not self._fetched:
+            self._stream.give(groups[: self._most], step)
         self._fetched = True
-        self._stream.give(groups[: self._most], step)
 
     def poll(self) -> bool:
         done = self._stream.poll()
         return done and not self._fetched
+
+    def wait_quiet(self) -> None:
+        self._stream.wait_quiet()
 
     def finish(self) -> None:
         self._stream.finish()

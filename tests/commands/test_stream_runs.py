@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from real_streamed_runs import RealRun
-from runs import ROOT, Runs, end, kill, num_steps, state_of, wait_for_steps
+from runs import ROOT, Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
 
 from jaxrl.record.metrics import read_metrics
 from jaxrl.types import RunFailed
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_finite(tmp_path: Path, x64: None, name: str):
         assert run.is_finite[2] == (False, False)
         assert [step for step, finite in run.is_finite.items() if not finite[0]] == [2]
     assert skipped[0] == skipped[1] == [0, 1, 0, 0, 0]
-    assert run.calls(2), "of the batch that was skipped something was streamed"
+    assert run.streamed[2], "of the batch that was skipped something was streamed"
 
 
 # ---------------------------------------------------------------- the command
@@ -203,6 +203,21 @@ def test_workers_that_switch_their_layouts(tmp_path: Path, tiny_model: Path):
     assert sum(line["actor/streamed_share"] for line in lines) > 0
     assert sum(line["rollout/layout/switches"] for line in lines) > 0
     assert sum(line.get("rollout/scale_down/copied_tokens", 0) for line in lines) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("off", [False, True])
+def test_two_runs_that_nothing_stops_are_the_same(tmp_path: Path, tiny_model: Path, off: bool):
+    """Bit for bit, in float32, whenever the host looks for verdicts and for room in the stream."""
+    runs = Runs(tmp_path, tiny_model)
+    options = (*SIZES, *STREAM, "rollout.num_workers=2", "data.train_batch_size=6", f"trainer.one_step_off={off}")
+    failing = (str(ROOT / "tests" / "support" / "failing_jaxrl.py"), "late", "train")
+    runs.finish(tmp_path / "plain", *options, devices=2)
+    for name in ("late", "late again"):
+        with runs.start(tmp_path / name, *options, devices=2, program=failing) as process:
+            end(process)
+        assert_same_end(tmp_path / name, tmp_path / "plain")
+    assert sum(line["actor/streamed_share"] for line in read_metrics(tmp_path / "plain")) > 1
 
 
 @pytest.mark.slow

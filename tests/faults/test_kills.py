@@ -49,8 +49,7 @@ RULES = {
         *("rollout.temperature=0.06", "actor.optim.lr=0.002", "rollout.decode_steps=2"),
         "rollout.speculation={enable: true, epochs: 2, within_group: true}",
     ),
-    # all of the batch that waits at once: how far a stream has come is a matter of the clock
-    "streaming": (*HALVES, STREAM, "trainer.stream.max_prompts=0", "trainer.one_step_off=true"),
+    "streaming": (*HALVES, STREAM),
 }
 DEVICES = {"two-workers": 2, "streaming": 2}
 KILLS = {

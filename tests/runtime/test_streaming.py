@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError
@@ -17,7 +19,8 @@ from jaxrl.scheduling.layouts.handover import HandedOver
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.scale_down import LeftRequest, WorkerLoad
-from jaxrl.types import Group, Prompt, StreamFailed, TrainBatch
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
 
 
 class FakeStream:
@@ -57,21 +60,27 @@ class FakeStream:
         self.log.append("abandon")
 
 
+def engine(load: WorkerLoad) -> Any:
+    return SimpleNamespace(load=load, batcher=SimpleNamespace(capacity=SimpleNamespace(num_groups=1)))
+
+
 class FakeWorkers:
-    """Two workers; the second has less to move."""
+    """Two workers of a dp group each; the second has less to move. `counters`: steps that they have made together."""
 
     def __init__(self, log: list[Any]) -> None:
-        self.log = log
-        self.engines = [WorkerLoad((LeftRequest(4, n, 20),), 1000, 8) for n in (9, 3)]
+        self.log, self.num_open, self.counters = log, 2, Counters()
+        self.engines = [engine(WorkerLoad((LeftRequest(4, n, 20),), 1000, 8)) for n in (9, 3)]
 
     def close(self, worker: int, by: Any) -> HandedOver:
         if by == "broken":
             raise SwitchFailed("tp 1 to 2: no memory for the KV", is_usable=True)
         self.log.append(("close worker", worker))
+        self.num_open -= 1
         return HandedOver(1, 1, 7 if by == "migrate" else 0)
 
     def open(self, worker: int) -> None:
         self.log.append(("open worker", worker))
+        self.num_open += 1
 
 
 class House:
@@ -81,12 +90,13 @@ class House:
         self.log: list[Any] = []
         self.seconds, self.drawn = 100.0, list[Any]()
         self.stream = FakeStream(self.log)
-        workers: Any = FakeWorkers(self.log)
+        self.workers: Any = FakeWorkers(self.log)
         self.session = StreamSession(
             StreamSection(enable=True, **options),
-            workers,
+            self.workers,
             {(0,): self.stream, (1,): self.stream},
             lambda freed: self.log.append(("release", tuple(freed))),
+            0.5,
             journal,
             drawing=self,
             clock=lambda: self.seconds,
@@ -99,6 +109,12 @@ class House:
     def counter(self, track: str, **values: float) -> None:
         raise AssertionError("nothing is counted")
 
+    def plan(self, num_steps: int = 100) -> None:
+        """A plan of so many steps ends, and the next one comes."""
+        self.workers.counters += Counters(steps=num_steps)
+        self.session.feed()
+        self.session.before_plan()
+
     def until_freed(self, kind: str = "plain") -> None:
         self.session.begin(kind)
         self.session.ended([5], 1, 10, is_stopping=False)
@@ -107,16 +123,19 @@ class House:
 
 @pytest.fixture(autouse=True)
 def loads(monkeypatch: pytest.MonkeyPatch):
-    """The fake engines are loads already."""
-    monkeypatch.setattr("jaxrl.runtime.streaming.load_of", lambda engine: engine)
+    """The fake engines have one."""
+    monkeypatch.setattr("jaxrl.runtime.streaming.load_of", lambda engine: engine.load)
 
 
-def group(index: int) -> Group:
-    return Group(Prompt(0, index, (1,), "", ""), [])
+def group(index: int, is_scored: bool = True) -> Group:
+    """Of 20 tokens: its gradient is taken for 40 steps."""
+    whole, real = np.zeros(19, np.int32), np.zeros(19, np.float32)
+    sample = Sample(SampleKey(0, index, 0), whole, real, real, whole, "stop", reward=1.0 if is_scored else None)
+    return Group(Prompt(0, index, (1,), "", ""), [sample])
 
 
-def groups(*indices: int) -> list[Group]:
-    return [group(index) for index in indices]
+def groups(*indices: int, unscored: Sequence[int] = ()) -> list[Group]:
+    return [group(index, index not in unscored) for index in sorted((*indices, *unscored))]
 
 
 FREED_FIRST = [("close worker", 1), ("release", (1,)), "open"]
@@ -129,15 +148,18 @@ def test_a_round_with_its_stream():
     house.until_freed()
     assert house.log == FREED_FIRST
     session.offer(partial(groups, 0, 2), 3)
+    session.feed()
+    assert house.log == FREED_FIRST, "what is streamed is decided before a plan"
+    house.plan(10)
     assert house.log[-1] == (3, [0, 2])
     stream.has_room = False
     session.offer(partial(groups, 0, 2, 4), 3)
     session.offer(partial(groups, 0, 2, 4, 5), 3)
     house.seconds += 4
-    session.after_plan()
+    house.plan()
     assert len(house.log) == 4
     stream.has_room = True
-    session.after_plan()  # gradients go on between plans
+    session.feed()  # gradients go on between plans
     assert house.log[-1] == (3, [4, 5])
     assert house.drawn == [("gradients 1", "part 1", 100.0, 104.0)]
     stream.has_room = False
@@ -160,14 +182,17 @@ def test_a_round_with_its_stream():
     house.until_freed()
     assert house.log == FREED_FIRST
     session.offer(partial(groups, 0), 4)
+    house.plan()
     assert house.log[-1] == (4, [0])
 
 
 def test_no_more_prompts_begin_together_than_may():
-    """What has begun when the round ends holds up the update."""
-    house = House(max_prompts=2)
-    assert run(house, [(False, [0, 1, 2]), (True, [0, 1, 2, 3, 4]), (True, [5])]) == [[0, 1], [2, 3]]
-    assert run(House(max_prompts=0), [(False, [0, 1, 2]), (True, [0, 1, 2, 3, 4])]) == [[0, 1, 2, 3, 4]]
+    """What has begun when the round ends holds up the update. A prompt takes 40 steps, and a plan has a hundred."""
+    seen = [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
+    assert run(House(max_prompts=2), seen) == [[0, 1], [2], [3, 4], [5]], "2 began at 180, 3 and 4 were there at 200"
+    assert run(House(max_prompts=0), seen) == [[0, 1, 2], [3, 4], [5]]
+    assert run(House(max_prompts=1), seen) == [[0], [1], [2], [3], [4], [5]]
+    assert run(House(max_prompts=1), seen[:2]) == [[0], [1], [2]], "the third of them until 220"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +218,7 @@ def test_looks_at_which_nothing_was_freed_are_counted():
     house.session.begin("plain")
     engines: Any = house.session._workers.engines
     for num_done, kv_tokens, num_rows in ((2, 10, 8), (4, 1000, 1)):
-        engines[:] = [WorkerLoad((LeftRequest(4, 9, 20),), kv_tokens, num_rows)] * 2
+        engines[:] = [engine(WorkerLoad((LeftRequest(4, 9, 20),), kv_tokens, num_rows))] * 2
         house.session.ended([5, 5], num_done, 10, is_stopping=False)
     measured = house.session.end()
     assert [measured[f"rollout/scale_down/{name}"] for name in ("freed", "refused_kv", "refused_rows")] == [0, 1, 1]
@@ -219,57 +244,43 @@ def test_a_round_that_is_dropped():
     assert house.session.state_dict()["lengths"] == {}
     house.until_freed()
     house.session.offer(partial(groups, 1), 1)
+    house.plan()
     assert house.log[-1] == (1, [1])
 
 
-def run(house: House, offers: list[tuple[bool, list[int]]], *, ends: bool = True) -> list[Any]:
-    """A round of step 5 with offers while the stream has room or not; the calls that were made."""
+def run(house: House, seen: Sequence[Sequence[int]], *, late: Sequence[Sequence[int]] = (), busy: int = 0) -> list[Any]:
+    """A round of step 5, a plan of 100 steps after each time that prompts are certain.
+
+    Args:
+      seen: that are certain by then. late: of these, that have no verdict yet.
+      busy: plans, from the first on, after which the stream has no room.
+
+    Returns:
+      The parts that were given.
+    """
     house.session.expect(5)
     house.until_freed()
-    for has_room, indices in offers:
-        house.stream.has_room = has_room
-        house.session.offer(partial(groups, *indices), 5)
-    if ends:
-        house.session.end()
-        house.session.close()
+    for number, indices in enumerate(seen):
+        house.stream.has_room = number >= busy
+        unscored = late[number] if number < len(late) else ()
+        house.session.offer(partial(groups, *(i for i in indices if i not in unscored), unscored=unscored), 5)
+        house.plan()
+    house.session.offer(partial(groups, *{i for indices in seen for i in indices}), 5)  # the last verdict
+    house.session.end()
+    house.session.close()
     return [entry[1] for entry in house.log if isinstance(entry, tuple) and entry[0] == 5]
 
 
-def test_a_step_that_runs_again_makes_the_same_calls(tmp_path: Path):
-    file = tmp_path / "journal.jsonl"
-    journal = Journal(file, 4)
-    first = run(House(journal), [(True, [3]), (False, [3, 1]), (True, [3, 1, 0]), (False, [3, 1, 0, 2])])
-    assert first == [[3], [1, 0]], "the last one came when the stream had no room"
-    journal.close()
-    for offers in (
-        [(True, [3, 1, 0, 2])],  # verdicts come at once
-        [(True, [0]), (True, [0, 1]), (True, [0, 1, 3]), (True, [0, 1, 2, 3])],  # in another order
-        [(False, [3]), (False, [3, 1, 0, 2])],  # and the stream is slow: what is missing is done at the end
-    ):
-        again = Journal(file, 4)
-        assert run(House(again), offers) == first
-        again.close()
-
-
-def test_a_round_that_was_killed_goes_on_after_the_last_call(tmp_path: Path):
-    file = tmp_path / "journal.jsonl"
-    journal = Journal(file, 4)
-    assert run(House(journal), [(True, [3]), (True, [3, 1])], ends=False) == [[3], [1]]
-    journal.close()  # killed here
-    again = Journal(file, 4)
-    assert run(House(again), [(True, [1, 3]), (True, [1, 3]), (True, [1, 3, 0, 2])]) == [[3], [1], [0, 2]]
-    again.close()
-
-
-def test_of_a_call_in_the_journal_what_is_not_in_the_batch_is_left_out(tmp_path: Path):
-    """Options may change at a resume, and the batch with them."""
-    file = tmp_path / "journal.jsonl"
-    journal = Journal(file, 4)
-    assert run(House(journal), [(True, [3]), (True, [3, 1]), (True, [3, 1, 8])], ends=False) == [[3], [1], [8]]
-    journal.close()
-    again = Journal(file, 4)
-    assert run(House(again), [(True, [1, 3]), (True, [1, 3, 2])]) == [[3], [1]]
-    again.close()
+@pytest.mark.parametrize(
+    ("late", "busy"),
+    [((), 1), ((), 9), ([[3], [3, 0], [0, 1]], 0), ([[3], [3, 1, 0], [1, 3, 0, 2]], 9)],
+    ids=["busy once", "busy throughout", "late verdicts", "all at the end"],
+)
+def test_no_clock_decides_the_parts(late: Sequence[Sequence[int]], busy: int):
+    seen = [[3], [0, 1, 3], [0, 1, 2, 3]]
+    expected = run(House(), seen)
+    assert expected == [[3], [0, 1], [2]]
+    assert run(House(), seen, late=late, busy=busy) == expected
 
 
 def test_when_workers_are_freed_is_in_the_journal(tmp_path: Path):
@@ -328,6 +339,7 @@ def test_a_failure_of_the_stream_ends_the_round(call: str):
     def play() -> None:
         house.until_freed()
         house.session.offer(partial(groups, 1), 7)
+        house.plan()
         house.session.end()
         house.session.close()
 
@@ -345,6 +357,7 @@ def test_a_failure_of_the_stream_ends_the_round(call: str):
         house.session.rule.cancel()
     house.until_freed()
     house.session.offer(partial(groups, 1), 7)
+    house.plan()
     assert house.log == [*FREED_FIRST, (7, [1])]
 
 

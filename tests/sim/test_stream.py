@@ -141,7 +141,7 @@ def by_hand(**stream: Any) -> Config:
                 "num_workers": 2,
                 "deal": "prompts",
             },
-            "trainer": {"total_training_steps": 1, "save_freq": 0, "num_devices": 2, "stream": stream},
+            "trainer": {"total_training_steps": 1, "save_freq": 0, "num_devices": 2, "stream": {"pace": 1.0} | stream},
             "simulate": {"num_prompts": 4},
         }
     )
@@ -192,7 +192,7 @@ def test_what_is_counted(counts: str, freed: float):
     short = {key(0, 0), key(0, 1), key(1, 0), key(2, 0)}
     samples = {k: KnownSample(3 if k in short else 31) for k in LENGTHS}
     workload = KnownWorkload(samples, dict.fromkeys(range(4), 4))
-    simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts), ConstantCost(), workload)
+    simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts, pace=0.5), ConstantCost(), workload)
     assert metrics[1]["rollout/scale_down/done_share"] == freed
     assert metrics[1]["actor/streamed_share"] == 1 / 4
     assert simulation.stream is not None

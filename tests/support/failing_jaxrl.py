@@ -1,13 +1,16 @@
 """The command `jaxrl` on a machine on which one thing goes wrong: `failing_jaxrl.py FAULT train ...`.
 
-`stream`: the memory of the freed devices is full, at the third part whose gradients are computed there. `device`: a
-device of the last worker is lost in the rollout. `nan`: gradients that some prompts give are not numbers.
+`late`: the host stops for moments of its own; verdicts, and room in the stream, are seen late or at once. `stream`: the
+memory of the freed devices is full, at the third part whose gradients are computed there. `device`: a device of the
+last worker is lost in the rollout. `nan`: gradients that some prompts give are not numbers.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import sys
+import time
 from typing import Any
 
 import jax
@@ -15,6 +18,8 @@ import numpy as np
 
 from jaxrl.cli import main
 from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.runtime.streaming import StreamSession
+from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.train import preparation
 from jaxrl.train.passes import Passes
 
@@ -42,8 +47,21 @@ def not_numbers(config: Any, groups: Any, batch: Any) -> None:
     ]
 
 
+def late(call: Any, otherwise: Any) -> Any:
+    chance = random.SystemRandom()
+
+    def called(*arguments: Any) -> Any:
+        time.sleep(chance.choice([0, 0, 0.02]))
+        return call(*arguments) if chance.random() < 0.4 else otherwise()
+
+    return called
+
+
 fault = sys.argv.pop(1)
-if fault == "stream":
+if fault == "late":
+    Verdicts.completed = late(Verdicts.completed, list)
+    StreamSession.feed = late(StreamSession.feed, lambda: None)
+elif fault == "stream":
     Passes.accumulate = without_memory
 elif fault == "device":
     MeshExecutor.collect = lost

@@ -191,7 +191,8 @@ class FakeStream:
         if self.taken:
             self.fail("offer")
         known = {prompt.key for part in self.taken for prompt in part.prompts}
-        new = [group for group in groups() if group.prompt.key not in known]
+        scored = [group for group in groups() if all(sample.reward is not None for sample in group.samples)]
+        new = [group for group in scored if group.prompt.key not in known]
         if self.num_offers % 2 or not new:
             return
         batch = TrainBatch.of(new[:1])

@@ -47,6 +47,7 @@ class Slow(TrainStream):
 
     chance: random.Random
     fails: Callable[[str], bool]
+    tell: Callable[[list[list[tuple[int, int]]]], None]  # what was given, when it has ended
     _wait = 0
 
     def open(self) -> None:
@@ -70,6 +71,7 @@ class Slow(TrainStream):
 
     def close(self) -> list[TrainBatch]:
         self._may_fail("close")
+        self.tell(self.given)
         return super().close()
 
     def _may_fail(self, call: str) -> None:
@@ -96,6 +98,7 @@ class RealRun(Run):
         self._programs: Any = None
         self._learning: tuple[list[Group], int] = [], 0
         self.weights = np.zeros(0)
+        self._given: list[list[tuple[int, int]]] = []
 
     def _trainer(self, config: Config) -> Trainer:
         params = decoder.init(TRAINED, jax.random.key(0), config.actor.param_dtype)
@@ -110,7 +113,7 @@ class RealRun(Run):
         streams = {}
         for index, freed in enumerate(halves(len(workers.executors))):
             stream = streams[freed] = Slow(trainer, Half(self.mesh, index))
-            stream.chance, stream.fails = chance, lambda call: self.fails(call)
+            stream.chance, stream.fails, stream.tell = chance, lambda call: self.fails(call), self._closed
             stream.programs.microbatches = stream.programs.microbatches[-1:]
         self._apply, trainer.apply = trainer.apply, self._judged  # pyright: ignore[reportAttributeAccessIssue]
         return Machine(
@@ -150,6 +153,10 @@ class RealRun(Run):
 
     def _stepped(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         self.groups[step], self.metrics[step] = list(groups), measured
+        self.streamed[step], self._given = self._given, []
+
+    def _closed(self, given: list[list[tuple[int, int]]]) -> None:
+        self._given = list(given)
 
     def _ended(self) -> Any:
         self.weights = flat(self.sums.params)
@@ -164,7 +171,7 @@ class RealRun(Run):
         prompts = [group.prompt.key for groups in self.groups.values() for group in groups]
         assert len(set(prompts)) == len(prompts), "trained twice"
         for step in steps:
-            given = [key for call in self.calls(step) for key in call]
+            given = [key for call in self.streamed[step] for key in call]
             assert len(set(given)) == len(given)
             assert {*given} <= {group.prompt.key for group in self.groups[step]}
             assert self.metrics[step].get("rollout/scale_down/freed", 0) <= 1

@@ -199,14 +199,14 @@ class Round:
         return [Group(ledger.prompts[prompt_key], samples[prompt_key]) for prompt_key in sorted(samples)]
 
     def certain(self) -> list[Group]:
-        """Groups that are scored and that `groups` will have, whatever happens from now on; sorted as there.
+        """Groups that `groups` will have, whatever happens from now on, scored or not; sorted as there.
 
         What a training step needs of them can be computed before the round has ended (`jaxrl.train.stream`). A round
         that is given up yields nothing all the same.
         """
         ledger, wanted = self.ledger, set(self._rule.certain(self.ledger))
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}
-        for key in ledger.verdicts:
+        for key in (*ledger.verdicts, *ledger.scoring):
             if (prompt_key := ledger.launched[key].key) in wanted:
                 samples[prompt_key].append(ledger.finished[key])
         return [
