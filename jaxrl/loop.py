@@ -433,7 +433,7 @@ class Loop:
     def _evaluates(self, step: int) -> bool:
         """Whether step `step` ends with an evaluation."""
         every = self.config.trainer.test_freq
-        return bool(self._validation) and every > 0 and step % every == 0
+        return bool(self._validation) and every > 0 and (step % every == 0 or step == self.total_steps)
 
     def _evaluate(self) -> None:
         """Samples the held-out prompts. A stop that is asked for meanwhile ends it without numbers."""

@@ -169,6 +169,12 @@ def test_evaluation_before_and_between(build: Build):
     assert "timing_s/testing" in house.steps[1][1]
 
 
+def test_the_last_step_ends_with_an_evaluation(build: Build):
+    house = build({"trainer.test_freq": 2}, total_steps=3)
+    house.loop.run()
+    assert [step for step, _, _ in house.evaluations] == [2, 3]
+
+
 def test_a_run_without_held_out_prompts_never_evaluates(build: Build):
     house = build({"trainer.test_freq": 1, "trainer.val_before_train": True}, total_steps=2)
     house.loop._validation = ()

@@ -250,7 +250,7 @@ class TrainerSection:
     ] = 0
     save_freq: Annotated[int, Ge(0), "Steps between checkpoints; 0: only at the end."] = 10
     max_ckpt_to_keep: Annotated[int, Ge(1), "Checkpoints that are kept, the newest ones."] = 2
-    test_freq: Annotated[int, Ge(0), "Steps between evaluations; 0: none."] = 0
+    test_freq: Annotated[int, Ge(0), "Steps between evaluations; another follows the last step; 0: none."] = 0
     val_before_train: Annotated[bool, "Evaluate before the first step."] = False
     seed: Annotated[int, Ge(0), SEED, "Seed of random weights and of sampling."] = 0
     num_devices: Annotated[int, Ge(0), MAX_DEVICES, "Devices of the run; 0: all that there are."] = 0

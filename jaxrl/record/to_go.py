@@ -57,10 +57,11 @@ class TimeToGo:
         each_s = fmean(self._recent) if self._recent else self._compiling
         if not self._total or each_s is None:
             return None
-        found = max(self._total - self._last_step, 0) * each_s
-        for name, took_s in self._due.items():
+        left = max(self._total - self._last_step, 0)
+        found = left * each_s
+        for name, took_s in self._due.items() if left else ():
             every = self._every[name]
-            found += (self._total // every - self._last_step // every) * took_s
+            found += (-(-self._total // every) - self._last_step // every) * took_s  # and after the last step
         return found
 
 

@@ -38,7 +38,7 @@ def test_evaluations_and_saving_are_added_as_often_as_they_are_due():
     ]
     steps[-1][1]["timing_s/save"] = 2.0
     found = after(steps, total=20, testing=5, save=6)
-    assert found.seconds() == pytest.approx(13 * 10.0 + 3 * 30.0 + 2 * 2.0), "at 10, 15, 20; after 12 and 18"
+    assert found.seconds() == pytest.approx(13 * 10.0 + 3 * 30.0 + 3 * 2.0), "at 10, 15, 20; after 12, 18, 20"
 
 
 def test_the_last_ten_steps_count():
