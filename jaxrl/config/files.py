@@ -18,7 +18,7 @@ from jaxrl.config.checks import ConfigError, without_effect
 from jaxrl.config.declared import shown
 from jaxrl.config.gin_file import GinFile
 from jaxrl.config.hidden import hider
-from jaxrl.config.mapping import from_mapping, from_recorded, is_section
+from jaxrl.config.mapping import from_mapping, from_recorded, is_section, is_text
 from jaxrl.config.options import Config
 from jaxrl.config.text import Options, read_text, refuse_unprintable
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
@@ -106,8 +106,10 @@ def _read_yaml(path: Path, options: Options) -> None:
 
 
 def apply_override(values: dict[str, Any], text: str) -> str:
-    """Puts `a.b=c` into nested mappings; `c` is read as YAML. Returns the option's path.
+    """Puts `a.b=c` into nested mappings. Returns the option's path.
 
+    `c` is read as YAML, but for an option that is text: there it is taken as it stands, unless it is in quotation marks
+    or `null`. (`{question}` would be a mapping, ` # ` a comment, `2026` a number.)
     A mapping for a section changes the options that it names, and leaves the others as they are.
     """
     path, equals, value = text.partition("=")
@@ -126,7 +128,9 @@ def apply_override(values: dict[str, Any], text: str) -> str:
         if not isinstance(child, dict):
             raise ConfigError(f"{said}: {key!r} is an option, not a section")
         node = child
-    parsed, _ = parse_yaml(value, said, lines=False)
+    parsed: Any = value.strip()
+    if not is_text(path.strip()) or parsed.startswith(("'", '"')) or parsed in ("", "~", "null"):
+        parsed, _ = parse_yaml(value, said, lines=False)
     _merge(node, keys[-1], parsed, path.strip())
     return path.strip()
 

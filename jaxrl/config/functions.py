@@ -75,8 +75,13 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
     if not callable(function):
         found = _functions(module, of_name) if function is None else type(function).__name__
         raise ValueError(f"{of_name}: {file.path} must define a function {name!r}, found {found}")
-    for kind, is_kind in (("an async one", inspect.iscoroutinefunction), ("a generator", inspect.isgeneratorfunction)):
-        if is_kind(function) or inspect.isasyncgenfunction(function):
+    if isinstance(function, type):
+        raise ValueError(f"{of_name}: {file.path}: {name} is a class: name an instance of it, as x in x = {name}()")
+    for kind, is_kind in (
+        ("an async one: have an ordinary one call asyncio.run", inspect.iscoroutinefunction),
+        ("a generator", inspect.isgeneratorfunction),
+    ):
+        if any(is_kind(each) or inspect.isasyncgenfunction(each) for each in (function, function.__call__)):
             raise ValueError(f"{of_name}: {file.path}: {name} must be an ordinary function, found {kind}")
     wanted = f"{of_name}: {file.path}: {name} must take ({', '.join(arguments)}), by these names"
     try:

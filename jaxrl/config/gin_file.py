@@ -196,5 +196,6 @@ def _sentence(message: str | None) -> str:
     """What gin's parser says, without the names of Python's own objects."""
     token = re.search(r"malformed node or string.*Failed to parse token '(.*)'", message or "", re.DOTALL)
     if token is not None:
-        return f"{shown(token[1])} is no value: text must be in quotation marks"
+        case = ", and true is written True" if token[1] in ("true", "false") else ""
+        return f"{shown(token[1])} is no value: text must be in quotation marks{case}"
     return one_line(message or "not valid gin")

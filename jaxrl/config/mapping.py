@@ -36,6 +36,7 @@ _MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin
 
 _NAMED_SECTIONS = frozenset(path for path, option in walk(Config) if option.named_section is not None)
 """Mappings from names of the user's to sections."""
+_TEXTS = frozenset(path for path, option in walk(Config) if option.type is str)
 _SECTIONS = frozenset(path[:end] for path, _ in walk(Config) for end in range(len(path)) if path[end] == ".")
 
 
@@ -52,6 +53,11 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
 def from_recorded(values: Mapping[str, Any]) -> Config:
     """The `Config` of a run's config.yaml, which an earlier version may have written with options that are gone."""
     return from_mapping(_without(values, "", lambda path, value: True))
+
+
+def is_text(path: str) -> bool:
+    """Whether the option's value is text, whatever it looks like."""
+    return path in _TEXTS
 
 
 def is_section(path: str) -> bool:
@@ -95,7 +101,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def build(section: type, values: Any, path: str) -> Any:
     """A section from nested mappings, each value of its type and within its bounds; `path` is where it stands."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path or 'the config'} must be a section with options, found {shown(values)}")
+        switch = f": {path}.enable is its switch" if isinstance(values, bool) and "enable" in declared(section) else ""
+        raise ConfigError(f"{path or 'the config'} must be a section with options, found {shown(values)}{switch}")
     known = declared(section)
     kwargs: dict[str, Any] = {}
     for key, value in values.items():
@@ -164,7 +171,7 @@ def _convert(option: Declared, value: Any, path: str) -> Any:
 def _name(allowed: tuple[str, ...], value: Any, path: str) -> str:
     if isinstance(value, str) and value in allowed:
         return value
-    near = difflib.get_close_matches(str(value)[:100], allowed, n=1) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value[:100].lower(), allowed, n=1) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"{path} must be one of {', '.join(allowed)}, found {shown(value)}{hint}")
 

@@ -1,10 +1,11 @@
-"""What options of verl are called here, or in one sentence why there is none.
+"""What options of verl, and the best known of TRL's, are called here, or in one sentence why there is none.
 
 Purpose: `advice(path)` completes the refusal of an unknown option for those who bring a script of verl along. Most
 names are the same and stand in no table: verl's `actor_rollout_ref.actor.optim.lr` is `actor.optim.lr`, and its
 `algorithm` and `trainer` sections have the same names here.
 
-Source: verl's documentation of its configuration (`ppo_trainer.yaml`), versions 0.3 to 0.6.
+Sources: verl's documentation of its configuration (`ppo_trainer.yaml`), versions 0.3 to 0.6; TRL's of `GRPOConfig`,
+versions 0.15 to 0.24, whose options stand in no section.
 """
 
 from __future__ import annotations
@@ -67,6 +68,26 @@ RENAMED: Mapping[str, str] = {
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.resume_from_path": "trainer.init_from",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.n",
+    "max_completion_length": "data.max_response_length",
+    "max_new_tokens": "data.max_response_length",
+    "per_device_train_batch_size": "data.train_batch_size",
+    "gradient_accumulation_steps": "actor.ppo_mini_batch_size",
+    "learning_rate": "actor.optim.lr",
+    "max_grad_norm": "actor.grad_clip",
+    "num_iterations": "actor.ppo_epochs",
+    "importance_sampling_level": "actor.ratio_level",
+    "beta": "actor.kl_loss_coef",
+    "epsilon": "actor.clip_ratio_low and actor.clip_ratio_high",
+    "loss_type": "algorithm.loss_agg_mode",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "num_train_epochs": "trainer.total_epochs",
+    "max_steps": "trainer.total_training_steps",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "output_dir": "trainer.run_dir",
+    "report_to": "trainer.logger",
 }
 """Options of verl, without `PREFIX`, and what is nearest to them here: an option, or two."""
 

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,11 @@ def column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
         return row[key]
     value: Any = row
     for part in key.split("."):
+        if value is None:
+            return None  # a struct that is null in this row
         if not isinstance(value, Mapping) or part not in value:
-            near = [*_nested(row, key), *difflib.get_close_matches(key, list(row), n=1)]
+            # `solution` is near `question` by difflib's own limit of 0.6
+            near = [*_nested(row, key), *difflib.get_close_matches(key, list(row), n=1, cutoff=0.75)]
             names = one_line(", ".join(map(repr, row))) or "none"
             raise ValueError(
                 f"{where}: no column {key!r} ({option}): {f'did you mean {near[0]!r}?' if near else f'found {names}'}"
@@ -207,9 +211,9 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
 def reference_answer(value: Any, where: str, data: DataSection) -> str:
     """The text of a reference answer, of GSM8K's what stands behind `####`."""
     named = f"{where}: {data.answer_key!r} (data.answer_key)"
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"{named} must be text or a number, found {shown(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ValueError(f"{named} must be text or a finite number, found {value}")
     answer = str(value).rpartition("####")[2].strip()
     if not answer:

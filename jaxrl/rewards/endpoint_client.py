@@ -145,7 +145,8 @@ class Client:
             return f"reward.judge.api_key_env {named} is refused by {judge.endpoint}: {failed}"
         place = f"reward.judge.endpoint ({judge.endpoint})"
         if failed.code in (404, 405):
-            return f"{place}: no chat completions there, or no model {judge.endpoint_model!r}: {failed}"
+            where = "" if judge.endpoint.rstrip("/").endswith("/v1") else " (most servers have them under /v1)"
+            return f"{place}: no chat completions there{where}, or no model {judge.endpoint_model!r}: {failed}"
         if failed.status == "error" or (failed.status == "crash" and not failed.code):
             return f"{place}: {failed}"
         return None

@@ -274,6 +274,25 @@ def test_a_password_in_a_url_is_refused_and_not_shown(kind: str):
         assert "PASSWORD" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("{question}", "{question}"),
+        ("{question} Answer: [0-9]", "{question} Answer: [0-9]"),
+        ("Think # aloud", "Think # aloud"),
+        (" 2026 ", "2026"),
+        ("No", "No"),
+        ('"a\\n {b}"', "a\n {b}"),
+        ("'it''s'", "it's"),
+        ("", ""),
+        ("null", ""),
+    ],
+)
+def test_text_on_the_command_line_is_what_stands_there(value: str, text: str):
+    """YAML would make mappings, numbers and comments of it."""
+    assert load(None, ["model.path=x", f"data.system_prompt={value}"]).data.system_prompt == text
+
+
 def test_options_without_effect_are_said_with_their_place(file):
     path = file(
         "run.yaml",

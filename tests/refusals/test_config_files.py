@@ -211,6 +211,11 @@ REFUSALS = (
         "model.path = models/qwen\n",
     ),
     in_gin(
+        "gin-true",
+        "run.gin, line 1: 'true' is no value: text must be in quotation marks, and true is written True",
+        "data.shuffle = true\n",
+    ),
+    in_gin(
         "gin-scope",
         "run.gin, line 1: scopes (eval/...) are not supported: options have one value",
         "eval/rollout.n = 4\n",
@@ -327,9 +332,9 @@ REFUSALS = (
     ),
     Refusal(
         "override-tag",
-        ("train", "model.path=!!python/name:os.system"),
+        ("train", "rollout.n=!!python/name:os.system"),
         (
-            "override 'model.path=!!python/name:os.system': could not determine a constructor for the "
+            "override 'rollout.n=!!python/name:os.system': could not determine a constructor for the "
             "tag 'tag:yaml.org,2002:python/name:os.system'"
         ),
         holds(MINI),

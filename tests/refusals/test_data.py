@@ -241,6 +241,17 @@ COLUMNS = [
         writes('{"text": "q", "label": 1}'),
     ),
     files(
+        "columns of other names",
+        f"{FILE}, line 1: no column 'question' (data.prompt_key): found 'problem', 'solution'",
+        writes('{"problem": "q", "solution": "1"}'),
+    ),
+    files(
+        "a nested column of a row without",
+        f"{FILE}, line 1: 'm.answer' (data.answer_key) must be text or a number, found None",
+        writes('{"question": "q", "m": null}'),
+        "data.answer_key=m.answer",
+    ),
+    files(
         "a column nearly",
         f"{FILE}, line 1: no column 'question' (data.prompt_key): did you mean 'Question'?",
         writes('{"Question": "q"}'),

@@ -248,14 +248,16 @@ TYPES = {
     "data.train_files=[a.jsonl, 3]": "data.train_files[1] must be text, found 3: put it in quotation marks",
     "data.val_files={a: b}": "data.val_files must be a list, found {'a': 'b'}",
     "rollout.stop=[1]": "rollout.stop[0] must be text, found 1: put it in quotation marks",
-    "model.path=3": "model.path must be text, found 3: put it in quotation marks",
-    "trainer.experiment_name=on": ("trainer.experiment_name must be text, found True: put it in quotation marks"),
-    "model.path=org/none:": (
-        "model.path must be text, found {'org/none': None}: put it in quotation marks (to YAML, a { at the beginning "
-        "or a : at the end makes a mapping)"
+    "data.train_files=[org/none:]": (
+        "data.train_files[0] must be text, found {'org/none': None}: put it in quotation marks (to YAML, a { at the "
+        "beginning or a : at the end makes a mapping)"
     ),
     "data.task_config=[1]": "data.task_config must be a mapping, found [1]",
     "rollout=3": "rollout must be a section with options, found 3",
+    "rollout.partial_rollout=true": (
+        "rollout.partial_rollout must be a section with options, found True: rollout.partial_rollout.enable is its "
+        "switch"
+    ),
     "actor.optim=[lr]": "actor.optim must be a section with options, found ['lr']",
     "rollout.tensor_model_parallel_size=all": (
         "rollout.tensor_model_parallel_size must be a whole number or auto, found 'all'"
@@ -288,6 +290,11 @@ NAMES = {
         "algorithm.adv_estimator must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, gae, found 'gpro'; "
         "did you mean grpo?"
     ),
+    "algorithm.adv_estimator=GRPO": (
+        "algorithm.adv_estimator must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, gae, found 'GRPO'; "
+        "did you mean grpo?"
+    ),
+    "rollout.num_generations=8": "unknown option rollout.num_generations: here it is rollout.n",
     "rollout.dtype=float16": (
         "rollout.dtype must be one of float32, bfloat16, float64, found 'float16'; did you mean bfloat16?"
     ),

@@ -145,8 +145,18 @@ FILES = [
     ),
     Wrong(
         "async",
-        f"{FUNCTION} must be an ordinary function, found an async one",
+        f"{FUNCTION} must be an ordinary function, found an async one: have an ordinary one call asyncio.run",
         "async def compute_score(**kwargs): ...\n",
+    ),
+    Wrong(
+        "async call",
+        f"{FUNCTION} must be an ordinary function, found an async one: have an ordinary one call asyncio.run",
+        "class Reward:\n    async def __call__(self, **kwargs): ...\n\n\ncompute_score = Reward()\n",
+    ),
+    Wrong(
+        "a class",
+        f"{FUNCTION} is a class: name an instance of it, as x in x = compute_score()",
+        "class compute_score:\n    def __call__(self, **kwargs): ...\n",
     ),
     Wrong(
         "yields",

@@ -186,7 +186,11 @@ def test_a_whole_run(tmp_path):
     norm = text[text.index("<h3>Gradient norm") :].partition("</figure>")[0]
     assert "step 50: updates were skipped here" in norm
     assert "jaxrl train configs/arithmetic.yaml" in text
-    assert "8 × NVIDIA H100 80GB HBM3" in text
+    assert text.count("8 × NVIDIA H100 80GB HBM3") == 2, "in the head, and where and when"
+    assert (
+        "<code>actor.use_<wbr>kl_<wbr>loss</code></td><td><code>true</code></td><td class=sub><code>false</code>"
+        in text
+    )
     assert not list(tmp_path.glob("*.draft"))
 
 

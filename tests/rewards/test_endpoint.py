@@ -301,6 +301,13 @@ def test_refused_at_the_start(behaviour: Behaviour, sentence: str, monkeypatch: 
         pool.close()
 
 
+def test_an_endpoint_without_v1_is_told_of_it():
+    with chat_server(default=status(404)) as server:
+        pool = pool_of(server, endpoint=server.url.removesuffix("/v1"))
+        with pytest.raises(ValueError, match=r"no chat completions there \(most servers have them under /v1\), or no"):
+            pool.warm()
+
+
 def test_out_of_order_at_the_start():
     with chat_server(default=status(503, "loading")) as server:
         pool = pool_of(server)
