@@ -7,7 +7,6 @@ modelled devices.
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.figures import Figure, figures_of, seconds
-from jaxrl.report.runs import Run, read_run
+from jaxrl.report.runs import Run, devices, option_text, read_run
 from jaxrl.report.style import document
 
 MOST_RUNS = 8
@@ -77,8 +76,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
 def _value(config: Mapping[str, Any], path: str) -> str:
     if path not in config:
         return _MISSING
-    value = config[path]
-    return (value if isinstance(value, str) else json.dumps(value)) or "empty"
+    return option_text(config[path])
 
 
 # ---------------------------------------------------------------- the page
@@ -187,10 +185,6 @@ def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _facts(runs: Sequence[Run], names: Sequence[str]) -> str:
-    def devices(run: Run) -> str:
-        found = run.section("devices")
-        return " ".join(str(found[key]) for key in ("count", "kind") if key in found)
-
     def versions(run: Run) -> str:
         return ", ".join(f"{name} {version}" for name, version in run.section("versions").items())
 

@@ -26,7 +26,7 @@ from jaxrl.report.curves import charts, short, validation_names
 from jaxrl.report.drawings import heat_card, histogram_card, rows_card
 from jaxrl.report.layouts import layouts_section
 from jaxrl.report.rewards import rewards_section
-from jaxrl.report.runs import Run, read_run
+from jaxrl.report.runs import Run, devices, option_text, read_run
 from jaxrl.report.samples import samples_section
 from jaxrl.report.style import document
 
@@ -98,11 +98,10 @@ def _model(run: Run) -> str:
 
 
 def _subtitle(run: Run) -> str:
-    devices = run.section("devices")
     parts = [
         f"simulated {_model(run)}".strip() if run.is_simulated else _model(run),
         run.option("algorithm.adv_estimator"),
-        " ".join(str(devices[k]) for k in ("count", "kind") if k in devices).replace(" ", " × ", 1),
+        devices(run),
         run.info.get("started"),
     ]
     return " · ".join(escape(str(part)) for part in parts if part) or "no run.json"
@@ -146,8 +145,8 @@ def _config(run: Run) -> str:
     defaults, found = flatten(to_mapping(Config())), flatten(config)
     changed = [(key, value, defaults.get(key)) for key, value in found.items() if value != defaults.get(key)]
     rows = "".join(
-        f"<tr><td><code>{breakable(key)}</code></td><td><code>{escape(str(value))}</code></td>"
-        f"<td class=sub><code>{escape(str(default))}</code></td></tr>"
+        f"<tr><td><code>{breakable(key)}</code></td><td><code>{escape(option_text(value))}</code></td>"
+        f"<td class=sub><code>{escape(option_text(default))}</code></td></tr>"
         for key, value, default in changed
     )
     head = "<thead><tr><th>Option</th><th>Value</th><th>Default</th></tr></thead>"
@@ -156,12 +155,12 @@ def _config(run: Run) -> str:
 
 
 def _facts(run: Run) -> str:
-    devices, versions, command = run.section("devices"), run.section("versions"), run.info.get("command")
+    versions, command = run.section("versions"), run.info.get("command")
     facts = [
         ("command", " ".join(map(str, command)) if isinstance(command, list) else command),
         ("started", run.info.get("started")),
         ("commit", run.info.get("commit")),
-        ("devices", " ".join(str(devices[k]) for k in ("count", "platform", "kind") if k in devices)),
+        ("devices", devices(run)),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("folder", run.folder.resolve()),
     ]

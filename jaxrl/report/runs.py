@@ -109,3 +109,14 @@ def _with_names_of_today(line: dict[str, float]) -> dict[str, float]:
 def _read_samples(path: Path) -> list[dict[str, Any]]:
     samples = read_lines(path, lambda line: json.loads(line.decode(errors="replace")))
     return [sample for sample in samples if isinstance(sample, dict) and isinstance(sample.get("step"), int | float)]
+
+
+def devices(run: Run) -> str:
+    """`8 × NVIDIA H100`."""
+    found = run.section("devices")
+    return " × ".join(str(found[key]) for key in ("count", "kind") if key in found)
+
+
+def option_text(value: Any) -> str:
+    """An option's value as YAML would have it, in one line."""
+    return (value if isinstance(value, str) else json.dumps(value)) or "empty"
