@@ -444,9 +444,9 @@ class Run:
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, {**measured, **self.joined.take_metrics()}, groups)
-        if step < self.total_steps and not self.stop():
-            while self.beside:  # what is left when a step has ended would only slow the next one
-                self.beside.pop().complete(self.watchdog.beat)
+        while self.beside and step < self.total_steps and not self.stop():
+            record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
+            self.beside.pop().complete(self.watchdog.beat)
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""

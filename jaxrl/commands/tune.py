@@ -124,7 +124,7 @@ def tune(
     """Searches, and says what was found; raises ValueError for what a user can mend."""
     search = SEARCHES[options.rule]
     grid = options.grid(search)
-    given = [*_of_the_run(run_dir), *overrides]
+    given = [*_of_the_run(run_dir, overrides), *overrides]
     config = _load(run_dir, given)
     batch = config.data.train_batch_size, config.rollout.n
     values = search.distinct((PLAIN, *grid), *batch)
@@ -175,9 +175,9 @@ def _devices(run_dir: str) -> dict[str, Any]:
     return last["devices"]
 
 
-def _of_the_run(run_dir: str) -> list[str]:
+def _of_the_run(run_dir: str, overrides: Sequence[str]) -> list[str]:
     """Options of section `simulate` that its record answers: lengths; of a real run the devices as well, and latencies
-    if it names a profile."""
+    if it, or an override, names a profile."""
     lengths = f"simulate.recorded_run={json.dumps(str(run_dir))}"
     found = ["simulate.workload=recorded", "simulate.recorded_rule=by_rank", lengths]
     devices = _devices(run_dir)
@@ -185,7 +185,7 @@ def _of_the_run(run_dir: str) -> list[str]:
         return found
     found.append(f"simulate.num_devices={devices['count']}")
     found += [f"simulate.hardware={name}" for name in HARDWARE if re.search(rf"\b{name}\b", devices["kind"])]
-    profile = _load(run_dir, []).rollout.layout.profile
+    profile = _load(run_dir, overrides).rollout.layout.profile
     return [*found, "simulate.cost=table", f"simulate.profile={json.dumps(profile)}"] if profile else found
 
 

@@ -130,6 +130,8 @@ def find_step(path: str | Path, step: int | None = None, option: str = "") -> tu
         return folder, None
     found = ", ".join(map(str, steps_of(folder)))
     there = f"it has {found}" if found else "no folder in it is named like a step (1, 2 ...)"
+    if (folder / "config.json").exists():
+        there = "it is a model's folder, which model.path takes"
     said, wanted = f"{option}: " if option else "", "no checkpoint" if step is None else f"no checkpoint {step}"
     raise FileNotFoundError(f"{said}{wanted} in {folder}: {there if folder.exists() else 'there is no such folder'}")
 

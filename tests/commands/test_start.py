@@ -18,6 +18,7 @@ from refusals import contents
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
+from jaxrl.commands.train import Run
 from jaxrl.record.metrics import read_metrics
 from jaxrl.runtime.build import retuning_note
 from jaxrl.runtime.stop import Stop
@@ -265,3 +266,14 @@ def test_a_run_whose_task_drew_other_problems(place: Path, tmp_path: Path, capsy
     capsys.readouterr()
     assert start(place, *task, *shorter, "data.seed=7") == 2
     assert "holds a run with other data (data.seed: 0 -> 7): choose" in capsys.readouterr().err
+
+
+def test_what_is_compiled_after_a_step_has_its_name_in_the_view():
+    """And not that of the phase before, for as long as it takes."""
+    told: list[str] = []
+    programs = SimpleNamespace(complete=lambda beat: told.append("compiled"))
+    run = SimpleNamespace(joined=SimpleNamespace(take_metrics=dict), beside=[programs], total_steps=2)
+    run.stop, run.watchdog = (lambda: False), SimpleNamespace(beat=None)
+    record = SimpleNamespace(on_step=lambda *_: told.append("step"), view=SimpleNamespace(phase=told.append))
+    Run._stepped(run, record, 1, {}, [])  # type: ignore[arg-type]
+    assert told == ["step", "compiling programs", "compiled"]

@@ -214,6 +214,11 @@ def test_a_real_run_s_own_latencies(write: Callable[..., str], tmp_path: Path):
     found, said = search(measured, values=(1.5,), steps=6, seeds=1)
     assert f"table {profile} (tiny on made up)" in said[1]
     assert found.plain.mean("gen_s") > 400 * 0.5, "half a second for each token of a long response"
+    named, said = search(
+        write(heavy, devices=gpus), f"rollout.layout.profile={profile}", values=(1.5,), steps=6, seeds=1
+    )
+    assert named.plain.mean("gen_s") == found.plain.mean("gen_s"), "an override names the file as the run does"
+    assert not any("modelled" in line for line in said)
     found, _ = search(measured, "simulate.cost=roofline", values=(1.5,), steps=6, seeds=1)
     assert found.plain.mean("gen_s") < 100
 

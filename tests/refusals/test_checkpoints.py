@@ -288,6 +288,13 @@ PARAMETERS = (
         prepared(),
     ),
     Refusal(
+        "a run that begins from a model's folder",
+        (*INIT[:-1], "trainer.init_from={tmp}/run/checkpoints/4/params"),
+        "trainer.init_from: no checkpoint in {tmp}/run/checkpoints/4/params: it is a model's folder, which model.path "
+        "takes",
+        prepared(lambda step: [(step / "params").mkdir(), (step / "params/config.json").write_text("{}")]),
+    ),
+    Refusal(
         "eval of another model",
         EVAL,
         "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
