@@ -24,7 +24,11 @@ class OptimSection:
     lr: Annotated[
         float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
     ] = 1e-6
-    lr_warmup_steps: Annotated[int, Ge(0), "Optimizer updates over which the learning rate rises from 0."] = 0
+    lr_warmup_steps: Annotated[
+        int,
+        Ge(0),
+        "Optimizer updates over which the learning rate rises; the i-th of n has i / n of it (verl's first has none).",
+    ] = 0
     lr_scheduler_type: Annotated[
         Literal["constant", "cosine", "linear"], "How the learning rate goes on after its warm-up."
     ] = "constant"

@@ -1,8 +1,9 @@
 """The optimizer: clip by global norm, AdamW, a learning-rate schedule; an update with a non-finite gradient is skipped.
 
 Built from optax (Loshchilov & Hutter 2019 for AdamW; Pascanu et al. 2013 for clipping). Departures: a warm-up of n
-updates starts at lr/n, not at 0, so that no rollout is spent on an update that changes nothing. Skipping is ours rather
-than `optax.apply_if_finite`, which lets the update through after a number of failures in a row.
+updates starts at lr/n. verl and transformers start at 0 and have the same rates one update later: here no rollout is
+spent on an update that changes nothing. Skipping is ours rather than `optax.apply_if_finite`, which lets the update
+through after a number of failures in a row.
 
 Parameters are partitioned into trainable and frozen ones before anything is differentiated: `partition` replaces the
 leaves of the other part by None, which is an empty subtree to JAX.

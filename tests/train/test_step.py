@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError, OptimSection, RolloutCorrectionSection
+from jaxrl.config.reference import options
 from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.sharding.compiled import CompileAhead
@@ -402,9 +403,16 @@ def test_adamw_by_hand():
         np.testing.assert_allclose(outcome.grad_norm, norm, rtol=1e-6)
 
 
+def test_a_warm_up_is_that_of_verl_without_its_empty_update():
+    """And as the option's text says: the i-th update of n has i / n of the rate."""
+    ours = optimizers.schedule(OptimSection(lr=1.0, lr_warmup_steps=4))
+    theirs = [min(1.0, update / 4) for update in range(7)]  # torch's LambdaLR, from update 0 on
+    assert [float(ours(update)) for update in range(6)] == theirs[1:] == [0.25, 0.5, 0.75, 1, 1, 1]
+    (text,) = [each.doc for each in options() if each.path == "actor.optim.lr_warmup_steps"]
+    assert "the i-th of n has i / n of it" in text
+
+
 def test_schedules():
-    warm = optimizers.schedule(OptimSection(lr=1.0, lr_warmup_steps=4))
-    assert [float(warm(i)) for i in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
     linear = optimizers.schedule(OptimSection(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="linear"), 6)
     assert [float(linear(i)) for i in range(7)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
     cosine = optimizers.schedule(OptimSection(lr=1.0, min_lr_ratio=0.1, lr_scheduler_type="cosine"), 10)
