@@ -7,7 +7,8 @@ world too, with a board in memory and nothing to wait for; with one, it is `jax.
 whose sums on a CPU have the order of those of several (its collectives are gloo's as well).
 
 jax's own ways to end a process have no sentence: it aborts with stacks, after waiting for hosts that are not there
-(300 s by default). So whatever can fail is timed here as well, a little shorter.
+(300 s by default), and crashes where the coordinator's port is taken. So the address is tried out before jax has it,
+and whatever can fail later is timed here as well, a little shorter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +37,8 @@ COORDINATOR, PROCESS_ID = "JAXRL_COORDINATOR", "JAXRL_PROCESS_ID"
 """The environment variables of a launcher: host:port of process 0, and the number of this process."""
 _SHUTDOWN_S = 10  # jax's; all come to it at the same moment
 _LATER_S = 30  # jax's time for the start, beyond ours
+_TRY_S = 5  # for an address to work: a run before this one may be about to leave its port
+_SAY_S = 15  # until a process says what it waits for
 _VERDICT = "world"
 
 
@@ -106,9 +111,11 @@ def _coordinates(hosts: HostsSection) -> tuple[str | None, int | None] | None:
     address = os.environ.get(COORDINATOR) or hosts.coordinator or None
     if hosts.num == 1 and address is None:
         return None
-    if address is not None and not (address.rpartition(":")[0] and address.rpartition(":")[2].isdecimal()):
-        where = COORDINATOR if os.environ.get(COORDINATOR) else "hosts.coordinator"
-        raise ConfigError(f"{where} must be host:port of process 0, found {address!r}")
+    name, _, port = (address or "").rpartition(":")
+    if address is not None and not (name and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError(
+            f"{_origin()} must be host:port of process 0, found {address!r}: a port is a number from 1 to 65535"
+        )
     text = os.environ.get(PROCESS_ID)
     if text is None:
         return address, 0 if hosts.num == 1 else None
@@ -133,6 +140,8 @@ def _connect(hosts: HostsSection, address: str | None, process: int | None) -> N
     Raises:
       ConfigError: jax detects no cluster.
     """
+    if address is not None:
+        _try_out(address, process)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which is a wish to stop here
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     options: dict[str, Any] = {}
@@ -166,8 +175,64 @@ def _connect(hosts: HostsSection, address: str | None, process: int | None) -> N
         jax.config.update("jax_rocm_visible_devices", visible[1])
 
 
+def _origin() -> str:
+    """What says where process 0 is."""
+    return COORDINATOR if os.environ.get(COORDINATOR) else "hosts.coordinator"
+
+
+def _name_and_port(address: str) -> tuple[str, int]:
+    name, _, port = address.rpartition(":")
+    return name.strip("[]"), int(port)
+
+
+def _try_out(address: str, process: int | None) -> None:
+    """Raises ConfigError for an address that cannot be that of process 0, after `_TRY_S`."""
+    until_s = time.monotonic() + _TRY_S
+    while problem := _problem(address, process):
+        if time.monotonic() > until_s:
+            raise ConfigError(f"{_origin()} ({address}): {problem}")
+        time.sleep(0.2)
+
+
+def _problem(address: str, process: int | None) -> str:
+    """Why nobody can meet at an address: its name is unknown; process 0 cannot listen there, where jax will, or does
+    not reach itself by it. Empty: nothing is wrong so far."""
+    name, port = _name_and_port(address)
+    try:
+        socket.getaddrinfo(name, port)
+    except (OSError, UnicodeError) as error:
+        return f"{socket.gethostname()} does not know the name {name} ({error})"
+    if process != 0:
+        return ""
+    try:
+        if _is_loopback(address):
+            listens = socket.create_server((name, port))
+        elif socket.has_dualstack_ipv6():
+            listens = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listens = socket.create_server(("", port))
+    except OSError as error:
+        return f"process 0 cannot listen on port {port} of {socket.gethostname()} ({error})"
+    with listens:
+        listens.settimeout(_TRY_S)
+        try:
+            with socket.create_connection((name, port), timeout=_TRY_S) as client, listens.accept()[0]:
+                client.close()  # before the other end, which would keep the port for a while
+        except OSError as error:
+            return f"it does not lead to process 0, which runs on {socket.gethostname()} ({error})"
+    return ""
+
+
 def _end_late(connected: threading.Event, hosts: HostsSection, address: str | None) -> None:
-    if not connected.wait(hosts.stall_timeout_s):
+    first_s = min(_SAY_S, hosts.stall_timeout_s)
+    if address is not None and not connected.wait(first_s):
+        seen = "something answers there; other processes are missing, or it is not process 0"
+        try:
+            socket.create_connection(_name_and_port(address), timeout=_TRY_S).close()
+        except OSError as error:
+            seen = f"process 0 does not answer ({error})"
+        print(f"jaxrl: still waiting at {address} ({_origin()}): {seen}", file=sys.stderr, flush=True)
+    if not connected.wait(hosts.stall_timeout_s - first_s * (address is not None)):
         where = "" if address is None else f" at {address}"
         end(
             f"waited {hosts.stall_timeout_s:g} s (hosts.stall_timeout_s) for {hosts.num} processes (hosts.num) to meet"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
 import jax
@@ -259,6 +260,55 @@ def test_not_all_come():
     )
 
 
+def refused_in_seconds(address: str, process: int) -> str:
+    """What a process says of an address; it ends long before `hosts.stall_timeout_s`."""
+    own = {0: {COORDINATOR: address, PROCESS_ID: str(process)}}
+    with started(script("assert False", stall_timeout_s=60), 1, own=own) as processes:
+        began_s = time.monotonic()
+        (done,) = ended(processes)
+    assert done.ended_s - began_s < 30
+    assert done.status == 1  # no command line here: the error passes
+    return done.err.strip().splitlines()[-1]
+
+
+def test_a_port_in_use():
+    """jax would crash."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = refused_in_seconds(address, 0)
+    assert f"ConfigError: {COORDINATOR} ({address}): process 0 cannot listen on port" in said
+    assert "Address already in use" in said
+
+
+@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_coordinator_without_an_address(process: int):
+    said = refused_in_seconds("no.such.host.invalid:12321", process)
+    assert f"ConfigError: {COORDINATOR} (no.such.host.invalid:12321): {os.uname().nodename} does not know" in said
+
+
+def test_an_address_that_is_not_of_process_0(monkeypatch):
+    def connect(*arguments: object, **named: object):
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr("jaxrl.runtime.hosts.world._TRY_S", 0)
+    hosts = HostsSection(num=2, coordinator=f"localhost:{free_port()}")
+    monkeypatch.setenv(PROCESS_ID, "0")
+    with (
+        pytest.raises(ConfigError, match="it does not lead to process 0, which runs on"),
+        open_world(hosts),
+    ):
+        raise AssertionError
+
+
+@pytest.mark.slow
+def test_what_is_waited_for_is_said_soon():
+    with started(script("assert False", stall_timeout_s=20), 1, own={0: {PROCESS_ID: "1"}}) as processes:
+        (done,) = ended(processes)
+    assert "jaxrl: still waiting at 127.0.0.1:" in done.err
+    assert "process 0 does not answer ([Errno 111] Connection refused)" in done.err
+
+
 @pytest.mark.slow
 def test_one_process_with_a_coordinator():
     """As several: its collectives are gloo's, so that sums have the same order."""
@@ -287,6 +337,12 @@ def test_one_process_alone():
     [
         ({"num": 2, "coordinator": "here"}, {}, "hosts.coordinator must be host:port of process 0, found 'here'"),
         ({"num": 2, "coordinator": "here:x"}, {}, "hosts.coordinator must be host:port"),
+        (
+            {"num": 2, "coordinator": "localhost:99999"},
+            {},
+            "'localhost:99999': a port is a number from 1 to 65535",
+        ),
+        ({"num": 2, "coordinator": "localhost:0"}, {}, "found 'localhost:0': a port is a number from 1 to 65535"),
         ({"num": 2}, {COORDINATOR: ":1"}, f"{COORDINATOR} must be host:port of process 0, found ':1'"),
         ({"num": 2}, {PROCESS_ID: "2"}, f"{PROCESS_ID} must be a whole number below hosts.num (2), found '2'"),
         ({"num": 2}, {PROCESS_ID: "-1"}, f"{PROCESS_ID} must be a whole number below hosts.num (2), found '-1'"),
