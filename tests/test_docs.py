@@ -129,6 +129,7 @@ def module_names() -> dict[str, str]:
     """Names that each module of ours has at its top level, and in its classes, by the module's name."""
     names = {}
     for folder, package in (("jaxrl", "jaxrl"), ("sharding", "jaxrl.sharding"), ("kernels", "jaxrl.kernels")):
+        names[package] = ""  # not all have an init file
         for file in (ROOT / folder).rglob("*.py"):
             parts = file.relative_to(ROOT / folder).with_suffix("").parts
             names[".".join((package, *parts)).removesuffix(".__init__")] = file.read_text(encoding="utf-8")
