@@ -367,10 +367,13 @@ def _explain_layout(options: argparse.Namespace) -> int:
 
     from jaxrl.models.loading import config_of, resolve_path
     from jaxrl.models.shapes import named_shape
-    from jaxrl.record.files import write_whole
+    from jaxrl.record.files import refuse_file, write_whole
     from jaxrl.sharding.explain import explain_layout
     from jaxrl.sharding.picture import draw, png, svg
 
+    for out, option in ((options.svg, "--svg"), (options.png, "--png")):
+        if out:
+            refuse_file(out, option)
     config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())

@@ -13,12 +13,14 @@ All JSON written here is JSON: a number that is not finite becomes the text "nan
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import FileIO
@@ -284,9 +286,19 @@ def refuse_folder(path: str | Path, option: str) -> Path:
             raise ValueError(f"{option}: {what} not a folder")
     except OSError as error:
         raise ValueError(f"{option}: {given}: {(error.strerror or str(error)).lower()}") from None
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not takes_files(there):
         raise ValueError(f"{option}: {folder} cannot be written: {there} may not be changed by this user")
     return folder
+
+
+def takes_files(folder: Path) -> bool:
+    """Whether this user can make a file in a folder. One without a name is made: of a superuser the system says yes
+    even where nothing can be made, as in /proc."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 def _exists(path: Path) -> bool:
@@ -317,6 +329,6 @@ def file_problem(path: str | Path) -> str | None:
     if there != target and not there.is_dir():
         return f"({path}) cannot be written: {there} is not a folder"
     above = target.parent if there == target else there  # a file is replaced as a whole
-    if not (target.exists() and not target.is_file()) and not os.access(above, os.W_OK | os.X_OK):
+    if not (target.exists() and not target.is_file()) and not takes_files(above):
         return f"({path}) cannot be written: no permission to write in {above}"
     return None

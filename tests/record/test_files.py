@@ -17,6 +17,7 @@ from jaxrl.record.files import (
     JsonLines,
     draft_of,
     drafts_left,
+    file_problem,
     read_lines,
     refuse_file,
     refuse_folder,
@@ -328,3 +329,14 @@ def test_places_that_cannot_be_written(tmp_path: Path):
             refuse_file(given, "--out")
         assert str(caught.value) == words
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link", "loop"], "nothing was made"
+
+
+def test_where_the_system_makes_no_file_though_a_superuser_may_write(tmp_path: Path):
+    """As in /proc, of which root is told that it may write there. What is looked at stays as it was."""
+    assert file_problem("/proc/x") == "(/proc/x) cannot be written: no permission to write in /proc"
+    with pytest.raises(
+        ValueError, match=r"^--out: /proc/x/y cannot be written: /proc may not be changed by this user$"
+    ):
+        refuse_folder("/proc/x/y", "--out")
+    assert file_problem(tmp_path / "new" / "file") is None
+    assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.record.files import refuse_folder
+from jaxrl.record.files import refuse_folder, takes_files
 from jaxrl.runtime.build import device_bytes
 from jaxrl.runtime.hosts.board import Disagreement, MissingHosts
 from jaxrl.runtime.hosts.facts import differing, facts_of
@@ -183,7 +183,7 @@ def _unseen(folder: str, mark: str) -> str:
         if time.monotonic() > until_s:
             return f"{path} does not show what process 0 has written there"
         time.sleep(0.1)
-    return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} may not be changed by this user"
+    return "" if takes_files(path) else f"{path} may not be changed by this user"
 
 
 def _reads(file: Path, text: str) -> bool:
