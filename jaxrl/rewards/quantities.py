@@ -64,7 +64,7 @@ _OTHER_WORDS = """and or plus minus times over half halves third thirds quarter 
     perhaps if for choose wrong incorrect false"""
 _NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
-_NAMED = dict(zip(_NUMBER_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+_NAMED: dict[str, int] = dict(zip(_NUMBER_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 _NO_UNITS = frozenset(_OTHER_WORDS.split()) | set(_SCALES) | set(_NAMED)  # they make a number part of something else
 _TIGHT = re.compile(  # brackets without spaces or more brackets in them
     r"(?:[(\[]|\\\{) ?(?:[^\s()\[\]\\]|\\[A-Za-z])*+ ?(?:[)\]]|\\\})"
