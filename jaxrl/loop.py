@@ -11,27 +11,17 @@ first thing in the next step, and its seconds are that step's.
 
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
 
-**One-step-off** (`trainer.one_step_off`; RollPacker §6.7). The rollout for step s + 1 comes before update s, so its
-tokens are of version s - 1 and one version old when they are trained on. Its groups wait in `Loop` and are part of a
-checkpoint. Rollout and update take turns on the same devices, or run at the same time, each on its own devices
-(`Together`). Neither reads what the other writes, so both ways give the same numbers. A resumed run may switch
-one-step-off on or off.
-
-**A head start** (`rollout.ranking_groups`; RhymeRL §6.2). When update s has ended and round s + 1 still runs beside it,
-workers that are done may begin with round s + 2 (`jaxrl.runtime.head_start`), whose prompts are drawn then.
-
-**Gradients beside the rollout** (`trainer.stream`; RollPacker §4.4). A `Stream` is offered groups that are certain to
-be in the batch of the next update: those of the round under way, or with one-step-off those of the batch that waits,
-because its update is the next one. What it has taken when the round is over is in the trainer's minibatch already. If
-it fails, the trainer has not moved yet: the run ends at the boundary before the step.
+**Mechanisms** (`jaxrl.scheduling.mechanism`) are what else a run may have: each has hooks that are called here and in
+the backend, and neither knows any by name. One of them may order a step's update and the next step's round in its own
+way; the batch of a round that came before its step waits in `Loop`, and is part of a checkpoint.
 
 **What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
 `timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
 update's, `timing_s/stream` (the end of gradients that began beside a rollout) among them. `timing_s/step` is the time
-from one boundary to the next. With one-step-off three figures connect the two: `timing_s/earlier` (of this batch's
-round, seconds that ran before this step), `timing_s/ahead` (seconds of the next step's round, in this step) and
-`timing_s/overlap` (seconds in which rollout and update ran at once). A step is the sum of its phases and `ahead`, less
-`earlier` and `overlap`.
+from one boundary to the next. Where rounds come before their steps, three figures connect the two: `timing_s/earlier`
+(of this batch's round, seconds that ran before this step), `timing_s/ahead` (seconds of the next step's round, in this
+step) and `timing_s/overlap` (seconds in which rollout and update ran at once). A step is the sum of its phases and
+`ahead`, less `earlier` and `overlap`.
 """
 
 from __future__ import annotations
@@ -40,34 +30,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
+from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
-from jaxrl.scheduling.rounds.events import Command, Event, HeadStart, Interrupted, Launch, RoundStarted, Verdict
-from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
+from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Launch, RoundStarted, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
-from jaxrl.train.learning import Critic, Stream, Trainer, learn
+from jaxrl.train.learning import Models, learn
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
-_STOP = "a stop was asked for"
-Placed = Callable[[list[Command]], list[Command]]  # a round's first commands -> the same, with workers
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 class Backend(Protocol):
     """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`.
 
     `wait` raises `Interrupted` where a stop was asked for, or where the run cannot go on; the loop then cancels the
-    round. `expect`: what the round after the one that has begun launches is offered; with ranking groups alone."""
+    round."""
 
     @property
     def generating(self) -> bool: ...
@@ -76,9 +62,7 @@ class Backend(Protocol):
 
     def leave_rollout(self) -> None: ...
 
-    def begin(self, step: int, params: SamplingParams, kind: str = "all", /) -> None: ...
-
-    def expect(self, offer: Callable[[], HeadStart | None] | None, /) -> None: ...
+    def begin(self, info: RoundInfo, params: SamplingParams, /) -> None: ...
 
     def wait(self) -> Event: ...
 
@@ -87,14 +71,6 @@ class Backend(Protocol):
     def cancel(self) -> None: ...
 
     def end(self, result: RoundResult | None = None, /) -> dict[str, float]: ...
-
-
-class Kept(Protocol):
-    """What outlives a round beside the loop, and is part of a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
 class Prompts(Protocol):
@@ -107,16 +83,6 @@ class Prompts(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Together(Protocol):
-    """Does two things at the same time, and returns or raises when both have ended. `has_ended`: whether the second has
-    ended well; asked by the first."""
-
-    def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]: ...
-
-    @property
-    def has_ended(self) -> bool: ...
 
 
 class Phases(Protocol):
@@ -157,61 +123,69 @@ class Hooks:
     beat: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a run is about.
+
+    Attributes:
+      prompts: to train on. validation: the held-out ones; empty: nothing is evaluated.
+      total_steps: the last step.
+      stop_token_ids: that end a response.
+      num_devices: of rollout and training together.
+    """
+
+    prompts: Prompts
+    validation: Sequence[Prompt]
+    total_steps: int
+    stop_token_ids: tuple[int, ...]
+    num_devices: int
+
+
 class Loop:
-    """One run from `step` to `total_steps`."""
+    """One run from `step` to `job.total_steps`.
+
+    Args:
+      rule: says what rounds launch, and which groups they yield.
+      backend: rollout and rewards. models: what learns.
+      phases: where time is taken. hooks: the callbacks of the run.
+      mechanisms: in the order in which they are called; those of the backend are among them.
+    """
 
     def __init__(
         self,
         config: Config,
-        prompts: Prompts,
-        validation: Sequence[Prompt],
+        job: Job,
+        rule: BatchRule,
         backend: Backend,
-        trainer: Trainer,
+        models: Models,
         phases: Phases,
         hooks: Hooks,
-        *,
-        rule: BatchRule,
-        stop_token_ids: tuple[int, ...],
-        total_steps: int,
-        num_devices: int,
-        together: Together | None = None,
-        stream: Stream | None = None,
-        critic: Critic | None = None,
-        ranking: RankingGroups | None = None,
-        kept: Mapping[str, Kept] | None = None,
+        mechanisms: Sequence[Mechanism] = (),
     ) -> None:
-        """`together`: runs the next step's rollout beside an update; needs devices of its own, and no `stream`.
-        `critic`: of an estimator that has one. `ranking`: ranks training rounds; needs `together`. `kept`: by the names
-        of their parts of a checkpoint."""
         self.config = config
         self.step = 0
-        self.total_steps = total_steps
+        self.total_steps = job.total_steps
         self.departures = Departures()
         self.rule = rule
-        self._prompts = prompts
-        self._validation = validation
+        self._job = job
+        self._prompts = job.prompts
         self._backend = backend
-        self._trainer = trainer
+        self._models = models
         self._phases = phases
         self._hooks = hooks
-        self._stop_token_ids = stop_token_ids
-        self._num_devices = num_devices
-        self._together = together
-        self._stream = stream
-        self._critic = critic
-        self._ranking = ranking
-        self._kept = kept or {}
+        self._mechanisms = tuple(mechanisms)
+        self._rounds_ahead = max((each.rounds_ahead for each in mechanisms), default=0)
         self._shaping = RewardShaping.configured(config)
         self._alarms = Alarms(config)
         self._saved_step: int | None = None
         self._running_step = 0
         self._failing: str | None = None  # why the run has to end at the next boundary
-        self._ahead: Collected | None = None  # for the next step
+        self._waiting: Collected | None = None  # what the next step trains on, where its round came before it
 
     @property
     def num_carried(self) -> int:
         """Prompts drawn from the data and still in the system: a run that ended now would leave them behind."""
-        return self.rule.num_carried + (0 if self._ahead is None else len(self._ahead.groups))
+        return self.rule.num_carried + (0 if self._waiting is None else len(self._waiting.groups))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -229,9 +203,9 @@ class Loop:
                 "state": self.rule.state_dict(),
             },
             "ahead": None
-            if self._ahead is None
-            else pack_groups(self._ahead.groups) | {"metrics": dict(self._ahead.metrics)},
-            **{name: each.state_dict() for name, each in self._kept.items()},
+            if self._waiting is None
+            else pack_groups(self._waiting.groups) | {"metrics": dict(self._waiting.metrics)},
+            **{each.name: state for each in self._mechanisms if (state := each.state_dict()) is not None},
         }
 
     def load_host_state(self, state: Mapping[str, Any]) -> None:
@@ -247,8 +221,8 @@ class Loop:
         self.step = self._saved_step = int(state["step"])
         self._prompts.load_state(state["data"])
         self.departures.load_state_dict(state["departures"])
-        for name, each in self._kept.items():
-            each.load_state_dict(state.get(name, {}))
+        for each in self._mechanisms:
+            each.load_state_dict(state.get(each.name, {}))
         if state["schema"] == 1:
             return
         saved, ahead = state["rule"], state["ahead"]
@@ -264,7 +238,7 @@ class Loop:
             groups = unpack_groups(ahead, self._prompts)
             samples = [sample for group in groups for sample in group.samples]
             check_lengths("in the batch that waits", samples, self.config.data.max_response_length)
-            self._ahead = Collected(groups, dict(ahead["metrics"]))
+            self._waiting = Collected(groups, dict(ahead["metrics"]))
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -275,7 +249,7 @@ class Loop:
           RunFailed: the run cannot go on. What a checkpoint may hold has been saved.
         """
         self._backend.enter_rollout(self.step)
-        if self.config.trainer.val_before_train and self.step == 0 and self._validation:
+        if self.config.trainer.val_before_train and self.step == 0 and self._job.validation:
             self._evaluate()
             self._phases.take_phases()  # its time belongs to no step
             self._end_if_failing()
@@ -285,8 +259,8 @@ class Loop:
                 self._run_step()
             except Interrupted as early:
                 # the trainer has not moved since the boundary: the step will run again as if it had never begun
-                if self._stream is not None:
-                    self._stream.abandon()
+                for each in self._mechanisms:
+                    each.update_cancelled()
                 if self._saved_step != boundary["step"]:
                     self._hooks.save(boundary["step"], boundary)
                 if str(early):
@@ -294,8 +268,8 @@ class Loop:
                 return False
             self._end_if_failing()
         self._save()
-        if self._ranking is not None:
-            self._backend.cancel()  # where a stop was asked for, the next round may have begun
+        for each in self._mechanisms:
+            each.run_ends()
         return self.step >= self.total_steps
 
     def _end_if_failing(self) -> None:
@@ -309,9 +283,10 @@ class Loop:
         with self._phases.phase("step", step=step):
             if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
                 self._save()
-            earlier = self._ahead
-            now = self._collect(step, () if trainer.one_step_off else None) if earlier is None else earlier
-            batch, learned = self._roll_out_and_learn(now, step)
+            earlier = self._waiting
+            # nothing may be known of the batch of an update that comes before the round's own
+            now = self._collect(step, () if self._rounds_ahead else None) if earlier is None else earlier
+            self._waiting, (batch, learned) = self._update(step, now.groups)
             for group in now.groups:
                 self.departures.leave(group.prompt.key, "trained")
             self.step = step
@@ -321,33 +296,23 @@ class Loop:
                 self._evaluate()
         seconds = {"timing_s/save": 0.0} | self._phases.take_phases()
         measured = now.metrics | numbers.off_policy_metrics(now.groups, step) | learned | seconds
-        rounds = (None if each is None else each.seconds for each in (earlier, self._ahead))
+        rounds = (None if each is None else each.seconds for each in (earlier, self._waiting))
         measured |= numbers.seconds_of_other_steps(measured, *rounds)
-        measured |= numbers.throughput(batch, measured, self._num_devices)
-        if self._ranking is not None:
-            update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)
-            self._ranking.learned(update_s, measured.get("rollout/spec/tokens_per_step", 1.0))
+        measured |= numbers.throughput(batch, measured, self._job.num_devices)
+        for each in self._mechanisms:
+            each.step_ends(measured)
         self._hooks.on_step(step, measured, now.groups)
 
-    def _roll_out_and_learn(self, now: Collected, step: int) -> tuple[TrainBatch, dict[str, float]]:
-        """Runs update `step` on `now`; with one-step-off, the next step's rollout before it or beside it."""
-        ahead = self.config.trainer.one_step_off and step < self.total_steps
-        if self._together is None or not ahead:
-            self._ahead = self._collect(step + 1, now.groups) if ahead else None
-            self._backend.leave_rollout()
-            return self._learn_from(now.groups, step)
-        try:
-            with self._phases.phase("together"):
-                self._ahead, result = self._together(
-                    lambda: self._collect(step + 1), lambda: self._learn_from(now.groups, step, "update")
-                )
-        except Interrupted as early:
-            raise RunFailed(
-                f"step {step + 1}: its rollout ended early ({str(early) or _STOP}), beside update {step}, which cannot "
-                "be taken back: run again to go on from the last checkpoint"
-            ) from early
-        self._backend.leave_rollout()  # as when both take turns: no old weights and no KV lie there
-        return result
+    def _update(self, step: int, groups: list[Group]) -> tuple[Collected | None, tuple[TrainBatch, dict[str, float]]]:
+        """Runs update `step` on `groups`; returns what the next step's round has brought, if it ran, and the update's
+        batch and metrics."""
+        under_way = StepUnderWay(self, step, groups)
+        for each in self._mechanisms:
+            done = each.update(under_way, groups)
+            if done is not None:
+                return done
+        under_way.leave_rollout()
+        return None, under_way.learn()
 
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:
         """One round for training step `step`: the rule's groups, scored. `waiting`: the next update's, if others."""
@@ -355,23 +320,20 @@ class Loop:
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         with self._phase("data"):
             current = self.rule.plan(self._prompts, RoundTime(step, self.step, self.total_steps - step + 1))
-        if self._stream is not None:
-            self._stream.expect(None if waiting is not None and not waiting else self.step + 1)
-        certain = current.certain if waiting is None else lambda: waiting
-        self._backend.begin(step, params, current.kind)
-        placed = None
-        if self._ranking is not None:
-            placed = partial(self._ranking.begin, step=step)
-            beside = waiting is None and step < self.total_steps and not self._evaluates(step - 1)
-            self._backend.expect(partial(self._next_round, step + 1) if beside else None)
+        certain = current.certain
+        if waiting is not None:
+            certain = (lambda: waiting) if waiting else None
+        beside = waiting is None and step < self.total_steps and not self._evaluates(step - 1)
+        next_launches = partial(self._next_launches, step + 1) if beside else None
+        self._backend.begin(RoundInfo(step, 0, current.kind, self.step + 1, certain, next_launches), params)
         try:
             while not current.done:
                 generating = self._backend.generating
                 with self._phase("gen" if generating else "reward"):
                     while not current.done and self._backend.generating == generating:
-                        self._handle(current, self._shaping, placed)
-                        if self._stream is not None:
-                            self._stream.offer(certain, self.step + 1)
+                        self._handle(current, step)
+                        for each in self._mechanisms:
+                            each.after_event()
         except Interrupted:
             self._backend.cancel()
             raise
@@ -385,46 +347,43 @@ class Loop:
             measured |= self._shaping.metrics([sample for group in result.groups for sample in group.samples])
         measured |= result.metrics | self._backend.end(result)
         measured |= numbers.hidden_scoring(measured, seconds)
-        if self._ranking is not None:
-            self._ranking.end()
         return Collected(result.groups, measured | seconds)
 
-    def _next_round(self, step: int) -> HeadStart | None:
-        """All that the round for training step `step` launches, once update `step` - 2 has ended; asked beside it, in
-        the round before."""
-        if self._together is None or self._ranking is None or not self._together.has_ended:
+    def _next_launches(self, step: int) -> list[Launch] | None:
+        """All that the round for training step `step` launches, once update `step` - 2 has ended; asked in the round
+        before, beside that update."""
+        if not any(each.update_has_ended for each in self._mechanisms):
             return None
         time = RoundTime(step, step - 2, self.total_steps - step + 1)
-        launches = [Launch(each.prompt, each.keys) for each in self.rule.ahead(self._prompts, time)]
-        return HeadStart(step - 2, tuple(self._ranking.ahead(launches, step)))
+        return [Launch(each.prompt, each.keys) for each in self.rule.ahead(self._prompts, time)]
 
-    def _handle(
-        self,
-        current: Round,
-        shaping: RewardShaping | None = None,
-        placed: Placed | None = None,
-        *,
-        evaluates: bool = False,
-    ) -> None:
+    def _handle(self, current: Round, training_step: int | None = None) -> None:
+        """Hands the next event to a round, and carries out what it answers. `training_step`: None for an evaluation,
+        whose rewards are as they were given."""
         event = self._backend.wait()
         if isinstance(event, Verdict):
             failing = self._alarms.rewarded(event.status, str(event.info.get("error", "")))
             if failing is not None:
                 raise Interrupted(f"step {self._running_step}: {failing}")
-            if evaluates:
+            if training_step is None:
                 event = event.unshaped
-            if shaping is not None:
-                event = shaping.shaped(event, len(current.ledger.finished[event.key]))
-        commands = current.handle(event)
-        for command in placed(commands) if placed is not None and isinstance(event, RoundStarted) else commands:
+            elif self._shaping is not None:
+                event = self._shaping.shaped(event, len(current.ledger.finished[event.key]))
+        commands: Sequence[Command] = current.handle(event)
+        if isinstance(event, RoundStarted) and training_step is not None:
+            for each in self._mechanisms:
+                commands = each.place(commands, training_step)
+        for command in commands:
             self._backend.apply(command)
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
         phase = partial(self._phase, track=track)
-        models = self._trainer, self._critic
-        learnt = learn(self.config, *models, self._stream, groups, step, phase, self._hooks.beat)
+        begun = [batch for each in self._mechanisms for batch in each.update_begins(groups, phase)]
+        learnt = learn(self.config, self._models, begun, groups, step, phase, self._hooks.beat)
         batch, measured = learnt.batch, learnt.metrics()
+        for each in self._mechanisms:
+            measured |= each.update_ends()
         self._failing = self._alarms.updated(step, learnt.skipped(), measured, batch)
         return batch, measured | numbers.spread("critic/advantages", np.concatenate(batch.advantages))
 
@@ -433,18 +392,18 @@ class Loop:
     def _evaluates(self, step: int) -> bool:
         """Whether step `step` ends with an evaluation."""
         every = self.config.trainer.test_freq
-        return bool(self._validation) and every > 0 and (step % every == 0 or step == self.total_steps)
+        return bool(self._job.validation) and every > 0 and (step % every == 0 or step == self.total_steps)
 
     def _evaluate(self) -> None:
         """Samples the held-out prompts. A stop that is asked for meanwhile ends it without numbers."""
         val = self.config.rollout.val_kwargs
         params = self._sampling(val.temperature, val.top_k, val.top_p, 0.0)
         with self._phase("testing"):
-            current = Round(self._validation, val.n)
-            self._backend.begin(self.step, params, "eval")
+            current = Round(self._job.validation, val.n)
+            self._backend.begin(RoundInfo(self.step, 1, "eval"), params)
             try:
                 while not current.done:
-                    self._handle(current, evaluates=True)
+                    self._handle(current)
             except Interrupted as early:
                 self._backend.cancel()
                 self._failing = self._failing or str(early) or None
@@ -467,7 +426,7 @@ class Loop:
             top_p=top_p,
             min_p=min_p,
             max_tokens=self.config.data.max_response_length,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self._job.stop_token_ids,
             stop_strings=tuple(self.config.rollout.stop),
         )
 
@@ -476,3 +435,23 @@ class Loop:
         if track == "loop":
             self._hooks.on_phase(self._running_step, name)
         return self._phases.phase(name, track)
+
+
+class StepUnderWay:
+    """Implements `jaxrl.scheduling.mechanism.Step` for update `step` of a loop, on `groups`."""
+
+    def __init__(self, loop: Loop, step: int, groups: list[Group]) -> None:
+        self._loop, self.step, self._groups = loop, step, groups
+
+    @property
+    def is_last(self) -> bool:
+        return self.step >= self._loop.total_steps
+
+    def collect(self, waiting: Sequence[Group] | None = None) -> Collected:
+        return self._loop._collect(self.step + 1, waiting)
+
+    def learn(self, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
+        return self._loop._learn_from(self._groups, self.step, track)
+
+    def leave_rollout(self) -> None:
+        self._loop._backend.leave_rollout()

@@ -24,6 +24,7 @@ from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.judge.session import JudgeSession
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
@@ -31,7 +32,7 @@ from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.stage import RewardStage
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.build import (
     abstract,
     abstract_params,
@@ -48,6 +49,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.hosts.single import refuse_several
 from jaxrl.runtime.judge_build import build_judge, read_judge
+from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
@@ -154,11 +156,12 @@ def _responses(
         stop_strings=tuple(config.rollout.stop),
     )
     engine = build_engine(config, executor, tokenizer)
-    judge = None
+    mechanisms: list[Mechanism] = []
     if judge_kind(config.reward) is not None:
         judge = build_judge(config, mesh, executor.wait_quiet)
         assert isinstance(pool, RewardStage), "a judge scores in a stage"
         pool.join("devices", judge)
+        mechanisms.append(JudgeSession(judge))
     total = len(prompts) * val.n
     backend = RolloutBackend(
         engine,
@@ -166,12 +169,12 @@ def _responses(
         pool,
         text_by(tokenizer),
         lambda: params,
-        judge=judge,
-        on_progress=lambda busy, rows, tokens, done, launched: progress(done, total),
+        mechanisms,
+        Surroundings(on_progress=lambda busy, rows, tokens, done, launched: progress(done, total)),
     )
     backend.enter_rollout(0)
     current = Round(prompts, val.n)
-    backend.begin(0, sampling)
+    backend.begin(RoundInfo(0), sampling)
     errors: list[str] = []
     while not current.done:
         event = backend.wait()

@@ -20,7 +20,10 @@ from jaxrl.config.judges import judge_kind
 from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
-from jaxrl.loop import Hooks, Loop
+from jaxrl.loop import Hooks, Job, Loop
+from jaxrl.mechanisms.judge.session import JudgeSession
+from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
 from jaxrl.record.disk import is_full, reason
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
@@ -35,7 +38,7 @@ from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.stage import RewardStage
 from jaxrl.rewards.tally import VerdictTally
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.beginnings import refuse_other_data, refuse_other_init
 from jaxrl.runtime.build import (
     abstract,
@@ -63,21 +66,23 @@ from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
-from jaxrl.runtime.ranking import build_ranking
+from jaxrl.runtime.ranking import RankingSession, build_ranking
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.streaming import StreamSession, refuse_devices
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import BatchRule
-from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
+from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic, refuse_other_model, restore_params
 from jaxrl.train.critic import Critic
 from jaxrl.train.learner import Learner
+from jaxrl.train.learning import Models
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.steps import Choice, choose, whole_step
@@ -362,48 +367,39 @@ class Run:
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         history = history_session(config, timeline)
         stack.enter_context(nullcontext() if history is None else closing(history))
+        found: list[Mechanism | None] = [layouts, stream, self._ranking(engines, history), history]
         timeouts = AdaptiveTimeouts.configured(config)
+        found.append(None if timeouts is None else TimeoutSession(timeouts))
+        found.append(None if self.judge is None else JudgeSession(self.judge))
+        found.append(OneStepOff(overlap, timeline.phase) if config.trainer.one_step_off else None)
+        mechanisms = [each for each in found if each is not None]
         backend = RolloutBackend(
             engines,
             workers,
             self.pool,
             text_by(self.tokenizer),
             lambda: self.trainer.params,
-            journal=journal,
-            timeline=timeline,
-            on_progress=record.on_progress,
-            beat=self.watchdog.beat,
-            interrupted=lambda: self.joined.is_asked() and not (overlap is not None and overlap.busy),
-            layouts=layouts,
-            stream=stream,
-            history=history,
-            timeouts=timeouts,
-            tally=VerdictTally.configured(config),
-            judge=self.judge,
-            hosts=self.joined.hosts,
-            on_event=self.joined.handled,
+            [*mechanisms, *self.joined.mechanisms],
+            Surroundings(
+                journal=journal,
+                timeline=timeline,
+                on_progress=record.on_progress,
+                beat=self.watchdog.beat,
+                interrupted=lambda: self.joined.is_asked() and not (overlap is not None and overlap.busy),
+                tally=VerdictTally.configured(config),
+            ),
+            self.joined.hosts,
         )
-        ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
-        kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
-        loop = Loop(
-            config,
+        job = Job(
             self.prompts,
             self.validation if config.trainer.test_freq or config.trainer.val_before_train else (),
-            backend,
-            self.trainer,
-            timeline,
-            self._hooks(record, journal),
-            rule=self.rule,
-            stop_token_ids=stop_ids(self.tokenizer, self.model.eos_token_ids),
-            total_steps=self.total_steps,
-            num_devices=len(self.devices),
-            together=overlap,
-            stream=stream,
-            critic=self.critic,
-            ranking=ranking,
-            kept={name: each for name, each in kept.items() if each is not None},
+            self.total_steps,
+            stop_ids(self.tokenizer, self.model.eos_token_ids),
+            len(self.devices),
         )
-        return loop, backend
+        models = Models(self.trainer, self.critic)
+        hooks = self._hooks(record, journal)
+        return Loop(config, job, self.rule, backend, models, timeline, hooks, mechanisms), backend
 
     def _hooks(self, record: RunRecord, journal: Journal) -> Hooks:
         def on_phase(step: int, name: str) -> None:
@@ -432,15 +428,17 @@ class Run:
             self.pool.join("devices", self.judge)
         return self.workers
 
-    def _ranking(self, backend: RolloutBackend, history: HistorySession | None) -> RankingGroups:
-        """What ranks the backend's rounds; with a latency profile, by predicted times."""
-        assert history is not None, "ranks by lengths that nothing keeps"
+    def _ranking(self, engines: Workers | PacedWorkers, history: HistorySession | None) -> RankingSession | None:
+        """What ranks rounds, with a latency profile by predicted times; None: nothing does."""
         config, predictor = self.config, None
+        if not config.rollout.ranking_groups.enable:
+            return None
+        assert history is not None, "ranks by lengths that nothing keeps"
+        assert isinstance(engines, Workers), "ranking groups let what is commanded take effect at once"
         if self.pace is not None:
             predictor = LatencyPredictor(self.pace, config.rollout.layout, row_sizes(config, self.workers))
-        ranking, by = build_ranking(config, history.store, backend.direct, predictor)
-        backend.rank(ranking, self.workers, by)
-        return ranking
+        ranking, by = build_ranking(config, history.store, engines, predictor)
+        return RankingSession(ranking, self.workers, by)
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, {**measured, **self.joined.take_metrics()}, groups)

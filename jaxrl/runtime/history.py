@@ -25,15 +25,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.rollouts import SpeculationSection
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.history import HistoryStore, PastRollout, PromptHistory
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths, num_buckets
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample
 
@@ -158,14 +161,17 @@ class IndexBuilder:
                 raise
 
 
-class HistorySession:
-    """Implements `jaxrl.loop.Kept`; the backend calls the rest.
+class HistorySession(Mechanism):
+    """What responses of earlier rounds are kept for.
 
     Args:
       store: what is kept of earlier rounds; rules may read it.
       builder: makes indexes of it; None: its lengths alone are wanted.
       most_own: from how many of their group's own responses prompts without history draft; 0: from none.
     """
+
+    name = "history"
+    reads_left_out = True
 
     def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None, most_own: int = 0) -> None:
         self.store = store
@@ -178,17 +184,25 @@ class HistorySession:
         self._building: dict[PromptKey, Building] = {}  # begun when the last plan was made
         self._own: dict[PromptKey, DraftIndex] = {}  # the newest of a group's own responses
         self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
+        self._under_way: UnderWay | None = None
 
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
-    def begin(self, kind: str) -> None:
-        """A round begins; `kind` as in `Backend.begin`. Evaluations neither draft nor are remembered.
+    def attach(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
+
+    def round_begins(self, info: RoundInfo) -> None:
+        """A round begins. Evaluations neither draft nor are remembered.
 
         Raises what a build has raised that ended in the meantime, also where no request would ask for its index.
         """
-        self._is_training = kind != "eval"
+        self._is_training = info.is_training
         for index in [index for index, building in self._begun.items() if building.is_done]:
             self._begun.pop(index).take()
+
+    def request(self, request: Request, prompt: Prompt) -> Request:
+        index = self.index_of(prompt)
+        return request if index is None else replace(request, history=index)
 
     def index_of(self, prompt: Prompt) -> DraftIndex | None:
         """What a new request of a prompt drafts from; None: nothing."""
@@ -197,8 +211,7 @@ class HistorySession:
         building = self._indexes.get(prompt.index)
         return self._own.get(prompt.key) if building is None else self._builder.take(building)
 
-    def ended(self, samples: Sequence[Sample]) -> None:
-        """Responses have ended by themselves."""
+    def finished(self, samples: Sequence[Sample], *, is_stopping: bool = False) -> None:
         if not self._most_own or not self._is_training:
             return
         for sample in samples:
@@ -208,7 +221,15 @@ class HistorySession:
                 own.append(sample)
                 self._fresh[key] = None
 
-    def before_plan(self) -> list[tuple[PromptKey, DraftIndex]]:
+    def before_plan(self, worker: int) -> None:
+        """Gives requests of prompts without history what others of their group have brought."""
+        for prompt_key, index in self.own_indexes():
+            assert self._under_way is not None
+            for key, request_id in self._under_way.requests.items():
+                if (key.epoch, key.prompt_index) == prompt_key:
+                    self._under_way.workers.set_history(request_id, index)
+
+    def own_indexes(self) -> list[tuple[PromptKey, DraftIndex]]:
         """A plan will be made: what the requests of some prompts draft from, from now on."""
         if self._builder is None or not (self._building or self._fresh):
             return []
@@ -219,6 +240,9 @@ class HistorySession:
         }
         self._fresh = {}
         return ready
+
+    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+        return self.end(end.scored, end.done)
 
     def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:
         """The round is over: takes in the groups that have left it, and begins with their indexes. Returns its metrics.
@@ -247,7 +271,7 @@ class HistorySession:
             "rollout/spec/build_wait_s": now[1] - before[1],
         }
 
-    def cancel(self) -> None:
+    def cancelled(self) -> None:
         """The round is dropped."""
         self._is_training = False
         self._forget_group()

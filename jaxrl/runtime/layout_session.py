@@ -1,9 +1,8 @@
 """The hooks that a backend, real or simulated, calls around its rounds and plans if layouts adapt.
 
 Purpose: `LayoutSession` connects one worker's `LayoutControl` with the clock, the journal, the timeline and the run's
-log. `LayoutSessions` holds those of all workers and implements `jaxrl.scheduling.layouts.control.Layouts`. Each worker
-switches by itself, by its own rows, step times and preemptions; all learn from every response that ends. Never imports
-jax.
+log. `LayoutSessions` holds those of all workers, and is the mechanism that the backend calls. Each worker switches by
+itself, by its own rows, step times and preemptions; all learn from every response that ends. Never imports jax.
 
 Decisions in the journal are those of workers that share the requests in one way. A run that goes on with another number
 of workers has other rows at the same places, so nothing of theirs is repeated: the step that was cut off decides anew.
@@ -26,7 +25,12 @@ from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.state import plain_state, state_of_plain
 from jaxrl.scheduling.layouts.control import Decision, LayoutControl
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo
+from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.types import Sample
 
 _log = logging.getLogger(__name__)
 KIND = "layout"
@@ -146,8 +150,8 @@ class LayoutSession:
         self.control.load_state_dict(state)
 
 
-class LayoutSessions:
-    """Implements `jaxrl.scheduling.layouts.control.Layouts`: the sessions of this process's workers, by their numbers.
+class LayoutSessions(Mechanism):
+    """Layouts that adapt: the sessions of this process's workers, by their numbers.
 
     Of workers in other processes it knows what these have told at the end of the last round, so that the checkpoint
     that one process writes has the state of every worker.
@@ -156,6 +160,8 @@ class LayoutSessions:
       first, count: the number of the first of these workers, and how many workers there are; 0: these are all.
     """
 
+    name = "layouts"
+
     def __init__(self, sessions: Sequence[LayoutSession], first: int = 0, count: int = 0) -> None:
         self.sessions, self._first = tuple(sessions), first
         self._count = count or len(self.sessions)
@@ -163,49 +169,56 @@ class LayoutSessions:
         # all begin alike
         self._others = {worker: self.sessions[0].control.own_state() for worker in sorted(others)}
 
-    def enter(self) -> None:
-        """A rollout phase begins, with neither weights nor pools."""
-        for session in self.sessions:
-            session.enter()
+    def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
+        """Where there are neither weights nor pools, takes the layouts of the next round at no cost."""
+        if was_released:
+            for session in self.sessions:
+                session.enter()
+        return False
 
-    def begin(self, step: int, round_index: int, kind: str) -> None:
+    def round_begins(self, info: RoundInfo) -> None:
         """A round begins, with idle engines."""
         for session in self.sessions:
-            session.begin(step, round_index, kind)
+            session.begin(info.step, info.index, info.kind)
 
     def before_plan(self, worker: int) -> None:
-        """Lets the layout of one worker change, before a plan of it. Raises SwitchFailed where nothing can go on.
+        """Lets the layout of one worker change, before a plan of it. Raises Interrupted where nothing can go on.
 
         A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
         until then it is the same round.
         """
         follows = any(session.control.follows for session in self.sessions)
-        self.sessions[worker].before_plan(decides=not follows)
+        try:
+            self.sessions[worker].before_plan(decides=not follows)
+        except SwitchFailed as failure:
+            _log.error("the run stops: %s", failure)
+            raise Interrupted(str(failure)) from failure
 
-    def after_plan(self, worker: int) -> None:
-        self.sessions[worker].after_plan()
+    def after_plan(self, worker: int | None) -> None:
+        if worker is not None:
+            self.sessions[worker].after_plan()
 
-    def finished(self, length: int) -> None:
-        """A response ended by itself, in any worker."""
-        for session in self.sessions:
-            session.finished(length)
+    def finished(self, samples: Sequence[Sample], *, is_stopping: bool = False) -> None:
+        """Responses ended by themselves, in any worker."""
+        for sample in samples:
+            for session in self.sessions:
+                session.finished(len(sample))
 
-    def end(self, preemptions: Sequence[int]) -> dict[str, float]:
-        """The round is over; its metrics: sums over the workers of what is counted and of seconds spent, means of the
-        others. `preemptions`: of each worker."""
-        return together([session.end(count) for session, count in zip(self.sessions, preemptions, strict=True)])
+    def counts(self, workers: Sequence[Counters]) -> dict[str, Any]:
+        """The metrics of this process's workers, and what other processes have to know of each."""
+        ends = [session.end(each.preemptions) for session, each in zip(self.sessions, workers, strict=True)]
+        states = [plain_state(session.control.own_state()) for session in self.sessions]
+        return {"metrics": together(ends), "states": states}
 
-    def told(self) -> list[dict[str, Any]]:
-        """The round is over: what other processes have to know of each of these workers, as JSON values."""
-        return [plain_state(session.control.own_state()) for session in self.sessions]
-
-    def heard(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """What the processes have told (`told`), by the worker's number."""
+    def round_ends(self, end: RoundEnd, told: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The round's metrics: sums over the workers of what is counted and of seconds spent, means of the others."""
+        states = [state for process in told for state in process["states"]]
         assert len(states) == self._count, f"the layouts of {len(states)} workers were told, of {self._count}"
         for worker in self._others:
             self._others[worker] = state_of_plain(states[worker])
+        return together([process["metrics"] for process in told])
 
-    def cancel(self) -> None:
+    def cancelled(self) -> None:
         """The round is dropped."""
         for session in self.sessions:
             session.cancel()

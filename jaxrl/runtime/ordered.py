@@ -1,9 +1,9 @@
 """The events of a round over several workers: one sequence, the same in every process.
 
-Purpose: `OrderedEvents` stands between the backend and workers that run ahead of the round
-(`jaxrl.scheduling.tokens.paced`). Process 0 leads: it merges what all workers report, takes in verdicts and answers,
-and hands the next event to its own round; what it has handed over is the stream that all others handle. With all
-workers in one process there is no stream, and the same code hands over the same events.
+Purpose: `OrderedEvents` is the source of events (`jaxrl.runtime.events.RoundEvents`) for workers that run ahead of the
+round (`jaxrl.scheduling.tokens.paced`). Process 0 leads: it merges what all workers report, takes in verdicts and
+answers, and hands the next event to its own round; what it has handed over is the stream that all others handle. With
+all workers in one process there is no stream, and the same code hands over the same events.
 
 What is handed over when:
 
@@ -22,16 +22,20 @@ Source: docs/architecture.md. RollPacker §4.3 for rewards beside the rollout: a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Floor, Item, Notice, Scored, Stop, shortened
-from jaxrl.runtime.verdicts import Arrival, OwnScoring, recorded
-from jaxrl.scheduling.rounds.events import Event, Interrupted, SampleAborted, SampleFinished
+from jaxrl.runtime.plans import PlanRunner
+from jaxrl.runtime.round_end import Hosts, MissingTokens, RoundCounts, TextOf
+from jaxrl.runtime.verdicts import Arrival, OwnScoring, Scoring, recorded
+from jaxrl.scheduling.mechanism import Mechanism, RoundInfo, UnderWay
+from jaxrl.scheduling.rounds.events import Event, Interrupted, RoundStarted, SampleAborted, SampleFinished
+from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.order import Answer, End, Report
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.plan import Request
@@ -41,58 +45,15 @@ SCORING_POLL_S = 0.005
 """How long one of two things is waited for, other processes and the own scoring, before the other is looked at."""
 
 
-class Stream(Protocol):
-    """What processes tell each other (`jaxrl.runtime.hosts.stream.HostStream`).
-
-    Attributes:
-      process, num_processes: this one, and of how many; process 0 leads.
-    """
-
-    process: int
-    num_processes: int
-
-    def begin(self) -> None:
-        """A round begins: what is told from here on belongs to it."""
-        ...
-
-    def tell(self, notice: Notice) -> None:
-        """Tells process 0; a process other than it."""
-        ...
-
-    def publish(self, item: Item) -> None:
-        """Tells all others; process 0."""
-        ...
-
-    def pump(self) -> None:
-        """Sends what was told or published, and takes in what has come; never waits."""
-        ...
-
-    def wait(self, timeout_s: float, process: int | None = None) -> None:
-        """The same; waits for something to come: in process 0, from that process."""
-        ...
-
-    def notices(self) -> list[tuple[int, Notice]]:
-        """Of this round, what has come to process 0, with the process that told it; they are forgotten here."""
-        ...
-
-    def next_item(self) -> Item | None:
-        """The next item of the stream that has come; of a process other than 0."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """What telling and waiting have cost since the last call (`hosts/...`)."""
-        ...
-
-
 class OrderedEvents:
-    """What happens in a round, in one order.
+    """Implements `jaxrl.runtime.events.RoundEvents` over `PacedWorkers`: what happens in a round, in one order.
 
     Args:
-      workers: of this process. scoring: of this process.
-      text_of: makes a response's text.
-      clock: stamps events.
+      under_way: what there is of the round, with the workers of this process. plans: runs their plans.
+      scoring: of this process. text_of: makes a response's text.
+      mechanisms: told of what ends.
       journal: where decisions of a clock go, in process 0; None: nowhere.
-      stream: to the other processes; None: there are none.
+      hosts: the other processes; None: there are none.
 
     Attributes:
       launched: of this round, by request id.
@@ -100,22 +61,27 @@ class OrderedEvents:
 
     def __init__(
         self,
-        workers: PacedWorkers,
-        scoring: OwnScoring,
-        text_of: Callable[[Sample], str],
-        clock: Callable[[], float],
+        under_way: UnderWay,
+        plans: PlanRunner,
+        scoring: Scoring,
+        text_of: TextOf,
+        mechanisms: Sequence[Mechanism] = (),
         journal: Journal | None = None,
-        stream: Stream | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
-        self._workers, self._scoring, self._text_of, self._clock = workers, scoring, text_of, clock
-        self._journal, self._stream = journal, stream
+        assert isinstance(under_way.workers, PacedWorkers)
+        workers = self._workers = under_way.workers
+        self._under_way, self._plans, self._text_of, self._clock = under_way, plans, text_of, under_way.clock
+        self._mechanisms, self._journal, self._hosts = mechanisms, journal, hosts
+        self._scoring = OwnScoring(scoring, under_way.clock, journal, mechanisms)
+        stream = self._stream = None if hosts is None else hosts.stream
         self._leads = stream is None or stream.process == 0
         self._process, self._num_processes = (0, 1) if stream is None else (stream.process, stream.num_processes)
         self._of_process = workers.ledger.num_workers // self._num_processes  # workers of each
         first = self._process * self._of_process
         assert workers.numbers == tuple(range(first, first + self._of_process)), "workers of another process"
         self._order = workers.new_order() if self._leads else None
-        self.stop_agreed = False
+        self._stop_agreed = False
         self._stop_asked = False
         self._why: str | None = None  # a stop to be published, and why
         self.launched: dict[int, Request] = {}
@@ -123,6 +89,8 @@ class OrderedEvents:
 
     def _forget(self) -> None:
         self.launched.clear()
+        self._turn: int | None = None  # the worker to be served next
+        self._started: Event | None = None  # the first event, until it is handed over
         self._version = 0
         self._owners: dict[SampleKey, int] = {}  # the process that draws a response
         self._due_answers: deque[int] = deque()  # request ids, in the order of the commands
@@ -138,9 +106,11 @@ class OrderedEvents:
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
-    def begin(self, policy_version: int) -> None:
+    def begin(self, info: RoundInfo, policy_version: int) -> None:
         """A round begins, with weights of a version."""
         self._forget()
+        self._scoring.begin(info.step, info.index)
+        self._started = RoundStarted(self._clock())
         self._version = policy_version
         self._workers.begin()
         if self._order is not None:
@@ -149,25 +119,34 @@ class OrderedEvents:
             self._stream.begin()
 
     @property
-    def num_live(self) -> int:
-        """Responses that were launched and neither told as ended nor aborted, in all processes."""
-        return self._workers.ledger.num_live
+    def stop_agreed(self) -> bool:
+        return self._stop_agreed
 
     @property
-    def is_awaiting(self) -> bool:
-        """Whether a verdict is awaited."""
-        return bool(self._awaited)
+    def generating(self) -> bool:
+        return (bool(self._workers.ledger.num_live) and not self._awaited) or bool(self._due_answers)
 
     @property
-    def has_answers_due(self) -> bool:
-        """Whether what became of aborted responses is still to be told."""
-        return bool(self._due_answers)
+    def num_plannable(self) -> int | None:
+        if self._plans.stuck is not None:
+            self.ask_stop(self._plans.stuck)
+            return None
+        self._turn = self._workers.turn
+        return None if self._turn is None else self._workers.num_unfinished
+
+    @property
+    def is_scoring(self) -> bool:
+        return True
+
+    def run_plan(self) -> int | None:
+        assert self._turn is not None, "no worker can be served"
+        return self._plans.run_paced(self._workers, self._turn)
 
     def owner_of(self, key: SampleKey) -> int | None:
         """The process that drew a response of this round; None for one that was not launched in it."""
         return self._owners.get(key)
 
-    def launch(self, request: Request, worker: int | None = None) -> None:
+    def launch(self, request: Request, worker: int | None) -> None:
         """Starts a response."""
         assert self._decides, "a rule launches at a verdict that it does not await"
         home = self._workers.launch(request, worker)
@@ -176,9 +155,13 @@ class OrderedEvents:
         if self._order is not None:
             self._order.launched(request.request_id)
 
-    def abort(self, request_ids: Sequence[int], *, keep: bool) -> None:
+    def finished(self, finished: Sequence[Finished]) -> None:
+        raise AssertionError("no round begins in another where workers keep one order")
+
+    def abort(self, keys: Sequence[SampleKey], *, keep: bool) -> None:
         """Ends responses; what became of each is the next that is told."""
         assert self._decides, "a rule aborts at a verdict that it does not await"
+        request_ids = [self._under_way.requests[key] for key in keys]
         ledger = self._workers.ledger
         homes = [(request_id, ledger.home(request_id)) for request_id in request_ids]
         for answer, sample in self._workers.abort(request_ids, keep=keep):
@@ -219,10 +202,25 @@ class OrderedEvents:
         if self._stream is not None:
             self._stream.pump()
 
-    def end(self, counts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def end_scoring(self) -> Mapping[str, float]:
+        return self._scoring.end()
+
+    def exchange(self, samples: Sequence[Sample]) -> None:
+        if self._hosts is not None:
+            missing = MissingTokens([(sample, self.owner_of(sample.key)) for sample in samples])
+            self._hosts.exchange(missing.samples, missing.owners)
+            missing.fill(self._process, self._text_of)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {} if self._stream is None else self._stream.take_metrics()
+
+    def end(self, counts: RoundCounts) -> Sequence[RoundCounts]:
         """The round is over; what every process has counted in it, by their numbers. Waits for all."""
-        is_over = not (self.num_live or self._due_answers or self._scores)
+        is_over = not (self._workers.ledger.num_live or self._due_answers or self._scores)
         assert is_over, "a round ends while something of it is running"
+        return [RoundCounts.read(each) for each in self._all_counts(counts.written())]
+
+    def _all_counts(self, counts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         if self._stream is None:
             return [counts]
         if not self._leads:
@@ -230,15 +228,15 @@ class OrderedEvents:
             self._stream.pump()
             while not isinstance(item := self._next_item(), Counted):
                 self._stream.wait(1.0)
-            self.stop_agreed |= item.stops
+            self._stop_agreed |= item.stops
             return list(item.counts)
         self._counts[0] = counts
         while len(self._counts) < self._num_processes:
             self._stream.wait(1.0, next(p for p in range(self._num_processes) if p not in self._counts))
             self._take_notices()
         found = [self._counts[process] for process in range(self._num_processes)]
-        self.stop_agreed |= self._why is not None
-        self._stream.publish(Counted(found, self.stop_agreed))
+        self._stop_agreed |= self._why is not None
+        self._stream.publish(Counted(found, self._stop_agreed))
         self._stream.pump()
         return found
 
@@ -261,6 +259,23 @@ class OrderedEvents:
           Interrupted: all processes stop here.
           RunFailed: another process has failed.
         """
+        if self._started is not None:
+            event, self._started = self._started, None
+            return event
+        event = self._next()
+        match event:
+            case SampleFinished(sample=sample):
+                self._under_way.ended(sample.key)
+                self._under_way.num_finished += 1
+                for each in self._mechanisms:
+                    each.finished([sample], is_stopping=False)
+            case SampleAborted(sample=sample):
+                self._under_way.ended(sample.key)
+                for each in self._mechanisms:
+                    each.aborted(sample.key)
+        return event
+
+    def _next(self) -> Event | None:
         if not self._leads:
             item = self._next_item()
             if item is None:
@@ -397,7 +412,7 @@ class OrderedEvents:
         why, self._why = self._why, None
         if why is None:
             return
-        self.stop_agreed = True
+        self._stop_agreed = True
         if self._stream is not None:
             self._stream.publish(Stop(why))
             self._stream.pump()
@@ -411,7 +426,7 @@ class OrderedEvents:
                 case Floor(tick=tick):
                     self._workers.raise_floor(tick)
                 case Stop(why=why):
-                    self.stop_agreed = True
+                    self._stop_agreed = True
                     raise Interrupted(why) if why else Interrupted
                 case Failed():
                     self._fail(item)

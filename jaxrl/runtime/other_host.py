@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.runtime.hosts.notices import Batch, Counted, Notice, Scored, encode, joined
 from jaxrl.runtime.hosts.stream import MAX_UNREAD
-from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.plans import PlanRunner
 from jaxrl.runtime.round_end import RoundCounts
 from jaxrl.runtime.verdicts import Arrival
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.tokens.order import End, Home
 from jaxrl.scheduling.tokens.plan import Request
@@ -66,7 +66,7 @@ class OtherHost:
     Args:
       process: its number. clock: its own.
       workers, executors, scoring: of this host, on its clock. times: what things take.
-      layouts: of its workers; None: they stay.
+      mechanisms: of this host, beside those of process 0.
 
     Attributes:
       next_ns: when it acts next; None: not before something comes.
@@ -81,11 +81,11 @@ class OtherHost:
         executors: Sequence[SimulatedExecutor],
         scoring: ScoringWorkers,
         times: HostTimes,
-        layouts: LayoutSessions | None = None,
+        mechanisms: Sequence[Mechanism] = (),
     ) -> None:
         self.process, self.clock, self.workers = process, clock, workers
-        self.executors, self.scoring, self._times, self.layouts = executors, scoring, times, layouts
-        self._plans = PlanRunner(workers, {}, layouts=layouts)
+        self.executors, self.scoring, self._times, self.mechanisms = executors, scoring, times, mechanisms
+        self._plans = PlanRunner(workers, mechanisms)
         self.next_ns: int | None = None
         self.drawn: dict[SampleKey, Sample] = {}
         self.acts: deque[tuple[int, Act]] = deque()  # by the batch that brings it
@@ -115,8 +115,8 @@ class OtherHost:
         """The round is dropped."""
         self.workers.cancel()
         self.scoring.cancel(set(self._numbers))
-        if self.layouts is not None:
-            self.layouts.cancel()
+        for each in self.mechanisms:
+            each.cancelled()
         self._forget(Published(), 0)
         self.next_ns = None
 
@@ -132,8 +132,8 @@ class OtherHost:
             self._sleep()
             return
         collected = self._plans.run_paced(self.workers, worker)
-        if collected is not None and self.layouts is not None:
-            self._plans.show(collected, None)
+        for each in self.mechanisms:
+            each.after_plan(collected)
         self.next_ns = self.clock.now_ns
 
     def comes(self, batch: int) -> None:
@@ -175,18 +175,18 @@ class OtherHost:
             self._busy.end(key, self.clock.now_s)
             self._numbers.pop(key, None)
 
-    def finished(self, length: int) -> None:
-        assert self.layouts is not None
-        self.layouts.finished(length)
+    def finished(self, sample: Sample) -> None:
+        """A response has ended, on any host."""
+        for each in self.mechanisms:
+            each.finished([sample], is_stopping=False)
 
     def end(self) -> None:
         """The round is over: counts what was done in it."""
         self.workers.drain()
         counted = self.workers.counted()
-        layouts = {} if self.layouts is None else self.layouts.end([each.preemptions for each in counted])
-        states = () if self.layouts is None else self.layouts.told()
+        told = {each.name: each.counts(counted) for each in self.mechanisms}
         scoring = self.scoring.take_metrics() | {"reward/busy_s": self._busy.take()}
-        self._told.append(Counted([RoundCounts(counted, 0, scoring, layouts, states).written()]))
+        self._told.append(Counted([RoundCounts(counted, 0, scoring, told).written()]))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -1,55 +1,34 @@
-"""Plans of the workers, one after another, and what a run does around each.
+"""Plans of the workers, one after another, and what is called and drawn around each.
 
-Purpose: `PlanRunner` is the part of the backend between its events and its workers. Before a plan a layout may change
-and requests may get something to draft from; after it the timeline and the live view are told.
+Purpose: `PlanRunner` is the part of the backend between its events and its workers. Before a plan mechanisms may change
+what it will be made of; after it the timeline and the live view are told.
 
-Source: docs/architecture.md. Departures: of several workers that keep one order (`PacedWorkers`), one that cannot
-change its layout stops all processes at the same event, so it raises nothing here.
+Source: docs/architecture.md. Departures: of several workers that keep one order (`PacedWorkers`), one that cannot go on
+stops all processes at the same event, so what its mechanisms raise is kept for that (`stuck`).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
-from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
 from jaxrl.runtime.rows import RowLanes
-from jaxrl.scheduling.layouts.control import Layouts
-from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.scheduling.tokens.workers import Workers
-from jaxrl.types import SampleKey
-
-_log = logging.getLogger(__name__)
-
-
-class Worker(Protocol):
-    """What a run needs of executors besides running plans: of one (`jaxrl.rollout.executor.MeshExecutor` and
-    `jaxrl.sim.executor.SimulatedExecutor` have it), or of all workers' together. `allocate` makes pools where there
-    are none, and leaves others as they are."""
-
-    @property
-    def recompiles(self) -> int: ...
-
-    def sync_weights(self, train_params: Any, policy_version: int, /) -> None: ...
-
-    def allocate(self) -> None: ...
-
-    def release(self, *, weights: bool = False) -> None: ...
 
 
 class PlanRunner:
     """Runs plans.
 
     Args:
-      workers: of this process. requests: the live ones, by key; the caller keeps them.
-      timeline, layouts, history: as in `jaxrl.runtime.backend.RolloutBackend`.
+      workers: of this process.
+      mechanisms: called before a plan is made.
+      timeline: where plans and busy rows are drawn; None: nowhere.
 
     Attributes:
       lanes, rows: where plans are drawn, and who has which row; None: that is not.
@@ -59,43 +38,38 @@ class PlanRunner:
     def __init__(
         self,
         workers: Workers | PacedWorkers,
-        requests: Mapping[SampleKey, int],
+        mechanisms: Sequence[Mechanism] = (),
         timeline: PlanTimeline | None = None,
-        layouts: Layouts | None = None,
-        history: HistorySession | None = None,
     ) -> None:
-        self.layouts, self.stuck = layouts, None
+        self.stuck: str | None = None
         several = isinstance(workers, PacedWorkers)
         self.lanes = PlanLanes(workers.engines, timeline, several=several)
         self.rows = None if timeline is None else RowLanes(workers.engines, timeline, several=several)
-        self._workers, self._requests, self._timeline, self._history = workers, requests, timeline, history
-        self._before = [Counters() for _ in workers.engines]
+        self._workers, self._mechanisms, self._timeline = workers, mechanisms, timeline
+        self._counters = [Counters() for _ in workers.engines]
 
     def begin(self) -> None:
         """A round begins."""
-        self._before = [replace(engine.counters) for engine in self._workers.engines]
+        self._counters = [replace(engine.counters) for engine in self._workers.engines]
 
     def counted(self) -> list[Counters]:
         """What each worker of this process has done in the round."""
         if isinstance(self._workers, PacedWorkers):
             return self._workers.counted()
-        engines = zip(self._workers.engines, self._before, strict=True)
+        engines = zip(self._workers.engines, self._counters, strict=True)
         return [engine.counters.since(before) for engine, before in engines]
 
     def run(self, workers: Workers) -> tuple[list[Finished], int | None]:
         """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone. Returns
         what can be told, and the worker of which a plan has been collected.
 
-        Raises Interrupted where a layout switch leaves nothing usable.
+        Raises Interrupted where a mechanism cannot go on.
         """
         worker = workers.turn
         if worker is None:  # what ended in one is told, now that another's requests have been aborted
             return workers.step(), None
         if workers.makes_plan(worker):
-            failure = self._change_layout(worker)
-            if failure is not None:
-                raise Interrupted(failure)
-            self._draft_from_group()
+            self._before(worker)
         waits = workers.waits(worker)
         with self.lanes.step(worker):
             finished = workers.step(worker)
@@ -108,25 +82,24 @@ class PlanRunner:
         makes_plan, place = workers.makes_plan(worker), workers.numbers.index(worker)
         if makes_plan:
             workers.prepare(worker)
-            self.stuck = self._change_layout(place)
-            if self.stuck is not None:
+            try:
+                self._before(place)
+            except Interrupted as failure:
+                self.stuck = str(failure)
                 return None
-            self._draft_from_group()
         with self.lanes.step(place):
             workers.step(worker)
         self._follow_rows()
         return None if makes_plan else place
 
-    def show(self, worker: int, on_progress: Callable[[int, int, int], None] | None) -> None:
-        """A plan of a worker has been collected. `on_progress`: called with (rows busy, rows, tokens of the round so
+    def show(self, on_progress: Callable[[int, int, int], None] | None) -> None:
+        """A plan has been collected. `on_progress`: called with (rows busy, rows, tokens of the round so
         far); None: nothing is new."""
-        if self.layouts is not None:
-            self.layouts.after_plan(worker)
         busy = self._workers.num_running
         if self._timeline is not None:
             self._timeline.counter("rows", busy=busy)
         if on_progress is not None:
-            counts = zip(self._workers.engines, self._before, strict=True)
+            counts = zip(self._workers.engines, self._counters, strict=True)
             tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
             on_progress(busy, self._workers.num_rows, tokens)
 
@@ -139,22 +112,7 @@ class PlanRunner:
         if self.rows is not None:
             self.rows.follow()
 
-    def _change_layout(self, worker: int) -> str | None:
-        """Lets the layout change; why nothing is usable where that failed."""
-        if self.layouts is None:
-            return None
-        try:
-            self.layouts.before_plan(worker)
-        except SwitchFailed as failure:
-            _log.error("the run stops: %s", failure)
-            return str(failure)
-        return None
-
-    def _draft_from_group(self) -> None:
-        """Gives requests of prompts without history what others of their group have brought."""
-        if self._history is None:
-            return
-        for prompt_key, index in self._history.before_plan():
-            for key, request_id in self._requests.items():
-                if (key.epoch, key.prompt_index) == prompt_key:
-                    self._workers.set_history(request_id, index)
+    def _before(self, worker: int) -> None:
+        """A plan will be made of a worker, by its place among those of this process."""
+        for each in self._mechanisms:
+            each.before_plan(worker)

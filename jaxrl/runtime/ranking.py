@@ -1,7 +1,8 @@
 """Ranking groups on the workers of a backend: outliers move, and what the round was like is measured.
 
-Purpose: `RankingSession` tells the books of a ranked round (`jaxrl.scheduling.rounds.outliers`) what has ended, and
-moves the outliers that they name to a worker that runs for longer.
+Purpose: `RankingSession` is the mechanism. It has rounds ranked (`jaxrl.scheduling.rounds.ranking_groups`) and the next
+one begun ahead (`jaxrl.runtime.head_start`), tells the books of a ranked round (`jaxrl.scheduling.rounds.outliers`)
+what has ended, and moves the outliers that they name to a worker that runs for longer.
 
 Source: RhymeRL §6.3. Departures: an outlier goes to the worker with the longest ranking group that still draws in this
 round (of several the one with the fewest responses), so that it prolongs no round. Outliers of the longest group stay
@@ -10,20 +11,23 @@ where they are; see `jaxrl.scheduling.rounds.outliers` about the next step. Each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.runtime.head_start import HeadStarts
+from jaxrl.record import metrics as numbers
+from jaxrl.runtime.head_start import HeadStarts, WeightBuffer
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import cheaper_move, step_seconds
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.composition import is_timeless
-from jaxrl.scheduling.rounds.events import Launch
+from jaxrl.scheduling.rounds.events import Command, HeadStart, Launch
 from jaxrl.scheduling.rounds.outliers import Outliers
 from jaxrl.scheduling.rounds.ranking_groups import LengthHistory, RankedRound, RankingGroups
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.workers import By, Workers
-from jaxrl.types import SampleKey
+from jaxrl.types import Sample, SampleKey
 
 
 def build_ranking(
@@ -46,65 +50,104 @@ def build_ranking(
     return ranking, partial(cheaper_move, predictor)
 
 
-class RankingSession:
+class RankingSession(Mechanism):
     """Looks after the ranked rounds of a backend.
 
     Args:
       ranking: ranks the rounds.
-      engines: of the workers.
-      ahead: what there is of the next round.
+      buffer: the executors, which may have the next weights beside those in use.
       by: how outliers move.
-      clock: seconds from any origin.
+
+    Attributes:
+      ahead: what there is of the next round.
     """
 
-    def __init__(
-        self,
-        ranking: RankingGroups,
-        engines: Workers,
-        ahead: HeadStarts,
-        by: By,
-        clock: Callable[[], float],
-    ) -> None:
-        self.ahead = ahead
-        self._ranking, self._engines = ranking, engines
+    name = "ranking"
+    ahead: HeadStarts
+
+    def __init__(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
+        self._ranking, self._buffer = ranking, buffer
         self._by: By = by
-        self._clock = clock
         self._round: RankedRound | None = None
         self._books: Outliers | None = None
         self._num_launched = self._num_carried = self._num_moved = 0
         self._began_s = self._looked_s = self._idle_s = 0.0
 
-    def begin(self) -> None:
-        """A round begins; no worker has anything of it yet."""
+    def attach(self, under_way: UnderWay) -> None:
+        self._requests, self._engines, self._clock = under_way.requests, under_way.direct, under_way.clock
+        parts = self._engines, self._buffer, under_way.weights, under_way.start, under_way.clock
+        self.ahead = HeadStarts(*parts)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
+        if not self.ahead.is_on:
+            return False
+        self.ahead.enter(policy_version)
+        return True
+
+    @property
+    def holds_rollout(self) -> bool:
+        return self.ahead.is_on
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def round_begins(self, info: RoundInfo) -> None:
+        """A round begins; no worker has anything of it but what was begun ahead."""
         self._round = self._books = None
         self._num_launched = self._num_carried = self._num_moved = 0
         self._began_s = self._looked_s = self._clock()
         self._idle_s = 0.0
+        self._is_training = info.is_training
+        if info.is_training:
+            self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
 
-    def launched(self, command: Launch) -> None:
-        self._num_launched += len(command.keys)
-        self._num_carried += len(command.resumed)
+    def _next_round(self, info: RoundInfo) -> HeadStart | None:
+        """What the next round launches, with the version of its weights; None while these are not there."""
+        assert info.next_launches is not None
+        launches = info.next_launches()
+        if launches is None:
+            return None
+        return HeadStart(info.step - 1, tuple(self._ranking.ahead(launches, info.step + 1)))
+
+    def place(self, commands: Sequence[Command], step: int) -> list[Command]:
+        return self._ranking.begin(commands, step)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.ahead.num_begun > 0
+
+    def begun(self, key: SampleKey) -> int | Finished | None:
+        return self.ahead.adopt(key)
+
+    def launched(self, launch: Launch) -> None:
+        self._num_launched += len(launch.keys)
+        self._num_carried += len(launch.resumed)
         if self._ranking.now is not self._round:
             self._round, self._books = self._ranking.now, self._ranking.outliers()
 
-    def ended(self, finished: Sequence[Finished]) -> list[Finished]:
-        """Responses have ended; returns those of the round, the others are kept for the next."""
-        own = [one for one in finished if not self.ahead.took(one)]
-        for one in own:
-            self.aborted(one.sample.key)
-        return own
+    def keeps(self, finished: Finished) -> bool:
+        return self.ahead.took(finished)
+
+    def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
+        for sample in samples:
+            self.aborted(sample.key)
 
     def aborted(self, key: SampleKey) -> None:
         """A response of the round is gone."""
         if self._books is not None:
             self._books.ended(key)
 
-    def after_plan(self, requests: Mapping[SampleKey, int]) -> None:
-        """Moves outliers, and then looks; `requests`: those of this round. Outliers move in logical time alone: where a
-        batch depends on which responses end first, a verdict that comes late changes nothing of it."""
+    def after_plan(self, worker: int | None) -> None:
+        """Moves outliers, and then looks. Outliers move in logical time alone: where a batch depends on which responses
+        end first, a verdict that comes late changes nothing of it."""
+        requests = self._requests
         if self._books is not None and self._round is not None:
             for key in self._books.take(lambda key: self._num_tokens(requests.get(key))):
                 self._move(requests[key], self._books.rank(key), self._round.ranks)
+        self.look()
+
+    def while_waiting(self) -> None:
         self.look()
 
     def look(self) -> None:
@@ -115,8 +158,36 @@ class RankingSession:
         self._looked_s = now_s
         self.ahead.look()
 
-    def end(self) -> dict[str, float]:
+    def cancelled(self) -> None:
+        self.ahead.cancel()
+
+    def run_ends(self) -> None:
+        """Where a stop was asked for, the next round may have begun: nothing of it is wanted."""
+        self.ahead.cancel()
+        self._engines.abort(self._engines.unfinished())
+        self._engines.drain()
+
+    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
         """The round is over; its metrics."""
+        if not self._is_training:
+            return {}
+        measured = self._measured()
+        self._ranking.end()
+        return measured
+
+    def step_ends(self, measured: Mapping[str, float]) -> None:
+        update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)
+        self._ranking.learned(update_s, measured.get("rollout/spec/tokens_per_step", 1.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._ranking.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ranking.load_state_dict(state)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _measured(self) -> dict[str, float]:
         workers_s = (self._clock() - self._began_s) * len(self._engines.engines)
         launched = max(self._num_launched, 1)
         ranked = {"rollout/ranking/groups": 0.0} if self._round is None else self._round.metrics()

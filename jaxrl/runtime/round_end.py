@@ -4,7 +4,7 @@ Purpose: `RoundCounts` is what one process has to tell of a round, `merged` make
 `MissingTokens` is what is exchanged: samples of this round that are trained on or carried.
 
 Source: docs/architecture.md. Counts and seconds add up; `reward/busy_s` is the largest, because processes score at the
-same time; metrics of layouts are as those of several workers (`jaxrl.runtime.layout_session.together`).
+same time.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from jaxrl.runtime.layout_session import together
-from jaxrl.runtime.ordered import Stream
+from jaxrl.runtime.hosts.notices import HostChannel
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Sample, SampleKey
+
+TextOf = Callable[[Sample], str]
+"""Makes a response's text from its tokens."""
 
 Exchange = Callable[[Sequence[Sample], Sequence[int]], object]
 """(samples with their right lengths, the process that has the content of each) -> fills in those of other processes."""
@@ -33,7 +35,7 @@ class Hosts:
         has drawn each: fills in, in place, what others have drawn.
     """
 
-    stream: Stream
+    stream: HostChannel
     exchange: Exchange
 
 
@@ -42,18 +44,16 @@ _LARGEST = frozenset({"reward/busy_s"})
 
 @dataclass(frozen=True, slots=True)
 class RoundCounts:
-    """Of one process: the counts of its workers, programs compiled, what its scoring and its layouts say.
+    """Of one process: the counts of its workers, programs compiled, what its scoring says.
 
     Attributes:
-      states: of its workers' layouts, for the checkpoint (`jaxrl.runtime.layout_session.LayoutSessions.told`); empty
-        where they do not adapt or nobody has to know.
+      told: by its name, what each mechanism has to tell all processes (`jaxrl.scheduling.mechanism.Mechanism.counts`).
     """
 
     workers: Sequence[Counters]
     recompiles: int
     scoring: Mapping[str, float]
-    layouts: dict[str, float]
-    states: Sequence[Mapping[str, Any]] = ()
+    told: Mapping[str, Any]
 
     @property
     def total(self) -> Counters:
@@ -63,14 +63,18 @@ class RoundCounts:
     def written(self) -> dict[str, Any]:
         """As JSON values."""
         workers = [list(astuple(each)) for each in self.workers]
-        told = {"recompiles": self.recompiles, "scoring": dict(self.scoring), "layouts": dict(self.layouts)}
-        return {"workers": workers, **told, "states": list(self.states)}
+        return {
+            "workers": workers,
+            "recompiles": self.recompiles,
+            "scoring": dict(self.scoring),
+            "told": dict(self.told),
+        }
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> RoundCounts:
         """The reverse."""
         workers = [Counters(*each) for each in written["workers"]]
-        return cls(workers, *(written[name] for name in ("recompiles", "scoring", "layouts", "states")))
+        return cls(workers, *(written[name] for name in ("recompiles", "scoring", "told")))
 
 
 def work_metrics(done: Counters) -> dict[str, float]:
@@ -91,14 +95,13 @@ def merged(counts: Sequence[RoundCounts]) -> dict[str, float]:
         for name, value in each.scoring.items():
             known = scoring.get(name, 0.0)
             scoring[name] = max(known, value) if name in _LARGEST else known + value
-    layouts = [each.layouts for each in counts if each.layouts]
-    recompiles = {"rollout/recompiles": sum(each.recompiles for each in counts)}
-    return recompiles | scoring | (together(layouts) if layouts else {})
+    return {"rollout/recompiles": sum(each.recompiles for each in counts)} | scoring
 
 
-def samples_of(result: RoundResult) -> list[Sample]:
-    """The samples of a round that are looked at after it: trained on, judged, and carried."""
-    groups = (*result.groups, *result.judged)
+def samples_of(result: RoundResult, *, left_out: bool) -> list[Sample]:
+    """The samples of a round that are looked at after it: trained on and carried, and with `left_out` also those of
+    groups that dynamic sampling has left out."""
+    groups = (*result.groups, *(result.judged if left_out else ()))
     return [*(sample for group in groups for sample in group.samples), *result.carried]
 
 
@@ -123,7 +126,7 @@ class MissingTokens:
         self.samples = [self._all[key][0] for key in keys]
         self.owners = [owner_of[key] for key in keys]
 
-    def fill(self, process: int, text_of: Callable[[Sample], str]) -> None:
+    def fill(self, process: int, text_of: TextOf) -> None:
         """The content has come: copies of a sample get it too, and responses of others that have ended their text."""
         for first, owner in zip(self.samples, self.owners, strict=True):
             if owner == process:

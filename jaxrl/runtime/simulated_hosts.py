@@ -25,18 +25,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.other_host import AT_ONCE, Act, HostTimes, OtherHost, Published
 from jaxrl.runtime.round_end import Hosts
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
-from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import CancelScore, Command, Event, RoundStarted, SampleFinished, Score
 from jaxrl.scheduling.tokens.order import End, Home
 from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.paced import TimedWorkers
-from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+from jaxrl.types import Prompt, Sample, SampleKey
 
 NAME = "stream"
 _TOKEN_BYTES = 16  # of a token that is exchanged: its id, its version, two log-probabilities
@@ -138,8 +138,10 @@ class SimulatedBoard:
         return self._clock.now_ns
 
 
-class SimulatedHosts:
+class SimulatedHosts(Mechanism):
     """All other hosts, and the store between them and process 0. Implements `jaxrl.sim.paced.Listener`.
+
+    It is the last mechanism of the backend of process 0, and lets the others know what that does.
 
     Args:
       others: in the order of their numbers, from 1 on. clock: of process 0.
@@ -170,14 +172,30 @@ class SimulatedHosts:
         self._num_events = self._num_scores = 0
         self._has_begun = False  # an event has been handed over
         self._exchanged = 0.0, 0
+        self._owners: dict[SampleKey, int] = {}  # the process that draws a response of this round
+        self._is_training = False
 
     @property
     def hosts(self) -> Hosts:
         """What the backend of process 0 has of the others."""
         return Hosts(self.stream, self.exchange)
 
-    def begin(self) -> None:
+    def attach(self, under_way: UnderWay) -> None:
+        assert isinstance(under_way.workers, TimedWorkers)
+        self.leading, self._requests = under_way.workers, under_way.requests
+
+    def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
+        for host in self.others:
+            for each in host.mechanisms:
+                each.enter_rollout(policy_version, was_released=was_released)
+            for executor in host.executors:
+                executor.policy_version = policy_version
+        return False
+
+    def round_begins(self, info: RoundInfo) -> None:
         """A round begins everywhere."""
+        self._is_training = info.is_training
+        self._owners.clear()
         self._num_batches += len(self._published.arrivals)
         self._published = Published()
         self._pending.clear()
@@ -185,8 +203,30 @@ class SimulatedHosts:
         self._has_begun = False
         for host in self.others:
             host.begin(self._clock.now_ns, self._published, self._num_batches)
+        for host in self.others:
+            for each in host.mechanisms:
+                each.round_begins(info)
 
-    def cancel(self) -> None:
+    def handed(self, event: Event) -> None:
+        if not isinstance(event, RoundStarted):
+            self.handled()
+        if isinstance(event, SampleFinished) and any(host.mechanisms for host in self.others):
+            self.tell_all(partial(OtherHost.finished, sample=event.sample))
+
+    def commanded(self, command: Command) -> None:
+        match command:
+            case Score(prompt=prompt, sample=sample):
+                self.scores(prompt, sample, self._owners.get(sample.key), is_training=self._is_training)
+            case CancelScore(keys=keys):
+                self.cancels({key: self._owners.get(key) for key in keys})
+
+    def counts(self, workers: Sequence[Counters]) -> None:
+        self.tell_all(OtherHost.end)
+
+    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+        return self.take_metrics()
+
+    def cancelled(self) -> None:
         """The round is dropped."""
         self._pending.clear()
         for host in self.others:
@@ -226,17 +266,18 @@ class SimulatedHosts:
 
     # -- what the round of process 0 does ----------------------------------------------------------------------------
 
-    def launched(self, home: Home, request: Request, now: int) -> None:
+    def on_launch(self, home: Home, request: Request, now: int) -> None:
+        self._owners[request.key] = home.worker // self._of_process
         self._tell(home.worker, partial(OtherHost.launch, home=home, request=request, now=now))
 
-    def aborted(self, homes: Mapping[int, Home], keep: bool, now: int) -> None:
+    def on_abort(self, homes: Mapping[int, Home], keep: bool, now: int) -> None:
         ids: dict[int, list[int]] = {}
         for request_id, home in homes.items():
             ids.setdefault(home.worker // self._of_process, []).append(request_id)
         for process, own in ids.items():
             self._tell(process * self._of_process, partial(OtherHost.abort, request_ids=own, keep=keep, now=now))
 
-    def told(self, end: End) -> None:
+    def on_end(self, end: End) -> None:
         self._has_begun = True
         self._tell(end.place.worker, partial(OtherHost.told, end=end))
 
@@ -290,54 +331,3 @@ class SimulatedHosts:
         self._pending.clear()
         for host in self.others:
             host.comes(number)
-
-
-class LeadingBackend(RolloutBackend):
-    """The backend of process 0, which lets the other hosts know. `others`: them; the rest as in `RolloutBackend`."""
-
-    def __init__(self, others: SimulatedHosts, *parts: Any, **more: Any) -> None:
-        super().__init__(*parts, hosts=others.hosts, **more)
-        assert isinstance(self.engine, TimedWorkers)
-        self._others, others.leading = others, self.engine
-
-    def enter_rollout(self, policy_version: int) -> None:
-        for host in self._others.others:
-            if host.layouts is not None and not self._ready:
-                host.layouts.enter()
-            for executor in host.executors:
-                executor.policy_version = policy_version
-        super().enter_rollout(policy_version)
-
-    def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
-        super().begin(step, params, kind)
-        self._others.begin()
-        for host in self._others.others:
-            if host.layouts is not None:
-                host.layouts.begin(step, self._round, kind)
-
-    def wait(self) -> Event:
-        event = super().wait()
-        if not isinstance(event, RoundStarted):
-            self._others.handled()
-        if isinstance(event, SampleFinished) and self._layouts is not None:
-            self._others.tell_all(partial(OtherHost.finished, length=len(event.sample)))
-        return event
-
-    def apply(self, command: Command) -> None:
-        match command:
-            case Score(prompt=prompt, sample=sample):
-                assert self._ordered is not None
-                owner = self._ordered.owner_of(sample.key)
-                self._others.scores(prompt, sample, owner, is_training=not self._round)
-            case CancelScore(keys=keys):
-                assert self._ordered is not None
-                self._others.cancels({key: self._ordered.owner_of(key) for key in keys})
-        super().apply(command)
-
-    def cancel(self) -> None:
-        self._others.cancel()
-        super().cancel()
-
-    def end(self, result: RoundResult | None = None) -> dict[str, float]:
-        self._others.tell_all(OtherHost.end)
-        return super().end(result) | self._others.take_metrics()

@@ -131,7 +131,7 @@ class MachineParts:
             own = SimulatedClock()
             host = self.host(process, own, TracksOfHost(drawn, process))
             of_host = own, host.timed_workers(), host.executors.executors, host.scoring
-            found.append(OtherHost(process, *of_host, times, host.sessions))
+            found.append(OtherHost(process, *of_host, times, () if host.sessions is None else (host.sessions,)))
         bytes_per_s = hardware(config.simulate.hardware).inter_node_bytes_per_s
         in_order = config.simulate.host_order == "logical"
         return SimulatedHosts(found, clock, times, bytes_per_s, in_order, self._timeouts)

@@ -16,27 +16,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
-from jaxrl.loop import Hooks, Kept, Loop
+from jaxrl.loop import Hooks, Job, Loop
+from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.rewards.tally import VerdictTally
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions
-from jaxrl.runtime.ranking import build_ranking
+from jaxrl.runtime.ranking import RankingSession, build_ranking
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulated_history import PLATFORM, history_session
-from jaxrl.runtime.simulated_hosts import LeadingBackend, SimulatedHosts
+from jaxrl.runtime.simulated_hosts import SimulatedHosts
 from jaxrl.runtime.simulated_machine import MachineParts
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import cheaper_move
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
-from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.rounds.stream_pace import pace_of
 from jaxrl.scheduling.tokens.paced import PacedWorkers
@@ -51,6 +52,7 @@ from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.sim.workload import Workload
 from jaxrl.train import preparation
+from jaxrl.train.learning import Models
 from jaxrl.types import Group, TrainBatch
 
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
@@ -115,36 +117,45 @@ def build(
     trainer, *critics = _trainers(config, cost, total - config.rollout.num_devices, clock)
     stream = _stream(config, cost, clock, phases, workers, own.executors, total, parts.pace, feeding)
     history = history_session(config, clock)
-    kept: dict[str, Any] = {"layouts": own.sessions, "stream": stream, "history": history, "timeouts": timeouts}
-    backend = (RolloutBackend if others is None else partial(LeadingBackend, others))(
+    ranking = _ranking(config, cost, history, sizes, workers, own.executors)
+    found: list[Mechanism | None] = [own.sessions, stream, ranking, history]
+    found.append(None if timeouts is None else TimeoutSession(timeouts))
+    if config.trainer.one_step_off:
+        together = SimulatedTogether(clock) if config.rollout.num_devices else None
+        found.append(OneStepOff(together, phases.phase))
+    mechanisms = [each for each in (*found, others) if each is not None]
+    backend = RolloutBackend(
         workers,
         own.executors,
         own.scoring,
         lambda sample: f"({len(sample)} simulated tokens)",
         lambda: [each.synced() for each in (trainer, *critics)],  # no weights to give; they are told of it
-        on_progress=on_progress,
-        interrupted=hooks.stop,
-        **_around(config, clock, phases, hosts),
-        **kept,
+        mechanisms,
+        Surroundings(
+            clock=lambda: clock.now_s,
+            timeline=phases,
+            on_progress=on_progress,
+            interrupted=hooks.stop,
+            tally=VerdictTally.configured(config),
+        ),
+        others.hosts if others is not None else hosts,
     )
-    ranking = _ranking(config, cost, history, sizes, backend, own.executors)
-    kept |= {"layouts": _of_all_hosts(own.sessions, others), "ranking": ranking}
-    loop = _loop(config, workload, backend, (trainer, *critics), phases, hooks, total, stream, ranking, kept)
+    if own.sessions is not None:
+        mechanisms[0] = _of_all_hosts(own.sessions, others)
+    job = _job(config, workload, total)
+    models = Models(trainer, critics[0] if critics else None)
+    # stop strings need text, and there is none
+    config = replace(config, rollout=replace(config.rollout, stop=[]))
+    loop = Loop(config, job, batch_rule(config), backend, models, phases, hooks, mechanisms)
     return Simulation(loop, workers, own.executors, clock, phases, own.sessions, stream, others)
 
 
-def _around(config: Config, clock: SimulatedClock, phases: SimulatedPhases, hosts: Hosts | None) -> dict[str, Any]:
-    """What a backend has around it; what simulates the other hosts brings `hosts` itself."""
-    found = {"clock": lambda: clock.now_s, "timeline": phases, "tally": VerdictTally.configured(config)}
-    return found if hosts is None else found | {"hosts": hosts}
-
-
-def _of_all_hosts(own: LayoutSessions | None, others: SimulatedHosts | None) -> LayoutSessions | None:
+def _of_all_hosts(own: LayoutSessions, others: SimulatedHosts | None) -> LayoutSessions:
     """The layouts of process 0 with those of the others, as they are kept: each goes on as it was."""
-    if own is None or others is None:
+    if others is None:
         return own
-    sessions = [session for host in others.others if host.layouts for session in host.layouts.sessions]
-    return LayoutSessions([*own.sessions, *sessions])
+    sessions = [each for host in others.others for each in host.mechanisms if isinstance(each, LayoutSessions)]
+    return LayoutSessions([*own.sessions, *(session for each in sessions for session in each.sessions)])
 
 
 def _num_devices(config: Config, sizes: MachineSizes) -> int:
@@ -163,17 +174,17 @@ def _ranking(
     cost: CostModel,
     history: HistorySession | None,
     sizes: MachineSizes,
-    backend: RolloutBackend,
+    workers: Workers | PacedWorkers,
     executors: SimulatedWorkers,
-) -> RankingGroups | None:
-    """What ranks the rounds of `backend`, whose workers have `sizes` each; None: nothing does."""
+) -> RankingSession | None:
+    """What ranks rounds over workers of `sizes` each; None: nothing does."""
     if not config.rollout.ranking_groups.enable:
         return None
     assert history is not None, "ranks by lengths that nothing keeps"
+    assert isinstance(workers, Workers)
     predictor = worker_predictor(config, cost, [sizes.tp])
-    ranking, by = build_ranking(config, history.store, backend.direct, predictor)
-    backend.rank(ranking, executors, by)
-    return ranking
+    ranking, by = build_ranking(config, history.store, workers, predictor)
+    return RankingSession(ranking, executors, by)
 
 
 def _stream(
@@ -205,19 +216,8 @@ def _stream(
     return StreamSession(options, workers, streams, release, rate, drawing=phases, clock=lambda: clock.now_s, by=by)
 
 
-def _loop(
-    config: Config,
-    workload: Workload,
-    backend: RolloutBackend,
-    trainers: Sequence[SimulatedTrainer],
-    phases: SimulatedPhases,
-    hooks: Hooks,
-    num_devices: int,
-    stream: StreamSession | None,
-    ranking: RankingGroups | None,
-    kept: Mapping[str, Kept | None],
-) -> Loop:
-    """The loop over prompts of `workload`, on a machine of so many devices."""
+def _job(config: Config, workload: Workload, num_devices: int) -> Job:
+    """Prompts of `workload`, on a machine of so many devices."""
     data, trained = config.data, config.trainer
     num_prompts = config.simulate.num_prompts or data.task_size
     prompts = SimulatedPrompts(
@@ -229,25 +229,8 @@ def _loop(
         data.source_quotas,
         data.reference_time_key,
     )
-    return Loop(
-        # stop strings need text, and there is none
-        replace(config, rollout=replace(config.rollout, stop=[])),
-        prompts,
-        prompts.held_out(data.val_size) if trained.test_freq or trained.val_before_train else (),
-        backend,
-        trainers[0],
-        phases,
-        hooks,
-        rule=batch_rule(config),
-        stop_token_ids=(STOP_TOKEN,),
-        total_steps=total_steps(config, num_prompts),
-        num_devices=num_devices,
-        together=SimulatedTogether(phases.clock) if config.rollout.num_devices else None,
-        stream=stream,
-        critic=trainers[1] if len(trainers) > 1 else None,
-        ranking=ranking,
-        kept={name: each for name, each in kept.items() if each is not None},
-    )
+    held_out = prompts.held_out(data.val_size) if trained.test_freq or trained.val_before_train else ()
+    return Job(prompts, held_out, total_steps(config, num_prompts), (STOP_TOKEN,), num_devices)
 
 
 @contextmanager

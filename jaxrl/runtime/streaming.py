@@ -1,8 +1,8 @@
 """Gradients beside the rollout, in a run: frees workers in the middle of a round, and feeds the stream.
 
-Purpose: `StreamSession` stands between the backend, which tells it what has ended (`Freeing`), and the loop, which
-offers it groups (`jaxrl.loop.Stream`). The rule (`jaxrl.scheduling.rounds.scale_down`) says when workers are freed and
-which; a stream (`jaxrl.train.stream`) computes on their devices. Never imports jax.
+Purpose: `StreamSession` is the mechanism: the backend tells it what has ended, and the loop which groups are certain to
+be in a batch. The rule (`jaxrl.scheduling.rounds.scale_down`) says when workers are freed and which; a stream
+(`jaxrl.train.stream`) computes on their devices. Never imports jax.
 
 Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there; with a latency profile
 by KV where that is predicted to be faster (`by`), which no clock decides.
@@ -31,12 +31,13 @@ from jaxrl.config.options import StreamSection
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.layout_session import Drawing
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.mechanism import Mechanism, Phase, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.rounds.scale_down import ScaleDown, ScaleDownDecision, load_of
 from jaxrl.scheduling.rounds.stream_pace import StreamPace
 from jaxrl.scheduling.tokens.workers import PREFILL_TOKENS_PER_STEP, By, Workers
-from jaxrl.types import Group, StreamFailed, TrainBatch
+from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
 
 FREED = "scale_down"
 """The kind of an entry in the journal, of the step of the update."""
@@ -75,8 +76,8 @@ class GradientStream(Protocol):
     def abandon(self) -> None: ...
 
 
-class StreamSession:
-    """Implements `jaxrl.loop.Stream`, and the backend's hooks.
+class StreamSession(Mechanism):
+    """Gradients beside the rollout, of groups that are certain to be in the next update's batch.
 
     Args:
       options: `trainer.stream`.
@@ -88,6 +89,8 @@ class StreamSession:
       drawing: where calls are drawn; None: nowhere. clock: its seconds.
       by: how the requests of freed workers move; a pure function, or one way for all.
     """
+
+    name = "stream"
 
     def __init__(
         self,
@@ -109,13 +112,15 @@ class StreamSession:
         self._by: By = by
         self._is_training = False  # a round of training is under way
         self._frees = False  # and workers may be freed in it
-        self._expects = True  # groups are offered in it
         self._freed: tuple[int, ...] = ()
         self._num_copied = 0  # tokens whose KV moved in this round
         self._stream: GradientStream | None = None  # open
         self._step = 0  # of the update that is computed
         self._pace = StreamPace(0, 1.0)  # of the stream that is open
         self._freed_step = 0.0  # of the workers' logical time
+        self._info: RoundInfo | None = None  # of the last training round
+        self._under_way: UnderWay | None = None
+        self._streamed_share = 0.0  # of the prompts of the last update's batch
         self._certain: Callable[[], Sequence[Group]] = tuple
         self._offered: dict[PromptKey, Group] = {}  # scored
         self._parts: deque[list[PromptKey]] = deque()  # decided, not given yet
@@ -126,21 +131,37 @@ class StreamSession:
 
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
-    def begin(self, kind: str) -> None:
-        """A round begins; `kind` as in `Backend.begin`. No worker is freed where nothing would be computed on it."""
+    def attach(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
+
+    def round_begins(self, info: RoundInfo) -> None:
+        """A round begins. No worker is freed where nothing would be computed on it."""
         self.decisions, self._busy_s, self._num_copied = [], 0.0, 0
-        self._is_training = kind != "eval"
-        self._frees = self._is_training and self._expects and (kind != "short" or self._options.short_rounds)
-        if self._is_training:
-            assert self._stream is None, "a round begins while the stream of another is open"
-            self.rule.begin(kind)
+        self._is_training = info.is_training
+        if not self._is_training:
+            self._frees = False
+            return
+        assert self._stream is None, "a round begins while the stream of another is open"
+        self._info, self._step = info, info.update
+        self._frees = info.certain is not None and (info.kind != "short" or self._options.short_rounds)
+        self.rule.begin(info.kind)
+
+    def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
+        """Responses have ended by themselves. Frees workers if the rule says so."""
+        assert self._under_way is not None
+        running = self._under_way.running
+        done, launched = self._under_way.num_finished, self._under_way.num_launched
+        if self._options.counts == "prompts":
+            done, launched = list(running.values()).count(0), len(running)
+        self.ended([len(sample) for sample in samples], done, launched, is_stopping=is_stopping)
 
     def ended(self, lengths: Sequence[int], num_done: int, num_all: int, *, is_stopping: bool) -> None:
         """Responses have ended by themselves. Frees workers if the rule says so.
 
         Args:
           lengths: of these responses, in tokens.
-          num_done, num_all: of the round's samples, or prompts (`counts`), those that have ended and those launched.
+          num_done, num_all: of the round's samples, or prompts (`trainer.stream.counts`), those that have ended and
+            those launched.
           is_stopping: the round is about to end the others: no worker is freed for that.
         """
         if not self._is_training:
@@ -156,14 +177,10 @@ class StreamSession:
         if decision.freed:
             self._free(decision.freed)
 
-    @property
-    def counts(self) -> str:
-        """What `ended` is told the numbers of: "samples" or "prompts"."""
-        return self._options.counts
-
-    def before_plan(self) -> None:
+    def before_turn(self) -> None:
         """A plan comes, and the round has heard of all that ended before: decides what is streamed by now."""
-        if self._stream is not None:
+        assert self._under_way is not None
+        if self._stream is not None and self._under_way.requests:  # else the plan is of rows that have all stopped
             tokens = {
                 group.prompt.key: sum(len(group.prompt.token_ids) + len(sample) for sample in group.samples)
                 for group in self._certain()
@@ -189,7 +206,10 @@ class StreamSession:
             with self._failures():
                 self._stream.wait_quiet()
 
-    def end(self) -> dict[str, float]:
+    def while_waiting(self) -> None:
+        self.feed()
+
+    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
         """The round is over; its metrics. The stream stays open until the update."""
         if not self._is_training:
             return {}
@@ -209,7 +229,7 @@ class StreamSession:
             measured["rollout/scale_down/hidden_s"] = round(hidden_s, 9)
         return measured
 
-    def cancel(self) -> None:
+    def cancelled(self) -> None:
         """The round is dropped."""
         if self._is_training:
             self.rule.cancel()
@@ -218,17 +238,31 @@ class StreamSession:
 
     # -- what the loop calls -----------------------------------------------------------------------------------------
 
-    def expect(self, step: int | None) -> None:
-        """Groups of update `step` will be offered in the round that comes; None: none will."""
-        self._expects, self._step = step is not None, step or 0
-
-    def offer(self, groups: Callable[[], Sequence[Group]], step: int) -> None:
-        """Says which groups will be in the batch of update `step`, scored or not; asked while workers are free. Raises
+    def after_event(self) -> None:
+        """While workers are free, asks which groups will be in the batch of the next update, scored or not. Raises
         Interrupted if the stream fails."""
-        self._step, self._certain = step, groups
+        assert self._info is not None
+        if self._info.certain is not None:
+            self._certain = self._info.certain
         if self._stream is not None:
-            self._offered = {g.prompt.key: g for g in groups() if all(each.reward is not None for each in g.samples)}
+            groups = self._certain()
+            self._offered = {g.prompt.key: g for g in groups if all(each.reward is not None for each in g.samples)}
             self.feed()
+
+    def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
+        """What has been begun of the batch ends first: the trainer has its gradients."""
+        with phase("stream"):
+            begun = self.close()
+        streamed = {prompt.key for batch in begun for prompt in batch.prompts}
+        others = sum(group.prompt.key not in streamed for group in groups)
+        self._streamed_share = 1 - others / len(groups)
+        return begun
+
+    def update_ends(self) -> dict[str, float]:
+        return {"actor/streamed_share": self._streamed_share}
+
+    def update_cancelled(self) -> None:
+        self.abandon()
 
     def close(self) -> list[TrainBatch]:
         """Ends the stream: the trainer has its sums. Workers are open again. Raises Interrupted if the stream fails."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -65,8 +65,7 @@ class OwnScoring:
       scoring: scores finished samples.
       clock: stamps verdicts that the journal gives.
       journal: read for verdicts that were decided before; None: there are none.
-      timeouts: gives the test cases of training prompts their time limits, and learns from verdicts; None: the scorer
-        has limits of its own.
+      mechanisms: may give the samples of training prompts time limits, and hear of their verdicts.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class OwnScoring:
         scoring: Scoring,
         clock: Callable[[], float],
         journal: Journal | None = None,
-        timeouts: AdaptiveTimeouts | None = None,
+        mechanisms: Sequence[Mechanism] = (),
     ) -> None:
-        self._scoring, self._clock, self._journal, self._timeouts = scoring, clock, journal, timeouts
+        self._scoring, self._clock, self._journal, self._mechanisms = scoring, clock, journal, mechanisms
         self.step, self.round = -1, 0
         self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
         self._found: list[Arrival] = []  # in the journal
@@ -91,8 +90,8 @@ class OwnScoring:
         key = sample.key
         entry = None if self._journal is None else self._journal.find(self.step, "verdict", self.place(key))
         limits_s = ()
-        if self._timeouts is not None and not self.round:
-            limits_s = self._timeouts.limits(prompt)
+        if not self.round:
+            limits_s = next(filter(None, (each.limits(prompt) for each in self._mechanisms)), ())
         self._sent[key] = prompt, limits_s
         if entry is None:
             self._busy.begin(key, self._clock())
@@ -132,9 +131,10 @@ class OwnScoring:
         self._busy = BusyTime()
 
     def learn(self, prompt: Prompt, arrival: Arrival) -> None:
-        """Time limits take in what the scorer has said."""
-        if self._timeouts is not None and not self.round:
-            self._timeouts.learn(prompt, arrival.limits_s, arrival.verdict.info)
+        """Mechanisms take in what the scorer has said."""
+        if not self.round:
+            for each in self._mechanisms:
+                each.scored(prompt, arrival.limits_s, arrival.verdict)
 
     def end(self) -> dict[str, float]:
         """The round is over; what the scoring itself has counted in it. `reward/busy_s`: the seconds in which anything
@@ -143,10 +143,6 @@ class OwnScoring:
         self._sent.clear()
         measured["reward/busy_s"] = self._busy.take()
         return measured
-
-    def limit_metrics(self) -> dict[str, float]:
-        """What the time limits have done in a training round; once, after `end`."""
-        return {} if self._timeouts is None or self.round else self._timeouts.take_metrics()
 
     def place(self, key: SampleKey) -> tuple[int, ...]:
         """The key of a verdict in the journal."""
@@ -163,14 +159,14 @@ class OwnScoring:
 
     def _is_close(self, prompt: Prompt, verdict: Verdict) -> bool:
         """Whether other time limits might have changed it."""
-        return self._timeouts is not None and not self.round and self._timeouts.is_close(prompt, verdict.info)
+        return not self.round and any(each.is_close(prompt, verdict) for each in self._mechanisms)
 
 
 class Verdicts:
     """What of a round is being scored, where one process has all of it and what is commanded takes effect at once.
 
     Args:
-      scoring, clock, timeouts: as in `OwnScoring`.
+      scoring, clock, mechanisms: as in `OwnScoring`.
       journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
     """
 
@@ -179,9 +175,9 @@ class Verdicts:
         scoring: Scoring,
         clock: Callable[[], float],
         journal: Journal | None = None,
-        timeouts: AdaptiveTimeouts | None = None,
+        mechanisms: Sequence[Mechanism] = (),
     ) -> None:
-        self.own = OwnScoring(scoring, clock, journal, timeouts)
+        self.own = OwnScoring(scoring, clock, journal, mechanisms)
         self._journal = journal
         self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
         self._prompts: dict[SampleKey, Prompt] = {}  # of these
@@ -225,11 +221,6 @@ class Verdicts:
         self.own.clear(set(self._due))
         for kept in (self._due, self._arrived, self._prompts):
             kept.clear()
-
-    def end(self) -> dict[str, float]:
-        """The round is over; its metrics."""
-        assert not self._due, "a round ends while something of it is being scored"
-        return self.own.end() | self.own.limit_metrics()
 
     def _take(self, arrivals: Sequence[Arrival]) -> list[Verdict]:
         """Notes verdicts as they arrive; returns those that are due and have arrived."""

@@ -31,11 +31,11 @@ _NEVER_WAITS = 1 << 62
 class Listener(Protocol):
     """Hears what the round of process 0 commands, and what it is told; `now`: the present tick."""
 
-    def launched(self, home: Home, request: Request, now: int, /) -> None: ...
+    def on_launch(self, home: Home, request: Request, now: int, /) -> None: ...
 
-    def aborted(self, homes: Mapping[int, Home], keep: bool, now: int, /) -> None: ...
+    def on_abort(self, homes: Mapping[int, Home], keep: bool, now: int, /) -> None: ...
 
-    def told(self, end: End, /) -> None: ...
+    def on_end(self, end: End, /) -> None: ...
 
 
 class TimedWorkers(PacedWorkers):
@@ -81,20 +81,20 @@ class TimedWorkers(PacedWorkers):
     def launch(self, request: Request, worker: int | None = None) -> Home:
         home = super().launch(request, worker)
         if self._listener is not None:
-            self._listener.launched(home, request, self.ledger.now)
+            self._listener.on_launch(home, request, self.ledger.now)
         return home
 
     def abort(self, request_ids: Sequence[int], *, keep: bool) -> list[tuple[Answer, Sample]]:
         homes = {i: home for i in request_ids if (home := self.ledger.home(i)) is not None}
         answers = super().abort(request_ids, keep=keep)
         if self._listener is not None:
-            self._listener.aborted(homes, keep, self.ledger.now)
+            self._listener.on_abort(homes, keep, self.ledger.now)
         return answers
 
     def told(self, end: End) -> Any:
         found = super().told(end)
         if self._listener is not None:
-            self._listener.told(end)
+            self._listener.on_end(end)
         return found
 
     @property

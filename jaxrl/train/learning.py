@@ -44,33 +44,20 @@ class Critic(Protocol):
     def apply(self) -> dict[str, float]: ...
 
 
-class Stream(Protocol):
-    """Gradients beside a round.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What learns: the policy, and a critic where the advantages need one."""
 
-    `expect`: groups of update `step` will be offered in the round that comes; None: none will. `offer`: gives
-    groups that will be in the batch of update `step`, scored or not, seen before or not; asked only where there is use
-    for them.
-    `close`: from here on the trainer's minibatch has the gradients of what it returns. `abandon`: drops what was taken,
-    with the round. `offer` and `close`, and the backend's `wait`, raise `Interrupted` where gradients could not be
-    computed."""
-
-    def expect(self, step: int | None, /) -> None: ...
-
-    def offer(self, groups: Callable[[], Sequence[Group]], step: int, /) -> None: ...
-
-    def close(self) -> list[TrainBatch]: ...
-
-    def abandon(self) -> None: ...
+    policy: Trainer
+    critic: Critic | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A step's batch, the metrics of each update by model (`actor`, `critic`; without those that had none), and the
-    share of its prompts that were streamed; None: there is no stream."""
+    """A step's batch, and the metrics of each update by model (`actor`, `critic`; without those that had none)."""
 
     batch: TrainBatch
     updates: dict[str, list[dict[str, float]]]
-    streamed_share: float | None
 
     def metrics(self) -> dict[str, float]:
         """Of the step: means over the updates of a model, and sums of counts."""
@@ -79,8 +66,6 @@ class Learnt:
             for name in updates[-1]:
                 total = np.sum if name.partition("/")[2] in _COUNTED else np.mean
                 measured[name] = float(total([update[name] for update in updates]))
-        if self.streamed_share is not None:
-            measured["actor/streamed_share"] = self.streamed_share
         return measured | critic_metrics(self.batch)
 
     def skipped(self) -> dict[str, tuple[int, int]]:
@@ -113,9 +98,8 @@ def critic_metrics(batch: TrainBatch) -> dict[str, float]:
 
 def learn(
     config: Config,
-    trainer: Trainer,
-    critic: Critic | None,
-    stream: Stream | None,
+    models: Models,
+    begun: Sequence[TrainBatch],
     groups: list[Group],
     step: int,
     phase: Callable[[str], AbstractContextManager[None]],
@@ -124,14 +108,12 @@ def learn(
     """Update `step`: `ppo_epochs` passes of minibatches of whole groups; those of the critic first.
 
     Args:
-      critic: learns as well, and alone for the first `trainer.critic_warmup` steps.
-      stream: has the gradients of some groups already; None: nothing has.
+      models: the critic learns as well, and alone for the first `trainer.critic_warmup` steps.
+      begun: parts of the batch of which the policy has the gradients already.
       phase: around the parts that take time, by their names. beat: called after each update.
     """
-    parts: list[TrainBatch] = []
-    if stream is not None:
-        with phase("stream"):  # what it has begun ends first
-            parts = stream.close()
+    trainer, critic = models.policy, models.critic
+    parts = list(begun)
     taken = {prompt.key for part in parts for prompt in part.prompts}
     others = [group for group in groups if group.prompt.key not in taken]
     values = None if critic is None else critic.token_values
@@ -151,8 +133,8 @@ def learn(
         with phase("update_actor"):
             for _ in range(config.actor.ppo_epochs):
                 for part in preparation.minibatches(groups, batch, config.mini_batch_prompts):
-                    begun = not updates["actor"] and bool(parts)  # then `rest` is what is left of the first minibatch
-                    trainer.accumulate(rest if begun else part)
+                    is_begun = not updates["actor"] and bool(parts)  # `rest` is what is left of the first minibatch
+                    trainer.accumulate(rest if is_begun else part)
                     updates["actor"].append(trainer.apply())
                     beat()
-    return Learnt(batch, updates, None if stream is None else 1 - len(others) / len(groups))
+    return Learnt(batch, updates)

@@ -17,12 +17,13 @@ from jaxrl.record.journal import Tell
 from jaxrl.record.metrics import UPDATE_PHASES
 from jaxrl.runtime.hosts.agreement import agree
 from jaxrl.runtime.hosts.first import First, alone, first_of
-from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
+from jaxrl.runtime.hosts.gate import PROGRAM, STREAM, Gate
 from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.hosts.world import World
 from jaxrl.runtime.round_end import Hosts
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, Verdict
 from jaxrl.types import Sample
 
@@ -114,10 +115,10 @@ class Joined:
         else:
             self._world.gate.at(f"{name} of step {step}")
 
-    def handled(self, event: Event) -> None:
-        """An event has been handed to the round: all handle the same ones."""
-        if self._world is not None:
-            self._world.gate.note(STREAM, _told(event))
+    @property
+    def mechanisms(self) -> list[Mechanism]:
+        """What the backend calls for the others; none where this process is alone."""
+        return [] if self._world is None else [EventDigest(self._world.gate)]
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Inside, this process waits for what all do together."""
@@ -156,6 +157,16 @@ class Joined:
     def _stalled(self, process: int, seconds: float) -> None:
         assert self._world is not None
         self._world.gate.miss(process, seconds)
+
+
+class EventDigest(Mechanism):
+    """Notes every event that the round is handed: all processes handle the same ones, or the gate ends the run."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def handed(self, event: Event) -> None:
+        self._gate.note(STREAM, _told(event))
 
 
 def _told(event: Event) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl.record.files import to_short_json
 from jaxrl.runtime.verdicts import Arrival, recorded
@@ -76,6 +76,49 @@ class Floor:
 
 Notice = Report | Answer | Scored | Decided | Stop | Counted | Failed
 Item = End | Answer | Scored | Floor | Stop | Counted | Failed
+
+
+class HostChannel(Protocol):
+    """What processes tell each other (`jaxrl.runtime.hosts.stream.HostStream`).
+
+    Attributes:
+      process, num_processes: this one, and of how many; process 0 leads.
+    """
+
+    process: int
+    num_processes: int
+
+    def begin(self) -> None:
+        """A round begins: what is told from here on belongs to it."""
+        ...
+
+    def tell(self, notice: Notice) -> None:
+        """Tells process 0; a process other than it."""
+        ...
+
+    def publish(self, item: Item) -> None:
+        """Tells all others; process 0."""
+        ...
+
+    def pump(self) -> None:
+        """Sends what was told or published, and takes in what has come; never waits."""
+        ...
+
+    def wait(self, timeout_s: float, process: int | None = None) -> None:
+        """The same; waits for something to come: in process 0, from that process."""
+        ...
+
+    def notices(self) -> list[tuple[int, Notice]]:
+        """Of this round, what has come to process 0, with the process that told it; they are forgotten here."""
+        ...
+
+    def next_item(self) -> Item | None:
+        """The next item of the stream that has come; of a process other than 0."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What telling and waiting have cost since the last call (`hosts/...`)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

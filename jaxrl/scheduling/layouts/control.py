@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.confident_planner import ConfidentPlanner
@@ -45,28 +45,6 @@ from jaxrl.scheduling.tokens.progress import PlanTimes
 SCHEMA = 1
 STEPS_SEEN = 4  # plans after a switch that give the real step time
 MAX_TRACE = 240  # points of a round's picture
-
-
-class Layouts(Protocol):
-    """The hooks that a backend calls for layouts that may change (`jaxrl.runtime.layout_session.LayoutSessions`)."""
-
-    def enter(self) -> None: ...
-
-    def begin(self, step: int, round_index: int, kind: str, /) -> None: ...
-
-    def before_plan(self, worker: int, /) -> None: ...
-
-    def after_plan(self, worker: int, /) -> None: ...
-
-    def finished(self, length: int, /) -> None: ...
-
-    def end(self, preemptions: Sequence[int], /) -> dict[str, float]: ...
-
-    def told(self) -> list[dict[str, Any]]: ...
-
-    def heard(self, states: Sequence[Mapping[str, Any]], /) -> None: ...
-
-    def cancel(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,29 @@
+"""A judge's turns on the devices of the rollout: between two plans, while verdicts are awaited, and not in an update.
+
+Source: RollPacker §4.3. `jaxrl.scheduling.rounds.judge_turns` says when a turn may be taken.
+"""
+
+from __future__ import annotations
+
+from jaxrl.scheduling.mechanism import Mechanism, UnderWay
+from jaxrl.scheduling.rounds.judge_turns import Judge
+
+
+class JudgeSession(Mechanism):
+    """Gives a judge its turns.
+
+    Args:
+      judge: scores what the backend's scoring gives it.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    def attach(self, under_way: UnderWay) -> None:
+        self._workers = under_way.workers
+
+    def between_plans(self, busy_rows: int) -> bool:
+        return self._judge.turn(busy_rows, self._workers.num_rows)
+
+    def leave_rollout(self) -> None:
+        self._judge.release()
