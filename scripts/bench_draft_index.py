@@ -36,7 +36,7 @@ from bench import records
 from bench.measure import Bench, Gauge, Values, num_cores, say, summarise, verdict
 
 from jaxrl.config.rollouts import SpeculationSection
-from jaxrl.runtime.history import build_index
+from jaxrl.mechanisms.speculation.session import build_index
 from jaxrl.scheduling.rounds.history import PastRollout, PromptHistory
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex

@@ -27,10 +27,10 @@ import numpy as np
 from bench import records
 from bench.measure import say
 
-from jaxrl.config.layout import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
 from jaxrl.record import run_dir
-from jaxrl.scheduling.layouts.confident_planner import ConfidentPlanner
-from jaxrl.scheduling.layouts.tp_planner import TpPlanner
 
 DEGREES, FIRST = (1, 2, 4, 8), 2
 RULES = {"paper": TpPlanner, "confident": ConfidentPlanner}

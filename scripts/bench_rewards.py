@@ -35,9 +35,9 @@ from bench.measure import say
 from bench.reward_rounds import Devices, RewardRounds, Timed
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.sim.workload import ModelledWorkload, uniform
 from jaxrl.types import Prompt, Sample, SampleKey
 

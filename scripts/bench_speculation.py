@@ -43,12 +43,12 @@ from bench.measure import Bench, Gauge, Values, say, summarise, verdict
 
 from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.speculation.session import build_index, draft_lengths, spec_metrics
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.runtime.history import build_index, draft_lengths, spec_metrics
 from jaxrl.runtime.rules import draft_window
 from jaxrl.scheduling.layouts.latency_profile import ProfilePoint
 from jaxrl.scheduling.rounds.history import HistoryStore

@@ -154,7 +154,7 @@ def _streamed(options: argparse.Namespace, config: ModelConfig) -> tuple[compile
 def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, int]:
     """What the memory plan says of a judge of these sizes."""
     from jaxrl.config import from_mapping
-    from jaxrl.runtime.judge_memory import judge_memory
+    from jaxrl.mechanisms.judge.memory import judge_memory
 
     judge = {
         "model": "unused",

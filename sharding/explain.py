@@ -17,8 +17,8 @@ from typing import Any, cast
 from annotated_types import Interval
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxrl.config.declared import Declared, number_problem
-from jaxrl.config.devices import MAX_DEVICES, prime_factors
+from jaxrl.schema.declared import Declared, number_problem
+from jaxrl.schema.devices import MAX_DEVICES, prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size
 from jaxrl.sharding.rules import Model, Weight, padded_config, rollout_spec

@@ -1,8 +1,9 @@
 """Arrays between a mesh and one half of it: what all devices share goes to half of them, and comes back.
 
-Purpose: weights go to the devices that the stream trainer has freed, and gradients come back (`jaxrl.train.stream`),
-while the other half decodes. `jaxrl.sharding.reshard` refuses that move, since no program runs on two sets of devices;
-and a program on the whole mesh would make the other half stop, and hold what it gathers.
+Purpose: weights go to the devices that the stream trainer has freed, and gradients come back
+(`jaxrl.mechanisms.stream_trainer.gradients`), while the other half decodes. `jaxrl.sharding.reshard` refuses that move,
+since no program runs on two sets of devices; and a program on the whole mesh would make the other half stop, and hold
+what it gathers.
 
 Source: none published; docs/architecture.md (nested shards; copies between disjoint devices keep the spec).
 

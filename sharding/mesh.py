@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.config.devices import mesh_factors
+from jaxrl.schema.devices import mesh_factors
 
 
 def make_mesh(devices: Sequence[Any] | None = None, num_hosts: int = 1) -> Mesh:
@@ -30,7 +30,7 @@ def make_mesh(devices: Sequence[Any] | None = None, num_hosts: int = 1) -> Mesh:
 
     Args:
       num_hosts: on which the devices are, equally many on each, one host's after another's
-        (`jaxrl.config.devices.mesh_factors`).
+        (`jaxrl.schema.devices.mesh_factors`).
     """
     devices = jax.devices() if devices is None else devices
     assert len(devices) % num_hosts == 0, f"{len(devices)} devices are not equally many on {num_hosts} hosts"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.config.devices import prime_factors
+from jaxrl.schema.devices import prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.merged import can_merge, merge, merged_shardings
 from jaxrl.sharding.mesh import dividing_prefix, nested_axes

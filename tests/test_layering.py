@@ -20,11 +20,15 @@ ROWS: tuple[frozenset[str], ...] = tuple(
     for row in (
         "__init__",
         "types",
+        "schema",
+        "mechanisms.options",
         "config",
         "scheduling kernels sharding data record",
+        "mechanisms.rules",
         "models",
         "rollout train rewards sim",
         "loop report text",
+        "mechanisms",
         "runtime",
         "commands",
         "cli",
@@ -32,14 +36,18 @@ ROWS: tuple[frozenset[str], ...] = tuple(
     )
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
+AT_RUN_TIME = {"build", "gradients", "memory", "overlap", "pool", "report", "session", "simulated"}
+"""Files of a mechanism's room that are its part in a run. `options.py` declares options; all else are rules, as pure as
+`scheduling`."""
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
     f"jaxrl.config.{name}"
     for name in (
-        *("checks", "declared", "devices", "domains", "judges", "layout", "mapping", "options", "reference", "rewards"),
+        *("checks", "domains", "judges", "mapping", "options", "reference", "rewards"),
         *("rollouts", "simulation", "updates"),
     )
 }
+RULES_OF_ROOMS = ("mechanisms.options", "mechanisms.rules")
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
@@ -60,7 +68,7 @@ WITHOUT_JAX = {
     "jaxrl.runtime.hosts.gate",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
-    "jaxrl.runtime.streaming",
+    "jaxrl.mechanisms.stream_trainer.session",
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TOP_MODULES = 500, 60, 6
 
@@ -81,8 +89,20 @@ SOURCES = read_sources()
 
 
 def unit_of(module: str) -> str:
-    """`jaxrl.scheduling.rounds.round` belongs to `scheduling`, `jaxrl` itself to `__init__`."""
-    return [*module.split("."), "__init__"][1]
+    """`jaxrl.scheduling.rounds.round` belongs to `scheduling`, `jaxrl` itself to `__init__`. The room of a mechanism
+    has three: `mechanisms.options`, `mechanisms.rules`, and `mechanisms` for what it does in a run."""
+    parts = [*module.split("."), "__init__"]
+    if parts[1] != "mechanisms":
+        return parts[1]
+    if len(parts) < 5 or parts[3] == "options":  # packages have nothing but a docstring
+        return "mechanisms.options" if module != "jaxrl.mechanisms.table" else "mechanisms"
+    return "mechanisms" if parts[3] in AT_RUN_TIME else "mechanisms.rules"
+
+
+def room_of(module: str) -> str | None:
+    """The mechanism whose room a module belongs to; None: it is in none."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["mechanisms"] and len(parts) > 3 else None
 
 
 def imported(sources: Mapping[str, str], module: str, *, at_import: bool = False) -> Iterator[str]:
@@ -128,21 +148,32 @@ def layer_violations(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
+def room_violations(sources: Mapping[str, str]) -> list[str]:
+    """No mechanism knows another."""
+    return [
+        f"{module} imports {name}, which is another mechanism's"
+        for module in sources
+        if room_of(module) is not None
+        for name in sorted(set(imported(sources, module)))
+        if room_of(name) not in (None, room_of(module))
+    ]
+
+
 def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
-    """`jaxrl.scheduling` may import numpy, our types and plain options, and the standard library but clock, chance and
-    log."""
-    allowed = (sys.stdlib_module_names | {"numpy"}) - IMPURE
+    """`jaxrl.scheduling` and the rules of mechanisms may import numpy, our types and plain options, and the standard
+    library but clock, chance and log."""
+    allowed = (sys.stdlib_module_names | {"annotated_types", "numpy"}) - IMPURE
 
     def fits(name: str) -> bool:
         root = name.split(".")[0]
         if root == "jaxrl":
-            return unit_of(name) in ("types", "scheduling") or name in PURE_CONFIG
+            return unit_of(name) in ("types", "schema", "scheduling", *RULES_OF_ROOMS) or name in PURE_CONFIG
         return root in allowed
 
     return [
         f"{module} imports {name}"
         for module in sources
-        if unit_of(module) == "scheduling"
+        if unit_of(module) in ("scheduling", *RULES_OF_ROOMS)
         for name in sorted(set(imported(sources, module)))
         if not fits(name)
     ]
@@ -191,8 +222,8 @@ def size_violations(sources: Mapping[str, str]) -> list[str]:
                 lines = node.end_lineno - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
                     found.append(f"{module}.{node.name} has {lines} lines, above {MAX_FUNCTION_LINES}")
-    packages = {unit_of(m) for m in sources if m.count(".") > 1}
-    top = {unit_of(m) for m in sources} - packages
+    top = {m.split(".")[1] for m in sources if m.count(".") == 1}
+    top -= {m.split(".")[1] for m in sources if m.count(".") > 1}
     if len(top) > MAX_TOP_MODULES:
         found.append(f"jaxrl has {len(top)} modules at its top, above {MAX_TOP_MODULES}: {', '.join(sorted(top))}")
     return found
@@ -223,7 +254,15 @@ def jax_violations(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
-RULES = (layer_violations, scheduling_violations, ray_violations, jax_violations, circles, size_violations)
+RULES = (
+    layer_violations,
+    room_violations,
+    scheduling_violations,
+    ray_violations,
+    jax_violations,
+    circles,
+    size_violations,
+)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -250,6 +289,11 @@ BROKEN = {
     ),
     "sibling packages": (layer_violations, {"jaxrl.train.a": "", "jaxrl.rollout.b": "from jaxrl.train.a import x"}),
     "relative": (layer_violations, {"jaxrl.types": "from . import cli", "jaxrl.cli": "", "jaxrl": ""}),
+    "sibling rooms": (
+        room_violations,
+        {"jaxrl.mechanisms.a.rule": "from jaxrl.mechanisms.b.options import X", "jaxrl.mechanisms.b.options": ""},
+    ),
+    "impure rules": (scheduling_violations, {"jaxrl.mechanisms.a.rule": "import random"}),
     "no row": (layer_violations, {"jaxrl.utils": ""}),
     "impure": (scheduling_violations, {"jaxrl.scheduling.a": "from time import monotonic"}),
     "not numpy": (scheduling_violations, {"jaxrl.scheduling.a": "import jax.numpy as np"}),

@@ -103,14 +103,14 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 def seed(text: str) -> int:
     """An argument's type: a seed, with the bounds of the configuration's seeds."""
-    from jaxrl.config.declared import MAX_SEED
+    from jaxrl.schema.declared import MAX_SEED
 
     return whole(0, MAX_SEED)(text)
 
 
 def count(text: str) -> int:
     """An argument's type: a whole number, as large as the configuration's may be."""
-    from jaxrl.config.declared import MAX_INT
+    from jaxrl.schema.declared import MAX_INT
 
     return whole(0, MAX_INT)(text)
 
@@ -119,7 +119,7 @@ def device_count(least: int) -> Callable[[str], int]:
     """An argument's type: a number of devices, with the bound of the configuration's."""
 
     def parsed(text: str) -> int:
-        from jaxrl.config.devices import MAX_DEVICES
+        from jaxrl.schema.devices import MAX_DEVICES
 
         return whole(least, int(MAX_DEVICES.most))(text)
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from annotated_types import Interval
 
 from jaxrl.config import Config
-from jaxrl.config.declared import Declared, number_problem
-from jaxrl.config.devices import MAX_DEVICES
 from jaxrl.config.options import total_steps
+from jaxrl.mechanisms.stream_trainer.session import refuse_devices
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
@@ -33,8 +32,9 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batch_rule
-from jaxrl.runtime.streaming import refuse_devices
 from jaxrl.runtime.update_memory import full_microbatch
+from jaxrl.schema.declared import Declared, number_problem
+from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.sharding.mesh import platform_of
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB

@@ -18,7 +18,6 @@ from annotated_types import Ge
 
 from jaxrl.commands.arguments import MAX_REPEATS
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.declared import Cap, fields_problem
 from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
@@ -45,6 +44,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
     profile_points,
     verify_points,
 )
+from jaxrl.schema.declared import Cap, fields_problem
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, submeshes
 

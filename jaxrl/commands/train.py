@@ -21,9 +21,16 @@ from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Job, Loop
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
+from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.mechanisms.judge.session import JudgeSession
+from jaxrl.mechanisms.one_step_off.overlap import Overlap
 from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.mechanisms.ranking_groups.session import RankingSession, build_ranking
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
+from jaxrl.mechanisms.speculation.session import HistorySession, history_session
+from jaxrl.mechanisms.stream_trainer.session import StreamSession, refuse_devices
 from jaxrl.record.disk import is_full, reason
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
@@ -58,22 +65,15 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.drafting import asks_profile, unmeasured_note
-from jaxrl.runtime.history import HistorySession, history_session
 from jaxrl.runtime.hosts.joined import Joined
-from jaxrl.runtime.judge import JudgePool
 from jaxrl.runtime.judge_build import build_judge, read_judge
-from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
-from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
-from jaxrl.runtime.ranking import RankingSession, build_ranking
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.streaming import StreamSession, refuse_devices
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.mechanism import Mechanism
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers

@@ -9,13 +9,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl.config.declared import MAX_INT, declared, shown
-from jaxrl.config.devices import devices_problem
 from jaxrl.config.domains import problem as reward_problem
 from jaxrl.config.domains import unread as unread_rewards
 from jaxrl.config.judges import judge_kind, template_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
+from jaxrl.schema.declared import MAX_INT, declared, shown
+from jaxrl.schema.devices import devices_problem
 
 _MAX_STEP_SAMPLES = 1 << 20
 

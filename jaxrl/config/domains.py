@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxrl.config.declared import shown
 from jaxrl.config.judges import OF_DEVICES, OF_ENDPOINT, OF_WORDS, judge_problem
 from jaxrl.config.options import Config
 from jaxrl.config.rewards import Extract, PartSection, RewardKind, RewardSection
+from jaxrl.schema.declared import shown
 
 Place = Literal["workers", "endpoint", "devices"]
 """Where a domain's samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""

@@ -11,8 +11,8 @@ import urllib.parse
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from jaxrl.config.declared import shown
 from jaxrl.config.rewards import JudgeSection, RewardSection
+from jaxrl.schema.declared import shown
 
 OF_DEVICES = frozenset(
     {

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from jaxrl.config import verl_options
 from jaxrl.config.checks import ConfigError, check
-from jaxrl.config.declared import (
+from jaxrl.config.options import Config
+from jaxrl.schema.declared import (
     Declared,
     a_value,
     declared,
@@ -28,7 +29,6 @@ from jaxrl.config.declared import (
     text_problem,
     walk,
 )
-from jaxrl.config.options import Config
 
 _GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False, "rollout.speculation.priority": "rewards"}
 """Options of earlier versions, with their defaults. Every config.yaml of such a version has them."""

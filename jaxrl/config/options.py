@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, overload
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.config.declared import MAX_INT, SEED, Cap, Names, Or
-from jaxrl.config.devices import MAX_DEVICES
 from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
 from jaxrl.config.rewards import MAX_WAIT, RewardSection
 from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, RolloutSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
+from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names, Or
+from jaxrl.schema.devices import MAX_DEVICES
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config.declared import WORDS, Declared, allowed_text, declared, number_or_name, walk
 from jaxrl.config.mapping import flatten, to_mapping
 from jaxrl.config.options import Config
+from jaxrl.schema.declared import WORDS, Declared, allowed_text, declared, number_or_name, walk
 
 
 @dataclass(frozen=True, slots=True)

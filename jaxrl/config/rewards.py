@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Lt
 
-from jaxrl.config.declared import Cap, Names, Or
+from jaxrl.schema.declared import Cap, Names, Or
 
 RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom"]
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]

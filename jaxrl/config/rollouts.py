@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
-from jaxrl.config.declared import Cap, Names, Or
-from jaxrl.config.devices import MAX_DEVICES
-from jaxrl.config.layout import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.schema.declared import Cap, Names, Or
+from jaxrl.schema.devices import MAX_DEVICES
 
 FloatType = Literal["float32", "bfloat16", "float64"]
 AtEnd = Literal["flush", "leave"]

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.config.declared import walk
 from jaxrl.config.options import Config
+from jaxrl.schema.declared import walk
 
 PREFIX = "actor_rollout_ref"
 """verl's section around model, actor, rollout and reference."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config import DataSection
-from jaxrl.config.declared import shown
 from jaxrl.data.files import rows
 from jaxrl.data.problems import column, extra_columns, reference_answer, source_name, source_of
+from jaxrl.schema.declared import shown
 from jaxrl.types import Prompt, Sample, SampleKey
 
 COLUMN = "response"

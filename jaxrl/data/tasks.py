@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.config import ConfigError, DataSection
-from jaxrl.config.declared import shown
 from jaxrl.data.files import first_line
 from jaxrl.data.problems import Problem
+from jaxrl.schema.declared import shown
 
 _log = logging.getLogger(__name__)
 

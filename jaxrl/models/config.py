@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from jaxrl.config.declared import shown
 from jaxrl.models.fields import MAX_ID, Fields, read_object
 from jaxrl.models.rope import DEFAULT_THETA, RopeScaling, read_rope
 from jaxrl.models.weights import leaves, weights
+from jaxrl.schema.declared import shown
 
 Family = Literal["llama", "qwen2", "qwen3"]
 ARCHITECTURES: dict[str, str] = {

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.config.declared import shown
 from jaxrl.config.inputs import read_json
+from jaxrl.schema.declared import shown
 
 MAX_ID = 2**31 - 1
 """Token ids and positions are 32-bit integers on the devices."""

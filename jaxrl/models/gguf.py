@@ -21,7 +21,6 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from jax.sharding import Mesh
 
-from jaxrl.config.declared import shown
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import LARGEST, Family, ModelConfig
 from jaxrl.models.decoder import rope_frequencies
@@ -30,6 +29,7 @@ from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention
 from jaxrl.models.safetensors import OpenModel
 from jaxrl.models.tensor_files import check_tensors
 from jaxrl.models.weights import Weight
+from jaxrl.schema.declared import shown
 
 SUPPORTED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K)
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

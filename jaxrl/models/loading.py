@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.config.declared import is_url
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.data.hub import hub_name, model_path
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
 from jaxrl.models.gguf import config_from_gguf, load_gguf, open_model
 from jaxrl.models.safetensors import load_hf, open_hf
+from jaxrl.schema.declared import is_url
 from jaxrl.sharding import rules
 
 RANDOM = "random:"

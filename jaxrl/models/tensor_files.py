@@ -16,10 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config.declared import shown
 from jaxrl.config.inputs import MAX_JSON_BYTES, reading, regular_size, strict_json
 from jaxrl.models.fields import read_object
 from jaxrl.models.weights import leaves
+from jaxrl.schema.declared import shown
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),

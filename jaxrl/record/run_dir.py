@@ -42,9 +42,9 @@ import yaml
 
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
-from jaxrl.config.hidden import hider
 from jaxrl.config.inputs import reading
 from jaxrl.record.files import drafts_left, refuse_folder, to_json, write_whole
+from jaxrl.schema.hidden import hider
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 _REPLACED = (

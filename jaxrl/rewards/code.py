@@ -19,12 +19,12 @@ from math import inf
 from typing import Any
 
 from jaxrl.config.rewards import CodeSection
+from jaxrl.mechanisms.reward_timeouts.rule import limit_of
 from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
 from jaxrl.rewards.sandbox.locks import Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
-from jaxrl.scheduling.rounds.adaptive_timeout import limit_of
 
 _MAX_ERROR = 500
 

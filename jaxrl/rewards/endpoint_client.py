@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from jaxrl.config.hidden import hider
 from jaxrl.config.rewards import JudgeSection
+from jaxrl.schema.hidden import hider
 
 if TYPE_CHECKING:
     import httpx2

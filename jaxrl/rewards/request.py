@@ -20,7 +20,7 @@ class ScoreRequest:
       extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
         `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
       limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
-        (`jaxrl.scheduling.rounds.adaptive_timeout`); those beyond have the last one, and all where it is empty
+        (`jaxrl.mechanisms.reward_timeouts.rule`); those beyond have the last one, and all where it is empty
         `reward.code.max_timeout_s`.
       num_tokens: of the response.
     """

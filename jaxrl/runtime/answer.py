@@ -50,7 +50,7 @@ def _is_of_no_devices(error: BaseException) -> bool:
 
 def one_line(text: str) -> str:
     """A sentence without line ends, control characters and secrets of URLs, and not longer than a screen."""
-    from jaxrl.config.hidden import hider
+    from jaxrl.schema.hidden import hider
 
     text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", "?", " ".join(hider()(text).split()))
     return text if len(text) <= MAX_SENTENCE else text[:MAX_SENTENCE] + "…"

@@ -21,6 +21,10 @@ from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
+from jaxrl.mechanisms.stream_trainer.scale_down import halves
+from jaxrl.mechanisms.stream_trainer.session import StreamSession
+from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
@@ -29,7 +33,6 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.drafting import drafting_of, step_costs
 from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts
-from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,
     layout_degrees,
@@ -38,14 +41,12 @@ from jaxrl.runtime.memory import (
     memory_problem,
 )
 from jaxrl.runtime.rules import batcher_config, draft_config, workers_of
-from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.update_memory import plan_chunk, plan_remat
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
-from jaxrl.scheduling.rounds.scale_down import halves
-from jaxrl.scheduling.rounds.stream_pace import pace_of
+from jaxrl.scheduling.mechanism import Drawing
 from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
@@ -57,7 +58,6 @@ from jaxrl.sharding.mesh import platform_of, submeshes
 from jaxrl.sharding.rules import train_shardings
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.train.stream import TrainStream
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again

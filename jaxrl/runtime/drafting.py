@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.mechanisms.speculation.session import draft_lengths
 from jaxrl.rollout.draft_books import Drafting, book_bytes
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.runtime.history import draft_lengths
 from jaxrl.runtime.rules import draft_config
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile

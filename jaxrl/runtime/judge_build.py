@@ -14,6 +14,9 @@ from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.judge.memory import JudgeMemory, judge_length, judge_memory
+from jaxrl.mechanisms.judge.pool import JudgePool
+from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
@@ -21,10 +24,7 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.runtime.build import host_bytes
-from jaxrl.runtime.judge import JudgePool
-from jaxrl.runtime.judge_memory import JudgeMemory, judge_length, judge_memory
 from jaxrl.runtime.memory import in_bytes
-from jaxrl.scheduling.rounds.judge_turns import JudgeTurns
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.compiled import CompiledPrograms
@@ -33,7 +33,7 @@ from jaxrl.sharding.mesh import platform_of
 
 
 class JudgeMachine:
-    """Implements `jaxrl.runtime.judge.Machine`.
+    """Implements `jaxrl.mechanisms.judge.pool.Machine`.
 
     Args:
       quiet: waits until nothing of the actor is running.

@@ -18,9 +18,9 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from jaxrl.config import Config
+from jaxrl.mechanisms.judge.memory import JudgeMemory, planned_judge
 from jaxrl.models.config import ModelConfig
 from jaxrl.runtime.drafting import draft_book_bytes, verified_positions
-from jaxrl.runtime.judge_memory import JudgeMemory, planned_judge
 from jaxrl.runtime.update_memory import (
     BYTES,
     device_numbers,

@@ -14,11 +14,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions, layout_sessions
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity

@@ -13,13 +13,13 @@ from jaxrl.config.functions import read_user_file, user_function
 from jaxrl.config.hosts import with_workers_of_hosts
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import PartialRolloutSection, SpeculationSection
+from jaxrl.mechanisms.partial_rollout.buffer_filter import BufferFilter
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
-from jaxrl.scheduling.rounds.buffer_filter import BufferFilter
 from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.group_filter import FILTER_ARGUMENTS, KeepsGroup, user_filter
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, default_verify_tokens
 from jaxrl.scheduling.tokens.engine import Engine

@@ -25,11 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.other_host import AT_ONCE, Act, HostTimes, OtherHost, Published
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import CancelScore, Command, Event, RoundStarted, SampleFinished, Score
 from jaxrl.scheduling.tokens.order import End, Home
 from jaxrl.scheduling.tokens.plan import Request

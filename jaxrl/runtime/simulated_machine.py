@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxrl.config import Config
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions, layout_sessions
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
+from jaxrl.mechanisms.speculation.simulated import PLATFORM, drafting_of, step_costs
 from jaxrl.record.layouts import LayoutLog
-from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.other_host import HostTimes, OtherHost
 from jaxrl.runtime.rules import batcher_config, draft_config, lookahead, workers_of
-from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, step_costs
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
 from jaxrl.scheduling.layouts.pace import PredictedTicks
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks

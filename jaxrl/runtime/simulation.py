@@ -20,26 +20,27 @@ from pathlib import Path
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Job, Loop
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.mechanisms.ranking_groups.session import RankingSession, build_ranking
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
+from jaxrl.mechanisms.speculation.session import HistorySession
+from jaxrl.mechanisms.speculation.simulated import PLATFORM, history_session
+from jaxrl.mechanisms.stream_trainer.scale_down import halves
+from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
+from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
+from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
-from jaxrl.runtime.history import HistorySession
-from jaxrl.runtime.layout_session import LayoutSessions
-from jaxrl.runtime.ranking import RankingSession, build_ranking
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.rules import batch_rule
-from jaxrl.runtime.simulated_history import PLATFORM, history_session
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
 from jaxrl.runtime.simulated_machine import MachineParts
-from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import cheaper_move
 from jaxrl.scheduling.mechanism import Mechanism
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
-from jaxrl.scheduling.rounds.scale_down import halves
-from jaxrl.scheduling.rounds.stream_pace import pace_of
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
@@ -47,7 +48,6 @@ from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of, wo
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.stream import Logprobs, SimulatedStream
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.sim.workload import Workload

@@ -24,10 +24,10 @@ import math
 from typing import Literal
 
 from jaxrl.config import Config
-from jaxrl.config.devices import mesh_factors
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
+from jaxrl.schema.devices import mesh_factors
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS
 from jaxrl.train.critic import critic_config

@@ -42,6 +42,14 @@ Phase = Callable[[str], AbstractContextManager[None]]
 """Around a part of a step that takes time, by its name: `timing_s/<name>` in the step's metrics."""
 
 
+class Drawing(Protocol):
+    """Where a mechanism draws what it does (`jaxrl.record.timeline.Timeline`); seconds are those of the run's clock."""
+
+    def complete(self, track: str, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
+
+    def counter(self, track: str, /, **values: float) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RoundInfo:
     """A round that begins.

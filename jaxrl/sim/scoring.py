@@ -15,7 +15,7 @@ between two plans, as soon as its response is there. That is the judge without a
 GPU that shares itself out.
 
 A task of code has one test case for each response, which takes all of its scoring's seconds; its limit comes with the
-response, as in a real run (RollPacker §4.3; `jaxrl.scheduling.rounds.adaptive_timeout`).
+response, as in a real run (RollPacker §4.3; `jaxrl.mechanisms.reward_timeouts.rule`).
 
 Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool, and of
 a task of code reward 0 with a test case that was cut off, as from the code scorer. Crashes and errors of scorers, and
@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.workload import Workload

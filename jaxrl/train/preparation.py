@@ -1,8 +1,8 @@
 """What a batch needs before its gradients: the ratios' denominators, values, masks, advantages. numpy only, no jax.
 
-Purpose: the loop does it for a step's batch, and the stream trainer (`jaxrl.train.stream`) for the groups that it gets
-while others decode. All of it is known per group, unless the estimator of the advantages is one of
-`config.checks.NEEDS_WHOLE_BATCH`; so groups may be prepared apart and put together again (`joined`).
+Purpose: the loop does it for a step's batch, and the stream trainer (`jaxrl.mechanisms.stream_trainer.gradients`) for
+the groups that it gets while others decode. All of it is known per group, unless the estimator of the advantages is one
+of `config.checks.NEEDS_WHOLE_BATCH`; so groups may be prepared apart and put together again (`joined`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
+from jaxrl.mechanisms.partial_rollout.rule import old_logprobs_by_version, on_policy_mask
 from jaxrl.train import advantages
 from jaxrl.types import Group, SampleKey, TrainBatch
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.hosts.notices import Batch, Counted, Notice, Scored, encode, joined
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.ordered import OrderedEvents
@@ -28,7 +29,6 @@ from jaxrl.runtime.verdicts import Arrival, OwnScoring
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.events import Abort, CancelScore, Command, Launch, RoundStarted, Score, Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.order import Answer, End, Place, Report

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.models.shapes import named_shape
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import SampleFinished, Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings

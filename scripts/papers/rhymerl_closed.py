@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxrl.mechanisms.ranking_groups.rule import RankingGroups
 from jaxrl.scheduling.rounds.events import Launch
-from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost, TrainLoad, causal_pairs
 from jaxrl.sim.prompts import SimulatedPrompts
@@ -31,7 +31,7 @@ from papers.setups import EPOCH_STEPS, Case, configuration, drafting_of, models
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """`jaxrl.scheduling.rounds.ranking_groups.PastLengths`."""
+    """`jaxrl.mechanisms.ranking_groups.rule.PastLengths`."""
 
     median: float
     mean: float
@@ -39,7 +39,7 @@ class Lengths:
 
 
 class Past:
-    """`jaxrl.scheduling.rounds.ranking_groups.LengthHistory` of the responses drawn so far."""
+    """`jaxrl.mechanisms.ranking_groups.rule.LengthHistory` of the responses drawn so far."""
 
     def __init__(self) -> None:
         self._last: dict[int, Lengths] = {}

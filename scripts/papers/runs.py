@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.loop import Hooks
+from jaxrl.mechanisms.stream_trainer.session import GradientStream
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
-from jaxrl.runtime.streaming import GradientStream
 from jaxrl.sim.calibration import Calibration
 from jaxrl.types import Group
 from papers.fetch import SingleFetch

@@ -10,10 +10,10 @@ from annotated_types import Interval
 
 from jaxrl.config import Config, ConfigError, differences, flatten, from_mapping, to_mapping
 from jaxrl.config.checks import GROUP_RELATIVE, without_effect
-from jaxrl.config.declared import MAX_FLOAT, MAX_INT, number_problem, walk
 from jaxrl.config.files import apply_override
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.config.reference import options as option_docs
+from jaxrl.schema.declared import MAX_FLOAT, MAX_INT, number_problem, walk
 
 
 def build(options=None):

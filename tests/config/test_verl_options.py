@@ -7,10 +7,10 @@ import re
 import pytest
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.config.declared import walk
 from jaxrl.config.files import load
 from jaxrl.config.options import Config
 from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, advice
+from jaxrl.schema.declared import walk
 
 OURS = {path for path, _ in walk(Config)}
 SECTIONS = {path[:end] for path in OURS for end in range(len(path)) if path[end] == "."}

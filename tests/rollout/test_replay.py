@@ -20,6 +20,7 @@ from sim_machine import Machine
 
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -37,7 +38,6 @@ from jaxrl.scheduling.rounds.events import (
 )
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request

@@ -13,12 +13,12 @@ from rounds import rule_sections
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.rules import batch_rule, batcher_config, carried, draft_config, lookahead, workers_of
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.composition import composition_problem
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, Window
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxrl.config import Config
-from jaxrl.config.declared import MAX_SEED, number_problem, walk
 from jaxrl.rollout.sampling import request_key
+from jaxrl.schema.declared import MAX_SEED, number_problem, walk
 from jaxrl.sim.workload import uniform
 from jaxrl.types import SampleKey
 

@@ -14,6 +14,8 @@ from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, to
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import (
@@ -26,10 +28,8 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sim.prompts import SimulatedPrompts

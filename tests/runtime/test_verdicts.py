@@ -26,9 +26,9 @@ from replayed_backend import (
 )
 
 from jaxrl.config import from_mapping
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, text_by
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import (
     AwaitVerdict,
     CancelScore,

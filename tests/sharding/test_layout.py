@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxrl.config.devices import prime_factors
+from jaxrl.schema.devices import prime_factors
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh, nested_axes, platform_of, submeshes
 

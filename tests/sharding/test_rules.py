@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from uneven_models import normal_params, placed, uneven
 
-from jaxrl.config.devices import prime_factors
 from jaxrl.models import decoder
+from jaxrl.schema.devices import prime_factors
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh

@@ -10,7 +10,7 @@ import pytest
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import key, known, prompt
 
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.scoring import ScoringWorkers

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from jaxrl.cli import main
+from jaxrl.mechanisms.stream_trainer.session import StreamSession
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.train import preparation
 from jaxrl.train.passes import Passes

@@ -19,13 +19,13 @@ from small_models import TRAINED
 from streamed_runs import LONGEST, Machine, Run, prepared
 
 from jaxrl.config import Config
+from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
+from jaxrl.mechanisms.stream_trainer.scale_down import halves
 from jaxrl.models import decoder
 from jaxrl.runtime.build import build_workers
-from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.sharding.halves import Half
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.step import Trainer
-from jaxrl.train.stream import TrainStream
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 ENDS = (0, 1, 2, 3, 4)  # tokens that end a response: about one in thirteen

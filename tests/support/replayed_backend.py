@@ -10,11 +10,11 @@ from typing import Any
 
 from replay_worker import ReplayWorker, ReplayWorkers
 
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, text_by
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import (
     Event,
     Launch,

@@ -20,13 +20,13 @@ from replay_worker import ReplayWorker
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Loop
+from jaxrl.mechanisms.stream_trainer.scale_down import halves
+from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
 from jaxrl.record.journal import Journal
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.rules import batch_rule
-from jaxrl.runtime.streaming import FREED, StreamSession
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import Workers

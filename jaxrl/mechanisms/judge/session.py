@@ -1,12 +1,12 @@
 """A judge's turns on the devices of the rollout: between two plans, while verdicts are awaited, and not in an update.
 
-Source: RollPacker §4.3. `jaxrl.scheduling.rounds.judge_turns` says when a turn may be taken.
+Source: RollPacker §4.3. `jaxrl.mechanisms.judge.turns` says when a turn may be taken.
 """
 
 from __future__ import annotations
 
+from jaxrl.mechanisms.judge.turns import Judge
 from jaxrl.scheduling.mechanism import Mechanism, UnderWay
-from jaxrl.scheduling.rounds.judge_turns import Judge
 
 
 class JudgeSession(Mechanism):

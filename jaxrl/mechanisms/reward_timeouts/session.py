@@ -1,6 +1,6 @@
 """Adaptive time limits in a run: training prompts are scored with them, and their verdicts are learnt from.
 
-Source: RollPacker §4.3; the rule is `jaxrl.scheduling.rounds.adaptive_timeout`.
+Source: RollPacker §4.3; the rule is `jaxrl.mechanisms.reward_timeouts.rule`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo
-from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt
 

@@ -27,10 +27,10 @@ import jax
 
 import jaxrl
 from jaxrl.config import Config, to_mapping
-from jaxrl.config.declared import declared, walk
 from jaxrl.config.mapping import flatten
 from jaxrl.data.hub import data_paths, data_set_name, hub_name, used_files
 from jaxrl.models.loading import RANDOM, resolve_path
+from jaxrl.schema.declared import declared, walk
 from jaxrl.sharding.mesh import platform_of
 
 WHOLE_BYTES = 2**26

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config.layout import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import (
     NEW_PROFILE,
     Measurement,

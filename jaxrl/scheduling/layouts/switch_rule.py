@@ -16,8 +16,8 @@ Departures:
   between switches; and a switch in the direction opposite to the last one needs a batch `reversal_factor` times smaller
   (to raise tp) or larger (to lower it) than at that last switch. So a batch that only drains turns at most once, from
   falling to rising tp, whatever the predictor says: at most len(degrees) - 1 switches down, then at most as many up.
-  With `direction="up"`, the default, tp only rises. `jaxrl.scheduling.layouts.control` says how that fits with the
-  planner, which chooses the degree that a generation starts with.
+  With `direction="up"`, the default, tp only rises. `jaxrl.mechanisms.adaptive_layouts.control` says how that fits with
+  the planner, which chooses the degree that a generation starts with.
 - While requests wait for a row, the batch is not draining and the rule does not switch.
 
 Going back when a generation has ended costs nothing: no KV is left, and the next weights come from training anyway.
@@ -38,7 +38,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl.config.layout import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.situation import Bound, Rows, Situation, load_at, num_tokens

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.config.devices import possible_workers
 from jaxrl.config.options import Config
+from jaxrl.schema.devices import possible_workers
 
 
 def composition_problem(config: Config) -> str | None:

@@ -201,8 +201,8 @@ class Round:
     def certain(self) -> list[Group]:
         """Groups that `groups` will have, whatever happens from now on, scored or not; sorted as there.
 
-        What a training step needs of them can be computed before the round has ended (`jaxrl.train.stream`). A round
-        that is given up yields nothing all the same.
+        What a training step needs of them can be computed before the round has ended
+        (`jaxrl.mechanisms.stream_trainer.gradients`). A round that is given up yields nothing all the same.
         """
         ledger, wanted = self.ledger, set(self._rule.certain(self.ledger))
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}

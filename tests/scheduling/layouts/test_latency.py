@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config.layout import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.scheduling.layouts.latency import LatencyPredictor, rms_context
 from jaxrl.scheduling.layouts.latency_profile import (
     MIN_CONTEXT,

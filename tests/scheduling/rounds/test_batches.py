@@ -9,11 +9,11 @@ from fake_rollout import FakePrompts, FakeRollout, tangled, through_disk
 from rounds import batch_keys, filtering, fresh_batches, long_every_fifth, names, run_steps
 
 from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round, SynchronousRule
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 
 
 def test_synchronous_batches_do_what_the_synchronous_rule_does():

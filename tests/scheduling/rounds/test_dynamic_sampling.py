@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
 from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.types import SampleKey
 
 

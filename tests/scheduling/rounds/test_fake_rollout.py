@@ -9,9 +9,9 @@ from fake_rollout import FakePrompts, FakeRollout, FakeTraining
 from rounds import fresh_batches, long_every_fifth
 
 from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 
 
 def test_a_prompt_that_starts_from_scratch_again_needs_a_higher_attempt():

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.events import Launch
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.types import Sample, SampleKey
 
 

@@ -1,0 +1,215 @@
+"""The planner between rounds that raises tp only where preemptions have risen beyond noise, and tries to come down.
+
+Purpose: `ConfidentPlanner` is `rollout.layout.planner_rule=confident`; `jaxrl.mechanisms.adaptive_layouts.tp_planner`
+is the paper's rule, in which a round with 5 % more preemptions than the one before doubles tp. Counts that only scatter
+pass 5 % often: Poisson counts of mean 100 every third round. As nothing but rounds without any preemption lowers tp,
+the paper's rule then ends at the largest degree.
+
+Source: what is planned, the factor of 1.05 and the quiet rounds are RollPacker's (§4.2). The test is the comparison of
+two Poisson means by their deviance, with a dispersion estimated from the data (McCullagh and Nelder 1989, Generalized
+Linear Models, 2nd edition, §6.3 and §9.2). The dispersion comes from successive differences (von Neumann et al. 1941,
+Annals of Mathematical Statistics 12), which a slow drift hardly touches. The tail of Student's t is Wallace's
+approximation (1959, Annals of Mathematical Statistics 30).
+
+**A rise.** Let X be the preemptions of the last w rounds of a kind at its degree, and S those of the n rounds before
+them at that degree. If the last rounds have at most ρ = `planner_rise` times the mean of the others, then at worst
+E X = (X + S) · ρw / (ρw + n) and E S = (X + S) · n / (ρw + n), and
+
+    t = sqrt(2 / φ · (X ln(X / E X) + S ln(S / E S)))
+
+is about Student's t with ν + ν₀ degrees of freedom. φ >= 1 is by how much counts scatter more than Poisson counts:
+the weighted mean of 1, which counts as ν₀ = 8 rounds, and of an estimate that counts as ν = 2 (n - 1) / 3: half the
+mean square of the differences between successive counts, over the mean count. tp rises if X > E X, and t is beyond the
+quantile of 1 - α / 4 for one of w = 1, 2, 4, 8. So in a round of which nothing has changed, noise raises it with a
+chance of at most α = `planner_level` (by the union bound over the four; the rest is approximation, and
+`scripts/bench_planner.py` measures it).
+
+All rounds of a kind at a degree are compared with, however long ago, so slow growth is found as well. Those that showed
+a rise are forgotten: later rounds at that degree are compared with what was normal there.
+
+**The way down.** As in the paper, `planner_quiet_rounds` without preemption lower tp. And a degree that was raised is
+left again after `planner_trial_rounds`, for the one that it was raised from. If preemptions there are still beyond what
+was normal, they raise tp again by the test above, and the next attempt waits twice as long; if they are not for
+`planner_trial_rounds`, the wait is forgotten. So a false rise, or one that has passed, is undone, and one that stays
+costs ever rarer trials. A lower degree that has no rounds of its own is compared with the one above it.
+
+Departures from RollPacker: the test, and the trials. Kinds of rounds, steps between degrees and what is not a clock are
+as in `tp_planner`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.tp_planner import check_preemptions, checked_degrees, fitting_degree
+
+WINDOWS = (1, 2, 4, 8)
+PRIOR_ROUNDS = 8.0
+
+
+def risen(counts: Sequence[int], window: int, rise: float, level: float) -> bool:
+    """Whether the last `window` counts have more than `rise` times the mean of those before, beyond chance.
+
+    Args:
+      counts: preemptions of rounds, the oldest first.
+      level: the chance of an affirmative answer where the means differ by no more than that.
+    """
+    before, last = np.asarray(counts[:-window], np.float64), float(sum(counts[-window:]))
+    num, total = len(before), float(before.sum())
+    if not num or not last:
+        return False
+    part = rise * window / (rise * window + num)
+    expected, others = (last + total) * part, (last + total) * (1.0 - part)
+    if last <= expected:
+        return False
+    deviance = 2.0 * (last * math.log(last / expected) + (total * math.log(total / others) if total else 0.0))
+    freedom = 2.0 * (num - 1) / 3.0
+    scatter = float(np.mean(np.diff(before) ** 2)) / 2.0 / (total / num) if num > 1 and total else 1.0
+    dispersion = max((PRIOR_ROUNDS + freedom * scatter) / (PRIOR_ROUNDS + freedom), 1.0)
+    # where both are nearly equal, rounding may leave less than nothing
+    return _normal_of_t(max(deviance, 0.0) / dispersion, PRIOR_ROUNDS + freedom) > NormalDist().inv_cdf(1.0 - level)
+
+
+def _normal_of_t(squared: float, freedom: float) -> float:
+    """The normal deviate with about the same tail as sqrt(`squared`) has under Student's t."""
+    return (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(squared / freedom))
+
+
+@dataclass(slots=True)
+class _Level:
+    """One degree of one kind: preemptions of its rounds, and how often in a row a lower degree was tried in vain."""
+
+    counts: list[int] = field(default_factory=list)
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One kind of round.
+
+    Attributes:
+      at: index of its degree. floor: of the lowest degree that trials go back to.
+      here: rounds since the degree last changed. quiet: of them the last, without preemption.
+      came_down: whether it came from the degree above, and that has not turned out well yet.
+      levels: by index of the degree.
+    """
+
+    at: int
+    floor: int
+    here: int = 0
+    quiet: int = 0
+    came_down: bool = False
+    levels: dict[int, _Level] = field(default_factory=dict)
+
+    def level(self, at: int) -> _Level:
+        return self.levels.setdefault(at, _Level())
+
+    def move(self, at: int, *, came_down: bool) -> None:
+        self.at, self.here, self.quiet, self.came_down = at, 0, 0, came_down
+
+
+class ConfidentPlanner:
+    """Chooses a degree per kind of round, from the preemptions of those before; `TpPlanner` with another rule.
+
+    Args:
+      options: `rollout.layout`.
+      degrees: tp degrees that may be used, ascending, all of them inside one host.
+      initial: the degree that the first round of each kind starts in.
+    """
+
+    RULE = "confident"
+    SCHEMA = 1
+
+    def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
+        self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
+        self._kinds: dict[str, _Kind] = {}
+
+    def degree(self, kind: str = "all") -> int:
+        """The degree that the next round of this kind starts with."""
+        known = self._kinds.get(kind)
+        return self.initial if known is None else self.degrees[known.at]
+
+    def observe(self, preemptions: int, kind: str = "all") -> int:
+        """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
+        check_preemptions(preemptions, kind)
+        first = self.degrees.index(self.initial)
+        state = self._kinds.setdefault(kind, _Kind(first, first))
+        level, options = state.level(state.at), self.options
+        level.counts.append(preemptions)
+        state.here += 1
+        state.quiet = 0 if preemptions else state.quiet + 1
+        window = self._risen(level.counts) if state.at + 1 < len(self.degrees) else 0
+        wait = 2**level.failed
+        is_quiet = state.at > 0 and state.quiet >= options.planner_quiet_rounds * wait
+        is_tried = state.at > state.floor and state.here >= options.planner_trial_rounds * wait
+        if window:
+            del level.counts[-window:]
+            if state.came_down:
+                state.level(state.at + 1).failed += 1
+            state.move(state.at + 1, came_down=False)
+        elif is_quiet or is_tried:
+            self._come_down(state)
+        elif state.came_down and state.here >= options.planner_trial_rounds:
+            state.level(state.at + 1).failed, state.came_down = 0, False
+        return self.degrees[state.at]
+
+    def _risen(self, counts: Sequence[int]) -> int:
+        """The longest window that shows a rise; 0: none does."""
+        options = self.options
+        level = options.planner_level / len(WINDOWS)
+        return max((w for w in WINDOWS if risen(counts, w, options.planner_rise, level)), default=0)
+
+    def _come_down(self, state: _Kind) -> None:
+        above, below = state.level(state.at), state.level(state.at - 1)
+        if not below.counts:
+            below.counts = list(above.counts)
+        state.move(state.at - 1, came_down=True)
+        state.floor = min(state.floor, state.at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint: kinds; int64 [K, 5] (degree, lowest degree of trials, rounds here, quiet rounds, came
+        down); levels int64 [L, 4] (kind, degree, failed trials, number of counts), and all counts in their order."""
+        kinds, levels, counts = [], [], []
+        for place, state in enumerate(self._kinds.values()):
+            row = (self.degrees[state.at], self.degrees[state.floor], state.here, state.quiet, int(state.came_down))
+            kinds.append(row)
+            for at, level in sorted(state.levels.items()):
+                levels.append((place, self.degrees[at], level.failed, len(level.counts)))
+                counts += level.counts
+        return {
+            "rule": self.RULE,
+            "schema": self.SCHEMA,
+            "kinds": list(self._kinds),
+            "state": np.asarray(kinds, np.int64).reshape(-1, 5),
+            "levels": np.asarray(levels, np.int64).reshape(-1, 4),
+            "counts": np.asarray(counts, np.int64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from another planner's state. A degree that is not allowed becomes the largest one below it; of the
+        paper's rule, and of degrees that are not allowed, no counts are taken over."""
+        self._kinds = {}
+        if state.get("rule") != self.RULE:
+            for kind, (degree, *_) in zip(state["kinds"], state["state"], strict=True):
+                at = self.degrees.index(fitting_degree(self.degrees, degree))
+                self._kinds[str(kind)] = _Kind(at, at)
+            return
+        if state["schema"] != self.SCHEMA:
+            raise ValueError(f"confident tp planner of schema {state['schema']}: this version reads {self.SCHEMA}")
+        for kind, (degree, floor, here, quiet, came_down) in zip(state["kinds"], state["state"], strict=True):
+            at, low = (self.degrees.index(fitting_degree(self.degrees, each)) for each in (degree, floor))
+            self._kinds[str(kind)] = _Kind(
+                at, low, int(here), int(quiet), bool(came_down) and at + 1 < len(self.degrees)
+            )
+        states, ends = list(self._kinds.values()), np.cumsum(state["levels"][:, 3])
+        for (place, degree, failed, num), end in zip(state["levels"], ends, strict=True):
+            if degree in self.degrees:
+                counts = [int(count) for count in state["counts"][end - num : end]]
+                states[place].levels[self.degrees.index(degree)] = _Level(counts, int(failed))

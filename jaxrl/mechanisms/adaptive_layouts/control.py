@@ -1,0 +1,400 @@
+"""A worker's layout, round by round and plan by plan.
+
+Purpose: `LayoutControl` stands between a backend and its engine, and says how RollPacker's per-step planner and PAT's
+switches compose.
+
+- A round starts in the planner's degree for its kind; without a planner, in the configured one.
+- Before each plan the control looks at the live rows. If the switch rule wants to switch, the plans in flight are
+  collected, the rule decides again on what is then known, the decision is written to the journal, and the engine
+  changes its layout. A round may switch several times. The engine's own step times correct the predictor.
+- When the round has ended, the planner is told of all its preemptions, those after a switch included, and the worker
+  returns to the degree that the next round starts in. The switch rule's choices do not change the planner.
+
+So with a planner tp never falls while rows are live, and the planner compares rounds that began in its own degrees.
+
+Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); docs/architecture.md (what
+a clock decides is journalled before it takes effect).
+
+Collecting the plans in flight changes what is known when a plan is made, and so the logical order in which responses
+end. It is therefore a decision of the clock as well: if plans were collected and no switch followed, that is written
+down too (`Decision`). The logical time of a decision is the number of the next plan, counted from the start of the
+round, so a round that runs again finds every decision at its place. Up to the last decision in the journal, a repeated
+round decides nothing by itself: where the journal has no decision, the first run went on unchanged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
+from jaxrl.scheduling.layouts.situation import GroupCapacity, Situation
+from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.lengths import LengthHistory
+from jaxrl.scheduling.tokens.progress import PlanTimes
+
+SCHEMA = 1
+STEPS_SEEN = 4  # plans after a switch that give the real step time
+MAX_TRACE = 240  # points of a round's picture
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision with nothing in flight, before plan `dispatch` of the round: to switch, or to stay.
+
+    `failed`: the switch failed halfway; everything was recomputed in the old layout.
+    """
+
+    dispatch: int
+    switch: Switch | None
+    failed: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain, for the journal."""
+        switch = None if self.switch is None else self.switch.to_json()
+        return {"schema": SCHEMA, "dispatch": self.dispatch, "switch": switch, "failed": self.failed}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Decision:
+        """What `to_json` wrote. Raises ValueError for another schema."""
+        if entry.get("schema") != SCHEMA:
+            raise ValueError(f"journalled layout decision {dict(entry)!r}: this version reads schema {SCHEMA}")
+        switch = None if entry["switch"] is None else Switch.from_json(entry["switch"])
+        return cls(int(entry["dispatch"]), switch, bool(entry["failed"]))
+
+
+@dataclass(slots=True)
+class Episode:
+    """A switch, as predicted and as measured.
+
+    Attributes:
+      decision: the rule's, with its predictions. done: what the engine did; None if the switch failed halfway.
+      prefill_s: prefills right after it, where KV was recomputed.
+      steps_s: mean step times of the first plans after it that only decoded.
+    """
+
+    decision: Switch
+    done: Switched | None
+    prefill_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that it really took."""
+        return self.prefill_s + (0.0 if self.done is None else self.done.times.total_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the log and the report."""
+        decision, done = self.decision, self.done
+        return {
+            "dispatch": decision.dispatch,
+            "from_tp": decision.from_tp,
+            "to_tp": decision.to_tp,
+            "how": decision.how,
+            "num_live": decision.num_live,
+            "num_tokens": decision.num_tokens,
+            "num_moved": 0 if done is None else done.num_moved,
+            "failed": done is None,
+            "predicted_cost_s": decision.cost_s,
+            "cost_s": self.cost_s,
+            "predicted_step_s": decision.step_after_s,
+            "step_s": fmean(self.steps_s) if self.steps_s else None,
+            "step_before_s": decision.step_before_s,
+            "predicted_gain_s": decision.gain_s,
+        }
+
+
+class LayoutControl:
+    """One worker's layout over its rounds.
+
+    Args:
+      engine: over an executor that can change its layout.
+      options: `rollout.layout`.
+      degrees: those that rounds may use (`LayoutSection.degrees_on`), ascending.
+      initial: the degree that rounds start in; with a planner, the first round of each kind.
+      predictor: of step times and costs; None: a round stays in the degree that it starts in.
+
+    Example::
+
+        control.begin("short", recorded, write)  # engine idle; write(decision) returns once it is on the disk
+        control.before_plan()
+        engine.step()
+        control.after_plan(now_s)
+        metrics = control.end(preemptions)
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: LayoutSection,
+        degrees: Sequence[int],
+        initial: int,
+        predictor: LatencyPredictor | None = None,
+    ) -> None:
+        if not isinstance(engine.executor, LayoutExecutor):
+            raise ValueError(f"layout control: {type(engine.executor).__name__} cannot change its layout")
+        degrees = tuple(degrees)
+        if initial not in degrees:
+            raise ValueError(f"layout control: the tp that rounds start in ({initial}) must be one of {degrees}")
+        self.engine = engine
+        self.predictor = predictor
+        planner = ConfidentPlanner if options.planner_rule == "confident" else TpPlanner
+        self.planner = planner(options, degrees, initial) if options.planner else None
+        self.rule = None if predictor is None else LayoutSwitchRule(options, degrees, predictor)
+        self.history = LengthHistory() if options.bound == "expected" else None
+        self.episodes: list[Episode] = []
+        self.trace: list[tuple[float, int, int]] = []  # (time, live rows, tp)
+        self._executor = engine.executor
+        self._initial = initial
+        self._capacities = {tp: self._capacity(tp) for tp in degrees}
+        self._kind: str | None = None  # of the round under way
+        self._likely = "plain"  # the likely kind of the next training round
+        self._recorded: deque[Decision] = deque()  # earlier decisions still to be repeated
+        self._write: Callable[[Decision], None] = _nowhere
+        self._first = 0
+        self._quiet_until = 0
+        self._ratios: list[float] = []
+        engine.watchers.append(self._observe)
+
+    @property
+    def tp(self) -> int:
+        """The degree in use."""
+        return self._executor.tp
+
+    def degree(self, kind: str = "all") -> int:
+        """The degree that the next round of this kind starts in."""
+        return self._initial if self.planner is None else self.planner.degree(kind)
+
+    def enter(self) -> None:
+        """A rollout phase begins, with neither weights nor pool: takes the layout of the next round at no cost."""
+        start_in(self.engine, self.degree(self._likely))
+
+    def begin(
+        self,
+        kind: str = "all",
+        recorded: Sequence[Decision] = (),
+        write: Callable[[Decision], None] | None = None,
+    ) -> None:
+        """Begins a round with an idle engine, in the degree of its kind.
+
+        Args:
+          kind: the round's kind, by which the planner tells rounds apart.
+          recorded: the journal's decisions of this round.
+          write: puts a decision into the journal; the decision takes effect when it returns.
+        """
+        if self._kind is not None:
+            raise ValueError(f"layout control: a {kind!r} round begins before the {self._kind!r} round has ended")
+        self._kind = kind
+        self._likely = self._likely if kind == "eval" else kind
+        if self.rule is not None:
+            self.rule.begin()
+        tp = self.degree(kind)
+        if tp != self.tp:
+            self.engine.switch(tp)  # no request is live: only weights move
+        self._recorded = deque(sorted(recorded, key=lambda decision: decision.dispatch))
+        self._write = _nowhere if write is None else write
+        self._first, self._quiet_until = self.engine.batcher.next_index, 0
+        self.episodes, self.trace, self._ratios = [], [], []
+
+    @property
+    def follows(self) -> bool:
+        """Whether decisions of this round were made here before, and are still to be repeated."""
+        return bool(self._recorded)
+
+    def before_plan(self, decides: bool = True) -> Episode | None:
+        """Switches if it pays; returns what was done.
+
+        Args:
+          decides: whether it may decide by itself; if not, it repeats earlier decisions alone.
+
+        Raises:
+          ValueError: outside a round, for a journal of another run, or where a switch would lower tp beside a planner.
+          SwitchFailed: a switch failed and left the executor unusable.
+        """
+        if self._kind is None:
+            raise ValueError("layout control: no round has begun")
+        dispatch = self.engine.batcher.next_index - self._first
+        if self._recorded:
+            return self._follow(self._recorded.popleft()) if dispatch >= self._recorded[0].dispatch else None
+        if not decides or self.rule is None or dispatch < self._quiet_until:
+            return None
+        batcher = self.engine.batcher
+        if not self.rule.considers(dispatch, self.tp, batcher.num_running, batcher.num_waiting):
+            return None  # most plans: what the rows are need not be known
+        if not self.rule.wants(self._situation(dispatch)):
+            return None
+        self.engine.settle()
+        switch = self.rule.decide(self._situation(dispatch))
+        # A switch that looked worth it with plans in flight, and was not, is not considered again at once.
+        self._quiet_until = dispatch + STEPS_SEEN
+        if switch is not None:
+            self._refuse_lowering(switch)
+        self._write(Decision(dispatch, switch))
+        return None if switch is None else self._switch(switch)
+
+    def after_plan(self, now_s: float) -> None:
+        """Adds a point to the round's picture."""
+        self.trace.append((now_s, len(self.engine.unfinished()), self.tp))
+        if len(self.trace) > 2 * MAX_TRACE:
+            self.trace = _thinned(self.trace)
+
+    def finished(self, length: int) -> None:
+        """A response ended by itself after so many tokens."""
+        if self.history is not None:
+            self.history.add(length)
+
+    def end(self, preemptions: int) -> dict[str, float]:
+        """Ends the round and returns its metrics. Seconds are sums over the round's switches, predicted and real."""
+        if self._kind is None:
+            raise ValueError("layout control: no round has begun")
+        kind, self._kind = self._kind, None
+        if self.planner is not None:
+            self.planner.observe(preemptions, kind)
+        done = [episode for episode in self.episodes if episode.done is not None]
+        metrics: dict[str, float] = {
+            "rollout/layout/switches": len(done),
+            "rollout/layout/failed_switches": len(self.episodes) - len(done),
+            "rollout/layout/final_tp": self.tp,
+        }
+        if done:
+            metrics |= {
+                "rollout/layout/moved_tokens": sum(e.done.num_moved for e in done if e.done is not None),
+                "rollout/layout/cost_s": sum(e.cost_s for e in done),
+                "rollout/layout/predicted_cost_s": sum(e.decision.cost_s for e in done),
+            }
+            stepped = [e for e in done if e.steps_s]
+            if stepped:
+                metrics["rollout/layout/step_s"] = fmean(fmean(e.steps_s) for e in stepped)
+                metrics["rollout/layout/predicted_step_s"] = fmean(e.decision.step_after_s for e in stepped)
+        if self._ratios:
+            metrics["rollout/layout/step_correction"] = fmean(self._ratios)
+        return metrics
+
+    def cancel(self) -> None:
+        """The round is dropped: the planner is told nothing of it."""
+        self._kind = None
+
+    def picture(self) -> dict[str, Any]:
+        """The round for the log: its points (seconds since the first point, live rows, tp) and its switches."""
+        points = _thinned(self.trace) if len(self.trace) > MAX_TRACE else self.trace
+        began = points[0][0] if points else 0.0
+        return {
+            "points": [[round(at - began, 4), live, tp] for at, live, tp in points],
+            "switches": [episode.to_json() for episode in self.episodes],
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """The part of the state that this worker alone has: what it has measured, and what its preemptions led to."""
+        state: dict[str, Any] = {} if self.planner is None else {"planner": self.planner.state_dict()}
+        if self.predictor is not None:
+            state["correction"] = self.predictor.state_dict()
+        return state
+
+    def shared_state(self) -> dict[str, Any]:
+        """The rest of it, which all workers of a run have alike."""
+        return {"likely": self._likely, "lengths": [] if self.history is None else self.history.lengths()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint, cut between rounds."""
+        own = self.own_state()
+        measured = {name: own.pop(name) for name in own.keys() & {"correction"}}  # comes last, as it always has
+        return own | self.shared_state() | measured
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from another control's state; what the state lacks stays as it is."""
+        if self.planner is not None and "planner" in state:
+            self.planner.load_state_dict(state["planner"])
+        self._likely = state.get("likely", self._likely)
+        for length in state.get("lengths", ()):
+            self.finished(length)
+        if self.predictor is not None and "correction" in state:
+            self.predictor.load_state_dict(state["correction"])
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _capacity(self, tp: int) -> GroupCapacity:
+        capacity = self._executor.capacity(tp)
+        return GroupCapacity((capacity.num_blocks - 1) * capacity.block_size, capacity.num_slots)
+
+    def _situation(self, dispatch: int) -> Situation:
+        batcher = self.engine.batcher
+        expected = None if self.history is None else self.history.expected_remaining
+        return Situation(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
+
+    def _follow(self, known: Decision) -> Episode | None:
+        """Repeats the decision that was made here before."""
+        dispatch, switch = self.engine.batcher.next_index - self._first, known.switch
+        if dispatch != known.dispatch or (switch is not None and switch.from_tp != self.tp):
+            came_from = "" if switch is None else f" from tp {switch.from_tp}"
+            raise ValueError(
+                f"journalled layout decision at dispatch {known.dispatch}{came_from}: the run is at dispatch "
+                f"{dispatch} with tp {self.tp}, so the journal is not of this run"
+            )
+        self._quiet_until = dispatch + 1  # one decision before a plan
+        self.engine.settle()
+        if switch is None:
+            return None
+        self._refuse_lowering(switch)
+        if self.rule is not None:
+            self.rule.record(switch)
+        if known.failed:
+            recompute(self.engine)
+            self.episodes.append(Episode(switch, None))
+            return self.episodes[-1]
+        return self._switch(switch)
+
+    def _refuse_lowering(self, switch: Switch) -> None:
+        if self.planner is not None and switch.to_tp < switch.from_tp:
+            raise ValueError(
+                f"layout control: {switch} lowers tp inside a round, which the planner alone does, between rounds "
+                "(rollout.layout.direction must be up where rollout.layout.planner is on)"
+            )
+
+    def _switch(self, switch: Switch) -> Episode:
+        try:
+            done: Switched | None = self.engine.switch(switch.to_tp, switch.how)
+        except SwitchFailed as failure:
+            if not failure.is_usable:
+                raise
+            done = None
+            self._write(Decision(switch.dispatch, switch, failed=True))
+        self.episodes.append(Episode(switch, done))
+        return self.episodes[-1]
+
+    def _observe(self, times: PlanTimes) -> None:
+        """A plan was collected."""
+        episode = self.episodes[-1] if self.episodes else None
+        if times.prefill_tokens:
+            if episode is not None and episode.decision.how == "recompute" and not episode.steps_s:
+                episode.prefill_s += times.duration_s
+            return
+        if not times.num_steps or not times.was_queued or times.speculated:
+            return  # the first plan after a pause waits for the host as well
+        step_s = times.duration_s / times.num_steps
+        if episode is not None and len(episode.steps_s) < STEPS_SEEN:
+            episode.steps_s.append(step_s)
+        if self.predictor is not None and step_s > 0:
+            self._ratios.append(self.predictor.observe(self.tp, times.batch, times.context, step_s))
+
+
+def _nowhere(_: Decision) -> None:
+    """Where decisions go without a journal."""
+
+
+def _thinned(points: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """Half of the points, with all points at which the degree changes."""
+    last = len(points) - 1
+    return [
+        point
+        for i, point in enumerate(points)
+        if i % 2 == 0 or i == last or point[2] != points[i - 1][2] or point[2] != points[i + 1][2]
+    ]

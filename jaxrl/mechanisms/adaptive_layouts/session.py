@@ -1,0 +1,288 @@
+"""The hooks that a backend, real or simulated, calls around its rounds and plans if layouts adapt.
+
+Purpose: `LayoutSession` connects one worker's `LayoutControl` with the clock, the journal, the timeline and the run's
+log. `LayoutSessions` holds those of all workers, and is the mechanism that the backend calls. Each worker switches by
+itself, by its own rows, step times and preemptions; all learn from every response that ends. Never imports jax.
+
+Decisions in the journal are those of workers that share the requests in one way. A run that goes on with another number
+of workers has other rows at the same places, so nothing of theirs is repeated: the step that was cut off decides anew.
+No token depends on it.
+
+Source: PAT §4 switches the layout of each node by itself: a worker per node, with `rollout.layout.switch`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from statistics import fmean
+from typing import Any
+
+from jaxrl.mechanisms.adaptive_layouts.control import Decision, LayoutControl
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.record.journal import Journal
+from jaxrl.record.layouts import LayoutLog
+from jaxrl.record.state import plain_state, state_of_plain
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.mechanism import Drawing, Mechanism, RoundEnd, RoundInfo
+from jaxrl.scheduling.rounds.events import Interrupted
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.types import Sample
+
+_log = logging.getLogger(__name__)
+KIND = "layout"
+SUMMED = frozenset(
+    f"rollout/layout/{name}" for name in ("switches", "failed_switches", "moved_tokens", "cost_s", "predicted_cost_s")
+)
+"""Metrics that add up over workers."""
+
+
+class LayoutSession:
+    """The layout of one worker.
+
+    Args:
+      control: the rules over its engine.
+      clock: seconds from any origin, the same as `drawing` has.
+      drawing, log: where switches are shown; None: nowhere.
+      journal: where decisions go; None for a simulated clock, which decides the same again.
+      worker: its number, and of how many; named in journal, log and timeline, where there are several. The only one
+        writes what was written before there were several.
+    """
+
+    def __init__(
+        self,
+        control: LayoutControl,
+        clock: Callable[[], float],
+        drawing: Drawing,
+        log: LayoutLog | None,
+        journal: Journal | None,
+        worker: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.control = control
+        self._worker, self._num_workers = worker
+        self._place = worker if self._num_workers > 1 else ()  # of a key in the journal, behind round and dispatch
+        self._of_worker = f" {self._worker}" if self._place else ""  # behind the names of tracks
+        self._clock, self._drawing, self._log, self._journal = clock, drawing, log, journal
+        self._at = (0, 0, "")  # step, round, kind
+        self._spans: list[tuple[float, float]] = []  # start times of the round's switches, in the timeline's clock
+
+    def enter(self) -> None:
+        """A rollout phase begins, with neither weights nor pool: takes the layout of the next round at no cost."""
+        self.control.enter()
+
+    def begin(self, step: int, round_index: int, kind: str) -> None:
+        """A round begins, with an idle engine."""
+        self._at, self._spans = (step, round_index, kind), []
+        journal = self._journal
+        if journal is None:
+            self.control.begin(kind)
+            return
+        entries = [entry for entry in journal.entries(step, KIND) if entry["key"][0] == round_index]
+        self._say_others(step, {_num_workers(entry) for entry in entries} - {self._num_workers})
+        entries = [entry for entry in entries if tuple(entry["key"][2:]) == self._place]
+
+        def write(decision: Decision) -> None:
+            journal.append(step, KIND, (round_index, decision.dispatch, *self._place), decision.to_json())
+
+        self.control.begin(kind, [Decision.from_json(entry) for entry in entries], write)
+
+    def _say_others(self, step: int, others: set[int]) -> None:
+        """The journal has decisions of so many workers: the first worker says it for all."""
+        if others and self._worker == 0:
+            counts = " and ".join(map(str, sorted(others)))
+            _log.warning(
+                "step %d: the journal has layout decisions of a run with %s worker(s), and this one has %d "
+                "(rollout.num_workers): they are not repeated, and the step decides anew",
+                step,
+                counts,
+                self._num_workers,
+            )
+
+    def before_plan(self, decides: bool) -> None:
+        """Switches if it pays (`LayoutControl.before_plan`). Raises SwitchFailed where nothing can go on."""
+        began = self._clock()
+        if self.control.before_plan(decides) is not None:
+            self._spans.append((began, self._clock()))
+
+    def after_plan(self) -> None:
+        self.control.after_plan(self._clock())
+        self._drawing.counter(f"tp{self._of_worker}", tp=self.control.tp)
+
+    def finished(self, length: int) -> None:
+        """A response ended by itself."""
+        self.control.finished(length)
+
+    def end(self, preemptions: int) -> dict[str, float]:
+        """The round is over; its metrics. Draws and logs its switches."""
+        metrics = self.control.end(preemptions)
+        for (began, ended), episode in zip(self._spans, self.control.episodes, strict=True):
+            told = episode.to_json()
+            name = f"tp {told['from_tp']} to {told['to_tp']} ({told['how']})"
+            self._drawing.complete(f"layout{self._of_worker}", name, began, ended, **told)
+        if self._log is not None:
+            predictor = self.control.predictor
+            source = "none" if predictor is None else predictor.profile.source
+            named = {"worker": self._worker} if self._place else {}
+            self._log.write(*self._at, source, named | self.control.picture())
+        return metrics
+
+    def cancel(self) -> None:
+        """The round is dropped."""
+        self.control.cancel()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint."""
+        return self.control.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another run was; without a state, where it starts."""
+        self.control.load_state_dict(state)
+
+
+class LayoutSessions(Mechanism):
+    """Layouts that adapt: the sessions of this process's workers, by their numbers.
+
+    Of workers in other processes it knows what these have told at the end of the last round, so that the checkpoint
+    that one process writes has the state of every worker.
+
+    Args:
+      first, count: the number of the first of these workers, and how many workers there are; 0: these are all.
+    """
+
+    name = "layouts"
+
+    def __init__(self, sessions: Sequence[LayoutSession], first: int = 0, count: int = 0) -> None:
+        self.sessions, self._first = tuple(sessions), first
+        self._count = count or len(self.sessions)
+        others = set(range(self._count)) - set(range(first, first + len(self.sessions)))
+        # all begin alike
+        self._others = {worker: self.sessions[0].control.own_state() for worker in sorted(others)}
+
+    def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
+        """Where there are neither weights nor pools, takes the layouts of the next round at no cost."""
+        if was_released:
+            for session in self.sessions:
+                session.enter()
+        return False
+
+    def round_begins(self, info: RoundInfo) -> None:
+        """A round begins, with idle engines."""
+        for session in self.sessions:
+            session.begin(info.step, info.index, info.kind)
+
+    def before_plan(self, worker: int) -> None:
+        """Lets the layout of one worker change, before a plan of it. Raises Interrupted where nothing can go on.
+
+        A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
+        until then it is the same round.
+        """
+        follows = any(session.control.follows for session in self.sessions)
+        try:
+            self.sessions[worker].before_plan(decides=not follows)
+        except SwitchFailed as failure:
+            _log.error("the run stops: %s", failure)
+            raise Interrupted(str(failure)) from failure
+
+    def after_plan(self, worker: int | None) -> None:
+        if worker is not None:
+            self.sessions[worker].after_plan()
+
+    def finished(self, samples: Sequence[Sample], *, is_stopping: bool = False) -> None:
+        """Responses ended by themselves, in any worker."""
+        for sample in samples:
+            for session in self.sessions:
+                session.finished(len(sample))
+
+    def counts(self, workers: Sequence[Counters]) -> dict[str, Any]:
+        """The metrics of this process's workers, and what other processes have to know of each."""
+        ends = [session.end(each.preemptions) for session, each in zip(self.sessions, workers, strict=True)]
+        states = [plain_state(session.control.own_state()) for session in self.sessions]
+        return {"metrics": together(ends), "states": states}
+
+    def round_ends(self, end: RoundEnd, told: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The round's metrics: sums over the workers of what is counted and of seconds spent, means of the others."""
+        states = [state for process in told for state in process["states"]]
+        assert len(states) == self._count, f"the layouts of {len(states)} workers were told, of {self._count}"
+        for worker in self._others:
+            self._others[worker] = state_of_plain(states[worker])
+        return together([process["metrics"] for process in told])
+
+    def cancelled(self) -> None:
+        """The round is dropped."""
+        for session in self.sessions:
+            session.cancel()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint, the same in every process but for what was measured in a round that was dropped. One
+        worker's is its session's."""
+        states = {self._first + i: session.state_dict() for i, session in enumerate(self.sessions)}
+        if self._count == 1:
+            return states[0]
+        for worker, own in self._others.items():
+            states[worker] = own | self.sessions[0].control.shared_state()
+        return {"workers": {str(worker): states[worker] for worker in range(self._count)}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another run was; without a state, where it starts. If that run had fewer workers, the states of
+        those are dealt out in turn."""
+        saved = state.get("workers", {"0": state})
+        for worker, session in enumerate(self.sessions, self._first):
+            session.load_state_dict(saved[str(worker % len(saved))])
+        for worker, own in self._others.items():
+            known = saved[str(worker % len(saved))]
+            self._others[worker] = {name: known.get(name, value) for name, value in own.items()}
+
+
+def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of several workers, or of equally many workers in several processes each, as those of all."""
+    if len(found) == 1:
+        return found[0]
+    return {
+        name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
+        for name in dict.fromkeys(chain(*found))
+    }
+
+
+def layout_sessions(
+    options: LayoutSection,
+    degrees: Sequence[int],
+    initial: int,
+    engines: Sequence[Engine],
+    predictors: Sequence[LatencyPredictor | None],
+    clock: Callable[[], float],
+    drawing: Drawing,
+    log: LayoutLog | None,
+    journal: Journal | None,
+    first: int = 0,
+    count: int = 0,
+) -> LayoutSessions:
+    """A session for each engine, whose executors can change their layouts.
+
+    Args:
+      options, degrees, initial: see `LayoutControl`, of every worker.
+      predictors: one for each engine, corrected by that engine's step times.
+      clock, drawing, log, journal: see `LayoutSession`.
+      first, count: the number of the first engine's worker, and how many workers there are, where others have more; 0:
+        these are all.
+    """
+    controls = [
+        LayoutControl(engine, options, degrees, initial, predictor)
+        for engine, predictor in zip(engines, predictors, strict=True)
+    ]
+    count = count or len(controls)
+    return LayoutSessions(
+        [
+            LayoutSession(control, clock, drawing, log, journal, (worker, count))
+            for worker, control in enumerate(controls, first)
+        ],
+        first,
+        count,
+    )
+
+
+def _num_workers(entry: Mapping[str, Any]) -> int:
+    """Of the run that made a decision: (round, dispatch), and of several workers (worker, of how many)."""
+    return 1 if len(entry["key"]) == 2 else entry["key"][3]

@@ -1,0 +1,126 @@
+"""The tensor-parallel degree that a rollout round starts with, from how often requests were preempted before.
+
+Purpose: `TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more
+memory for KV) and halves it after quiet rounds (a smaller one communicates less).
+`jaxrl.mechanisms.adaptive_layouts.control` says how that fits with switches inside a round.
+
+Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
+groups stay inside one host, and the first degree is the profile's best.
+
+`jaxrl.mechanisms.adaptive_layouts.confident_planner` has another rule, for counts that scatter.
+
+Departures:
+
+- The paper does not say what a rise is measured against. Here it is the previous round of the same kind, whatever its
+  degree was. Short rounds have up to 1.79 times the preemptions of long ones (§4.2), so across kinds every short round
+  after a long one would be a rise. With only one kind of round the planner is the paper's.
+- So each kind has a degree, a count and a quiet streak of its own: the best degrees of short and long rounds differ,
+  which is the paper's reason for having a planner.
+- The first round of a kind is never a rise. From no preemptions to some is a rise.
+- "Doubling" and "halving" are steps to the next allowed degree, which is the same for powers of two.
+
+Preemptions are logical, not measured by a clock: decisions follow from the state in the checkpoint and need no journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of one kind of round."""
+
+    degree: int
+    last: int = -1  # preemptions of the round before; -1: there was none
+    quiet: int = 0  # rounds without preemption in a row, since the degree last changed
+
+
+class TpPlanner:
+    """Chooses a degree per kind of round, from the preemptions of those before.
+
+    Args:
+      options: `rollout.layout`.
+      degrees: tp degrees that may be used, ascending, all of them inside one host.
+      initial: the degree that the first round of each kind starts in.
+
+    Example::
+
+        planner = TpPlanner(LayoutSection(), degrees=(1, 2, 4, 8), initial=2)
+        planner.degree("short")         # 2
+        planner.observe(10, "short")    # 2: nothing to compare with
+        planner.observe(11, "short")    # 4: 11 > 1.05 x 10
+    """
+
+    SCHEMA = 1
+
+    def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
+        self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
+        self._kinds: dict[str, _Kind] = {}
+
+    def degree(self, kind: str = "all") -> int:
+        """The degree that the next round of this kind starts with."""
+        known = self._kinds.get(kind)
+        return self.initial if known is None else known.degree
+
+    def observe(self, preemptions: int, kind: str = "all") -> int:
+        """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
+        check_preemptions(preemptions, kind)
+        state = self._kinds.setdefault(kind, _Kind(self.initial))
+        state.quiet = 0 if preemptions else state.quiet + 1
+        if state.last >= 0 and preemptions > self.options.planner_rise * state.last:
+            self._move(state, +1)
+        elif state.quiet >= self.options.planner_quiet_rounds:
+            self._move(state, -1)
+        state.last = preemptions
+        return state.degree
+
+    def _move(self, state: _Kind, steps: int) -> None:
+        """Moves to the next degree, or stays at the last one; in both cases the count of quiet rounds starts anew."""
+        at = min(max(self.degrees.index(state.degree) + steps, 0), len(self.degrees) - 1)
+        state.degree, state.quiet = self.degrees[at], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint: kinds, and flat integers [N, 3] (degree, last count or -1, quiet rounds)."""
+        rows = [(state.degree, state.last, state.quiet) for state in self._kinds.values()]
+        return {
+            "schema": self.SCHEMA,
+            "kinds": list(self._kinds),
+            "state": np.asarray(rows, np.int64).reshape(-1, 3),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from another planner's state, with another rule only from its degrees. A degree that is not allowed
+        becomes the largest one below it."""
+        if "rule" not in state and state["schema"] != self.SCHEMA:
+            raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {self.SCHEMA}")
+        kinds: dict[str, _Kind] = {}
+        for kind, (degree, *counts) in zip(state["kinds"], state["state"], strict=True):
+            last, quiet = counts if "rule" not in state else (-1, 0)
+            kinds[str(kind)] = _Kind(fitting_degree(self.degrees, degree), int(last), int(quiet))
+        self._kinds = kinds
+
+
+def fitting_degree(degrees: Sequence[int], degree: int) -> int:
+    """The largest of ascending `degrees` that is at most `degree`; the smallest of them, if none is."""
+    return max((each for each in degrees if each <= degree), default=degrees[0])
+
+
+def checked_degrees(degrees: Sequence[int], initial: int) -> tuple[int, ...]:
+    """The degrees that a planner chooses from; ValueError unless they ascend and include the initial one."""
+    found = tuple(degrees)
+    if list(found) != sorted(set(found)) or initial not in found:
+        raise ValueError(f"tp planner: degrees {found} must ascend and include the initial one ({initial})")
+    return found
+
+
+def check_preemptions(preemptions: int, kind: str) -> None:
+    """Raises ValueError for a number of preemptions that no round can have."""
+    if preemptions < 0:
+        raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")

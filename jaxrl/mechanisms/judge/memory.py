@@ -1,0 +1,146 @@
+"""The memory of a judge on the rollout's devices, per device, before anything is allocated.
+
+Purpose: `judge_memory` decides how many of a judge's layers stay resident and how large its KV pool is, from
+`reward.judge` and the judge's shapes alone. `jaxrl.runtime.memory` counts its parts with the rollout's, so the actor's
+KV pool takes what the judge leaves.
+
+Source: RollPacker §4.3: the number of offloaded layers follows from memory and input lengths.
+
+The judge's layout is one tensor-parallel group of all of the rollout's devices: each streams its own share of a layer,
+over its own link, and the host keeps one copy of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxrl.config import Config
+from jaxrl.config.judges import judge_kind
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.models.streaming import STREAMED
+from jaxrl.models.weights import Weight, leaves
+from jaxrl.schema.devices import prime_factors
+from jaxrl.sharding.mesh import dividing_factors
+from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a step samples
+_BUFFERS = 2  # streamed layers that are on the devices at a time: one computes while the other's copy is under way
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeMemory:
+    """A judge's sizes. Bytes are per device.
+
+    Attributes:
+      resident_layers, num_layers: layers whose matrices stay on the devices, of how many.
+      num_blocks: of its KV pool, the reserved one included.
+      layer_bytes: the matrices of one layer.
+      parts: what it adds to the rollout, by name.
+      host_bytes: its weights in the host's memory, for each device.
+    """
+
+    resident_layers: int
+    num_layers: int
+    num_blocks: int
+    layer_bytes: int
+    parts: dict[str, int]
+    host_bytes: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def planned_judge(config: Config, num_devices: int) -> JudgeMemory | None:
+    """Of the model that `reward.judge.model` names, of which the config is read; None where there is no judge.
+
+    Args:
+      num_devices: of the rollout.
+
+    Raises:
+      ValueError: as `judge_memory`, and what reading the model's config may raise.
+    """
+    if judge_kind(config.reward) is None:
+        return None
+    option = "reward.judge.model"
+    return judge_memory(config, config_of(resolve_path(config.reward.judge.model, option), option), num_devices)
+
+
+def judge_length(config: Config) -> int:
+    """Tokens of the judge's longest sequence."""
+    judge = config.reward.judge
+    return judge.max_prompt_tokens + (1 if judge_kind(config.reward) == "model" else judge.max_tokens)
+
+
+def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeMemory:
+    """The judge's sizes on each of so many devices.
+
+    Raises:
+      ValueError: reward.judge.max_memory_gib is too small for one verdict, or for the resident layers asked for.
+    """
+    judge, size = config.reward.judge, _BYTES[config.reward.judge.dtype]
+    padded = padded_config(model, num_devices)
+    layers = padded.weights()["layers"]
+    matrices = sum(_bytes(weight, num_devices, size) for name, weight in layers.items() if name in STREAMED)
+    whole = sum(_bytes(weight, num_devices, size) for weight in leaves(padded.weights()))
+    layer, always = matrices // model.num_layers, whole - matrices
+    block = _block_bytes(config, padded, num_devices, size)
+    each = -(-judge_length(config) // config.rollout.block_size)
+    blocks = judge.max_num_seqs * each + 1
+    budget = int(judge.max_memory_gib * _GIB) or max(whole // 2, always + _BUFFERS * layer) + blocks * block
+    resident = max(judge.resident_layers, 0)
+
+    def held(count: int, num_blocks: int) -> int:
+        return always + layer * (count + min(_BUFFERS, model.num_layers - count)) + num_blocks * block
+
+    if resident > model.num_layers:
+        raise ValueError(
+            f"reward.judge.resident_layers ({resident}) must be at most the judge's layers ({model.num_layers})"
+        )
+    least = held(resident, each + 1)
+    if judge.max_memory_gib and least > budget:
+        raise ValueError(
+            f"reward.judge.max_memory_gib ({judge.max_memory_gib:g}, {budget} bytes) must be at least {least} bytes: "
+            f"{always + resident * layer} of weights that stay on the devices, {least - always - resident * layer} of "
+            f"buffers and of KV for one verdict of {judge_length(config)} tokens; raise it, or lower "
+            "reward.judge.max_prompt_tokens or resident_layers"
+        )
+    if judge.max_memory_gib:
+        blocks = min(blocks, (budget - held(resident, 0)) // block)
+    if judge.resident_layers < 0:
+        resident = max(count for count in range(model.num_layers + 1) if held(count, blocks) <= budget)
+    buffers = layer * min(_BUFFERS, model.num_layers - resident)
+    logits = 0 if model.scalar_head else _LOGITS_COPIES * 4 * judge.max_num_seqs * padded.vocab_size // num_devices
+    return JudgeMemory(
+        resident,
+        model.num_layers,
+        blocks,
+        layer,
+        {
+            "judge: weights that stay": always + resident * layer,
+            "judge: buffers of two layers": buffers,
+            "judge: KV pool": blocks * block,
+            "judge: logits": logits,
+        },
+        whole,
+    )
+
+
+def _bytes(weight: Weight, num_devices: int, size: int) -> int:
+    """Of one device's part of a weight in rollout form; norms have at least float32."""
+    shards = [
+        math.prod(dividing_factors(prime_factors(num_devices), length))
+        for dim, length in zip(weight.dims, weight.shape, strict=True)
+        if dim in TENSOR_DIMS
+    ]
+    return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.init == "ones" else size)
+
+
+def _block_bytes(config: Config, padded: ModelConfig, num_devices: int, size: int) -> int:
+    """One KV block on one device, of all layers."""
+    heads = padded.num_kv_heads // math.prod(dividing_factors(prime_factors(num_devices), padded.num_kv_heads))
+    return 2 * config.rollout.block_size * padded.num_layers * padded.head_dim * heads * size

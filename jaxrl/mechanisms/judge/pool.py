@@ -1,0 +1,219 @@
+"""A judge on the rollout's devices: a reward pool that scores by turns of an engine.
+
+Purpose: `JudgePool` is the pool of `reward.kind=judge` and `reward.kind=model` where the model lies on the run's
+devices. It has an engine like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`), and
+works when the backend gives it a turn (`jaxrl.mechanisms.judge.turns`), or where nothing else is left to do.
+
+Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers streamed from the host).
+
+A turn is one plan, waited for: nothing of the judge is in flight when the actor makes its next plan, and the actor's
+plan before it is seen to end, so that neither's seconds count as the other's (layouts learn from the actor's). Nothing
+it does depends on a clock: its tokens depend on keys (`jaxrl.rewards.judge_tokens.verdict_key`), and what it holds on
+the devices comes with the first turn of a rollout and goes before the update.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxrl.mechanisms.judge.turns import JudgeTurns
+from jaxrl.rewards.judge_tokens import Reading, verdict_key
+from jaxrl.rewards.scorers import ScoreRequest, describe
+from jaxrl.rewards.tasks import VerdictCounts
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.sharding.compiled import CompiledPrograms
+from jaxrl.types import Prompt, Sample, SampleKey
+
+
+class Machine(Protocol):
+    """What the judge computes with, besides its engine's plans."""
+
+    @property
+    def programs(self) -> Sequence[CompiledPrograms]:
+        """To be compiled before the first turn."""
+        ...
+
+    @property
+    def recompiles(self) -> int: ...
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether nothing of the actor's may be running when the judge's programs begin, or its weights come."""
+        ...
+
+    def wait_for_actor(self) -> None:
+        """Waits until what the actor had under way has ended; the actor's plans end then, and not with the turn."""
+        ...
+
+    def enter(self) -> None:
+        """Brings weights and KV pool to the devices, if they are not there."""
+        ...
+
+    def release(self) -> None:
+        """Frees what is on the devices."""
+        ...
+
+
+@dataclass(slots=True)
+class _Judged:
+    """A sample that waits for its verdicts."""
+
+    requests: list[int]
+    began_s: float
+    came: dict[int, Sample] = field(default_factory=dict)
+
+
+class JudgePool:
+    """Implements `jaxrl.rewards.pool.RewardPool` and `jaxrl.mechanisms.judge.turns.Judge`.
+
+    Args:
+      reading: what the judge reads and how it is read.
+      engine: over the judge's executor.
+      machine: its weights and programs.
+      rule: when it may take a turn.
+      clock: stamps its verdicts.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        engine: Engine,
+        machine: Machine,
+        rule: JudgeTurns,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine, self.machine = engine, machine
+        self._reading, self._rule, self._clock = reading, rule, clock
+        self._ids = itertools.count()
+        self._judged: dict[SampleKey, _Judged] = {}
+        self._sample_of: dict[int, SampleKey] = {}
+        self._ready: list[Verdict] = []
+        self._counts = VerdictCounts()
+        self._turns = self._gap_turns = self._unparsed = self._written = 0
+        self._seconds, self._tokens, self._recompiles = 0.0, 0, 0
+
+    # -- a reward pool -------------------------------------------------------------------------------------------------
+
+    def warm(self) -> None:
+        """Nothing is left to wait for: the weights are there, and programs are compiled with the rollout's."""
+
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        assert sample.key not in self._judged, f"{sample.key} is being judged"
+        del limits_s  # of test cases
+        began_s = self._clock()
+        try:
+            ids = self._reading.ids(ScoreRequest.of(prompt, sample))
+        except ValueError as error:
+            self._tell(sample.key, 0.0, {"error": describe(error)}, began_s)
+            return
+        requests = []
+        for number in range(self._reading.num_samples):
+            key = verdict_key(sample.key, number, self._reading.num_samples)
+            request = Request(next(self._ids), key, ids, self._reading.params, share=sample.key)
+            self.engine.add(request)
+            self._sample_of[request.request_id] = sample.key
+            requests.append(request.request_id)
+        self._judged[sample.key] = _Judged(requests, began_s)
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        for key in keys:
+            if (judged := self._judged.pop(key, None)) is not None:
+                self.engine.abort([each for each in judged.requests if each not in judged.came])
+                for each in judged.requests:
+                    del self._sample_of[each]
+        self._ready = [verdict for verdict in self._ready if verdict.key not in keys]
+
+    def completed(self) -> list[Verdict]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
+        while not self._ready and self._judged and self._clock() < deadline:
+            self._run_plan()
+        return self.completed()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._judged) + len(self._ready)
+
+    def take_metrics(self) -> dict[str, float]:
+        """`reward/judge/{turns,gap_turns,tokens,seconds,unparsed,recompiles}` besides a pool's counts: plans, those
+        beside a rollout, tokens that the judge read and wrote, seconds of its plans, verdicts without a score, programs
+        compiled after the warm-up."""
+        tokens, recompiles = self._written + self.engine.counters.prefill_tokens, self.machine.recompiles
+        measured = self._counts.take() | {
+            "reward/judge/turns": float(self._turns),
+            "reward/judge/gap_turns": float(self._gap_turns),
+            "reward/judge/tokens": float(tokens - self._tokens),
+            "reward/judge/seconds": self._seconds,
+            "reward/judge/unparsed": float(self._unparsed),
+            "reward/judge/recompiles": float(recompiles - self._recompiles),
+        }
+        self._turns = self._gap_turns = self._unparsed = 0
+        self._seconds, self._tokens, self._recompiles = 0.0, tokens, recompiles
+        return measured
+
+    def close(self) -> None:
+        self.cancel(list(self._judged))
+        self._ready.clear()
+        self.release()
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def turn(self, busy_rows: int, num_rows: int) -> bool:
+        """As `jaxrl.mechanisms.judge.turns.Judge` says."""
+        if not self._judged or not self._rule.allows(busy_rows, num_rows):
+            return False
+        self._run_plan()
+        self._gap_turns += busy_rows > 0
+        return True
+
+    def release(self) -> None:
+        """Frees the devices of the judge; nothing may be judged."""
+        assert not self._judged, "the judge's memory is freed while samples wait for it"
+        self.engine.drain()
+        self.machine.release()
+
+    def _run_plan(self) -> None:
+        began_s = self._clock()
+        if self.machine.runs_alone:
+            began_s += self._wait_for_actor()
+        self.machine.enter()
+        self.engine.submit()
+        began_s += self._wait_for_actor()
+        for finished in self.engine.drain():
+            self._ended(finished.request_id, finished.sample)
+        self._turns += 1
+        self._seconds += self._clock() - began_s
+
+    def _wait_for_actor(self) -> float:
+        """Waits for the actor's plan before the turn's; the seconds, which are none of the judge's."""
+        began_s = self._clock()
+        self.machine.wait_for_actor()
+        return self._clock() - began_s
+
+    def _ended(self, request_id: int, sample: Sample) -> None:
+        key = self._sample_of[request_id]
+        judged = self._judged[key]
+        judged.came[request_id] = sample
+        self._written += len(sample)
+        if len(judged.came) < len(judged.requests):
+            return
+        del self._judged[key]
+        for each in judged.requests:
+            del self._sample_of[each]
+        reward, info = self._reading.reward([judged.came[each] for each in judged.requests])
+        self._unparsed += int(info.get("unparsed", 0))
+        self._tell(key, reward, info, judged.began_s)
+
+    def _tell(self, key: SampleKey, reward: float, info: dict, began_s: float) -> None:
+        now_s, status = self._clock(), "error" if "error" in info else "ok"
+        self._ready.append(self._counts.add(Verdict(now_s, key, reward, status, info, now_s - began_s)))

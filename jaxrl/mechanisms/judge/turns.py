@@ -1,0 +1,53 @@
+"""When a judge on the rollout's devices may take a turn. A turn is one plan of the judge's engine.
+
+Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU share itself out (MPS).
+
+Departure: here they take turns on the devices, by a rule over counts and never over clocks. A plan of the actor and
+one of the judge alternate at the most, so neither starves: while responses decode the judge has gaps, and once only
+verdicts are awaited it has the devices to itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+class Judge(Protocol):
+    """A judge as the backend sees it (`jaxrl.mechanisms.judge.pool.JudgePool`)."""
+
+    def turn(self, busy_rows: int, num_rows: int) -> bool:
+        """Takes a turn if the rule allows one and there is something to judge; returns whether it did.
+
+        Args:
+          busy_rows: rows for which there are responses to decode; 0 where no plan of the actor will be made before a
+            verdict comes.
+          num_rows: rows of the rollout.
+        """
+        ...
+
+    def release(self) -> None:
+        """Frees what the judge has on the devices, before an update."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeTurns:
+    """The rule of `reward.judge.when`.
+
+    Attributes:
+      when: `gaps`: while at most `busy_share` of the rows are busy; `after`: while none is.
+      busy_share: from 0 to 1.
+    """
+
+    when: Literal["gaps", "after"] = "gaps"
+    busy_share: float = 0.5
+
+    def allows(self, busy_rows: int, num_rows: int) -> bool:
+        """Whether a turn may be taken; always where no row is busy."""
+        return busy_rows == 0 or (self.when == "gaps" and busy_rows <= self.busy_share * num_rows)
+
+
+def busy_rows(num_live: int, num_rows: int) -> int:
+    """Rows for which there is work: responses that wait for a row will have it, so the rollout leaves no gap."""
+    return min(num_live, num_rows)

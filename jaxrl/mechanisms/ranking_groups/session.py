@@ -1,0 +1,224 @@
+"""Ranking groups on the workers of a backend: outliers move, and what the round was like is measured.
+
+Purpose: `RankingSession` is the mechanism. It has rounds ranked (`jaxrl.mechanisms.ranking_groups.rule`) and the next
+one begun ahead (`jaxrl.mechanisms.ranking_groups.head_start`), tells the books of a ranked round
+(`jaxrl.mechanisms.ranking_groups.outliers`) what has ended, and moves the outliers that they name to a worker that runs
+for longer.
+
+Source: RhymeRL §6.3. Departures: an outlier goes to the worker with the longest ranking group that still draws in this
+round (of several the one with the fewest responses), so that it prolongs no round. Outliers of the longest group stay
+where they are; see `jaxrl.mechanisms.ranking_groups.outliers` about the next step. Each response moves once at the
+most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jaxrl.config import Config
+from jaxrl.mechanisms.ranking_groups.head_start import HeadStarts, WeightBuffer
+from jaxrl.mechanisms.ranking_groups.outliers import Outliers
+from jaxrl.mechanisms.ranking_groups.rule import LengthHistory, RankedRound, RankingGroups
+from jaxrl.record import metrics as numbers
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.pace import cheaper_move, step_seconds
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
+from jaxrl.scheduling.rounds.composition import is_timeless
+from jaxrl.scheduling.rounds.events import Command, HeadStart, Launch
+from jaxrl.scheduling.tokens.engine import Finished
+from jaxrl.scheduling.tokens.workers import By, Workers
+from jaxrl.types import Sample, SampleKey
+
+
+def build_ranking(
+    config: Config, history: LengthHistory, engines: Workers, predictor: LatencyPredictor | None
+) -> tuple[RankingGroups, By]:
+    """What ranks the rounds of a configuration, and how outliers move.
+
+    Args:
+      history: lengths of earlier responses.
+      predictor: of a worker, over a profile that holds its degree; None: groups have equal shares of the workers.
+    """
+    options = config.rollout.ranking_groups
+    step_s = None if predictor is None else step_seconds(predictor, engines.engines[0])
+    num_workers, is_timed = len(engines.engines), is_timeless(config)
+    ranking = RankingGroups(options, num_workers, history, step_s, is_timed=is_timed)
+    if options.move != "auto":
+        return ranking, "migrate" if options.move == "kv" else "recompute"
+    if predictor is None or not predictor.profile.switches:  # one degree alone tells nothing of moving KV
+        return ranking, "recompute"
+    return ranking, partial(cheaper_move, predictor)
+
+
+class RankingSession(Mechanism):
+    """Looks after the ranked rounds of a backend.
+
+    Args:
+      ranking: ranks the rounds.
+      buffer: the executors, which may have the next weights beside those in use.
+      by: how outliers move.
+
+    Attributes:
+      ahead: what there is of the next round.
+    """
+
+    name = "ranking"
+    ahead: HeadStarts
+
+    def __init__(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
+        self._ranking, self._buffer = ranking, buffer
+        self._by: By = by
+        self._round: RankedRound | None = None
+        self._books: Outliers | None = None
+        self._num_launched = self._num_carried = self._num_moved = 0
+        self._began_s = self._looked_s = self._idle_s = 0.0
+
+    def attach(self, under_way: UnderWay) -> None:
+        self._requests, self._engines, self._clock = under_way.requests, under_way.direct, under_way.clock
+        parts = self._engines, self._buffer, under_way.weights, under_way.start, under_way.clock
+        self.ahead = HeadStarts(*parts)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
+        if not self.ahead.is_on:
+            return False
+        self.ahead.enter(policy_version)
+        return True
+
+    @property
+    def holds_rollout(self) -> bool:
+        return self.ahead.is_on
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def round_begins(self, info: RoundInfo) -> None:
+        """A round begins; no worker has anything of it but what was begun ahead."""
+        self._round = self._books = None
+        self._num_launched = self._num_carried = self._num_moved = 0
+        self._began_s = self._looked_s = self._clock()
+        self._idle_s = 0.0
+        self._is_training = info.is_training
+        if info.is_training:
+            self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
+
+    def _next_round(self, info: RoundInfo) -> HeadStart | None:
+        """What the next round launches, with the version of its weights; None while these are not there."""
+        assert info.next_launches is not None
+        launches = info.next_launches()
+        if launches is None:
+            return None
+        return HeadStart(info.step - 1, tuple(self._ranking.ahead(launches, info.step + 1)))
+
+    def place(self, commands: Sequence[Command], step: int) -> list[Command]:
+        return self._ranking.begin(commands, step)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.ahead.num_begun > 0
+
+    def begun(self, key: SampleKey) -> int | Finished | None:
+        return self.ahead.adopt(key)
+
+    def launched(self, launch: Launch) -> None:
+        self._num_launched += len(launch.keys)
+        self._num_carried += len(launch.resumed)
+        if self._ranking.now is not self._round:
+            self._round, self._books = self._ranking.now, self._ranking.outliers()
+
+    def keeps(self, finished: Finished) -> bool:
+        return self.ahead.took(finished)
+
+    def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
+        for sample in samples:
+            self.aborted(sample.key)
+
+    def aborted(self, key: SampleKey) -> None:
+        """A response of the round is gone."""
+        if self._books is not None:
+            self._books.ended(key)
+
+    def after_plan(self, worker: int | None) -> None:
+        """Moves outliers, and then looks. Outliers move in logical time alone: where a batch depends on which responses
+        end first, a verdict that comes late changes nothing of it."""
+        requests = self._requests
+        if self._books is not None and self._round is not None:
+            for key in self._books.take(lambda key: self._num_tokens(requests.get(key))):
+                self._move(requests[key], self._books.rank(key), self._round.ranks)
+        self.look()
+
+    def while_waiting(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        """Lets workers that are done go on with the next round."""
+        now_s = self._clock()
+        idle = sum(engine.is_idle for engine in self._engines.engines)
+        self._idle_s += idle * (now_s - self._looked_s)
+        self._looked_s = now_s
+        self.ahead.look()
+
+    def cancelled(self) -> None:
+        self.ahead.cancel()
+
+    def run_ends(self) -> None:
+        """Where a stop was asked for, the next round may have begun: nothing of it is wanted."""
+        self.ahead.cancel()
+        self._engines.abort(self._engines.unfinished())
+        self._engines.drain()
+
+    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+        """The round is over; its metrics."""
+        if not self._is_training:
+            return {}
+        measured = self._measured()
+        self._ranking.end()
+        return measured
+
+    def step_ends(self, measured: Mapping[str, float]) -> None:
+        update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)
+        self._ranking.learned(update_s, measured.get("rollout/spec/tokens_per_step", 1.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._ranking.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ranking.load_state_dict(state)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _measured(self) -> dict[str, float]:
+        workers_s = (self._clock() - self._began_s) * len(self._engines.engines)
+        launched = max(self._num_launched, 1)
+        ranked = {"rollout/ranking/groups": 0.0} if self._round is None else self._round.metrics()
+        return {
+            **ranked,
+            "rollout/ranking/moved_share": self._num_moved / launched,
+            "rollout/ranking/carried_share": self._num_carried / launched,
+            "rollout/ranking/idle_share": self._idle_s / workers_s if workers_s > 0 else 0.0,
+            "rollout/ranking/head_start_s": self.ahead.end(),
+        }
+
+    def _num_tokens(self, request_id: int | None) -> int:
+        """Of a response so far; 0 where it has ended, and the round has not been told."""
+        worker = None if request_id is None else self._engines.worker_of(request_id)
+        if request_id is None or worker is None:
+            return 0
+        return self._engines.engines[worker].batcher.progress(request_id).num_tokens
+
+    def _move(self, request_id: int, rank: int, ranks: Mapping[int, int]) -> None:
+        """Takes an outlier to a worker with a longer group, if one still draws."""
+        source = self._engines.worker_of(request_id)
+        if source is None:  # it has ended in a plan that was collected to move another
+            return
+        longer = [
+            worker
+            for worker, longest in ranks.items()
+            if longest > rank and worker != source and self._engines.num_live(worker) and self.ahead.draws_now(worker)
+        ]
+        if longer:
+            target = min(longer, key=lambda worker: (-ranks[worker], self._engines.num_live(worker), worker))
+            self._engines.move([request_id], target, self._by)
+            self._num_moved += self._engines.worker_of(request_id) == target

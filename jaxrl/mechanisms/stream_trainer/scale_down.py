@@ -1,0 +1,337 @@
+"""When half of the rollout's workers are freed, so that gradients are computed there while the others decode.
+
+Purpose: `ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why
+not. What follows from it (the requests move, the freed devices train) is its caller's part.
+
+Source: RollPacker §4.4 and Algorithm 1, lines 13 to 21. `min_done`, `max_done` and `done_step` are its 0.2, 0.5 and
+0.05: the first finish with a share done of at least `min_done` is a milestone, and then each that is `done_step` beyond
+the one before, up to `max_done`. The two criteria are line 17's: whole TP groups and replicas are freed, half of all,
+or none; and the projected peak of KV must fit what stays.
+
+The projection (`projected_kv`): all requests that are left decode side by side, a token each per step. The share of
+them that is still there after t more steps is that of the earlier responses that were longer than what it has by t,
+among those that were longer than what it has now. The expected KV is the sum over requests of that share times
+(context + t). `DEVIATIONS` times its standard deviation is added, up to what all of them would hold; the largest value
+over t is what must fit.
+
+Departures:
+
+- The paper names no formula for the projection, and no margin. Of the expected KV alone the real peak, with the default
+  margin free, is above in up to 29 % of the looks: most often in rounds of few prompts. With the deviations it is in
+  1 %. Responses to a prompt are taken to go on together or not at all, the worst that they can do: if they were taken
+  for independent it would be 15 % where a prompt decides 0.9 of a length's variance
+  (`tests/mechanisms/stream_trainer/test_scale_down.py` draws such rounds).
+- `kv_margin` is kept free for what the projection does not see: blocks that are filled in part, and pools that are not
+  filled alike.
+- Earlier lengths are kept by kind of round. A short round of tail batching ends its longest responses early, so its
+  lengths say little of a long round. A round's own lengths count from the next round on: in the middle of a round those
+  that have ended are the short ones. A response that is longer than all earlier ones is expected to reach its limit.
+- The paper frees GPUs "without splitting communication groups" and leaves open which. Here the candidates are halves of
+  the mesh, one of which is freed: the one with fewer tokens to move, the first of equal ones. Any half of the workers
+  would sometimes have fewer still; but a half of the mesh is a factored mesh itself, to which weights pass by slices,
+  and there are programs for two sets of devices to compile, not for all.
+- What stays must also have a row for each request that is left. Else some would wait for others to end, which is the
+  very slowdown that the criterion is there to prevent.
+- The paper writes of requests (Algorithm 1) and of prompts (§6.6), and its authors' code counts prompts
+  (Farrrrland/RollPacker, multi_async_generate_scheduler.py): `counts` chooses. Where a fifth of the samples has ended,
+  few prompts may be complete, and the freed devices wait for them.
+- With `trigger` fixed the projection is not asked: the paper's baseline of Table 3.
+
+Everything here is logical, so a round that runs again decides the same; the decision is journalled all the same,
+because the caller's finish order may hold decisions of a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl.config.options import StreamSection
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.lengths import LengthHistory
+
+SCHEMA = 1
+MAX_POINTS = 128
+"""Points in time at which the projection is worked out."""
+DEVIATIONS = 2.0
+"""How far above the expected KV the projection is: at about the 98th percentile."""
+
+Refusal = Literal["", "workers", "rows", "kv"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftRequest:
+    """A request that has not ended.
+
+    Attributes:
+      num_prompt: tokens of its prompt.
+      num_response: tokens of its response so far.
+      max_response: the most that its response may have.
+      prompt_index: tells prompts apart; >= 0.
+    """
+
+    num_prompt: int
+    num_response: int
+    max_response: int
+    prompt_index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_prompt < 0 or not 0 <= self.num_response <= self.max_response:
+            raise ValueError(
+                f"request with {self.num_prompt} prompt tokens: its response ({self.num_response} tokens) must be "
+                f"between 0 and its limit ({self.max_response} tokens)"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its context: what moves."""
+        return self.num_prompt + self.num_response
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker that decodes.
+
+    Attributes:
+      requests: those that it has and that have not ended.
+      kv_tokens: tokens of KV that its pools hold.
+      num_rows: requests that it can decode at once.
+    """
+
+    requests: tuple[LeftRequest, ...]
+    kv_tokens: int
+    num_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(request.num_tokens for request in self.requests)
+
+
+def load_of(engine: Engine) -> WorkerLoad:
+    """The state of a worker's engine, without what the plans in flight will bring."""
+    batcher, capacity = engine.batcher, engine.batcher.capacity
+    written = {progress.request.request_id: num_tokens for progress, num_tokens in batcher.rows()}
+    requests: list[LeftRequest] = []
+    for request_id in batcher.live():
+        progress = batcher.progress(request_id)
+        num_response = written.get(request_id, progress.num_tokens)
+        request = progress.request
+        left = LeftRequest(progress.num_prompt, num_response, request.params.max_tokens, request.key.prompt_index)
+        requests.append(left)
+    blocks = capacity.num_groups * (capacity.num_blocks - 1)
+    return WorkerLoad(tuple(requests), blocks * capacity.block_size, capacity.num_groups * capacity.num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDownDecision:
+    """What was decided at a milestone, and from which numbers.
+
+    Attributes:
+      num_done, num_all: of the round's requests, or prompts (`counts`), those that have ended, and all of them.
+      freed: workers to free, ascending; none where `refusal` says why.
+      refusal: `workers`: no half of them is whole; `rows`: what stays has too few rows; `kv`: the projection does not
+        fit; empty: none.
+      num_left: requests that have not ended.
+      num_rows: of the workers that would stay.
+      moved_requests, moved_tokens: of the workers that are, or would be, freed: requests, and tokens of their contexts.
+      projected_tokens: the largest KV projected, in tokens; 0 where it was not asked for.
+      kv_tokens: tokens of KV that may be used on the workers that would stay: their pools, less `kv_margin`.
+      counts: `trainer.stream.counts`.
+    """
+
+    num_done: int
+    num_all: int
+    freed: tuple[int, ...] = ()
+    refusal: Refusal = ""
+    num_left: int = 0
+    num_rows: int = 0
+    moved_requests: int = 0
+    moved_tokens: int = 0
+    projected_tokens: int = 0
+    kv_tokens: int = 0
+    counts: str = "samples"
+
+    def sentence(self) -> str:
+        """The decision in words, for logs and the report."""
+        done = f"{self.num_done} of {self.num_all} {self.counts} done"
+        match self.refusal:
+            case "workers":
+                return f"{done}, no worker freed: no half of the rollout's devices is whole workers"
+            case "rows":
+                return f"{done}, no worker freed: {self.num_left} samples are left, for {self.num_rows} rows that stay"
+            case "kv":
+                return (
+                    f"{done}, no worker freed: {self.projected_tokens} tokens of KV are projected, for "
+                    f"{self.kv_tokens} that stay"
+                )
+        workers = ", ".join(map(str, self.freed))
+        moved = f"{self.moved_requests} samples of {self.moved_tokens} tokens move"
+        return f"{done}, freed workers: {workers}; {moved}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain, for the journal."""
+        return {"schema": SCHEMA} | asdict(self) | {"freed": list(self.freed)}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> ScaleDownDecision:
+        """What `to_json` wrote. Raises ValueError for another schema."""
+        if entry.get("schema") != SCHEMA:
+            raise ValueError(f"journalled scale-down {dict(entry)!r}: this version reads schema {SCHEMA}")
+        fields: dict[str, Any] = {name: value for name, value in entry.items() if name != "schema"}
+        fields["freed"] = tuple(int(worker) for worker in entry["freed"])
+        return cls(**fields)
+
+
+def halves(num_workers: int) -> tuple[tuple[int, ...], ...]:
+    """The first and the second half of so many workers: halves of the mesh, which is cut along its major axes. None if
+    the number is odd."""
+    if num_workers < 2 or num_workers % 2:
+        return ()
+    middle = num_workers // 2
+    return tuple(range(middle)), tuple(range(middle, num_workers))
+
+
+def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory) -> int:
+    """The largest number of tokens in KV that is projected while these requests go on (see the module): between two
+    points in time the shares are those of the first, the contexts those of the second."""
+    if not requests:
+        return 0
+    ordered = sorted(requests, key=lambda request: request.prompt_index)
+    first_P = np.flatnonzero(np.diff([request.prompt_index for request in ordered], prepend=-1))
+    prompt_R, response_R, most_R = np.array([(r.num_prompt, r.num_response, r.max_response) for r in ordered]).T
+    context_R, left_R = prompt_R + response_R, most_R - response_R
+    step_T = np.unique(np.linspace(0, left_R.max(), MAX_POINTS + 1).astype(np.int64))
+    next_T = np.append(step_T[1:], step_T[-1])
+    longer_R = history.num_longer(response_R)
+    longer_TR = history.num_longer(response_R + step_T[:, None])
+    share_TR = np.where(longer_R > 0, longer_TR / np.maximum(longer_R, 1), 1.0)
+    held_TR = np.where(step_T[:, None] < left_R, context_R + np.minimum(next_T[:, None], left_R), 0)
+    deviation_TP = np.add.reduceat(np.sqrt(share_TR * (1 - share_TR)) * held_TR, first_P, axis=1)
+    projected_T = (share_TR * held_TR).sum(axis=1) + DEVIATIONS * np.sqrt((deviation_TP**2).sum(axis=1))
+    return max(int(np.ceil(np.minimum(projected_T, held_TR.sum(axis=1)).max())), int(context_R.sum()))
+
+
+class ScaleDown:
+    """The rule of one run; see the module.
+
+    Args:
+      options: `trainer.stream`.
+      candidates: sets of workers of which one may be freed (`halves`), the same in every round.
+
+    Example::
+
+        rule = ScaleDown(options, halves(4))
+        rule.begin("long")
+        decision = rule.after_finish(num_done, num_all, lambda: loads)     # None: not a milestone
+        rule.finished(length)           # a response of the round ended by itself
+        rule.end()                      # or rule.cancel(), when the round is dropped
+    """
+
+    def __init__(self, options: StreamSection, candidates: Sequence[Sequence[int]]) -> None:
+        self.options = options
+        self.candidates = tuple(tuple(sorted(workers)) for workers in candidates)
+        self._histories: dict[str, LengthHistory] = {}
+        self._kind: str | None = None  # of the round under way
+        self._lengths: list[int] = []  # of the round under way
+        self._looked_at = 0  # requests that were done at the last milestone
+        self._is_over = False  # nothing more is decided in this round
+
+    def begin(self, kind: str = "plain") -> None:
+        """A round begins."""
+        assert self._kind is None, "a round begins before the one before it has ended"
+        self._kind, self._lengths, self._looked_at, self._is_over = kind, [], 0, False
+
+    def finished(self, length: int) -> None:
+        """A response of the round ended by itself after so many tokens."""
+        self._lengths.append(length)
+
+    def end(self) -> None:
+        """The round has ended: its lengths count from now on."""
+        assert self._kind is not None, "no round has begun"
+        history = self._histories.setdefault(self._kind, LengthHistory())
+        for length in self._lengths:
+            history.add(length)
+        self._kind = None
+
+    def cancel(self) -> None:
+        """The round is dropped, and its lengths with it."""
+        self._kind = None
+
+    def after_finish(
+        self, num_done: int, num_all: int, workers: Callable[[], Sequence[WorkerLoad]]
+    ) -> ScaleDownDecision | None:
+        """What to do when a request has ended: None unless this is a milestone.
+
+        Args:
+          num_done: requests of the round that have ended, or prompts (`trainer.stream.counts`).
+          num_all: all of them.
+          workers: gives the state of each worker, in their order; asked at milestones only.
+        """
+        assert self._kind is not None, "no round has begun"
+        if self._is_over or not self._is_milestone(num_done, num_all):
+            return None
+        self._looked_at = num_done
+        decision = self._decide(num_done, num_all, workers())
+        self._is_over = bool(decision.freed)
+        return decision
+
+    def follow(self, decision: ScaleDownDecision) -> None:
+        """Repeats a decision that the journal has of this round."""
+        self._looked_at, self._is_over = decision.num_done, bool(decision.freed)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint, cut between rounds: the earlier lengths by kind of round, the oldest first."""
+        return {
+            "schema": SCHEMA,
+            "lengths": {kind: np.asarray(known.lengths(), np.int64) for kind, known in self._histories.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["schema"] != SCHEMA:
+            raise ValueError(f"scale-down: state of schema {state['schema']}; this version reads schema {SCHEMA}")
+        self._histories = {}
+        for kind, lengths in state["lengths"].items():
+            history = self._histories.setdefault(str(kind), LengthHistory())
+            for length in lengths:
+                history.add(int(length))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _is_milestone(self, num_done: int, num_all: int) -> bool:
+        """Shares are quotients, correctly rounded: they compare with an option as the decimal numbers would."""
+        options = self.options
+        in_time = options.min_done <= num_done / num_all <= options.max_done
+        return in_time and (num_done - self._looked_at) / num_all >= options.done_step
+
+    def _decide(self, num_done: int, num_all: int, workers: Sequence[WorkerLoad]) -> ScaleDownDecision:
+        requests = [request for worker in workers for request in worker.requests]
+        candidates = [freed for freed in self.candidates if 0 < len(freed) == len(workers) - len(freed)]
+        if not candidates:
+            return ScaleDownDecision(num_done, num_all, (), "workers", len(requests), counts=self.options.counts)
+        freed = min(candidates, key=lambda each: (sum(workers[i].num_tokens for i in each), each))
+        stays = [worker for i, worker in enumerate(workers) if i not in freed]
+        num_rows, pools = sum(worker.num_rows for worker in stays), sum(worker.kv_tokens for worker in stays)
+        kv_tokens = int((1 - self.options.kv_margin) * pools)
+        projected, refusal = 0, ""
+        if self.options.trigger == "adaptive":
+            assert self._kind is not None
+            projected = projected_kv(requests, self._histories.get(self._kind, LengthHistory()))
+            refusal = "rows" if len(requests) > num_rows else "kv" if projected > kv_tokens else ""
+        return ScaleDownDecision(
+            num_done,
+            num_all,
+            () if refusal else freed,
+            refusal,
+            len(requests),
+            num_rows,
+            sum(len(workers[i].requests) for i in freed),
+            sum(workers[i].num_tokens for i in freed),
+            projected,
+            kv_tokens,
+            self.options.counts,
+        )

@@ -1,0 +1,98 @@
+"""The simulated stream trainer: gradients beside the rollout take time on the freed devices, and are made nowhere.
+
+Purpose: `SimulatedStream` is a `jaxrl.mechanisms.stream_trainer.session.GradientStream` on modelled devices;
+`jaxrl.mechanisms.stream_trainer.gradients` is the real one. The freed devices have a time of their own, beside the
+clock's: what they are given begins when they are free, and the rollout does not wait for it.
+
+Source: RollPacker §4.4 and §5. Charged are: the weights' way to the freed devices, and the sums' way back before the
+update; a forward pass for each set of log-probabilities that training asks for, with the swap of the reference's
+weights; and gradients, on the freed devices' share of what training reaches. The update that follows is charged for
+what is left alone (`SimulatedTrainer`), because its batch holds nothing of what was streamed.
+
+Departures: what a training step costs whatever its size is charged to the update, and none of it to the stream; a part
+of a batch is taken to reach the same share of the peak as a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxrl.sim.clock import SimulatedClock, nanoseconds
+from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.trainer import blank_logprobs, load_of
+from jaxrl.types import Group, TrainBatch
+
+Which = Literal["actor", "ref"]
+Logprobs = Callable[[TrainBatch, Which], list[np.ndarray]]
+Prepare = Callable[[Sequence[Group], int, Logprobs], TrainBatch]
+"""(groups, the update's step, what gives log-probabilities) -> their batch, with all that gradients need."""
+
+
+class SimulatedStream:
+    """Implements `jaxrl.mechanisms.stream_trainer.session.GradientStream`.
+
+    Args:
+      cost: of the devices. clock: of the rollout, which waits for the stream in `finish` and `close` alone.
+      num_devices: of the trainer. part: of those, freed for the stream.
+      prepare: makes the batch of what is given.
+    """
+
+    def __init__(self, cost: CostModel, clock: SimulatedClock, num_devices: int, part: int, prepare: Prepare) -> None:
+        if not 0 < part < num_devices:
+            raise ValueError(f"a stream's devices ({part}) must be some of the trainer's {num_devices}, and not all")
+        self._cost, self._clock = cost, clock
+        self._num_devices, self._part = num_devices, part
+        self._prepare = prepare
+        self._free_ns: int | None = None  # when the devices are done with everything; None: closed
+        self._batches: list[TrainBatch] = []
+
+    def open(self) -> None:
+        """The freed devices take the weights, in float32 as the trainer has them."""
+        assert self._free_ns is None, "the stream is open already"
+        self._free_ns = self._clock.now_ns
+        self._charge(self._cost.regroup_s(self._num_devices, self._part))
+
+    def give(self, groups: Sequence[Group], step: int) -> None:
+        """Begins the gradients of groups, once the devices are free."""
+        assert self._free_ns is not None, "the stream is closed"
+        self._free_ns = max(self._free_ns, self._clock.now_ns)
+        batch = self._prepare(groups, step, self._logprobs)
+        self._charge(self._cost.gradients_s(*load_of(batch), self._part))
+        self._batches.append(batch)
+
+    def poll(self) -> bool:
+        """Whether all that was given is done by now."""
+        return self._free_ns is None or self._free_ns <= self._clock.now_ns
+
+    def wait_quiet(self) -> None:
+        """Nothing: a simulated judge takes the rollout's devices (`jaxrl.sim.scoring`)."""
+
+    def finish(self) -> None:
+        """Waits until it is."""
+        if self._free_ns is not None:
+            self._clock.reach(self._free_ns)
+
+    def close(self) -> list[TrainBatch]:
+        """Waits, and takes the sums to all devices if there are any; what was given, a batch per `give`."""
+        self.finish()
+        if self._batches:
+            self._clock.advance(self._cost.regroup_s(self._num_devices, self._part))
+        batches = self._batches
+        self.abandon()
+        return batches
+
+    def abandon(self) -> None:
+        """Drops everything; the devices are free at once."""
+        self._free_ns, self._batches = None, []
+
+    def _logprobs(self, batch: TrainBatch, which: Which) -> list[np.ndarray]:
+        seconds = self._cost.forward_s(*load_of(batch), self._part)
+        self._charge(seconds + (self._cost.swap_s(self._part) if which == "ref" else 0.0))
+        return blank_logprobs(batch)
+
+    def _charge(self, seconds: float) -> None:
+        assert self._free_ns is not None, "the stream is closed"
+        self._free_ns += nanoseconds(seconds)

@@ -1,0 +1,1 @@
+"""How an option is declared: its type, bounds, unit and text; what all sections share."""

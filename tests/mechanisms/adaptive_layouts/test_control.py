@@ -1,0 +1,468 @@
+"""A worker's layout, round by round and plan by plan: decisions, their journal, what is observed, and failures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from checking import assert_empty, assert_whole, make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.mechanisms.adaptive_layouts.control import MAX_TRACE, Decision, LayoutControl
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
+from jaxrl.scheduling.layouts.switch_rule import Switch
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Capacity, Request
+from jaxrl.scheduling.tokens.progress import Completed, TraceEvent
+from jaxrl.types import Sample, SampleKey
+
+DEGREES = (1, 2, 4)
+CAPACITIES = {
+    tp: Capacity(4 // tp, 4 * tp, 60 * tp + 1, block_size=4, max_prefill_tokens=32) for tp in DEGREES
+}  # rows and blocks of all layouts together stay
+ONE_ROW_S = {1: 0.010, 2: 0.008, 4: 0.004}
+
+
+def step_s(tp: int, rows: int) -> float:
+    """One row takes 10, 8, 4 ms at tp 1, 2, 4; each row more in a dp group costs 4 ms x tp."""
+    return ONE_ROW_S[tp] + 0.004 * tp * (rows - 1)
+
+
+def predictor() -> LatencyPredictor:
+    decode = [
+        Measurement(tp, rows, context, step_s(tp, rows)) for tp in DEGREES for rows in (1, 17) for context in (1, 4096)
+    ]
+    prefill = [Measurement(tp, rows, 16, 0.01 * rows) for tp in DEGREES for rows in (1, 4)]
+    costs = [SwitchCost(a, b, 0.002, 0.0, 0.001) for a in DEGREES for b in DEGREES if a != b]
+    identity = ProfileIdentity("m", "", "", 4, "", "")
+    return LatencyPredictor(Profile(identity, tuple(decode), tuple(prefill), tuple(costs)))
+
+
+class World:
+    """An engine over replayed lengths with plans that take `slow` times the profile's seconds.
+
+    `predicts`: whether there is a predictor, and so a switch rule.
+    """
+
+    def __init__(
+        self, lengths: list[int], slow: float = 1.0, initial: int = 1, *, predicts: bool = True, **options: Any
+    ) -> None:
+        self.requests: list[Request] = []
+        self.lengths: dict[SampleKey, int] = {}
+        self.launch(lengths)
+        self.events: list[TraceEvent] = []
+        own = CAPACITIES[initial]
+        self.engine, self.executor = make_engine(
+            self.lengths,
+            BatcherConfig(decode_steps=4),
+            num_groups=own.num_groups,
+            num_slots=own.num_slots,
+            num_blocks=own.num_blocks,
+            max_prefill_tokens=own.max_prefill_tokens,
+            layouts=CAPACITIES,
+            tp=initial,
+            trace=self.events.append,
+        )
+        inner = self.executor.inner
+        inner._cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
+        inner._switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
+        self.predictor = predictor()
+        section = replace(LayoutSection(min_gain=0.0, cooldown=1, state="migrate"), **options)
+        self.control = LayoutControl(self.engine, section, DEGREES, initial, self.predictor if predicts else None)
+        self.written: list[Decision] = []
+        self.samples: dict[int, Sample] = {}
+
+    def launch(self, lengths: list[int]) -> None:
+        """The next round has requests of these lengths."""
+        first = len(self.lengths)
+        self.requests = [make_request(first + i, max_tokens=60, prompt=first + i) for i in range(len(lengths))]
+        self.lengths.update((request.key, n) for request, n in zip(self.requests, lengths, strict=True))
+
+    def run(self, recorded: list[Decision] | None = None, plans: int = 1 << 30, kind: str = "all") -> None:
+        """A round, up to so many plans; it has not ended then."""
+        self.control.begin(kind, recorded or (), self.written.append)
+        for request in self.requests:
+            self.engine.add(request)
+        while not self.engine.is_idle and plans:
+            self.control.before_plan()
+            for finished in self.engine.step():
+                self.samples[finished.request_id] = finished.sample
+                self.control.finished(len(finished.sample))
+            self.control.after_plan(float(self.engine.counters.plans))
+            plans -= 1
+
+    def check(self) -> None:
+        for request in self.requests:
+            assert_whole(self.samples[request.request_id], request, self.lengths[request.key])
+        assert_empty(self.engine)
+
+    @property
+    def completions(self) -> list[Completed]:
+        return [event for event in self.events if isinstance(event, Completed)]
+
+
+def fullest(plan: Any) -> int:
+    rows: dict[int, int] = {}
+    for row in plan.decode:
+        rows[row.dp_group] = rows.get(row.dp_group, 0) + 1
+    return max(rows.values(), default=1)
+
+
+LENGTHS = [60, 20, 25, 30, 20, 12, 8, 5, 30, 12, 6, 3]
+CHAIN = [60, 20, 40, 30]  # one row in each dp group: from tp 1 to 2 with two rows left, and to 4 with one
+
+
+def test_a_draining_round_goes_up_and_the_next_one_starts_below():
+    world = World(LENGTHS)
+    world.run()
+    ways = [(e.decision.from_tp, e.decision.to_tp) for e in world.control.episodes]
+    assert ways[-1][1] == 4
+    assert len(ways) >= 1
+    metrics = world.control.end(preemptions=0)
+    assert metrics["rollout/layout/switches"] == len(ways)
+    assert metrics["rollout/layout/final_tp"] == 4
+    assert metrics["rollout/layout/cost_s"] == pytest.approx(0.006 * len(ways))
+    assert metrics["rollout/layout/predicted_cost_s"] == pytest.approx(0.003 * len(ways))
+    assert metrics["rollout/layout/step_s"] == pytest.approx(metrics["rollout/layout/predicted_step_s"], rel=0.02)
+    assert metrics["rollout/layout/step_correction"] == pytest.approx(1, abs=0.02)
+    world.check()
+    assert [decision.switch for decision in world.written if decision.switch] == [
+        episode.decision for episode in world.control.episodes
+    ]
+    picture = world.control.picture()
+    assert picture["points"][0][0] == 0
+    assert picture["points"][0][2] == 1
+    assert picture["points"][-1][2] == 4
+    assert [s["to_tp"] for s in picture["switches"]] == [to for _, to in ways]
+    world.control.begin()
+    assert world.control.tp == 1, "the way back, with no request live"
+
+
+def test_the_predictor_follows_the_machine():
+    world = World(LENGTHS, slow=1.5)
+    world.run()
+    assert 1.2 < world.predictor.ratio(1) < 1.5, "a tenth of the way with every plan"
+    metrics = world.control.end(0)
+    assert 1 < metrics["rollout/layout/step_correction"] < 1.5
+
+
+def test_decisions_survive_the_journal():
+    world = World(LENGTHS)
+    world.run()
+    for decision in [*world.written, Decision(3, None), Decision(4, world.written[0].switch, failed=True)]:
+        assert Decision.from_json(decision.to_json() | {"step": 3, "kind": "layout", "key": [0, 1]}) == decision
+    for broken in ({"schema": 0}, {**world.written[0].to_json(), "schema": 9}):
+        with pytest.raises(ValueError, match="this version reads schema 1"):
+            Decision.from_json(broken)
+    switch = next(decision.switch for decision in world.written if decision.switch)
+    assert Switch.from_json(json.loads(json.dumps(switch.to_json() | {"step": 4, "key": [0, 1]}))) == switch
+    for broken in ({"schema": 1}, {**switch.to_json(), "schema": 9}):
+        with pytest.raises(ValueError, match=r"this version reads schema 1, with the fields dispatch, from_tp"):
+            Switch.from_json(broken)
+
+
+@pytest.mark.parametrize("crash", [3, 8, 12, 100])
+def test_a_round_that_runs_again_decides_the_same(crash: int):
+    """The second run's machine is eight times slower, which changes nothing up to the crash."""
+    first = World(LENGTHS)
+    first.run(plans=crash)
+    whole = World(LENGTHS)
+    whole.run()
+    whole.written.insert(1, Decision(whole.written[0].dispatch + 1, None))  # and one that stayed
+    for recorded in (first.written, whole.written):
+        again = World(LENGTHS, slow=8.0)
+        again.run(recorded)
+        again.check()
+        last = max((d.dispatch for d in recorded), default=-1)
+        assert all(decision.dispatch > last for decision in again.written), "what was written is not written twice"
+        switched = [e.decision for e in again.control.episodes if e.decision.dispatch <= last]
+        assert switched == [d.switch for d in recorded if d.switch]
+    assert [e.decision for e in again.control.episodes] == [d.switch for d in whole.written if d.switch]
+
+
+def test_ends_come_in_the_same_order_again():
+    first = World(LENGTHS)
+    first.run()
+    again = World(LENGTHS, slow=8.0)
+    again.run(first.written)
+    assert again.completions == first.completions
+
+
+def test_expected_lengths_come_from_history():
+    world = World(LENGTHS, bound="expected")
+    history = world.control.history
+    assert history is not None
+    for length in (4, 6, 60):
+        history.add(length)
+    assert history.expected_remaining(5) == (1 + 55) / 2
+    assert history.expected_remaining(60) is None
+    asked: list[float | None] = []
+    inner: Any = world.control.rule
+
+    class Asked:
+        """The rule, with a note of what it is shown."""
+
+        begin, decide, considers = inner.begin, inner.decide, inner.considers
+
+        def wants(self, now: Any) -> bool:
+            asked.extend(row.expected_remaining for rows in now.groups for row in rows)
+            return inner.wants(now)
+
+    world.control.rule = Asked()  # pyright: ignore[reportAttributeAccessIssue]
+    world.run()
+    assert asked[0] == (4 + 6 + 60) / 3
+    assert any(value is not None and value != asked[0] for value in asked)
+    assert len(history._lengths) == 3 + len(LENGTHS)
+    world.check()
+
+
+def fail_once(executor: Any, *, usable: bool) -> None:
+    """The executor's next switch fails halfway."""
+    switch = executor.switch
+
+    def fail(move: Relayout) -> None:
+        executor.switch = switch
+        raise SwitchFailed("no room", is_usable=usable)
+
+    executor.switch = fail
+
+
+def test_a_switch_that_fails_is_recomputed_from_and_replayed_so():
+    world = World(LENGTHS)
+    fail_once(world.executor, usable=True)
+    world.run()
+    world.check()
+    failed = world.control.episodes[0]
+    assert failed.done is None
+    assert failed.to_json()["failed"] is True
+    assert [d.failed for d in world.written[:2]] == [False, True]
+    assert world.written[0].dispatch == world.written[1].dispatch
+    metrics = world.control.end(0)
+    assert metrics["rollout/layout/failed_switches"] == 1
+    last_word = list({d.dispatch: d for d in world.written}.values())
+    again = World(LENGTHS, slow=8.0)
+    again.run(last_word)
+    again.check()
+    assert again.completions == world.completions
+
+
+def test_a_switch_that_leaves_nothing_usable_ends_the_round():
+    world = World(LENGTHS)
+    fail_once(world.executor, usable=False)
+    with pytest.raises(SwitchFailed):
+        world.run()
+
+
+def test_long_rounds_keep_a_short_picture():
+    world = World([60, 60])
+    world.control.begin()
+    for i in range(5000):
+        world.control.after_plan(float(i))
+    points = world.control.picture()["points"]
+    assert len(points) <= MAX_TRACE + 1
+    assert points[-1][0] == 4999
+
+
+def test_an_executor_that_cannot_change_is_refused():
+    engine, _ = make_engine({})
+
+    class Plain:
+        num_groups, num_slots, num_blocks, block_size, max_prefill_tokens = 1, 1, 5, 4, 8
+
+        def check(self, request: Request) -> None: ...
+        def submit(self, plan: Any) -> Any: ...
+        def collect(self, ticket: Any) -> Any: ...
+
+    plain = Engine(Plain(), engine.batcher.config)
+    with pytest.raises(ValueError, match="layout control: Plain cannot change its layout"):
+        LayoutControl(plain, LayoutSection(), (1,), 1)
+
+
+def first_switch() -> tuple[list[Decision], Switch]:
+    """The decisions that a round writes up to its first switch, and that switch."""
+    world = World(LENGTHS)
+    world.run()
+    end = next(i for i, decision in enumerate(world.written) if decision.switch)
+    switch = world.written[end].switch
+    assert switch is not None
+    return world.written[: end + 1], switch
+
+
+def test_a_run_that_leaves_its_journal_is_refused():
+    recorded, switch = first_switch()
+    elsewhere = replace(recorded[-1], switch=replace(switch, from_tp=2))
+    match = rf"at dispatch {switch.dispatch} from tp 2: the run is at dispatch {switch.dispatch} with tp 1"
+    with pytest.raises(ValueError, match=match):
+        World(LENGTHS).run([*recorded[:-1], elsewhere])
+    world = World(LENGTHS)
+    world.control.begin("all", recorded[-1:])
+    world.engine.batcher.next_index += switch.dispatch + 1
+    with pytest.raises(ValueError, match=rf"the run is at dispatch {switch.dispatch + 1} with tp 1"):
+        world.control.before_plan()
+
+
+def test_the_journal_may_be_in_any_order():
+    first, again = World(CHAIN), World(CHAIN, slow=8.0)
+    first.run()
+    assert [decision.dispatch for decision in first.written if decision.switch] == [9, 13]
+    again.run(first.written[::-1])
+    assert [e.decision for e in again.control.episodes] == [e.decision for e in first.control.episodes]
+    assert again.completions == first.completions
+
+
+@pytest.mark.parametrize(("cooldown", "expected"), [(1, 11), (5, 14)])
+def test_the_cooldown_counts_from_the_journals_last_switch(cooldown: int, expected: int):
+    first, again = World(CHAIN), World(CHAIN, cooldown=cooldown)
+    first.run(plans=10)
+    assert [decision.dispatch for decision in first.written] == [9]
+    again.run(first.written)
+    assert [decision.dispatch for decision in again.written if decision.switch] == [expected]
+
+
+def test_a_journal_is_followed_without_a_rule_and_decides_nothing_more():
+    recorded, switch = first_switch()
+    world = World(LENGTHS, predicts=False)
+    world.run(recorded)
+    assert [episode.decision for episode in world.control.episodes] == [switch]
+    assert world.written == []
+    world.check()
+
+
+def test_a_switch_that_lowers_tp_beside_a_planner_is_refused():
+    down = Switch(0, 4, 2, "migrate", 1, 10, 2.0, 1.0, 0.1, 0.1, 0.1, 0.02, 0.01)
+    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
+        World([60, 3], initial=4, planner=True).run([Decision(0, down)])
+    live = World([60] * 4, initial=4, planner=True, direction="both")
+    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
+        live.run()
+    assert live.written == [], "refused before it is written down"
+
+
+# The planner between rounds and the switch rule inside them, together
+
+
+def run_round(world: World, preemptions: int, kind: str = "all") -> tuple[list[int], int]:
+    """The degrees of a round with rows that end one after another, and the degree that the next round starts in."""
+    world.launch(CHAIN)
+    tp = world.control.degree(kind)
+    world.run(kind=kind)
+    seen = [tp, *(episode.decision.to_tp for episode in world.control.episodes)]
+    assert world.control.tp == seen[-1]
+    world.control.end(preemptions)
+    return seen, world.control.degree(kind)
+
+
+def test_a_round_starts_in_the_planners_degree_goes_up_and_returns():
+    world = World([], planner=True)
+    # Four rows: 10 ms at tp 1. Two, in different groups at tp 2: 8 ms. One: 4 ms at tp 4.
+    assert run_round(world, preemptions=0) == ([1, 2, 4], 1), "up inside, and back to the planner's degree"
+    assert run_round(world, preemptions=3) == ([1, 2, 4], 2), "the planner doubles, whatever the round ended in"
+    assert run_round(world, preemptions=3) == ([2, 4], 2), "it never falls below the planner's degree"
+    assert run_round(world, preemptions=9) == ([2, 4], 4)
+    assert run_round(world, preemptions=9) == ([4], 4), "no way up is left"
+    for degree in (4, 4, 4, 2):
+        assert run_round(world, preemptions=0) == ([4], degree)
+    assert run_round(world, preemptions=0) == ([2, 4], 2)
+    assert all(len(world.samples[key.prompt_index]) == length for key, length in world.lengths.items())
+
+
+def test_the_planner_alone():
+    world = World([], initial=2, predicts=False, planner=True)
+    assert run_round(world, preemptions=1) == ([2], 2)
+    assert run_round(world, preemptions=2) == ([2], 4)
+
+
+def test_the_planner_that_asks_for_more_than_noise():
+    world = World([], initial=2, predicts=False, planner=True, planner_rule="confident")
+    for count in (100, 120, 90, 110, 100):
+        assert run_round(world, preemptions=count) == ([2], 2)
+    assert run_round(world, preemptions=300) == ([2], 4)
+    other = World([], initial=2, predicts=False, planner=True, planner_rule="confident")
+    other.control.load_state_dict(world.control.state_dict())
+    assert other.control.degree() == 4
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
+def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
+    world = World([], initial=initial, planner=True, planner_quiet_rounds=2)
+    for count in preemptions:
+        planned = world.control.degree()
+        seen, back = run_round(world, count)
+        assert seen[0] == planned
+        assert seen == sorted(set(seen))
+        assert back == world.control.degree()
+
+
+def test_the_order_of_calls():
+    control = World([], initial=2, planner=True).control
+    with pytest.raises(ValueError, match="no round has begun"):
+        control.before_plan()
+    with pytest.raises(ValueError, match="no round has begun"):
+        control.end(0)
+    control.begin("short")
+    with pytest.raises(ValueError, match=r"a 'long' round begins before the 'short' round has ended"):
+        control.begin("long")
+    control.end(5)
+    control.begin("long")
+    assert control.tp == 2
+
+
+def test_without_a_planner_every_round_starts_alike_and_may_go_down():
+    world = World([60] * 4, initial=4, direction="both")
+    for _ in range(2):
+        world.run(plans=3, kind="short")
+        assert [(e.decision.from_tp, e.decision.to_tp) for e in world.control.episodes] == [(4, 1)]
+        world.engine.abort(world.engine.unfinished())
+        world.engine.drain()
+        world.control.cancel()
+        world.launch([60] * 4)
+    with pytest.raises(ValueError, match=r"the tp that rounds start in \(8\) must be one of \(1, 2, 4\)"):
+        LayoutControl(world.engine, LayoutSection(), DEGREES, 8)
+    alone = World([], initial=2, predicts=False)
+    assert run_round(alone, 7) == ([2], 2)
+    assert alone.control.state_dict() == {"likely": "all", "lengths": []}
+
+
+def test_a_cancelled_round_teaches_the_planner_nothing():
+    world, other = World([], planner=True), World([], planner=True)
+    run_round(world, 1)
+    world.control.begin()
+    world.control.cancel()
+    other.control.load_state_dict(world.control.state_dict())
+    assert other.control.degree() == world.control.degree() == 1
+    assert run_round(other, 5)[1] == run_round(world, 5)[1] == 2
+
+
+def test_a_checkpoint_has_the_planner_the_lengths_and_the_correction():
+    world, other = (World([], slow=1.5, planner=True, bound="expected") for _ in range(2))
+    run_round(world, 3)
+    run_round(world, 4)
+    other.control.load_state_dict(world.control.state_dict())
+    assert other.control.degree() == world.control.degree() == 2
+    assert other.predictor.ratio(1) == world.predictor.ratio(1) != 1
+    assert other.control.history is not None
+    assert sorted(other.control.history.lengths()) == sorted(CHAIN * 2)
+
+
+def test_a_phase_begins_in_the_layout_of_the_likely_round():
+    """An evaluation says nothing of the next training round."""
+    world = World([], planner=True)
+    run_round(world, 3, "short")
+    run_round(world, 4, "short")
+    world.control.begin("eval")
+    world.control.end(0)
+    assert world.control.tp == 1
+    other = World([], planner=True)
+    other.control.load_state_dict(world.control.state_dict())
+    for each in (world, other):
+        each.control.enter()
+        assert each.control.tp == 2
+        assert run_round(each, 4, "short") == ([2, 4], 2)

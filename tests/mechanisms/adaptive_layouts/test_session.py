@@ -1,0 +1,223 @@
+"""Layout sessions of several workers: what the journal says is repeated by the worker that it names, and what a
+checkpoint holds goes to each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from adaptive_runs import LARGE, WORKLOAD, config
+
+from jaxrl.loop import Hooks
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSession, LayoutSessions
+from jaxrl.record.journal import Journal
+from jaxrl.record.state import dump_state, plain_state, state_of_plain
+from jaxrl.runtime.simulation import build
+from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.hardware import H100
+
+
+def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any]]:
+    """The switches of each worker, in a run of one step with this journal: (dispatch, from tp, to tp)."""
+    made = config(switch=True, **layout)
+    made = replace(
+        made,
+        rollout=replace(made.rollout, num_workers=num_workers),
+        trainer=replace(made.trainer, total_training_steps=1),
+    )
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
+    simulation = build(made, RooflineCost(LARGE, H100), WORKLOAD, hooks)
+    assert simulation.layouts is not None
+    for session in simulation.layouts.sessions:
+        session._journal = journal
+    assert simulation.loop.run()
+    found = [[episode.decision for episode in session.control.episodes] for session in simulation.layouts.sessions]
+    return [[(each.dispatch, each.from_tp, each.to_tp) for each in own] for own in found]
+
+
+def keys(path: Path) -> list[list[int]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["key"] for line in lines[1:] if line["switch"] is not None]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_round_that_runs_again_switches_as_the_journal_says(num_workers: int, tmp_path: Path):
+    """The second run's rule would not switch; the journal of the first makes it. One worker's keys do not name it, as
+    before there were several."""
+    path = tmp_path / "journal.jsonl"
+    with closing(Journal(path, 0)) as journal:
+        first = switches(num_workers, journal)
+    assert all(first), "every worker switches"
+    expected = [
+        [0, own[0], *([worker, num_workers] if num_workers > 1 else [])]
+        for worker, each in enumerate(first)
+        for own in each
+    ]
+    assert sorted(keys(path)) == sorted(expected)
+    for name, expected in (("empty.jsonl", [[] for _ in first]), (path.name, first)):
+        with closing(Journal(tmp_path / name, 0)) as found:
+            assert switches(num_workers, found, min_gain=0.9) == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_decisions_of_another_number_of_workers_are_not_repeated(
+    before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Their rows are not those of this run. It decides anew, and says so once."""
+    path = tmp_path / "journal.jsonl"
+    with closing(Journal(path, 0)) as journal:
+        assert any(switches(before, journal))
+    with closing(Journal(path, 0)) as journal:
+        assert switches(after, journal, min_gain=0.9) == [[] for _ in range(after)], "nothing of them"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step 1: the journal has layout decisions of a run with {before} worker(s), and this one has {after} "
+        "(rollout.num_workers): they are not repeated, and the step decides anew"
+    ]
+    with closing(Journal(tmp_path / "other.jsonl", 0)) as journal:
+        expected = switches(after, journal)
+    with closing(Journal(path, 0)) as journal:
+        assert switches(after, journal) == expected, "as if the journal were empty"
+
+
+def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
+    """Worker 1 has a decision to repeat; until then worker 0 decides nothing, although nothing of it is known."""
+    asked: list[tuple[int, bool]] = []
+
+    def session(worker: int, follows: bool) -> Any:
+        def before_plan(decides: bool) -> None:
+            asked.append((worker, decides))
+            control.follows = False
+
+        control = SimpleNamespace(follows=follows)
+        return SimpleNamespace(control=control, before_plan=before_plan)
+
+    sessions = LayoutSessions([session(0, False), session(1, True)])
+    for worker in (0, 1, 0, 1):
+        sessions.before_plan(worker)
+    assert asked == [(0, False), (1, False), (0, True), (1, True)]
+
+
+class Control:
+    """Of a worker that has ended a round and has a state."""
+
+    def __init__(self, metrics: dict[str, float], state: dict[str, Any]) -> None:
+        self.metrics, self.state, self.heard = metrics, state, list[Any]()
+        self.episodes, self.predictor = [], None
+
+    def end(self, preemptions: int) -> dict[str, float]:
+        self.heard.append(preemptions)
+        return self.metrics
+
+    def finished(self, length: int) -> None:
+        self.heard.append(length)
+
+    def own_state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.state.items() if name == "planner"}
+
+    def shared_state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.state.items() if name != "planner"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.heard.append(state)
+
+
+def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
+    drawing: Any = None
+    found: list[Any] = list(controls)
+    return LayoutSessions(
+        [LayoutSession(each, lambda: 0.0, drawing, None, None, (i, len(found))) for i, each in enumerate(found)]
+    )
+
+
+def test_metrics_add_up_or_are_means():
+    controls = [
+        Control({"rollout/layout/switches": 2, "rollout/layout/final_tp": 4, "rollout/layout/cost_s": 1.5}, {}),
+        Control({"rollout/layout/switches": 0, "rollout/layout/final_tp": 1}, {}),
+    ]
+    assert sessions_of(controls).end([7, 9]) == {
+        "rollout/layout/switches": 2,
+        "rollout/layout/final_tp": 2.5,
+        "rollout/layout/cost_s": 1.5,
+    }
+    assert [each.heard for each in controls] == [[7], [9]], "each planner hears of its own preemptions"
+    alone = Control({"rollout/layout/final_tp": 4}, {})
+    assert sessions_of([alone]).end([3]) is alone.metrics
+
+
+def test_every_worker_hears_of_every_length():
+    controls = [Control({}, {}) for _ in range(3)]
+    sessions_of(controls).finished(55)
+    assert [each.heard for each in controls] == [[55]] * 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(1, 1, ["a"]), (2, 2, ["a", "b"]), (1, 3, ["a", "a", "a"]), (2, 3, ["a", "b", "a"]), (3, 1, ["a"])],
+)
+def test_a_checkpoint_goes_to_as_many_workers_as_there_are(before: int, after: int, expected: list[str]):
+    saved = sessions_of([Control({}, {"of": name}) for name in "abc"[:before]]).state_dict()
+    assert json.loads(json.dumps(saved)) == saved
+    assert (saved == {"of": "a"}) == (before == 1), "one worker's is as it was before there were several"
+    controls = [Control({}, {}) for _ in range(after)]
+    sessions_of(controls).load_state_dict(saved)
+    assert [each.heard for each in controls] == [[{"of": name}] for name in expected]
+
+
+def of_process(process: int, controls: Sequence[Control], num_processes: int = 2) -> LayoutSessions:
+    """Sessions of one of several processes with as many workers each."""
+    drawing: Any = None
+    found: list[Any] = list(controls)
+    first, count = process * len(found), num_processes * len(found)
+    sessions = [
+        LayoutSession(each, lambda: 0.0, drawing, None, None, (first + i, count)) for i, each in enumerate(found)
+    ]
+    return LayoutSessions(sessions, first, count)
+
+
+def stateful(name: str) -> Control:
+    """Of a worker whose planner is at `name`, with what all workers have alike."""
+    return Control({}, {"planner": {"at": name, "counts": np.asarray([[1, 2]])}, "likely": "short", "lengths": [3, 4]})
+
+
+def test_a_checkpoint_of_one_process_has_every_workers_state():
+    """After the first round each process has told the others; until then all workers begin alike."""
+    one, other = (of_process(process, [stateful(name) for name in names]) for process, names in ((0, "ab"), (1, "cd")))
+    before = one.state_dict()["workers"]
+    assert [before[str(worker)]["planner"]["at"] for worker in range(4)] == ["a", "b", "a", "a"]
+    told = json.loads(json.dumps([*one.told(), *other.told()]))
+    assert all(each.keys() == {"planner"} for each in told), "what they have alike is not told"
+    for sessions in (one, other):
+        sessions.heard(told)
+    saved = one.state_dict()
+    expected = sessions_of([stateful(name) for name in "abcd"]).state_dict()
+    assert dump_state(saved) == dump_state(expected) == dump_state(other.state_dict())
+    assert list(saved["workers"]) == ["0", "1", "2", "3"]
+    assert saved["workers"]["3"]["planner"]["counts"].dtype == np.int64
+
+
+@pytest.mark.parametrize(("before", "expected"), [("abcd", "cd"), ("ab", "ab"), ("a", "aa"), ("abc", "ca")])
+def test_each_process_goes_on_with_the_states_of_its_own_workers(before: str, expected: str):
+    saved = sessions_of([stateful(name) for name in before]).state_dict()
+    controls = [stateful("x") for _ in expected]
+    resumed = of_process(1, controls)
+    resumed.load_state_dict(saved)
+    assert [each.heard[0]["planner"]["at"] for each in controls] == list(expected)
+    again = resumed.state_dict()["workers"]
+    assert [again[str(worker)]["planner"]["at"] for worker in (0, 1)] == [before[0], before[1 % len(before)]]
+
+
+def test_a_state_goes_to_other_processes_and_back():
+    state = {"a": np.asarray([0.1, -np.inf]), "b": {"c": [1, float("nan")], "d": None}, "e": np.zeros((0, 3), np.int64)}
+    found = state_of_plain(json.loads(json.dumps(plain_state(state), allow_nan=False)))
+    assert dump_state(found) == dump_state(state)
+    assert found["e"].shape == (0, 3)

@@ -1,0 +1,119 @@
+"""The planner of tp between rounds: tables by hand, and its state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
+from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
+
+DEGREES = (1, 2, 4, 8)
+
+
+def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, **options: float) -> TpPlanner:
+    return TpPlanner(replace(LayoutSection(), **options), degrees, initial)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "degrees"),
+    [
+        ([10], [2]),  # nothing to compare with
+        ([100, 105], [2, 2]),  # 105 is 1.05 x 100, not more
+        ([100, 106], [2, 4]),
+        ([100, 106, 110], [2, 4, 4]),  # 1.05 x 106 = 111.3
+        ([100, 106, 112], [2, 4, 8]),
+        ([100, 106, 112, 118], [2, 4, 8, 8]),  # 118 > 117.6, and 8 is the largest
+        ([100, 50, 53], [2, 2, 4]),  # against the round before, which had 50: 53 > 52.5
+        ([0, 1], [2, 4]),  # from none to some
+        ([0, 0, 0, 0], [2, 2, 2, 1]),
+        ([0, 0, 0, 0, 0, 0, 0, 0], [2, 2, 2, 1, 1, 1, 1, 1]),  # 1 is the smallest
+        ([0, 0, 0, 1, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4]),  # three quiet ones twice are not four in a row
+        ([0, 0, 0, 1, 0, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4, 2]),
+        ([5, 6, 0, 0, 0, 0, 0, 0, 0, 0], [2, 4, 4, 4, 4, 2, 2, 2, 2, 1]),  # each halving takes four of its own
+        ([0, 0, 0, 0, 3], [2, 2, 2, 1, 2]),  # halved, and back
+        ([7, 7, 7, 7, 7], [2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_rule(preemptions: list[int], degrees: list[int]):
+    planner = make_planner()
+    assert planner.degree() == 2
+    assert [planner.observe(count) for count in preemptions] == degrees
+    assert planner.degree() == degrees[-1]
+
+
+def test_kinds_of_rounds_are_compared_with_their_like():
+    """Short rounds have 1.79 times the preemptions of long ones: that is no rise (RollPacker §4.2)."""
+    rounds = [("short", 179), ("short", 179), ("long", 100), ("short", 179), ("long", 120), ("short", 170)]
+    planner, mixed = make_planner(), make_planner()
+    assert [planner.observe(count, kind) for kind, count in rounds] == [2, 2, 2, 2, 4, 2]
+    assert (planner.degree("short"), planner.degree("long"), planner.degree("other")) == (2, 4, 2)
+    assert [mixed.observe(count) for _, count in rounds] == [2, 2, 2, 4, 4, 8]
+
+
+def test_tp_stays_in_one_host_and_on_allowed_degrees():
+    planner = make_planner((1, 2, 4))
+    assert [planner.observe(count) for count in (1, 2, 4, 8)] == [2, 4, 4, 4]
+    odd = make_planner((1, 3, 6), 1)
+    assert [odd.observe(count) for count in (1, 2, 4, 0, 0, 0, 0)] == [1, 3, 6, 6, 6, 6, 3]
+
+
+def test_other_constants():
+    planner = make_planner(planner_rise=2.0, planner_quiet_rounds=1)
+    assert [planner.observe(count) for count in (10, 20, 41, 0)] == [2, 2, 4, 2]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["short", "long"]), st.integers(0, 5)), max_size=40), st.integers(0, 40))
+def test_state_is_saved_and_a_step_is_one_degree(rounds: list[tuple[str, int]], cut: int):
+    whole, first = make_planner(), make_planner()
+    for kind, count in rounds:
+        before = whole.degree(kind)
+        after = whole.observe(count, kind)
+        assert abs(DEGREES.index(after) - DEGREES.index(before)) <= 1
+        assert after >= before or count == 0, "only quiet rounds lower tp"
+        assert after <= before or count > 0
+    for kind, count in rounds[:cut]:
+        first.observe(count, kind)
+    second = make_planner()
+    second.load_state_dict(first.state_dict())
+    for kind, count in rounds[cut:]:
+        second.observe(count, kind)
+    assert [second.degree(kind) for kind in ("short", "long")] == [whole.degree(kind) for kind in ("short", "long")]
+    assert second.state_dict()["kinds"] == whole.state_dict()["kinds"]
+    np.testing.assert_array_equal(second.state_dict()["state"], whole.state_dict()["state"])
+
+
+def test_restored_on_another_machine():
+    planner = make_planner()
+    for count in (1, 2, 4):
+        planner.observe(count)
+    assert planner.degree() == 8
+    smaller = make_planner((1, 2, 4), 1)
+    smaller.load_state_dict(planner.state_dict())
+    assert (smaller.degree(), smaller.observe(5)) == (4, 4)
+    coarser = make_planner((3, 6), 3)
+    low = make_planner(initial=1)
+    low.observe(0)
+    coarser.load_state_dict(low.state_dict())
+    assert coarser.degree() == 3, "nothing allowed is as small: the smallest"
+    with pytest.raises(ValueError, match=r"tp planner of schema 4: this version reads schema 1"):
+        smaller.load_state_dict({**planner.state_dict(), "schema": 4})
+
+
+@pytest.mark.parametrize("rule", [TpPlanner, ConfidentPlanner])
+@pytest.mark.parametrize(("degrees", "initial"), [((), 2), ((2, 2), 2), ((4, 2), 2), (DEGREES, 3)])
+def test_degrees_are_checked(rule: type[TpPlanner | ConfidentPlanner], degrees: tuple[int, ...], initial: int):
+    with pytest.raises(ValueError, match=rf"degrees .* must ascend and include the initial one \({initial}\)"):
+        rule(LayoutSection(), degrees, initial)
+
+
+@pytest.mark.parametrize("rule", [TpPlanner, ConfidentPlanner])
+def test_preemptions_are_counts(rule: type[TpPlanner | ConfidentPlanner]):
+    with pytest.raises(ValueError, match=r"preemptions \(-1\) of a 'long' round must be >= 0"):
+        rule(LayoutSection(), DEGREES, 2).observe(-1, "long")

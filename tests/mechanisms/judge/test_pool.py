@@ -1,0 +1,292 @@
+"""The judge on the rollout's devices: a pool that works in turns. Its engine runs on an executor without a model, whose
+tokens follow from keys alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.mechanisms.judge.pool import JudgePool
+from jaxrl.mechanisms.judge.turns import JudgeTurns
+from jaxrl.rewards.judge_tokens import verdict_key
+from jaxrl.rollout.plan_times import PlanTimer
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+
+PROMPT = Prompt(0, 3, (1,), "?", "s")
+
+
+class Reads:
+    """Reads as many tokens as the response has characters; the reward is the mean of all tokens that it wrote."""
+
+    params = SamplingParams(max_tokens=6)
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def ids(self, request: Any) -> tuple[int, ...]:
+        if request.response == "unreadable":
+            raise ValueError("it cannot be read")
+        return (1,) * max(len(request.response), 1)
+
+    def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
+        return float(np.mean([np.mean(each.token_ids) for each in samples])), {"unparsed": 1}
+
+
+class Machine:
+    """Counts how often the judge came to the devices."""
+
+    programs = ()
+    recompiles = 0
+    is_there = False
+    entered = 0
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.runs_alone = False
+
+    def wait_for_actor(self) -> None:
+        self.did.append("wait")
+
+    def enter(self) -> None:
+        self.did.append("enter")
+        self.entered += not self.is_there
+        self.is_there = True
+
+    def release(self) -> None:
+        self.is_there = False
+
+
+class AllOf(dict):
+    """Every response has the same length."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: SampleKey) -> int:
+        return 6
+
+
+def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> JudgePool:
+    engine = Engine(ReplayExecutor(AllOf(), 1, 2, 200, 4, 32), BatcherConfig(decode_steps=2))
+    clock = map(float, itertools.count())
+    return JudgePool(Reads(num_samples), engine, Machine(), JudgeTurns(when, share), clock=clock.__next__)
+
+
+def sample(index: int, text: str = "abcd") -> Sample:
+    made = Sample.empty(SampleKey(0, 3, index))
+    made.text, made.finish_reason = text, "stop"
+    return made
+
+
+def verdicts(judge: JudgePool) -> dict[int, Verdict]:
+    found: list[Verdict] = []
+    while judge.num_pending:
+        found += judge.wait(1e9)
+    return {each.key.sample_index: each for each in found}
+
+
+def test_verdicts_depend_on_keys_alone():
+    """Not on what else is judged, on the order, or on what was cancelled in between."""
+    alone = {}
+    for index in range(3):
+        judge = pool()
+        judge.submit(PROMPT, sample(index))
+        alone |= verdicts(judge)
+    judge = pool()
+    for index in (2, 5, 0, 1):
+        judge.submit(PROMPT, sample(index))
+    assert judge.turn(0, 4)
+    judge.cancel([sample(5).key])
+    together = verdicts(judge)
+    assert {index: each.reward for index, each in together.items()} == {i: each.reward for i, each in alone.items()}
+    assert len({each.reward for each in alone.values()}) == 3
+
+
+def test_a_sample_that_is_sent_again_gets_the_same_verdict():
+    judge = pool()
+    judge.submit(PROMPT, sample(1))
+    judge.turn(0, 4)
+    judge.cancel([sample(1).key])
+    assert judge.num_pending == 0
+    assert not judge.turn(0, 4), "nothing is left to judge"
+    judge.submit(PROMPT, sample(1))
+    again = verdicts(judge)[1]
+    other = pool()
+    other.submit(PROMPT, sample(1))
+    assert again.reward == verdicts(other)[1].reward
+
+
+def test_turns_and_what_they_count():
+    judge = pool(share=0.5)
+    judge.submit(PROMPT, sample(0, "abcdefghi"))
+    judge.submit(PROMPT, sample(1, "unreadable"))
+    (failed,) = judge.completed()
+    assert (failed.status, failed.reward) == ("error", 0.0)
+    assert "it cannot be read" in failed.info["error"]
+    assert not judge.turn(3, 4), "more than half of the rows are busy"
+    assert judge.turn(2, 4)
+    assert judge.machine.is_there
+    (verdict,) = verdicts(judge).values()
+    assert verdict.status == "ok"
+    judge.release()
+    assert not judge.machine.is_there
+    measured = judge.take_metrics()
+    assert measured["reward/judge/gap_turns"] == 1
+    assert measured["reward/judge/turns"] > 1
+    assert measured["reward/judge/unparsed"] == 1
+    assert measured["reward/judge/tokens"] == 9 + 1 + 2 * 6, "whole blocks are read once for both verdicts"
+    assert (measured["reward/num_scored"], measured["reward/errors"]) == (2, 1)
+    assert not any(judge.take_metrics().values())
+
+
+@pytest.mark.parametrize(("alone", "order"), [(False, ["enter", "wait"]), (True, ["wait", "enter", "wait"])])
+def test_a_turn_sees_the_actors_plan_end(alone: bool, order: list[str]):
+    judge = pool()
+    machine: Any = judge.machine
+    machine.runs_alone = alone
+    judge.submit(PROMPT, sample(0))
+    judge.turn(0, 4)
+    assert machine.did == order
+    seconds = judge.take_metrics()["reward/judge/seconds"]
+    assert seconds == 1 + len(order) - 1, "of a clock that goes on with every look; waits are two looks, not counted"
+
+
+class Timed(ReplayExecutor):
+    """Each plan takes a second of the device, and what is waited for between two a hundred."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.now_s = 0.0
+        self.timer = PlanTimer(lambda: self.now_s)
+        self.submitted: dict[int, float] = {}
+        self.in_flight = 0
+
+    def submit(self, plan: Any) -> Any:
+        self.submitted[plan.index] = self.timer.submits()
+        self.in_flight += 1
+        return super().submit(plan)
+
+    def collect(self, ticket: Any) -> Any:
+        result = super().collect(ticket)
+        self.now_s = max(self.now_s, self.submitted[result.index] + 1.0)
+        self.in_flight -= 1
+        return replace(result, duration_s=self.timer.took(self.submitted[result.index]))
+
+    def wait_quiet(self) -> None:
+        if self.in_flight:
+            self.now_s += 1.0
+        self.timer.seen_quiet()
+
+
+def test_a_plan_that_is_in_flight_during_a_turn_takes_its_own_time():
+    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
+    executor = Timed(lengths, 1, 4, 400, 4, 64)
+    actor = Engine(executor, BatcherConfig(decode_steps=2))
+    times: list[PlanTimes] = []
+    actor.watchers.append(times.append)
+    judge = pool("gaps", share=1.0)
+    machine: Any = judge.machine
+    machine.wait_for_actor = executor.wait_quiet
+    drain = judge.engine.drain
+
+    def slow_drain() -> Any:
+        executor.now_s += 100.0
+        return drain()
+
+    judge.engine.drain = slow_drain
+    run_round(actor, judge)
+    assert judge.take_metrics()["reward/judge/gap_turns"] == 0, "the round has taken them"
+    assert executor.now_s > 1000, "the judge had turns"
+    assert max(each.duration_s for each in times) <= 2.0
+    alone = [each for each in times if not each.was_queued]
+    assert len(alone) > 3, "after a turn no plan is queued behind another"
+
+
+def test_keys_of_verdicts_differ():
+    keys = {verdict_key(SampleKey(0, 3, i), n, 2) for i in range(4) for n in range(2)}
+    assert len(keys) == 8
+
+
+class ActorWorker:
+    recompiles = 0
+
+    def sync_weights(self, *_: Any) -> None: ...
+    def allocate(self) -> None: ...
+    def release(self, *, weights: bool = False) -> None: ...
+
+
+def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
+    """A round of 8 responses, of which each is longer than the one before, on 4 rows."""
+    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
+    return run_round(Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
+
+
+def run_round(actor: Engine | Workers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
+    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, judge=judge)
+    backend.enter_rollout(0)
+    current = Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
+    backend.begin(0, SamplingParams(max_tokens=64))
+    while not current.done:
+        for command in current.handle(backend.wait()):
+            backend.apply(command)
+    measured = backend.end()
+    backend.leave_rollout()
+    return {s.key: s.reward for group in current.groups() for s in group.samples}, measured
+
+
+def test_gaps_and_after_give_the_same_rewards():
+    gaps, after = pool("gaps"), pool("after")
+    in_gaps, measured_gaps = round_with(gaps)
+    afterwards, measured_after = round_with(after)
+    assert in_gaps == afterwards
+    assert measured_gaps["reward/judge/gap_turns"] > 0
+    assert measured_after["reward/judge/gap_turns"] == 0
+    assert (gaps.machine.entered, gaps.machine.is_there) == (1, False)
+
+
+def test_two_workers_give_the_same_rewards_as_one():
+    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
+    one, _ = round_with(pool("after"))
+    engines = [Engine(ReplayExecutor(lengths, 1, 2, 400, 4, 64), BatcherConfig(decode_steps=2)) for _ in range(2)]
+    two, measured = run_round(Workers(engines), pool("gaps", share=1.0))
+    assert two == one
+    assert measured["reward/judge/gap_turns"] > 0
+
+
+def test_a_round_that_is_dropped_leaves_nothing_to_judge():
+    judge = pool("after")
+    lengths = {SampleKey(0, 0, s): 2 + 40 * s for s in range(2)}
+    actor = Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2))
+    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x", lambda: None, judge=judge)
+    backend.enter_rollout(0)
+    current = Round([Prompt(0, 0, (1, 2), "?", "s")], 2)
+    backend.begin(0, SamplingParams(max_tokens=64))
+    while not judge.num_pending:
+        for command in current.handle(backend.wait()):
+            backend.apply(command)
+    backend.cancel()
+    assert judge.num_pending == 0
+    backend.leave_rollout()
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_every_verdict_of_a_sample_is_waited_for(num_samples):
+    judge = pool(num_samples=num_samples)
+    judge.submit(PROMPT, sample(0))
+    seen = []
+    judge._reading.reward = lambda samples: (seen.append([s.key for s in samples]), (1.0, {}))[1]
+    assert verdicts(judge)[0].reward == 1.0
+    assert seen == [[verdict_key(sample(0).key, n, num_samples) for n in range(num_samples)]]

@@ -1,0 +1,26 @@
+"""When a judge may take a turn."""
+
+import pytest
+
+from jaxrl.mechanisms.judge.turns import JudgeTurns, busy_rows
+
+
+@pytest.mark.parametrize(
+    ("when", "share", "busy", "allowed"),
+    [
+        ("gaps", 0.5, 4, True),
+        ("gaps", 0.5, 5, False),
+        ("gaps", 0.0, 0, True),
+        ("gaps", 0.0, 1, False),
+        ("gaps", 1.0, 8, True),
+        ("after", 1.0, 1, False),
+        ("after", 0.0, 0, True),
+    ],
+)
+def test_turns_by_rows(when, share, busy, allowed):
+    assert JudgeTurns(when, share).allows(busy, 8) == allowed
+
+
+def test_responses_that_wait_for_rows_leave_no_gap():
+    assert busy_rows(20, 8) == 8
+    assert busy_rows(3, 8) == 3

@@ -1,0 +1,372 @@
+"""Active partial rollout: tables of events and commands by hand, and small runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, make_sample, through_disk
+from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, verdict
+
+from jaxrl.config.rollouts import PartialRolloutSection
+from jaxrl.mechanisms.partial_rollout.buffer_filter import WaitingGroup
+from jaxrl.mechanisms.partial_rollout.rule import (
+    PartialRollout,
+    old_logprobs_by_version,
+    on_policy_mask,
+    version_spans,
+)
+from jaxrl.scheduling.rounds.batches import RoundTime
+from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.types import SampleKey
+
+
+def partial_rollout(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> PartialRollout:
+    """The rule with options `rollout.partial_rollout`; `shared` is what else all rules are given."""
+    batch = BatchSettings(num_groups, group_size, **(shared or {}))
+    return PartialRollout(batch, PartialRolloutSection(enable=True, **options))
+
+
+def launch(p: int) -> tuple:
+    return ("launch", p, key(p, 0), key(p, 1))
+
+
+def verdicts(*keys: SampleKey) -> Table:
+    return [(verdict(k), []) for k in keys]
+
+
+FIRST_ROUND: Table = [
+    (START, [launch(0), launch(1), launch(2)]),
+    (finish(key(0, 0), [0]), []),
+    (finish(key(1, 0), [0]), []),
+    (finish(key(1, 1), [0, 0]), [("score", key(1, 0)), ("score", key(1, 1))]),
+    (verdict(key(1, 0)), []),
+    (
+        finish(key(0, 1), [0, 0]),
+        [("score", key(0, 0)), ("score", key(0, 1)), ("stop", key(2, 0), key(2, 1))],
+    ),
+    (finish(key(2, 0), [0, 0]), []),  # it ended in the plan in flight
+    *verdicts(key(1, 1), key(0, 0), key(0, 1)),
+    (aborted(key(2, 1), [0, 0, 0]), []),
+]
+NEXT_ROUND: Table = [
+    (
+        START,
+        [("launch", 2, key(2, 1), ("has", key(2, 0)), ("on", key(2, 1), [0, 0, 0])), launch(3), launch(4)],
+    ),
+    (finish(key(3, 0), [1, 1]), []),
+    (finish(key(3, 1), [1, 1]), [("score", key(3, 0)), ("score", key(3, 1))]),
+    (
+        finish(key(2, 1), [0, 0, 0, 1, 1]),
+        [("score", key(2, 0)), ("score", key(2, 1)), ("stop", key(4, 0), key(4, 1))],
+    ),
+    (aborted(key(4, 0), [1]), []),
+    (aborted(key(4, 1), []), []),
+    *verdicts(key(3, 0), key(3, 1), key(2, 0), key(2, 1)),
+]
+
+
+def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
+    """N = 2, N' = 3, two samples each."""
+    rule = partial_rollout(2, 2, over_provision=1.5)
+    prompts = FakePrompts(10)
+    current = rule.plan(prompts, RoundTime(1, 0))
+    assert current.kind == "partial"
+    check_table(current, FIRST_ROUND)
+    result = rule.settle(current)
+    assert [group.prompt.index for group in result.groups] == [0, 1]
+    assert result.metrics["rollout/thrown_tokens"] == 0
+    assert result.metrics["rollout/aborted_samples"] == 1
+    assert result.metrics["rollout/queue_length"] == 1
+    assert result.metrics["rollout/buffered_tokens"] == 5
+    assert result.metrics["rollout/resumed_share"] == 0
+
+    state = through_disk(rule.state_dict())
+    rule = partial_rollout(2, 2, over_provision=1.5)
+    rule.load_state_dict(state)
+    current = rule.plan(prompts, RoundTime(2, 1))
+    check_table(current, NEXT_ROUND)
+    result = rule.settle(current)
+    assert batch_keys(result.groups) == [[key(2, 0), key(2, 1)], [key(3, 0), key(3, 1)]]
+    expected = {
+        "rollout/launched_prompts": 3,
+        "rollout/launched_samples": 5,
+        "rollout/kept_samples": 4,
+        "rollout/aborted_samples": 2,
+        "rollout/thrown_tokens": 0,
+        "rollout/resumed_tokens": 3,
+        "rollout/buffered_tokens": 1,
+        "rollout/trained_age_steps/max": 1,
+        "rollout/trained_age_steps/mean": 0.5,
+        "rollout/resumed_share": 5 / 11,
+        "training/off_policy/spans/max": 2,
+        "training/off_policy/spans/mean": 1.25,
+        "rollout/long_round": 0,
+    }
+    assert {name: result.metrics[name] for name in expected} == expected
+
+
+def test_groups_that_complete_too_late_are_the_first_of_the_next_round():
+    rule = partial_rollout(1, 1, over_provision=3.0)
+    prompts = FakePrompts(10)
+    current = rule.plan(prompts, RoundTime(1, 0))
+    one = [key(p, 0) for p in range(6)]
+    check_table(
+        current,
+        [
+            (START, [("launch", p, one[p]) for p in range(3)]),
+            (finish(one[0], [0]), [("score", one[0]), ("stop", one[1], one[2])]),
+            (aborted(one[1], [0]), []),
+            (finish(one[2], [0]), []),
+            (verdict(one[0]), []),
+        ],
+    )
+    assert rule.settle(current).metrics["rollout/surplus_prompts"] == 1
+    current = rule.plan(prompts, RoundTime(2, 1))  # nothing has to be launched
+    check_table(current, [(START, [("launch", 2, ("has", one[2])), ("score", one[2])]), *verdicts(one[2])])
+    result = rule.settle(current)
+    assert result.groups[0].samples[0].reward == 0.0
+    assert result.metrics["rollout/resumed_share"] == 1
+    assert [group.key for group in rule.buffer] == [(0, 1)]
+
+
+def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
+    """N = 1 of 2. Prompt 0 is long; version 0's tokens are over the cap of 1 in step 3; step 4 waits for what began
+    in step 3."""
+
+    def length(k: SampleKey) -> int:
+        return (1000 if k.attempt == 0 else 40) if k.prompt_index == 0 else 3
+
+    rule = partial_rollout(1, 1, max_staleness=1)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(length), None)
+    results = [training.run_step() for _ in range(6)]
+    assert [result.groups[0].prompt.index for result in results] == [1, 2, 3, 0, 4, 5]
+    # in each round the long one gets 3 tokens, and one more from the plan in flight
+    assert [result.metrics["rollout/thrown_tokens"] for result in results] == [0, 0, 8, 0, 0, 0]
+    assert [result.metrics["rollout/restarted_samples"] for result in results] == [0, 0, 1, 0, 0, 0]
+    waited_for = results[3].groups[0].samples[0]
+    assert waited_for.key == key(0, 0, attempt=1)
+    assert version_spans(waited_for.versions) == [(2, 0, 4), (3, 4, 40)]
+    assert results[3].metrics["rollout/surplus_prompts"] == 1
+    assert results[4].metrics["rollout/launched_samples"] == 0
+
+
+def test_without_restarts_the_round_waits_before_tokens_are_over_the_cap():
+    rule = partial_rollout(1, 1, max_staleness=1, max_restarts=0)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 30), None)
+    results = [training.run_step() for _ in range(4)]
+    assert [result.groups[0].prompt.index for result in results] == [1, 0, 2, 3]
+    assert all(result.metrics["rollout/thrown_tokens"] == 0 for result in results)
+    assert results[1].groups[0].samples[0].key.attempt == 0
+
+
+def test_the_pipelines_lag_counts_against_the_same_cap():
+    """Tokens of version 0 are over the cap of 2 in step 4, and those of the next attempt, which begins then, in step 7;
+    or in step 6, as they are of version 2 where the rollout comes before the update."""
+    for lag, steps_of_restarts in ((0, [4, 7]), (1, [4, 6])):
+        rule = partial_rollout(1, 1, max_staleness=2, max_restarts=9, shared={"version_lag": lag})
+        rollout = FakeRollout(lambda k: 3 if k.prompt_index else 1000)
+        training = FakeTraining(rule, FakePrompts(50), rollout, None, version_lag=lag)
+        restarted = [training.run_step().metrics["rollout/restarted_samples"] for _ in range(7)]
+        assert [step for step, count in enumerate(restarted, 1) if count] == steps_of_restarts
+
+
+def test_rounds_wait_early_enough_for_more_groups_than_a_batch_takes():
+    """N = 1 of 3, no restarts. Prompts 0 and 1 must be in a batch up to step 3, so step 2 waits for one of them."""
+    rule = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
+    rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
+    training = FakeTraining(rule, FakePrompts(50), rollout, None)
+    results = [training.run_step() for _ in range(3)]
+    assert [result.groups[0].prompt.index for result in results] == [2, 0, 1]
+    assert [result.groups[0].samples[0].key.attempt for result in results] == [0, 0, 0]
+    assert all(result.metrics["rollout/restarted_samples"] == 0 for result in results)
+
+
+def test_a_buffer_that_a_larger_cap_has_filled_keeps_to_the_smaller_one():
+    """More groups than one batch takes are at once over the new cap: it comes first, whatever `max_restarts` says."""
+    rule = partial_rollout(1, 1, over_provision=3.0, max_restarts=0)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 300 if k.prompt_index < 2 else 3), None)
+    for _ in range(4):
+        training.run_step()
+    state = training.state()
+    smaller = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
+    training = FakeTraining(smaller, FakePrompts(50), training.rollout, None)
+    training.load(through_disk(state))
+    results = [training.run_step() for _ in range(4)]
+    assert results[0].metrics["rollout/restarted_samples"] == 2
+    for step, result in enumerate(results, 5):
+        assert step - 1 - result.groups[0].samples[0].versions.min() <= 2
+
+
+@pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
+def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
+    rule = partial_rollout(2, 2, at_end=at_end)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), 4)
+    for _ in range(4):
+        assert len(training.run_step().groups) == 2
+    assert (rule.num_carried, training.prompts.position) == (carried, drawn)
+
+
+# -- a function of the user's ------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A buffer filter that keeps what it was asked, and answers in turn."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.groups: list[list[WaitingGroup]] = []
+        self.versions: list[int] = []
+        self.answers = list(answers)
+
+    def __call__(self, *, groups: Any, policy_version: int) -> Any:
+        self.groups.append(list(groups))
+        self.versions.append(policy_version)
+        return self.answers.pop(0) if self.answers else {}
+
+
+def filtered_training(asked: Any, total: int | None = None, **options: Any) -> FakeTraining:
+    """N = 1 of 3 with one sample each; prompts 0 and 1 are long."""
+    rule = PartialRollout(BatchSettings(1, 1), PartialRolloutSection(True, 3.0, **options), asked)
+    rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
+    return FakeTraining(rule, FakePrompts(50), rollout, total)
+
+
+def launches(training: FakeTraining) -> list[tuple]:
+    return [command for command in names(training.rollout.commands) if command[0] == "launch"]
+
+
+def test_a_buffer_filter_orders_holds_back_and_starts_again():
+    asked = Asked({}, {(0, 1): "resume", (0, 0): "wait"}, {(0, 1): "wait", (0, 0): "restart"}, {(0, 0): "restart"})
+    training = filtered_training(asked)
+    training.run_step()
+    assert asked.groups == [[]]
+    training.run_step()
+    assert asked.groups[1] == [
+        WaitingGroup((0, 0), 1, (4,), (False,), (0,), (0,)),
+        WaitingGroup((0, 1), 1, (4,), (False,), (0,), (0,)),
+    ]
+    # one that waits is under way, too
+    assert launches(training) == [("launch", 1, key(1, 0), ("on", key(1, 0), [0] * 4)), ("launch", 3, key(3, 0))]
+    training.run_step()
+    assert launches(training) == [("launch", 0, key(0, 0, 1)), ("launch", 4, key(4, 0))]
+    result = training.run_step()
+    assert asked.groups[3][0] == WaitingGroup((0, 0), 3, (4,), (False,), (2,), (1,))
+    # max_restarts is 1: it goes on with the tokens that it has; the one that was not named goes on after it
+    assert [command[1] for command in launches(training)] == [0, 1, 5]
+    assert launches(training)[0][3] == ("on", key(0, 0, 1), [2] * 4)
+    assert [each.metrics["rollout/restarted_samples"] for each in training.results] == [0, 0, 1, 0]
+    assert training.results[2].metrics["rollout/thrown_tokens"] == 4
+    assert result.metrics["rollout/queue_length"] == 2
+    assert asked.versions == [0, 1, 2, 3]
+    check_book(training)
+
+
+def test_groups_that_are_held_back_go_on_where_the_cap_or_the_end_needs_them():
+    def hold_back(*, groups: Any, policy_version: int) -> Any:
+        return {group.key: "wait" for group in groups}
+
+    capped = filtered_training(hold_back, max_staleness=2, max_restarts=0)
+    results = [capped.run_step() for _ in range(5)]
+    assert [result.groups[0].prompt.index for result in results[:3]] == [2, 0, 1]
+    assert all(result.metrics["rollout/restarted_samples"] == 0 for result in results)
+    flushed = filtered_training(hold_back, total=6)
+    results = [flushed.run_step() for _ in range(6)]
+    assert [result.groups[0].prompt.index for result in results] == [2, 3, 4, 5, 0, 1]
+    assert flushed.rule.num_carried == 0
+    check_book(flushed)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([(0, 0)], r"must return a mapping from keys of groups to actions, found \[\(0, 0\)\]$"),
+        ({(0, 7): "wait"}, r"returned \(0, 7\), which is the key of none of its 2 groups$"),
+        ({(0, 1): "drop"}, r"must say one of resume, wait, restart for \(0, 1\), found 'drop'$"),
+    ],
+)
+def test_answers_that_are_none_are_refused(answer: Any, message: str):
+    training = filtered_training(Asked({}, answer))
+    training.run_step()
+    with pytest.raises(ValueError, match=r"^rollout\.partial_rollout\.buffer_filter_path: the function " + message):
+        training.run_step()
+
+
+def test_a_filter_that_fails_is_named():
+    def broken(*, groups: Any, policy_version: int) -> Any:
+        return 1 // policy_version
+
+    with pytest.raises(ValueError, match="the function failed with ZeroDivisionError"):
+        filtered_training(broken).run_step()
+
+
+# -- training on several versions --------------------------------------------------------------------------------------
+
+
+def test_the_staleness_of_tokens_for_training():
+    sample = make_sample(key(0, 0), [3, 3, 4, 5, 5], "stop")
+    assert on_policy_mask(sample.versions, 5).tolist() == [False, False, False, True, True]
+    assert version_spans(sample.versions) == [(3, 0, 2), (4, 2, 3), (5, 3, 5)]
+    assert version_spans(sample.versions[:0]) == []
+    now = np.asarray([-1, -2, -3, -4, -5], np.float64)
+    (old,) = old_logprobs_by_version([sample.rollout_logprobs], [now], [sample], 5)
+    assert old.dtype == np.float32
+    assert old.tolist() == [-3.5, -3.5, -4.5, -4, -5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"over_provision": float("inf")}, r"over_provision \(inf\) must be a finite number"),
+        (
+            {"max_staleness": 0},
+            r"max_staleness \(0 versions\) must be >= 1, or -1 for no cap: 4 prompts are under way \(over_provision "
+            r"2\.0\) and a batch takes 2$",
+        ),
+        (
+            {"max_staleness": 1, "shared": {"version_lag": 1}},
+            r"max_staleness \(1 versions\) must be >= 2, .* and one-step-off adds one version to every token$",
+        ),
+        ({"max_staleness": 2, "over_provision": 3.25}, r"must be >= 3, .*: 7 prompts are under way"),
+        ({"shared": {"max_active_requests": 1}}, "max_active_requests"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        partial_rollout(2, 2, **options)
+
+
+@pytest.mark.parametrize(("staleness", "over_provision", "lag"), [(0, 1.0, 0), (1, 1.0, 1), (1, 2.0, 0), (3, 3.0, 1)])
+def test_the_smallest_caps_that_can_be_kept(staleness: int, over_provision: float, lag: int):
+    shared = {"version_lag": lag}
+    rule = partial_rollout(2, 2, max_staleness=staleness, over_provision=over_provision, shared=shared)
+    assert rule.least_staleness == staleness
+
+
+def test_samples_that_are_too_long_for_a_resumed_run_are_refused():
+    """A sample that ended may be as long as the limit, one that goes on must be shorter."""
+    rule = partial_rollout(2, 2)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 + 4 * k.prompt_index), None)
+    training.run_step()
+    held = [(len(s), s.finish_reason) for group in rule.buffer for s in group.samples]
+    assert held == [(8, "abort")] * 4
+    for limit in (0, 9):
+        partial_rollout(2, 2, shared={"max_response_length": limit}).load_state_dict(rule.state_dict())
+    with pytest.raises(
+        ValueError,
+        match=r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples in the buffer of",
+    ):
+        partial_rollout(2, 2, shared={"max_response_length": 8}).load_state_dict(rule.state_dict())
+
+
+def test_states_of_another_make_are_refused():
+    rule = partial_rollout(2, 2)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), None)
+    training.run_step()
+    state = rule.state_dict()
+    with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
+        rule.load_state_dict({**state, "schema": 9})
+    with pytest.raises(ValueError, match=r"must keep rollout\.n"):
+        partial_rollout(2, 3).load_state_dict(state)
+    with pytest.raises(ValueError, match="4 samples for 1 groups of 2"):
+        rule.load_state_dict({**state, "groups": state["groups"][:1]})

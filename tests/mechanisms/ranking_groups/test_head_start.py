@@ -1,0 +1,213 @@
+"""Ranking groups in simulated runs: workers that are done begin with the next round, outliers move, and no number
+changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from sim_machine import SMALL
+from simulated_runs import House, check, make_config, make_workload, whole
+
+from jaxrl.mechanisms.one_step_off.overlap import Overlap
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
+from jaxrl.sim.cost_model import Efficiency, RooflineCost
+from jaxrl.sim.hardware import H100
+from jaxrl.types import RunFailed, SampleKey
+
+BASE: dict[str, Any] = {
+    "data.train_batch_size": 4,
+    "data.max_response_length": 600,
+    "actor.ppo_max_token_len_per_gpu": 1024,
+    "rollout.num_devices": 4,
+    "rollout.num_workers": 4,
+    "rollout.max_num_seqs": 8,
+    "rollout.num_blocks": 700,
+    "rollout.decode_steps": 8,
+    "trainer.num_devices": 6,
+    "trainer.one_step_off": True,
+    "trainer.total_training_steps": 8,
+    "simulate.num_prompts": 8,
+}
+# rollouts take a few tenths of a second; an update is to be a part of that
+COST = RooflineCost(SMALL, H100, efficiency=Efficiency(train_fixed_s=0.02, sync_fixed_s=0.002))
+RANKED = {"rollout.ranking_groups": {"enable": True, "num_groups": 4}}
+
+
+class Lengths:
+    """Prompt i has responses of about 40 · (i + 1) tokens; one in ten of the last epochs is four times as long."""
+
+    def __init__(self) -> None:
+        self._inner: Any = make_workload(5, hang_share=0.0, scoring_s=0.001)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def length(self, key: SampleKey, step: int = 0) -> int:
+        draw = np.random.default_rng([key.epoch, key.prompt_index, key.sample_index])
+        length = 40 * (key.prompt_index + 1) * draw.uniform(0.9, 1.1)
+        return int(min(length * (4 if key.epoch and draw.random() < 0.1 else 1), 600))
+
+
+def samples(house: House) -> Any:
+    return {
+        step: [(s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for g in groups for s in g.samples]
+        for step, groups in house.groups.items()
+    }
+
+
+def summed(house: House, name: str) -> float:
+    return sum(line.get(f"rollout/ranking/{name}", 0.0) for line in house.metrics.values())
+
+
+@pytest.fixture(scope="module")
+def plain() -> House:
+    return whole(make_config(BASE), Lengths(), COST)
+
+
+def test_a_head_start_changes_no_number(plain: House):
+    """Every prompt runs once, with the tokens and versions that it has without."""
+    house = whole(make_config(BASE, **RANKED), Lengths(), COST)
+    check(house)
+    assert samples(house) == samples(plain)
+    assert summed(house, "head_start_s") > 0
+    assert summed(house, "moved_share") > 0
+    first, later = house.metrics[1], house.metrics[5]
+    assert first["rollout/ranking/groups"] == 0, "nothing is known in the first epoch"
+    assert later["rollout/ranking/groups"] == 4
+    seconds = [sum(line["timing_s/step"] for line in each.metrics.values()) for each in (house, plain)]
+    assert seconds[0] < seconds[1]
+    assert not any("ranking" in name for line in plain.metrics.values() for name in line)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rollout.ranking_groups": {"enable": True, "num_groups": 2, "two_tier": False}},
+        {"rollout.ranking_groups": {"enable": True, "num_groups": 8, "move": "kv"}},
+        {**RANKED, "trainer.test_freq": 3},
+        {**RANKED, "reward.score_when": "rollout"},
+    ],
+)
+def test_whatever_goes_with_it(plain: House, more: dict[str, Any]):
+    house = whole(make_config(BASE, **more), Lengths(), COST)
+    assert samples(house) == samples(plain)
+    assert summed(house, "head_start_s") > 0
+
+
+@pytest.mark.parametrize(
+    "more", [{"rollout.partial_rollout": {"enable": True}}, {"algorithm.filter_groups": {"enable": True}}]
+)
+def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
+    house = whole(make_config(BASE, **RANKED, **more), Lengths(), COST)
+    check(house)
+    assert summed(house, "groups") > 0
+    assert summed(house, "head_start_s") == 0
+    assert ("rollout.partial_rollout" in more) == (summed(house, "carried_share") > 0)
+
+
+def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch: pytest.MonkeyPatch):
+    house, moved = House(make_config(BASE, **RANKED), Lengths(), COST), list[SampleKey]()
+    move = Workers.move
+
+    def noted(workers: Workers, request_ids: list[int], target: int, by: Any) -> Any:
+        (request_id,) = request_ids
+        source = workers.worker_of(request_id)
+        assert source is not None
+        moved.append(workers.engines[source].batcher.progress(request_id).request.key)
+        ranking, ahead = house.loop._ranking.now, house.loop._backend._ranking.ahead
+        drawing = [w for w in ranking.ranks if workers.num_live(w) and ahead.draws_now(w)]
+        (rank,) = [group.rank for group in ranking.groups if moved[-1] in group.keys]
+        assert target in drawing
+        assert rank < ranking.ranks[target] == max(ranking.ranks[w] for w in drawing if w != source)
+        return move(workers, request_ids, target, by)
+
+    monkeypatch.setattr(Workers, "move", noted)
+    assert house.run()
+    assert len(set(moved)) == len(moved) > 0
+    num_launched = BASE["data.train_batch_size"] * house.config.rollout.n
+    assert summed(house, "moved_share") * num_launched <= len(moved)
+
+
+def test_no_head_start_where_an_evaluation_comes_between():
+    house = whole(make_config(BASE, **RANKED, **{"trainer.test_freq": 1}), Lengths(), COST)
+    assert summed(house, "groups") > 0
+    assert summed(house, "head_start_s") == 0
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_run_that_goes_on_draws_the_same(plain: House, how: Any):
+    """Ended anywhere, also while requests of the next round are running."""
+    config, workload = make_config(BASE, **RANKED), Lengths()
+    once = whole(config, workload, COST)
+    assert samples(once) == samples(plain)
+    num_begun = 0
+    for ends in range(40, once.num_asked, max(once.num_asked // 6, 1)):
+        house = House(config, workload, COST)
+        finished = False
+        with suppress(RunFailed):  # a stop beside an update
+            finished = house.run((how, ends))
+        assert not finished
+        num_begun += len(house.state["rule"]["state"].get("begun", ())) if house.saved else 0
+        assert house.run()
+        check(house)
+        assert samples(house) == samples(plain)
+    assert num_begun, "some boundary was left with prompts drawn ahead"
+
+
+# ---------------------------------------------------------------- two things at once
+
+
+def test_the_first_of_two_things_is_told_when_the_second_has_ended():
+    """On a simulated clock the second is over at its end, whoever ran first; on a real one, if it has ended well."""
+    clock = SimulatedClock()
+    seen: list[bool] = []
+
+    def first() -> str:
+        for _ in range(3):
+            seen.append(together.has_ended)
+            clock.advance(2.0)
+        return "first"
+
+    together = SimulatedTogether(clock)
+    assert together(first, lambda: clock.advance(4.0)) == ("first", None)
+    assert seen == [False, False, True]
+    assert clock.now_s == 6.0
+    with closing(Overlap()) as overlap:
+        begins, ended = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            before = overlap.has_ended
+            begins.set()
+            ended.wait(60)
+            while overlap.busy and not overlap.has_ended:
+                time.sleep(0.001)
+            assert not before
+
+        def other() -> None:
+            begins.wait(60)
+            ended.set()
+
+        overlap(wait, other)
+        assert not overlap.has_ended, "nothing runs"
+
+        def fails() -> None:
+            ended.set()
+            raise ValueError("no")
+
+        ended.clear()
+        later: list[bool] = []
+
+        def look() -> None:
+            ended.wait(60)
+            time.sleep(0.05)
+            later.append(overlap.has_ended)
+
+        with pytest.raises(ValueError, match="no"):
+            overlap(look, fails)
+        assert later == [False], "it has failed"

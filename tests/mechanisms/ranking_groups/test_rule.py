@@ -1,0 +1,186 @@
+"""Ranking groups: the order of prompts, equal groups, the worker of each response, and what outlives a round."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from fake_rollout import FakePrompts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.config.rollouts import RankingGroupsSection
+from jaxrl.mechanisms.ranking_groups.rule import RankingGroups, equal_groups, ranked, shares, worker_order
+from jaxrl.scheduling.rounds.events import AwaitVerdict, Launch
+from jaxrl.types import Prompt, SampleKey
+
+
+@dataclass(frozen=True)
+class Past:
+    median: float
+    longest: int
+
+
+class History:
+    """Each response of prompt i had `lengths[i]` tokens."""
+
+    def __init__(self, lengths, growths=()):
+        self._lengths, self._growths = dict(lengths), growths
+
+    def lengths(self, index):
+        length = self._lengths.get(index)
+        return None if length is None else Past(length, length)
+
+    def growths(self):
+        return np.asarray(self._growths, np.float64)
+
+
+def launch(index, samples=2, epoch=1):
+    keys = tuple(SampleKey(epoch, index, i) for i in range(samples))
+    return Launch(Prompt(epoch, index, (1,), "", "test"), keys)
+
+
+def indices(launches):
+    return [each.prompt.index for each in launches]
+
+
+def workers_by_prompt(commands):
+    return {each.prompt.index: set(each.workers) for each in commands}
+
+
+def test_prompts_are_ranked_by_the_median_and_ties_by_index():
+    launches = [launch(i) for i in (3, 0, 2, 1, 9)]
+    assert indices(ranked(launches, History({0: 50, 1: 10, 2: 50, 3: 5, 9: 90}))) == [3, 1, 0, 2, 9]
+    # 9 is new: the middle of 5, 10, 50, 50 is 30
+    assert indices(ranked(launches, History({0: 50, 1: 10, 2: 50, 3: 5}))) == [3, 1, 9, 0, 2]
+    assert ranked(launches, History({})) is None
+
+
+@pytest.mark.parametrize(("count", "groups", "sizes"), [(8, 4, [2] * 4), (10, 4, [3, 3, 2, 2]), (3, 8, [1, 1, 1])])
+def test_equal_groups(count, groups, sizes):
+    cut = equal_groups(count, groups)
+    assert [len(each) for each in cut] == sizes
+    assert [place for each in cut for place in each] == list(range(count))
+
+
+def test_prompts_go_to_the_workers_of_a_group_in_snake_order_and_few_prompts_by_samples():
+    launches = [launch(i, 1) for i in range(7)]
+    assert [[key.prompt_index for key in keys] for keys in shares(launches, 3)] == [[0, 5, 6], [1, 4], [2, 3]]
+    few = shares([launch(0, 4), launch(1, 4)], 4)
+    assert [[key.prompt_index for key in keys] for keys in few] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
+def test_odd_steps_are_dealt_in_ascending_order_and_even_ones_in_descending():
+    options = RankingGroupsSection(enable=True, num_groups=4)
+    history = History({i: 10 * (i + 1) for i in range(8)})
+    launches = [launch(i) for i in range(8)]
+    rule = RankingGroups(options, 4, history)
+    assert workers_by_prompt(rule.begin(launches, 1)) == {i: {i // 2} for i in range(8)}
+    assert workers_by_prompt(rule.begin(launches, 2)) == {i: {3 - i // 2} for i in range(8)}
+    assert rule.now is not None
+    assert rule.now.ranks == {3: 0, 2: 1, 1: 2, 0: 3}
+    assert rule.now.metrics() == {"rollout/ranking/groups": 4.0, "rollout/ranking/feasible": 0.0}
+    assert worker_order(3, 1) == [0, 1, 2]
+
+
+def test_other_commands_later_launches_and_rounds_without_history_stay_as_they_are():
+    rule = RankingGroups(RankingGroupsSection(enable=True), 2, History({}))
+    commands = [launch(0), AwaitVerdict(SampleKey(1, 0, 0))]
+    assert rule.begin(commands, 1) == commands
+    assert rule.outliers() is None
+    rule = RankingGroups(RankingGroupsSection(enable=True), 2, History({0: 1}))
+    first, other = rule.begin(commands, 1)
+    assert isinstance(first, Launch)
+    assert len(first.workers) == 2
+    assert other == commands[1]
+    assert rule.now is not None
+    assert rule.now.placed(launch(5)) == launch(5)
+    rule.end()
+    assert rule.now is None
+
+
+def test_a_round_that_began_ahead_keeps_its_workers():
+    """What is learnt meanwhile would deal it in another way."""
+    options = RankingGroupsSection(enable=True, num_groups=2)
+    lengths = {i: 100 + i for i in range(4)}
+    history = History(lengths)
+    rule = RankingGroups(options, 2, history)
+    rule.begin([launch(i) for i in range(4)], 1)
+    ahead = rule.ahead([launch(i) for i in range(4)], 2)
+    history._lengths[0] = 10_000
+    assert rule.begin([launch(i) for i in range(4)], 2) == ahead
+    assert rule.begin([launch(i) for i in range(4)], 4) != ahead
+    assert RankingGroups(options, 2, History({})).ahead([launch(0)], 2) == []
+
+
+def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():
+    def limit(growths):
+        """The first length beyond the threshold."""
+        rule = RankingGroups(RankingGroupsSection(enable=True), 2, History({0: 100, 1: 100}, growths))
+        rule.begin([launch(0, 1), launch(1, 1)], 1)
+        return next(n for n in range(1000) if (books := rule.outliers()) and books.take(lambda _, n=n: n))
+
+    assert limit([]) == 111
+    assert limit([0.5, 1.0, 1.0]) == 111
+    assert limit([1.0, 1.0, 1.5, 3.0]) == 188  # P75: 1.875
+
+
+def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may():
+    options = RankingGroupsSection(enable=True, num_groups=2)
+    history = History({0: 10, 1: 12, 2: 1000, 3: 1000})
+    launches = [launch(i, 4) for i in range(4)]
+
+    def made(is_timed=True):
+        return RankingGroups(options, 5, history, lambda rows, tokens: 1e-3 * rows, is_timed=is_timed)
+
+    def dealt(rule):
+        rule.begin(launches, 1)
+        return [part.num_workers for part in rule.now.allotment.parts]
+
+    rule = made()
+    assert dealt(rule) == [1, 4]
+    rule.learned(100.0, 2.0)
+    other = made()
+    other.load_state_dict(rule.state_dict())
+    assert other.state_dict() == rule.state_dict()
+    assert made().state_dict() != rule.state_dict()
+    untimed = made(is_timed=False)
+    untimed.learned(1e9, 2.0)
+    assert dealt(untimed) == [1, 4]
+    with pytest.raises(ValueError, match="schema 9"):
+        rule.load_state_dict({"schema": 9})
+    rule.load_state_dict({})
+
+
+@given(st.data())
+def test_every_prompt_of_an_epoch_runs_once_and_no_worker_starves(data):
+    """Any history, any number of groups and workers, with and without two tiers, with and without a head start."""
+    num_prompts, batch = data.draw(st.sampled_from([(12, 4), (12, 6), (8, 8)]))
+    lengths = data.draw(st.dictionaries(st.integers(0, num_prompts - 1), st.integers(1, 5000), min_size=1))
+    workers, samples = data.draw(st.integers(2, 9)), data.draw(st.integers(1, 4))
+    options = RankingGroupsSection(enable=True, num_groups=data.draw(st.integers(2, 9)))
+    step_s = data.draw(st.sampled_from([None, lambda rows, tokens: 0.01 + 0.001 * rows + 1e-6 * tokens]))
+
+    def played():
+        rule, prompts, ran = RankingGroups(options, workers, History(lengths), step_s), FakePrompts(num_prompts), []
+        for step in range(1, 2 * num_prompts // batch + 1):
+            launches = [launch(p.index, samples, p.epoch) for p in prompts.next(batch)]
+            if data.draw(st.booleans()) if first else ahead[step - 1]:
+                ahead[step - 1] = True
+                rule.ahead(launches, step)
+            dealt = rule.begin(launches, step)
+            ran += dealt
+            if rule.now is not None and batch * samples >= workers and step_s is None:
+                used = [worker for each in dealt for worker in each.workers]
+                least = batch * samples // (workers * 4)
+                assert min(used.count(worker) for worker in range(workers)) >= least
+        return ran
+
+    first, ahead = True, [False] * (2 * num_prompts // batch)
+    ran = played()
+    keys = [key for each in ran for key in each.keys]
+    assert len(set(keys)) == len(keys) == 2 * num_prompts * samples
+    for each in ran:
+        assert not each.workers or len(each.workers) == len(each.keys)
+        assert all(0 <= worker < workers for worker in each.workers)
+    first = False
+    assert played() == ran, "the same history, the same workers"

@@ -1,0 +1,187 @@
+"""Workers for ranking groups: targets on a line, fewest workers, and what happens where no line can be met."""
+
+import random
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.mechanisms.ranking_groups.two_tier import PRECISION_S, Load, Part, allot, equal_shares, pair_s, rollout_s
+
+
+def tau(loads):
+    """A step takes 10 ms and 1 ms for each row."""
+    return rollout_s(loads, lambda rows, tokens: 0.010 + 0.001 * rows)
+
+
+def group_s(load, workers):
+    return tau([Load(load.length, load.responses / workers)])
+
+
+def each(loads):
+    """Groups of one length."""
+    return [[load] for load in loads]
+
+
+def counts(allotment):
+    return [part.num_workers for part in allotment.parts]
+
+
+@pytest.mark.parametrize(
+    ("groups", "workers", "expected"),
+    [
+        (4, 4, [(0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 3, 1)]),
+        (3, 5, [(0, 0, 1), (1, 1, 2), (2, 2, 2)]),
+        (5, 2, [(0, 2, 1), (3, 4, 1)]),
+        (1, 3, [(0, 0, 3)]),
+    ],
+)
+def test_equal_shares(groups, workers, expected):
+    assert equal_shares(groups, workers) == tuple(Part(*part) for part in expected)
+
+
+def test_rollout_time_by_hand():
+    # 2 rows for 100 steps (12 ms), then 1 row for 50 more (11 ms); two tokens a step halve it
+    loads = [Load(150, 1), Load(100, 1)]
+    assert tau(loads) == pytest.approx(100 * 0.012 + 50 * 0.011)
+    steps = []
+    assert rollout_s(loads, lambda rows, tokens: steps.append((rows, tokens)) or 1.0, 2.0) == 75
+    assert steps == [(2, 100.0), (1, 125.0)], "rows, and their tokens halfway"
+
+
+@pytest.mark.parametrize(("train_s", "expected"), [(0.0, [3, 1, 1, 3]), (4.0, [1, 1, 2, 4]), (16.0, [1, 1, 1, 5])])
+def test_long_groups_get_the_workers_that_short_ones_can_spare(train_s, expected):
+    """The longer the update, the less the short groups gain by being quick. Where it is short, workers of the longest
+    group have the shortest one next, all of them."""
+    loads = [Load(length, 32) for length in (100, 120, 150, 800)]
+    allotment = allot(each(loads), 8, tau, train_s)
+    assert allotment.is_feasible
+    assert counts(allotment) == expected
+
+
+def test_the_update_sets_the_first_target():
+    """Where the update takes longer than any group on one worker, each needs one worker only; what is left over goes to
+    the group that takes longest."""
+    loads = [Load(100, 8), Load(200, 8), Load(300, 8)]
+    assert counts(allot(each(loads), 6, tau, train_s=100.0)) == [1, 1, 4]
+    # 200 and 300 tokens: 3.6 s and 5.4 s on one worker; the latter is 4.2 s on two, and 3.8 s on three
+
+
+def test_nothing_feasible_gives_equal_shares():
+    """The middle group needs more than its target leaves: it is as long as the last, and the line is bent."""
+    loads = [Load(10, 4), Load(1000, 40), Load(1000, 40)]
+    allotment = allot(each(loads), 3, tau)
+    assert not allotment.is_feasible
+    assert counts(allotment) == [1, 1, 1]
+    assert allot(each(loads), 3, None) == allotment, "as where nothing predicts times"
+
+
+def test_few_workers_serve_runs_of_neighbours():
+    """Two steps are shorter than with equal runs."""
+    loads = [Load(length, 8) for length in (100, 110, 120, 130, 140, 1000)]
+    allotment = allot(each(loads), 3, tau)
+    assert allotment.is_feasible
+    runs = (allotment.parts, equal_shares(6, 3))
+    ours, equal = (pair_s([tau(loads[part.first : part.last + 1]) for part in parts], 0.0) for parts in runs)
+    assert ours < equal
+
+
+LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 64), st.sampled_from([0.0, 1.0, 30.0]))
+def test_every_group_is_served_and_no_worker_is_left_out(lengths, workers, responses, train_s):
+    loads = [Load(length, responses) for length in lengths]
+    parts = allot(each(loads), workers, tau, train_s).parts
+    assert [i for part in parts for i in range(part.first, part.last + 1)] == list(range(len(loads)))
+    assert sum(part.num_workers for part in parts) == workers
+    assert all(part.num_workers >= 1 for part in parts)
+
+
+def figure_12(loads, workers, train_s):
+    """The paper's own allotment, by a scan over d in place of a bisection; None where nothing is feasible."""
+    last, most = len(loads) - 1, workers - len(loads) + 1
+    t0 = max(group_s(loads[0], most), train_s)
+    high = max(group_s(loads[-1], 1) - t0, 0.0) / last
+    for d in np.linspace(0, high, 200):
+        ks = [
+            next((k for k in range(1, most + 1) if group_s(load, k) <= (t0 + i * d) * (1 + 1e-9)), workers + 1)
+            for i, load in enumerate(loads)
+        ]
+        if sum(ks) <= workers:
+            return ks
+    return None
+
+
+def pair_of(loads, shared, train_s):
+    return pair_s([group_s(load, k) for load, k in zip(loads, shared, strict=True) for _ in range(k)], train_s)
+
+
+@given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.integers(0, 6), st.integers(1, 32), st.floats(0, 60))
+def test_two_steps_take_no_longer_than_by_the_paper_or_with_equal_shares(lengths, more, responses, train_s):
+    workers, loads = len(lengths) + more, [Load(length, responses) for length in lengths]
+    allotment = allot(each(loads), workers, tau, train_s)
+    found = pair_of(loads, counts(allotment), train_s)
+    assert found <= pair_of(loads, [part.num_workers for part in equal_shares(len(loads), workers)], train_s)
+    paper = figure_12(loads, workers, train_s)
+    assert allotment.is_feasible or paper is None
+    if paper is not None:
+        paper[-1] += workers - sum(paper)
+        assert found <= pair_of(loads, paper, train_s) * 1.02 + 2 * PRECISION_S
+
+
+def drawn(rng):
+    """Ranking groups with a few long responses each, workers, a machine and the time of an update."""
+    num_groups = rng.randint(2, 6)
+    workers = rng.choice([rng.randint(num_groups, 14), rng.randint(2, num_groups)])
+    step_s, row_s = rng.choice([0.01, 0.03]), rng.choice([1e-5, 1e-4, 1e-3])
+    sigma, responses = rng.uniform(0.3, 1.5), rng.choice([8, 32, 128])
+    lengths = sorted(rng.lognormvariate(6, sigma) for _ in range(num_groups))
+    groups = [[Load(length, responses - 2), Load(length * rng.uniform(1, 4), 2)] for length in lengths]
+
+    def predicted(loads):
+        return rollout_s(loads, lambda rows, tokens: step_s + row_s * rows + 1e-7 * tokens)
+
+    return groups, workers, predicted, rng.choice([0.0, rng.uniform(0, 2) * predicted(groups[num_groups // 2])])
+
+
+def best_pair(groups, workers, tau, train_s):
+    """Of all allotments the least seconds of two steps, and a function that gives those of one."""
+    whole, kinds = max(len(groups), workers), min(len(groups), workers)
+
+    def times(sizes):
+        if workers >= len(groups):
+            return [
+                tau([Load(load.length, load.responses / size) for load in group])
+                for group, size in zip(groups, sizes, strict=True)
+                for _ in range(size)
+            ]
+        ends = [sum(sizes[: i + 1]) for i in range(workers)]
+        runs = (groups[end - size : end] for end, size in zip(ends, sizes, strict=True))
+        return [tau([load for group in run for load in group]) for run in runs]
+
+    cuts = ((0, *inner, whole) for inner in combinations(range(1, whole), kinds - 1))
+    every = ([after - before for before, after in pairwise(cut)] for cut in cuts)
+    return min(pair_s(times(sizes), train_s) for sizes in every), lambda sizes: pair_s(times(sizes), train_s)
+
+
+def test_of_drawn_cases_nearly_all_get_the_best_shares_there_are(request):
+    """Against all shares, one after another."""
+    rng, over = random.Random(0), []
+    for _ in range(4000 if request.config.getoption("--slow") else 150):
+        groups, workers, tau, train_s = drawn(rng)
+        parts = allot(groups, workers, tau, train_s).parts
+        best, pair_of = best_pair(groups, workers, tau, train_s)
+        over.append(pair_of([part.num_workers + part.last - part.first for part in parts]) / best)
+    print("two steps over the best, by quantile:", np.round(np.quantile(over, (0.5, 0.9, 0.95, 0.99, 1.0)), 3))
+    assert min(over) > 1 - 1e-9
+    assert np.quantile(over, 0.95) < 1.001
+    assert np.mean(over) < 1.003
+
+
+def test_two_steps_by_hand():
+    # worker 0: 10, then 40; worker 2: 40, then 10, which waits for nothing; worker 1: 20 twice
+    assert pair_s([10.0, 20.0, 40.0], 0.0) == 50.0
+    assert pair_s([10.0, 20.0, 40.0], 25.0) == 65.0, "the update ends later than worker 0"

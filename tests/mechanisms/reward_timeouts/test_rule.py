@@ -1,0 +1,216 @@
+"""Time limits that follow from anchors: the formula, what makes an anchor, and a checkpoint of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.config import from_mapping
+from jaxrl.config.rewards import CodeSection
+from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
+from jaxrl.types import Prompt
+
+SECONDS = st.floats(0, 1e6)
+RULES = st.builds(TimeoutRule, st.floats(0.01, 100), st.floats(0.01, 100), st.floats(1, 10))
+
+
+def prompt(index: int, epoch: int = 0, source: str = "code", text: str = "") -> Prompt:
+    return Prompt(epoch, index, (1,), text or f"problem {index}", source)
+
+
+def right(*seconds: float) -> dict[str, Any]:
+    return {"correct": True, "passed": len(seconds), "cases": len(seconds), "cut_off": 0, "case_s": list(seconds)}
+
+
+def wrong(*seconds: float, cut_off: int = 0) -> dict[str, Any]:
+    return {"correct": False, "passed": 0, "cases": 9, "cut_off": cut_off, "case_s": list(seconds)}
+
+
+def taught(*infos: dict[str, Any], **options: Any) -> AdaptiveTimeouts:
+    """Has heard these verdicts on responses to prompt 0."""
+    timeouts = AdaptiveTimeouts(TimeoutRule(), **options)
+    for info in infos:
+        timeouts.learn(prompt(0), timeouts.limits(prompt(0)), info)
+    return timeouts
+
+
+@pytest.mark.parametrize(
+    ("anchor_s", "limit_s"),
+    [
+        (None, 30.0),
+        (0.0, 2.0),
+        (0.1, 2.0),
+        (1.3, 2.0),
+        (4 / 3, 2.0),
+        (2.0, 3.0),
+        (10.0, 15.0),
+        (20.0, 30.0),
+        (25.0, 30.0),
+    ],
+)
+def test_the_papers_formula(anchor_s: float | None, limit_s: float):
+    assert TimeoutRule.of(CodeSection()) == TimeoutRule()
+    assert TimeoutRule().limit_s(anchor_s) == pytest.approx(limit_s)
+
+
+@given(RULES, SECONDS, SECONDS)
+def test_limits_keep_their_bounds_and_grow_with_the_anchor(rule: TimeoutRule, a: float, b: float):
+    low, high = sorted((a, b))
+    assert min(rule.min_s, rule.max_s) <= rule.limit_s(low) <= rule.limit_s(high) <= rule.limit_s(None) == rule.max_s
+
+
+def test_a_fixed_timeout_is_the_same_for_every_anchor():
+    rule = TimeoutRule.of(CodeSection(timeout="fixed", max_timeout_s=7.0))
+    assert {rule.limit_s(anchor) for anchor in (None, 0.0, 3.0, 100.0)} == {7.0}
+
+
+@pytest.mark.parametrize(
+    ("infos", "limits"),
+    [
+        ([], ()),
+        ([wrong(0.1, 30.0, cut_off=1)], ()),
+        ([right(0.1, 4.0)], (2.0, 6.0)),
+        ([right(0.1, 4.0), wrong(29.0, 29.0)], (2.0, 6.0)),
+        ([right(0.1, 4.0), right(3.0, 0.5)], (4.5, 6.0)),
+        ([right(0.1, 4.0), right(0.1)], (2.0,)),  # the tests of the prompt have changed
+        ([right(0.1, 4.0), {"correct": True}], (2.0, 6.0)),
+        ([{"correct": True, "case_s": ["1", None]}, {"correct": 1, "case_s": [5.0]}], ()),
+        ([{"correct": True, "case_s": [-1.0]}, {"correct": True, "case_s": float("nan")}], ()),
+    ],
+)
+def test_correct_responses_alone_make_anchors(infos: list[dict[str, Any]], limits: tuple[float, ...]):
+    assert taught(*infos).limits(prompt(0)) == pytest.approx(limits)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.floats(0, 40), min_size=3, max_size=3)), max_size=8))
+def test_more_verdicts_never_lower_a_limit(heard: list[tuple[bool, list[float]]]):
+    timeouts, before = AdaptiveTimeouts(TimeoutRule()), ()
+    for is_right, seconds in heard:
+        timeouts.learn(prompt(0), before, right(*seconds) if is_right else wrong(*seconds))
+        now = timeouts.limits(prompt(0))
+        assert not before or all(a <= b for a, b in zip(before, now, strict=True))
+        assert all(2.0 <= limit <= 30.0 for limit in now)
+        before = now
+
+
+@pytest.mark.parametrize(
+    ("reference_s", "infos", "limits"),
+    [
+        (None, [], ()),  # the row has an empty value
+        (0.2, [], (2.0,)),
+        (4.0, [], (6.0,)),
+        (25.0, [], (30.0,)),
+        (4.0, [wrong(0.1, 30.0, cut_off=1)], (6.0,)),
+        (4.0, [right(0.1, 8.0, 1.0)], (6.0, 12.0, 6.0)),  # a right response may be slower, and lowers none
+    ],
+)
+def test_a_column_of_the_data_is_an_anchor_of_all_test_cases(
+    reference_s: float | None, infos: list[dict[str, Any]], limits: tuple[float, ...]
+):
+    config = {"model": {"path": "x"}, "data": {"reference_time_key": "t"}, "reward": {"kind": "code"}}
+    timeouts = AdaptiveTimeouts.configured(from_mapping(config))
+    assert timeouts is not None
+    row = Prompt(0, 0, (1,), "problem 0", "code", extra={"t": reference_s})
+    for info in infos:
+        timeouts.learn(row, timeouts.limits(row), info)
+    assert timeouts.limits(row) == pytest.approx(limits)
+    assert timeouts.limits(prompt(1)) == (), "of a prompt without the column nothing is known"
+
+
+def test_what_the_last_limit_saved_counts_for_all_cases_beyond():
+    timeouts = AdaptiveTimeouts(TimeoutRule(), reference_time_key="t")
+    timeouts.learn(prompt(0), (6.0,), wrong(0.1, 0.1, 6.0, cut_off=1))
+    assert timeouts.take_metrics() == {"reward/code/cut_off": 1.0, "reward/code/saved_s": 24.0}
+
+
+def test_anchors_are_of_a_problem_and_not_of_its_number():
+    timeouts = taught(right(4.0))
+    assert timeouts.limits(prompt(0, epoch=3)) == (6.0,)
+    assert timeouts.limits(prompt(1)) == timeouts.limits(prompt(0, text="another problem")) == ()
+
+
+def test_prompts_without_tests_have_neither_limits_nor_anchors():
+    config = from_mapping({"model": {"path": "x"}, "reward": {"kind": "math", "domains": {"code": {"kind": "code"}}}})
+    timeouts = AdaptiveTimeouts.configured(config)
+    assert timeouts is not None
+    for source in ("code", "math"):
+        timeouts.learn(prompt(0, source=source), (), right(4.0))
+        assert timeouts.limits(prompt(0, source=source)) == ((6.0,) if source == "code" else ())
+        assert timeouts.is_close(prompt(0, source=source), right(4.0)) == (source == "code")
+    assert AdaptiveTimeouts.configured(from_mapping({"model": {"path": "x"}, "reward": {"kind": "math"}})) is None
+
+
+def test_what_another_limit_might_have_cut_off_is_close():
+    timeouts = taught()
+    assert [timeouts.is_close(prompt(0), right(0.1, seconds)) for seconds in (0.9, 1.1, 25.0)] == [False, True, True]
+    fixed = AdaptiveTimeouts(TimeoutRule.of(CodeSection(timeout="fixed")))
+    assert [fixed.is_close(prompt(0), right(seconds)) for seconds in (14.0, 16.0)] == [False, True]
+    assert not timeouts.is_close(prompt(0), {})
+
+
+def test_metrics_count_what_limits_have_saved():
+    timeouts = taught(right(0.1, 4.0))
+    timeouts.learn(prompt(0), (2.0, 6.0), wrong(2.004, 0.1, cut_off=1))
+    timeouts.learn(prompt(0), (2.0, 6.0), wrong(0.1, 5.998, cut_off=1))
+    timeouts.learn(prompt(1), (), wrong(30.0, cut_off=1))
+    assert timeouts.take_metrics() == pytest.approx(
+        {
+            "reward/code/cut_off": 3.0,
+            "reward/code/saved_s": 28.0 + 24.0,
+            "reward/code/anchor_s/median": 2.05,
+            "reward/code/anchor_s/max": 4.0,
+        }
+    )
+    assert timeouts.take_metrics()["reward/code/cut_off"] == 0.0
+
+
+def fill(timeouts: AdaptiveTimeouts, indices: Sequence[int], num_cases: int = 2) -> None:
+    for index in indices:
+        timeouts.learn(prompt(index), (), right(*[float(index)] * num_cases))
+
+
+def test_the_number_of_anchors_is_bounded():
+    timeouts = AdaptiveTimeouts(TimeoutRule(), max_anchors=6)
+    fill(timeouts, [10, 11, 12, 10, 13])
+    assert [index for index in range(10, 14) if timeouts.limits(prompt(index))] == [10, 12, 13]
+    fill(timeouts, [14], num_cases=7)
+    assert [index for index in range(10, 15) if timeouts.limits(prompt(index))] == [10, 12, 13], "more than fit at all"
+
+
+def test_a_checkpoint_holds_the_anchors():
+    first, second = AdaptiveTimeouts(TimeoutRule(), max_anchors=8), AdaptiveTimeouts(TimeoutRule(), max_anchors=8)
+    fill(first, [5, 6, 7, 5])
+    state = first.state_dict()
+    assert (state["prompts"].shape, state["seconds"].tolist()) == ((3, 2), [6.0, 6.0, 7.0, 7.0, 5.0, 5.0])
+    second.load_state_dict(state)
+    for timeouts in (first, second):
+        fill(timeouts, [8, 9])
+    assert [first.limits(prompt(i)) for i in range(10)] == [second.limits(prompt(i)) for i in range(10)]
+    assert not second.limits(prompt(6)), "it was right longest ago"
+    np.testing.assert_equal(first.state_dict(), second.state_dict())
+    empty = AdaptiveTimeouts(TimeoutRule())
+    empty.load_state_dict({})
+    empty.load_state_dict(AdaptiveTimeouts(TimeoutRule()).state_dict())
+    assert empty.limits(prompt(5)) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2; this version reads schema 1"),
+        ({"seconds": np.ones(3)}, "must fit together"),
+        ({"prompts": np.ones((2, 3), np.int64)}, "must fit together"),
+        ({"prompts": np.asarray([[1, 4], [2, 0]])}, "must fit together"),
+        ({"seconds": np.asarray([1.0, 2.0, np.nan, 1.0])}, "an anchor is no number of seconds"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(change: dict[str, Any], message: str):
+    timeouts = AdaptiveTimeouts(TimeoutRule())
+    fill(timeouts, [1, 2])
+    with pytest.raises(ValueError, match=message):
+        AdaptiveTimeouts(TimeoutRule()).load_state_dict(timeouts.state_dict() | change)

@@ -1,0 +1,315 @@
+"""Earlier responses behind a backend: which index a request has, and what of it a round's metrics and a checkpoint say.
+
+Nothing here waits for a clock: where a build must not have ended, the test holds it back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from replay_worker import ReplayWorker
+
+from jaxrl.config.rollouts import SpeculationSection
+from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, build_index, history_store, index_bytes
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.rounds.batches import RoundResult
+from jaxrl.scheduling.rounds.events import SampleFinished, Verdict
+from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Plan, Request
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
+
+ON = SpeculationSection(enable=True)
+
+
+def prompt(index: int, epoch: int = 0) -> Prompt:
+    return Prompt(epoch, index, (1, 2, index), f"prompt {index}", "test")
+
+
+def sample(index: int, i: int, epoch: int = 0, length: int = 6, reward: float | None = 1.0) -> Sample:
+    one = Sample.empty(SampleKey(epoch, index, i))
+    one.token_ids = np.arange(length, dtype=np.int32) + 100 * index + 10 * i + 1000 * epoch
+    one.finish_reason, one.reward = "stop", reward
+    return one
+
+
+def group(index: int, epoch: int = 0, rewards: Sequence[float] = (1.0, 0.0)) -> Group:
+    return Group(prompt(index, epoch), [sample(index, i, epoch, reward=reward) for i, reward in enumerate(rewards)])
+
+
+class Held:
+    """A drawing in which builds on the thread's track wait until they are let go; those done at once do not."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.drawn: list[tuple[str, int]] = []
+
+    @contextmanager
+    def span(self, track: str, name: str, /, **args: Any) -> Iterator[None]:
+        if track == "history":
+            self.begun.set()
+            assert self.go_on.wait(60)
+        self.drawn.append((track, args["prompt"]))
+        yield
+
+
+class Ticks:
+    """A clock that counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def sessions() -> Iterator[Any]:
+    opened: list[HistorySession] = []
+
+    def build(options: SpeculationSection = ON, drawing: Held | None = None, most_own: int = 0) -> HistorySession:
+        builder = IndexBuilder(options, drawing, Ticks())
+        opened.append(HistorySession(history_store(options), builder, most_own))
+        return opened[-1]
+
+    yield build
+    for session in opened:
+        session.close()
+
+
+def same(index: DraftIndex | None, other: DraftIndex) -> bool:
+    assert index is not None
+    pairs = zip((index.text, index.first, index.places), (other.text, other.first, other.places), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def play(session: HistorySession, *groups: Group) -> dict[str, float]:
+    session.begin("plain")
+    return session.end(groups, Counters())
+
+
+def test_the_next_round_drafts_from_the_last_one(sessions: Any):
+    session = sessions()
+    session.begin("plain")
+    assert session.index_of(prompt(3)) is None, "nothing in the first epoch"
+    measured = session.end([group(3), group(4)], Counters())
+    assert measured["rollout/spec/evicted_prompts"] == 0
+    assert measured["rollout/spec/index_bytes"] == session.store.num_bytes > 0
+    session.begin("plain")
+    index = session.index_of(prompt(3, epoch=1))
+    history = session.store.history(3)
+    assert same(index, build_index(history, ON))
+    assert index.draft([102, 103, 104][-3:], 9).tolist() == []
+    assert index.draft([300, 301, 302], 9).tolist() == [303, 304, 305]
+    assert session.index_of(prompt(3, epoch=1)) is index, "one for all of its samples"
+    session.end([group(3, epoch=1)], Counters())
+    session.begin("plain")
+    assert session.index_of(prompt(3, epoch=2)).draft([1300, 1301, 1302], 1).tolist() == [1303]
+    assert session.index_of(prompt(3, epoch=2)).find([300, 301, 302]) == (-1, 0), "one epoch"
+
+
+def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
+    session = sessions()
+    play(session, group(0))
+    session.begin("eval")
+    assert session.index_of(prompt(0, epoch=1)) is None
+    assert session.end([group(1)], Counters()) == {}
+    session.begin("plain")
+    assert session.index_of(prompt(0, epoch=1)) is not None
+    session.cancel()
+    assert session.store.prompts() == [0]
+
+
+def test_a_request_waits_for_its_index_and_the_time_is_told(sessions: Any):
+    drawing = Held()
+    session = sessions(drawing=drawing)
+    play(session, group(0), group(1))
+    assert drawing.begun.wait(60)  # that of prompt 0 is being built; that of prompt 1 waits for its turn
+    session.begin("plain")
+    assert session.index_of(prompt(1)) is session.index_of(prompt(1)), "built here, once"
+    threading.Timer(0.05, drawing.go_on.set).start()
+    assert session.index_of(prompt(0)) is not None
+    assert sorted(drawing.drawn) == [("history", 0), ("history at once", 1)]
+    first = session.end([], Counters())
+    assert first["rollout/spec/build_wait_s"] > 0
+    assert first["rollout/spec/build_s"] > 0
+    again = play(session)
+    assert (again["rollout/spec/build_wait_s"], again["rollout/spec/build_s"]) == (0, 0)
+
+
+def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.MonkeyPatch):
+    """Also where no request asks for its index."""
+
+    def fail(*_: Any) -> DraftIndex:
+        raise MemoryError("no room")
+
+    session = sessions()
+    monkeypatch.setattr(DraftIndex, "build", fail)
+    play(session, group(0))
+    with pytest.raises(MemoryError, match="no room") as found:
+        session._builder.take(session._indexes[0])
+    assert found.value.__notes__ == ["while the draft index of prompt 0 was built (12 tokens)"]
+    with pytest.raises(MemoryError, match="no room"):
+        session.begin("eval")
+
+
+def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
+    options = SpeculationSection(enable=True, epochs=2)
+    session, again = sessions(options), sessions(options)
+    for epoch in range(3):
+        play(session, group(0, epoch, (1.0, 0.5)), group(1, epoch))
+    again.load_state_dict(session.state_dict())
+    for each in (session, again):
+        each.begin("plain")
+    for index in (0, 1):
+        assert same(again.index_of(prompt(index)), session.index_of(prompt(index)))
+
+
+def test_what_is_evicted_has_no_index(sessions: Any):
+    lengths = DraftLengths()
+    room = index_bytes(lengths, 2, 12) + 12 * 4 + 2 * 12
+    options = SpeculationSection(enable=True, max_bytes=2 * room)
+    session = sessions(options)
+    measured = play(session, group(0), group(1), group(2))
+    assert measured["rollout/spec/evicted_prompts"] == 1
+    assert measured["rollout/spec/index_bytes"] == 2 * room
+    session.begin("plain")
+    assert [session.index_of(prompt(i)) is None for i in range(3)] == [True, False, False]
+    after = session.end([], Counters())["rollout/spec/index_bytes"]
+    assert after == 2 * (12 * 4 + 2 * 12 + build_index(session.store.history(1), options).num_bytes) < 2 * room
+
+
+@pytest.mark.parametrize("num_responses", [1, 3])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 500])
+def test_an_index_takes_at_most_what_is_planned(num_responses: int, num_tokens: int):
+    rng = np.random.default_rng(num_tokens)
+    responses = [rng.integers(0, 9999, num_tokens).astype(np.int32) for _ in range(num_responses)]
+    built = DraftIndex.build(responses, [1.0] * num_responses)
+    most = index_bytes(DraftLengths(), num_responses, num_responses * num_tokens)
+    assert built.num_bytes <= most
+    assert num_tokens < 500 or built.num_bytes > most / 2
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (-1.0, -1.0, -1.0), (1.0, 0.6, 0.6), (-2.0, -1.0, -2.0)])
+def test_what_is_drafted_follows_rewards_of_any_sign(rewards: tuple[float, ...]):
+    """Two continuations, one of which occurs twice."""
+    samples = [sample(0, i, reward=reward) for i, reward in enumerate(rewards)]
+    for one, tokens in zip(samples, ([1, 2, 3, 4, 5], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8]), strict=True):
+        one.token_ids = np.asarray(tokens, np.int32)
+    store = HistoryStore(1)
+    store.add([Group(prompt(0), samples)])
+    history = store.history(0)
+    assert isinstance(history, PromptHistory)
+    assert build_index(history, ON).draft([1, 2, 3], 9).tolist() == [7, 8]
+
+
+def test_prompts_without_history_draft_from_their_group(sessions: Any):
+    session = sessions(most_own=2)
+    play(session, group(7))
+    session.begin("plain")
+    session.ended([sample(0, 0, reward=None), sample(7, 0, epoch=1, reward=None)])
+    assert session.before_plan() == [], "begun now, and used from the next plan on"
+    session.ended([sample(0, i, reward=None) for i in (1, 2)])  # one more than there is room for
+    ((key, index),) = session.before_plan()
+    assert key == (0, 0)
+    assert index.draft([0, 1, 2], 2).tolist() == [3, 4]
+    assert session.index_of(prompt(0)) is index, "samples of the group that come later as well"
+    assert index.find([10, 11, 12]) == (-1, 0)
+    ((_, index),) = session.before_plan()
+    assert index.draft([10, 11, 12], 2).tolist() == [13, 14]
+    assert index.num_tokens == 12
+    assert session.before_plan() == []
+    session.end([], Counters())
+    session.begin("plain")
+    assert session.index_of(prompt(0)) is None, "of this round alone"
+
+
+class Recording(Engine):
+    """Notes requests as they are added, and which of its plans' rows have a history."""
+
+    def __init__(self, executor: Any) -> None:
+        super().__init__(executor, BatcherConfig(decode_steps=2))
+        self.requests: list[Request] = []
+        self.drafting: list[set[int]] = []
+        submit = executor.submit
+
+        def noted(plan: Plan) -> Any:
+            self.drafting.append({row.request_id for row in plan.decode if row.history is not None})
+            return submit(plan)
+
+        executor.submit = noted
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+        super().add(request)
+
+
+class Pool:
+    """Every sample's reward is its index, at once."""
+
+    def __init__(self) -> None:
+        self.sent: list[Sample] = []
+
+    num_pending = 0
+
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        self.sent.append(sample)
+
+    def cancel(self, keys: Any) -> None: ...
+
+    def completed(self) -> list[Verdict]:
+        sent, self.sent = self.sent, []
+        return [Verdict(0.0, one.key, float(one.key.sample_index)) for one in sent]
+
+    def wait(self, timeout_s: float) -> list[Verdict]:
+        return self.completed()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+def run_round(backend: RolloutBackend, prompts: list[Prompt], kind: str = "plain") -> dict[str, float]:
+    current = Round(prompts, 2)
+    backend.begin(1, SamplingParams(max_tokens=40), kind)
+    while not current.done:
+        event = backend.wait()
+        if isinstance(event, SampleFinished):
+            assert event.sample.reward is None
+        for command in current.handle(event):
+            backend.apply(command)
+    return backend.end(None if kind == "eval" else RoundResult("plain", current.groups(), {}, {}, [], []))
+
+
+def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):
+    session = sessions(most_own=2)
+    keys = [SampleKey(epoch, index, i) for epoch in (0, 1) for index in (0, 1) for i in (0, 1)]
+    executor = ReplayWorker({key: 12 if key.sample_index else 4 for key in keys}, num_slots=4)
+    engine = Recording(executor)
+    backend = RolloutBackend(engine, executor, Pool(), lambda _: "text", lambda: None, history=session)
+    backend.enter_rollout(0)
+    measured = run_round(backend, [prompt(0)])
+    assert [request.history for request in engine.requests] == [None, None]
+    assert {frozenset(ids) for ids in engine.drafting} == {frozenset(), frozenset({1})}, "the second, from the first"
+    assert measured["rollout/spec/plans_share"] == 0
+    assert measured["rollout/spec/tokens_per_step"] == 1
+    engine.requests.clear()
+    run_round(backend, [prompt(0, epoch=1), prompt(1, epoch=1)])
+    first, second, *others = [request.history for request in engine.requests]
+    assert first is second is not None
+    assert others == [None, None]
+    history = session.store.history(0)
+    assert history.rollouts[0].epoch == 1, "and it has been learnt from"
+    assert history.rollouts[0].rewards.tolist() == [0, 1]
+    engine.requests.clear()
+    assert not [name for name in run_round(backend, [prompt(0)], "eval") if "/spec/" in name]
+    assert [request.history for request in engine.requests] == [None, None]

@@ -1,0 +1,262 @@
+"""Gradients on half of the devices: the update is that of the whole batch, whichever groups were streamed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import pytest
+from live_arrays import bytes_on
+
+from jaxrl.config.checks import NEEDS_WHOLE_BATCH
+from jaxrl.config.options import AdvantageEstimator
+from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
+from jaxrl.sharding.halves import Half
+from jaxrl.train import preparation
+from jaxrl.train.step import Trainer
+from jaxrl.types import Group, StreamFailed, TrainBatch
+
+WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
+WITH_REF = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.5, "actor__entropy_coeff": 0.1}
+STEP = 1
+
+
+def groups_of(batch: TrainBatch) -> list[Group]:
+    """Groups with rewards, in the order of their keys."""
+    found: dict[Any, Group] = {}
+    for prompt, sample in zip(batch.prompts, batch.samples, strict=True):
+        found.setdefault(prompt.key, Group(prompt, [])).samples.append(sample)
+    return list(found.values())
+
+
+def prepared(trainer: Trainer, groups: Sequence[Group]) -> TrainBatch:
+    """What the loop makes of a batch before its gradients."""
+    config, batch = trainer.config, TrainBatch.of(groups)
+    current = trainer.token_logprobs(batch) if preparation.needs_policy(config, batch, STEP) else None
+    batch.old_logprobs = preparation.old_logprobs(config, batch, STEP, current)
+    if config.needs_ref:
+        batch.ref_logprobs = trainer.token_logprobs(batch, "ref")
+    batch.loss_masks = preparation.loss_masks(config, batch, STEP)
+    preparation.set_advantages(config, groups, batch)
+    return batch
+
+
+def stream_of(trainer: Trainer, index: int = 0) -> TrainStream:
+    stream = TrainStream(trainer, Half(trainer.mesh, index))
+    for each in (stream.programs, trainer.programs):
+        each.microbatches = each.microbatches[-1:]  # one shape: less to compile
+    return stream
+
+
+def streamed(trainer: Trainer, stream: TrainStream, calls: list[list[Group]], rest: list[Group]) -> TrainBatch:
+    """Accumulates `calls` on the half and `rest` on all devices; returns the whole batch."""
+    stream.open()
+    for call in calls:
+        stream.give(call, STEP)
+        while not stream.poll():
+            pass
+    parts = stream.close()
+    assert not stream.is_open
+    if rest:
+        parts.append(prepared(trainer, rest))
+        trainer.accumulate(parts[-1])
+    groups = sorted((group for part in (*calls, rest) for group in part), key=lambda group: group.prompt.key)
+    return preparation.joined(groups, parts)
+
+
+def dealt(groups: list[Group], seed: int) -> tuple[list[list[Group]], list[Group]]:
+    """Some of the groups in calls of one to three, in any order, and the others."""
+    rng = random.Random(seed)
+    mixed = rng.sample(groups, len(groups))
+    count, calls = rng.randint(1, len(groups)), []
+    left, rest = mixed[:count], sorted(mixed[count:], key=lambda group: group.prompt.key)
+    while left:
+        size = rng.randint(1, 3)
+        calls.append(left[:size])
+        left = left[size:]
+    return calls, rest
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)])
+
+
+def distance(a: Any, b: Any) -> float:
+    return float(np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b)))
+
+
+def check_equal(
+    trainer: Trainer, groups: list[Group], tolerance: float, seeds: Sequence[int], stream: TrainStream
+) -> None:
+    if trainer.config.needs_ref:  # make the reference another model
+        trainer.accumulate(prepared(trainer, groups))
+        trainer.apply()
+    whole = prepared(trainer, groups)
+    trainer.accumulate(whole)
+    expected = trainer.gradients()
+    trainer.discard()
+    for seed in seeds:
+        calls, rest = dealt(groups, seed)
+        batch = streamed(trainer, stream, calls, rest)
+        assert distance(trainer.gradients(), expected) <= tolerance
+        trainer.discard()
+        assert [sample.key for sample in batch.samples] == [sample.key for sample in whole.samples]
+        for name in ("advantages", "old_logprobs", "ref_logprobs"):
+            for found, wanted in zip(getattr(batch, name) or [], getattr(whole, name) or [], strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "estimator", "devices"),
+    [("token-mean", "grpo", 8), ("seq-mean-token-sum", "dr_grpo", 2), ("seq-mean-token-mean", "rloo", 4)],
+)
+def test_the_update_is_that_of_the_whole_batch(x64, mode, estimator, devices, make_config, make_batch, make_trainer):
+    config = make_config(algorithm__loss_agg_mode=mode, algorithm__adv_estimator=estimator, **WIDE, **WITH_REF)
+    trainer = make_trainer(config, devices)
+    check_equal(trainer, groups_of(make_batch(24, same=True)), 1e-12, (0, 1), stream_of(trainer, 1))
+
+
+ESTIMATORS = sorted({*get_args(AdvantageEstimator)} - NEEDS_WHOLE_BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", [{}, WITH_REF, {"algorithm__use_kl_in_reward": True, "algorithm__kl_coef": 0.3}])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_trainer):
+    batch, options = make_batch(24, same=True), {"algorithm__loss_agg_mode": mode, **kl, **(WIDE if wide else {})}
+    with jax.enable_x64(wide):
+        trainer = make_trainer(make_config(**options), 8)
+        stream = stream_of(trainer)
+        for seed, estimator in enumerate(ESTIMATORS):  # no program depends on it
+            trainer.config = make_config(**options, algorithm__adv_estimator=estimator)
+            check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
+
+
+def test_the_same_parts_in_the_same_order_are_the_same_bits(make_config, make_batch, make_trainer):
+    """In float32, on all devices: twice in one trainer, and in another one, up to the weights after the update; within
+    the tolerance of the whole batch."""
+    groups, config = groups_of(make_batch(24, same=True)), make_config(algorithm__use_kl_in_reward=True)
+    calls, rest = dealt(groups, seed=3)
+    outcomes, trainer = [], make_trainer(config, 4)
+    for _ in range(2):
+        trainer = make_trainer(config, 4, programs=trainer.programs)
+        stream = stream_of(trainer, 1)
+        whole = prepared(trainer, groups)
+        trainer.accumulate(whole)
+        expected = trainer.gradients()
+        trainer.discard()
+        for _ in range(2):
+            trainer.discard()
+            streamed(trainer, stream, calls, rest)
+            outcomes.append(flat(trainer.gradients()))
+        assert np.linalg.norm(outcomes[-1] - flat(expected)) <= 1e-5 * np.linalg.norm(flat(expected))
+        trainer.apply()
+        outcomes.append(flat(trainer.params))
+    first, again, params = outcomes[:3]
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, outcomes[3])
+    np.testing.assert_array_equal(params, outcomes[5])
+    # another order adds up otherwise
+    trainer = make_trainer(config, 4, programs=trainer.programs)
+    streamed(trainer, stream_of(trainer, 1), calls[::-1], rest)
+    assert (flat(trainer.gradients()) != first).any()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update(make_config, make_batch, make_trainer):
+    trainer = make_trainer(make_config(), 2)
+    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+    before = flat(trainer.params)
+    groups[0].samples[1].reward = float("nan")
+    streamed(trainer, stream, [groups[:1]], groups[1:])
+    assert trainer.apply()["actor/skipped_updates"] == 1
+    np.testing.assert_array_equal(flat(trainer.params), before)
+    groups[0].samples[1].reward = 1.0
+    streamed(trainer, stream, [groups[:1]], groups[1:])
+    assert trainer.apply()["actor/skipped_updates"] == 0
+    assert (flat(trainer.params) != before).any()
+
+
+def test_what_is_abandoned_leaves_nothing(make_config, make_batch, make_trainer):
+    trainer = make_trainer(make_config(), 2)
+    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+    stream.open()
+    stream.give(groups[:2], STEP)
+    stream.abandon()
+    assert not stream.is_open
+    assert stream.given == []
+    stream.open()  # nothing is given
+    assert stream.close() == []
+    with pytest.raises(ValueError, match=r"apply\(\) without accumulate"):
+        trainer.apply()
+    streamed(trainer, stream, [groups[1:2]], [groups[0], groups[2]])
+    first = flat(trainer.gradients())
+    trainer.discard()
+    streamed(trainer, stream, [groups[1:2]], [groups[0], groups[2]])
+    np.testing.assert_array_equal(flat(trainer.gradients()), first)
+
+
+def test_devices_that_fail_leave_the_trainer_as_it_was(
+    make_config, make_batch, make_trainer, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = make_trainer(make_config(), 2)
+    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+
+    def full(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for 4 GiB\nthe allocator's table")
+
+    def give() -> None:
+        stream.open()
+        stream.give(groups[:2], STEP)
+        stream.close()
+
+    for owner, name in ((stream._passes, "on_device"), (type(stream.half), "give_back"), (type(stream.half), "lend")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, full)
+            with pytest.raises(StreamFailed, match=r"^RESOURCE_EXHAUSTED: no room for 4 GiB$"):
+                give()
+        stream.abandon()
+        assert not stream.is_open
+        with pytest.raises(ValueError, match=r"apply\(\) without accumulate"):
+            trainer.apply()
+    streamed(trainer, stream, [groups[:2]], groups[2:])
+    assert trainer.apply()["actor/skipped_updates"] == 0
+
+
+def test_memory_is_that_of_the_module(make_config, make_batch, make_trainer):
+    """Weights and sums on the half; the reference's weights in turns with the actor's; nothing on the other half."""
+    trainer = make_trainer(make_config(**WITH_REF), 4)
+    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+    own, other = (mesh.devices.ravel().tolist() for mesh in (stream.half.mesh, stream.half.other))
+    default = jax.devices()[0].default_memory().kind
+    stream.open()
+    stream.give(groups[:1], STEP)
+    stream.finish()
+    stream.abandon()  # all constants of programs are there
+    before = bytes_on(own, default), bytes_on(other, default)
+    stream.open()
+    programs = stream.programs
+    shares = [
+        sharding.shard_shape(x.shape)
+        for x, sharding in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(programs.shardings), strict=True)
+    ]
+    weights = 2 * sum(4 * int(np.prod(shape)) for shape in shares)
+    assert bytes_on(own, default) - before[0] == weights
+    stream.give(groups[:2], STEP)
+    stream.finish()
+    sums = bytes_on(own, default) - before[0] - weights
+    assert weights <= sums <= weights + 4096  # the numbers beside the gradients are small
+    assert bytes_on(other, default) == before[1]
+    stream.close()
+    assert bytes_on(own, default) - before[0] < weights
+    trainer.discard()
+    assert (bytes_on(own, default), bytes_on(other, default)) == before
+
+
+def test_other_devices_are_refused(make_config, make_trainer):
+    trainer, other = make_trainer(make_config(), 2), make_trainer(make_config(), 4)
+    with pytest.raises(ValueError, match="needs a half of the trainer's 2 devices, found a half of 4 devices"):
+        TrainStream(trainer, Half(other.mesh, 0))

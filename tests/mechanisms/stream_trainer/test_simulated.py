@@ -1,0 +1,305 @@
+"""Gradients beside a simulated rollout: seconds by hand, the same groups, and the same work in all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adaptive_runs import LARGE, WORKLOAD
+from adaptive_runs import config as large_config
+from known_samples import KnownSample, KnownWorkload
+from sim_machine import ConstantCost, key
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.loop import Hooks
+from jaxrl.mechanisms.stream_trainer.session import GradientStream
+from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
+from jaxrl.record.state import dump_state, load_state
+from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.cost_model import CostModel, RooflineCost
+from jaxrl.sim.hardware import H100
+from jaxrl.sim.trainer import load_of
+from jaxrl.sim.workload import Workload
+from jaxrl.types import Group, Prompt, Sample, TrainBatch
+
+# ---------------------------------------------------------------- the stream alone
+
+
+def sample(index: int, place: int, num_tokens: int) -> Sample:
+    whole, real = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
+    return Sample(key(index, place), whole, real, real, whole, "stop")
+
+
+def group(index: int) -> Group:
+    return Group(Prompt(0, index, (0,) * 4, "", ""), [sample(index, 0, 3 + index), sample(index, 1, 5)])
+
+
+def prepared(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
+    batch = TrainBatch.of(list(groups))
+    batch.old_logprobs = logprobs(batch, "actor")
+    batch.ref_logprobs = logprobs(batch, "ref")
+    return batch
+
+
+def test_a_stream_by_hand():
+    """Weights take 3 s to come, a part 7 + 7 + 2 s for log-probabilities and 20 s for gradients; sums 3 s to go."""
+    clock = SimulatedClock()
+    stream = SimulatedStream(ConstantCost(), clock, 4, 2, prepared)
+    clock.advance(100)
+    stream.open()
+    assert not stream.poll()
+    clock.advance(10)
+    assert stream.poll()
+    stream.give([group(0)], 1)
+    assert clock.now_s == 110, "the rollout goes on"
+    clock.advance(35)
+    assert not stream.poll()
+    clock.advance(1)
+    assert stream.poll()
+    stream.give([group(1), group(2)], 1)
+    stream.finish()
+    assert clock.now_s == 146 + 36
+    batches = stream.close()
+    assert clock.now_s == 182 + 3
+    assert [[prompt.index for prompt in batch.prompts] for batch in batches] == [[0, 0], [1, 1, 2, 2]]
+    assert [len(each) for each in batches[1].ref_logprobs or []] == [4, 5, 5, 5]
+    stream.open()
+    assert stream.close() == [], "what was given before has gone"
+    assert clock.now_s == 185 + 3, "its weights came, and no sums go"
+    stream.open()
+    stream.give([group(0)], 1)
+    stream.abandon()
+    assert clock.now_s == 188
+    assert stream.poll(), "nothing is left of it"
+
+
+def test_a_part_of_the_devices():
+    with pytest.raises(ValueError, match=r"devices \(4\) must be some of the trainer's 4, and not all"):
+        SimulatedStream(ConstantCost(), SimulatedClock(), 4, 4, prepared)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def simulated(
+    made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any
+) -> tuple[Simulation, dict[int, dict[str, float]], dict[int, list[tuple[Any, ...]]], dict[int, str]]:
+    """A run, and by step its metrics, its samples, and the state after it."""
+    metrics: dict[int, dict[str, float]] = {}
+    trained: dict[int, list[tuple[Any, ...]]] = {}
+    saved: dict[int, str] = {}
+
+    def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+        metrics[step] = measured
+        trained[step] = [
+            (s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for g in groups for s in g.samples
+        ]
+        if simulation.stream is not None:
+            assert sum(bool(decision.freed) for decision in simulation.stream.decisions) <= 1
+            assert simulation.workers.num_open == made.rollout.num_workers
+
+    def save(step: int, host: dict[str, Any]) -> None:
+        saved[step] = dump_state(host)
+
+    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
+    simulation = build(made, cost, workload, hooks, **more)
+    if state is not None:
+        simulation.loop.load_host_state(load_state(state, "test"))
+    assert simulation.loop.run()
+    return simulation, metrics, trained, saved
+
+
+def streaming(made: Config, num_workers: int = 2, **options: Any) -> Config:
+    stream = replace(made.trainer.stream, enable=True, **options)
+    made = replace(made, rollout=replace(made.rollout, num_workers=num_workers))
+    return replace(made, trainer=replace(made.trainer, stream=stream))
+
+
+def by_hand(**stream: Any) -> Config:
+    return from_mapping(
+        {
+            "model": {"path": "tiny"},
+            "data": {
+                "train_batch_size": 4,
+                "max_prompt_length": 16,
+                "max_response_length": 40,
+                "shuffle": False,
+                "val_size": 0,
+            },
+            "rollout": {
+                "n": 2,
+                "block_size": 4,
+                "num_blocks": 60,
+                "max_num_seqs": 8,
+                "decode_steps": 2,
+                "num_workers": 2,
+                "deal": "prompts",
+            },
+            "trainer": {"total_training_steps": 1, "save_freq": 0, "num_devices": 2, "stream": {"pace": 1.0} | stream},
+            "simulate": {"num_prompts": 4},
+        }
+    )
+
+
+# prompts 0 and 1 are short, 2 and 3 long; a worker gets one of each
+LENGTHS = {key(p, i): 3 if p < 2 else 31 for p in range(4) for i in range(2)}
+BY_HAND = KnownWorkload(
+    {k: KnownSample(n, float(k.sample_index)) for k, n in LENGTHS.items()}, dict.fromkeys(range(4), 4)
+)
+
+
+def test_a_step_without_a_stream_by_hand():
+    _, metrics, _, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
+    assert metrics[1]["timing_s/gen"] == 10 + 30
+    assert metrics[1]["timing_s/step"] == 40 + 7 + 101 + 5
+
+
+@pytest.mark.parametrize("options", [{}, {"trigger": "fixed"}, {"min_done": 0.5}])
+def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
+    """All short responses end 12 s after the start, so half is done and worker 0 is freed: its two plans in flight end
+    at 16 s, where its rows begin again on worker 1, with the 7 tokens that they have. That takes a prefill of 10 s,
+    before the 26 steps that worker 1's own rows have left after its plan in flight: the rollout ends at 52 s. Weights
+    take 3 s from 16 s on; the plan that is running ends at 28 s, when the short groups are given: 7 s of
+    log-probabilities and 20 s of gradients, of which 3 s are left when the rollout ends. Then 3 s for the sums, 7 s of
+    log-probabilities, 101 s of an update, 5 s of a sync.
+    """
+    simulation, metrics, trained, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
+    step = metrics[1]
+    assert simulation.stream is not None
+    (decision,) = simulation.stream.decisions
+    assert (decision.freed, decision.moved_requests, decision.num_done) == ((0,), 2, 4)
+    assert step["timing_s/gen"] == 16 + 10 + 26
+    assert step["timing_s/stream"] == 3 + 3
+    assert step["timing_s/step"] == 52 + 3 + 3 + 7 + 101 + 5
+    assert step["rollout/scale_down/freed"] == 1
+    assert step["rollout/scale_down/done_share"] == 0.5
+    assert step["rollout/scale_down/moved_samples"] == 2
+    assert step["rollout/scale_down/moved_tokens"] == 2 * (4 + 3)
+    assert step["rollout/scale_down/hidden_s"] == 52 - 28
+    assert step["actor/streamed_share"] == 0.5
+    assert trained == simulated(by_hand(), ConstantCost(), BY_HAND)[2]
+
+
+@pytest.mark.parametrize(("counts", "freed"), [("samples", 4 / 8), ("prompts", 1 / 4)])
+def test_what_is_counted(counts: str, freed: float):
+    """Two short samples of one prompt and one each of two others: half of the samples ends together, and a prompt."""
+    short = {key(0, 0), key(0, 1), key(1, 0), key(2, 0)}
+    samples = {k: KnownSample(3 if k in short else 31) for k in LENGTHS}
+    workload = KnownWorkload(samples, dict.fromkeys(range(4), 4))
+    simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts, pace=0.5), ConstantCost(), workload)
+    assert metrics[1]["rollout/scale_down/done_share"] == freed
+    assert metrics[1]["actor/streamed_share"] == 1 / 4
+    assert simulation.stream is not None
+    assert f" {counts} done, freed workers: " in simulation.stream.decisions[-1].sentence()
+
+
+@pytest.mark.parametrize(("options", "refused"), [({"min_done": 0.2, "max_done": 0.4}, 0.0), ({"kv_margin": 0.5}, 1.0)])
+def test_a_step_in_which_no_worker_is_freed(options: dict[str, Any], refused: float):
+    _, plain, trained, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
+    _, metrics, same, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
+    looks = {f"rollout/scale_down/{name}": 0.0 for name in ("freed", "refused_rows")}
+    looks["rollout/scale_down/refused_kv"] = refused
+    assert metrics[1] == plain[1] | looks | {"actor/streamed_share": 0.0, "timing_s/stream": 0.0}
+    assert same == trained
+
+
+COST = RooflineCost(LARGE, H100)
+
+
+class Listening:
+    """A stream, and what it is given."""
+
+    def __init__(self, stream: GradientStream, given: list[Group]) -> None:
+        self._stream, self._given = stream, given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def give(self, groups: Sequence[Group], step: int) -> None:
+        self._given.extend(groups)
+        self._stream.give(groups, step)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
+    """The forward passes and gradients of each group are computed once, and no group differs."""
+    given: list[Group] = []
+    made = streaming(large_config(), num_workers)
+    off = replace(made, trainer=replace(made.trainer, stream=large_config().trainer.stream))
+    _, plain, trained, _ = simulated(off, COST, WORKLOAD)
+    simulation, metrics, same, _ = simulated(made, COST, WORKLOAD, feeding=lambda stream: Listening(stream, given))
+    assert same == trained
+    assert sum(step["rollout/scale_down/freed"] for step in metrics.values()) >= 2
+    assert 0 < sum(step["actor/streamed_share"] for step in metrics.values()) < len(metrics)
+    load = load_of(TrainBatch.of(given))
+    saved_s = sum(
+        plain[step][name] - metrics[step][name]
+        for step in metrics
+        for name in ("timing_s/update_actor", "timing_s/old_log_prob")
+    )
+    assert saved_s == pytest.approx(COST.gradients_s(*load, 8) + COST.forward_s(*load, 8), abs=1e-6)
+    assert COST.gradients_s(*load, 4) == pytest.approx(2 * COST.gradients_s(*load, 8))
+    assert simulation.workers.num_open == num_workers
+
+
+def test_a_run_resumed_from_its_state_goes_on_the_same():
+    made = streaming(large_config())
+    _, metrics, trained, saved = simulated(made, COST, WORKLOAD)
+    _, again, same, _ = simulated(made, COST, WORKLOAD, saved[2])
+    assert again == {step: metrics[step] for step in (3, 4)}
+    assert same == {step: trained[step] for step in (3, 4)}
+
+
+@pytest.mark.parametrize("short_rounds", [False, True])
+def test_long_rounds_of_tail_batching(short_rounds: bool):
+    made = large_config()
+    rules = replace(made.rollout.tail_batching, enable=True, prompt_factor=1.5, at_end="leave")
+    made = replace(made, rollout=replace(made.rollout, tail_batching=rules))
+    _, _, trained, _ = simulated(replace(made, rollout=replace(made.rollout, num_workers=2)), COST, WORKLOAD)
+    _, metrics, same, _ = simulated(streaming(made, short_rounds=short_rounds), COST, WORKLOAD)
+    if not short_rounds:  # in a race others end first where devices are freed
+        assert same == trained
+    freed = {step["rollout/long_round"]: step["rollout/scale_down/freed"] for step in metrics.values()}
+    assert freed == {1.0: 1.0, 0.0: float(short_rounds)}
+
+
+def test_kv_moves_where_that_is_predicted_cheaper():
+    """With the modelled devices' profile, rows leave with their KV; without one, they are computed again."""
+    made = streaming(large_config())
+    layout = replace(made.rollout.layout, switch=True, degrees=[1, 2], direction="up", min_gain=0.9)  # never switches
+    profiled = replace(made, rollout=replace(made.rollout, layout=layout))
+    found = []
+    for each in (profiled, made):
+        off = replace(each, trainer=replace(each.trainer, stream=large_config().trainer.stream))
+        _, still, trained, _ = simulated(off, COST, WORKLOAD)
+        _, moved, same, _ = simulated(each, COST, WORKLOAD)
+        assert same == trained
+        assert sum(step["rollout/scale_down/moved_tokens"] for step in moved.values()) > 0
+        found.append(
+            sum(moved[step]["rollout/prefill_tokens"] - still[step]["rollout/prefill_tokens"] for step in moved)
+        )
+    assert found[0] == 0
+    assert found[1] > 0
+
+
+def test_gradients_have_a_lane(tmp_path: Path):
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
+    simulation = build(streaming(large_config()), COST, WORKLOAD, hooks, timeline=tmp_path / "timeline.json")
+    simulation.phases.begin()
+    assert simulation.loop.run()
+    simulation.phases.close()
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [(tracks[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    parts = [span for span in spans if span[0].startswith("gradients ")]
+    plans = [span for span in spans if span[0].startswith("engine") and span[1] == "plan"]
+    assert parts
+    assert all(part[1].startswith("part ") for part in parts)
+    beside = [plan for plan in plans for part in parts if plan[2] < part[3] and part[2] < plan[3]]
+    assert beside, "plans run beside gradients"

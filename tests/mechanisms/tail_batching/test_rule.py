@@ -1,0 +1,285 @@
+"""Tail batching: tables of events and commands by hand, and small runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_rollout import FakePrompts
+from rounds import (
+    START,
+    Table,
+    aborted,
+    batch_keys,
+    check_table,
+    filtering,
+    finish,
+    key,
+    long_every_fifth,
+    names,
+    run_steps,
+    verdict,
+)
+
+from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.scheduling.rounds.batches import RoundTime
+from jaxrl.scheduling.rounds.race import BatchSettings
+
+
+def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
+    """The rule with options `rollout.tail_batching`; `shared` is what else all rules are given."""
+    batch = BatchSettings(num_groups, group_size, **(shared or {}))
+    return TailBatching(batch, TailBatchingSection(enable=True, **options))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
+    rule = tail_batching(2, 2)  # ceil(1.25 * 2) = 3 prompts of 3 responses
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    assert current.kind == "short"
+    launches = [("launch", p, key(p, 0), key(p, 1), key(p, 2)) for p in range(3)]
+    check_table(
+        current,
+        [
+            (START, launches),
+            (finish(key(1, 2), 3), [("score", key(1, 2))]),
+            (finish(key(0, 0), 4), [("score", key(0, 0))]),
+            (finish(key(1, 0), 5), [("score", key(1, 0)), ("abort", key(1, 1))]),
+            (aborted(key(1, 1), 5), []),
+            (verdict(key(1, 2)), []),
+            (finish(key(2, 1), 6), [("score", key(2, 1))]),
+            (
+                finish(key(0, 2), 7),
+                [
+                    ("score", key(0, 2)),
+                    ("abort", key(0, 1)),
+                    ("abort", key(2, 0), key(2, 2)),
+                    ("cancel", key(2, 1)),
+                ],
+            ),
+            (verdict(key(0, 0)), []),
+            (aborted(key(0, 1), 7), []),
+            (verdict(key(1, 0)), []),
+            (aborted(key(2, 0), 7), []),
+            (verdict(key(0, 2)), []),
+            (aborted(key(2, 2), 0), []),
+        ],
+    )
+    result = rule.settle(current)
+    assert batch_keys(result.groups) == [[key(0, 0), key(0, 2)], [key(1, 0), key(1, 2)]]
+    assert [(d.key, d.attempt, d.first_step) for d in rule.queue] == [((0, 2), 0, 1)]
+    assert result.left == {}
+    expected = {
+        "rollout/long_round": 0,
+        "rollout/launched_prompts": 3,
+        "rollout/launched_samples": 9,
+        "rollout/kept_prompts": 2,
+        "rollout/kept_samples": 4,
+        "rollout/aborted_samples": 4,
+        "rollout/filtered_prompts": 0,
+        "rollout/failed_prompts": 0,
+        "rollout/filtered_tokens": 0,
+        "rollout/thrown_tokens": 5 + 7 + 7 + 0 + 6,  # four aborted, and (2, 1), which had ended
+        "rollout/trained_age_steps/mean": 0,
+        "rollout/trained_age_steps/max": 0,
+        "rollout/resumed_share": 0,
+        "rollout/deferred_prompts": 1,
+        "rollout/queue_length": 1,
+        "rollout/queue_age_steps/mean": 0,
+        "rollout/queue_age_steps/max": 0,
+        "rollout/queue_age_rounds/mean": 0,
+        "rollout/queue_age_rounds/max": 0,
+    }
+    assert result.metrics == expected
+
+
+def test_four_short_rounds_and_a_long_one():
+    """RollPacker §3: P0 = 4, R0 = 4, η = 1.25: one prompt of five is deferred, and the fifth round runs those four."""
+    rule = tail_batching(4, 4)
+    training, results = run_steps(rule, long_every_fifth, 6)
+    assert [result.kind for result in results] == ["short"] * 4 + ["long", "short"]
+    assert [result.metrics["rollout/launched_samples"] for result in results] == [25] * 4 + [16, 25]
+    assert [result.metrics["rollout/queue_length"] for result in results] == [1, 2, 3, 4, 0, 1]
+    assert [result.metrics["rollout/queue_age_steps/max"] for result in results] == [0, 1, 2, 3, 0, 0]
+    assert [result.metrics["rollout/queue_age_steps/mean"] for result in results] == [0, 0.5, 1, 1.5, 0, 0]
+    assert results[4].metrics["rollout/trained_age_steps/max"] == 4
+    assert results[4].metrics["rollout/thrown_tokens"] == 0
+    long = results[4].groups
+    assert [group.prompt.index for group in long] == [4, 9, 14, 19]
+    assert batch_keys(long)[0] == [key(4, i, attempt=1) for i in range(4)]
+    for result in results[:4]:
+        # the first four of five responses, of lengths 10 .. 14
+        assert all([s.key.sample_index for s in group.samples] == [0, 1, 2, 3] for group in result.groups)
+    assert training.departures.counts["trained"] == 24
+
+
+def test_factors_scale_prompts_and_responses_apart():
+    for prompts, responses, launched in ((1.0, 1.5, [4, 24]), (1.5, 1.0, [6, 24]), (1.1, 1.0, [5, 20])):
+        rule = tail_batching(4, 4, prompt_factor=prompts, response_factor=responses)
+        _, (result,) = run_steps(rule, long_every_fifth, 1)
+        metrics = result.metrics
+        assert [metrics["rollout/launched_prompts"], metrics["rollout/launched_samples"]] == launched
+    # the factor is taken as it is written: in binary, 1.1 * 50 is a little above 55
+    assert tail_batching(50, 4, prompt_factor=1.1).num_spare == 5
+
+
+def test_without_prompt_speculation_the_queue_stays_empty():
+    _, results = run_steps(tail_batching(4, 4, prompt_factor=1.0), long_every_fifth, 5)
+    assert all(result.kind == "short" and result.metrics["rollout/queue_length"] == 0 for result in results)
+
+
+def test_the_age_bound_brings_the_long_round_forward():
+    rule = tail_batching(4, 4, max_age_steps=2)
+    _, results = run_steps(rule, long_every_fifth, 6)
+    # the prompt deferred in step 1 must be run by step 3, with two new prompts to fill the batch
+    assert [result.kind for result in results] == ["short", "short", "long"] * 2
+    assert [group.prompt.index for group in results[2].groups] == [4, 9, 10, 11]
+    assert results[2].metrics["rollout/trained_age_steps/max"] == 2
+    assert all(len(group.samples) == 4 for result in results for group in result.groups)
+
+
+@pytest.mark.parametrize(("at_end", "carried"), [("flush", 0), ("leave", 2)])
+def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int):
+    rule = tail_batching(4, 4, at_end=at_end)
+    training, results = run_steps(rule, long_every_fifth, 7, total=7)
+    assert rule.num_carried == carried
+    kinds = [result.kind for result in results]
+    # flush: of the 28 prompts that can be trained on, 4 * 5 are drawn by short rounds, 4 wait, and 8 are left: 5 and 3
+    last = ["short", "long"] if at_end == "flush" else ["short", "short"]
+    assert kinds == ["short"] * 4 + ["long", *last]
+    assert training.prompts.position == 28 + carried
+    assert all(len(result.groups) == 4 for result in results)
+
+
+def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
+    """P0 = 2 of 3 prompts under way: verdicts are asked for when they could end the round, and then nothing decodes."""
+    rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared=filtering())
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    table: Table = [
+        (START, [("launch", p, key(p, 0), key(p, 1)) for p in range(3)]),
+        (finish(key(0, 0)), [("score", key(0, 0))]),
+        (finish(key(0, 1)), [("score", key(0, 1))]),
+        (finish(key(1, 0)), [("score", key(1, 0))]),
+        (finish(key(1, 1)), [("score", key(1, 1)), ("await", key(0, 1))]),
+        (finish(key(2, 0)), []),  # it waits for the verdict, too
+        (verdict(key(0, 0), 1.0), []),
+        (verdict(key(0, 1), 1.0), [("await", key(1, 1))]),  # two have ended, and few others run
+        (verdict(key(1, 0), 0.0), []),
+        (
+            verdict(
+                key(1, 1), 1.0
+            ),  # one of two was filtered: one that is missing needs two under way, and one to spare
+            [*(("launch", p, key(p, 0), key(p, 1)) for p in (3, 4)), ("score", key(2, 0))],
+        ),
+        (finish(key(3, 0)), [("score", key(3, 0))]),
+        (finish(key(2, 1)), [("score", key(2, 1)), ("await", key(2, 1))]),
+        (verdict(key(2, 0), 0.0), []),
+        (verdict(key(3, 0), 0.0), []),
+        (verdict(key(2, 1), 1.0), [("abort", key(3, 1), key(4, 0), key(4, 1))]),
+        (aborted(key(3, 1), 9), []),
+        (aborted(key(4, 0), 0), []),
+        (aborted(key(4, 1), 0), []),
+    ]
+    check_table(current, table)
+    result = rule.settle(current)
+    assert result.left == {(0, 0): "filtered"}
+    assert [group.prompt.index for group in result.groups] == [1, 2]
+    assert [d.key for d in rule.queue] == [(0, 3), (0, 4)]
+    assert result.metrics["rollout/filtered_prompts"] == 1
+    assert result.metrics["rollout/filtered_tokens"] == 4
+    assert result.metrics["rollout/thrown_tokens"] == 2 + 9
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: bool):
+    """The clock decides whether its end is told before the verdict comes, so nothing may depend on that."""
+    rule = tail_batching(1, 2, prompt_factor=2.0, response_factor=1.0, shared=filtering())
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    commands: list[tuple] = []
+    for event in (START, finish(key(0, 0)), finish(key(1, 1)), finish(key(0, 1))):
+        commands = names(current.handle(event))
+    assert commands == [("score", key(0, 1)), ("await", key(0, 1))]
+    if is_told:
+        assert current.handle(finish(key(1, 0))) == []
+    current.handle(verdict(key(0, 0)))
+    current.handle(verdict(key(1, 1)))
+    commands = names(current.handle(verdict(key(0, 1))))
+    assert commands == ([] if is_told else [("abort", key(1, 0))])
+    if not is_told:
+        current.handle(aborted(key(1, 0), 2))
+    result = rule.settle(current)
+    assert [deferred.key for deferred in rule.queue] == [(0, 1)]
+    assert result.metrics["rollout/aborted_samples"] == 1
+    assert result.metrics["rollout/thrown_tokens"] == 4
+
+
+def test_few_verdicts_may_be_due_while_generation_goes_on():
+    rule = tail_batching(4, 2, prompt_factor=1.25, response_factor=1.0, shared=filtering(max_unscored_groups=1))
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    events = [START, *(finish(key(p, i)) for p in (0, 1) for i in (0, 1))]
+    assert [names(current.handle(event))[-1] for event in events][-1] == ("await", key(0, 1))
+
+
+def test_the_cap_on_active_requests_lets_prompts_in_as_others_end():
+    rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared={"max_active_requests": 4})
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    assert names(current.handle(START)) == [("launch", p, key(p, 0), key(p, 1)) for p in (0, 1)]
+    assert names(current.handle(finish(key(0, 0)))) == [("score", key(0, 0))]
+    assert names(current.handle(finish(key(1, 0)))) == [("score", key(1, 0)), ("launch", 2, key(2, 0), key(2, 1))]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tail_batching(4, 4, prompt_factor=float("inf")), r"prompt_factor \(inf\) must be a finite number"),
+        (lambda: tail_batching(4, 4, response_factor=float("nan")), "response_factor"),
+        (lambda: tail_batching(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
+        (
+            lambda: tail_batching(4, 4, shared={"max_active_requests": 4}),
+            "must hold one prompt's responses .5 samples.",
+        ),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tail_batching(4, 4, prompt_factor=0.5),
+        lambda: tail_batching(4, 4, response_factor=0.5),
+        lambda: tail_batching(4, 4, shared={"score_when": "rollout", **filtering()}),
+    ],
+)
+def test_limits_that_no_configuration_gives_are_refused_by_assertion(make: Callable[[], Any]):
+    with pytest.raises(AssertionError):
+        make()
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def test_states_of_another_make_are_refused():
+    rule = tail_batching(4, 4)
+    state = rule.state_dict()
+    with pytest.raises(ValueError, match="tail batching: state of schema 9"):
+        rule.load_state_dict({**state, "schema": 9})
+
+
+def test_a_prompt_with_kept_responses_in_an_older_state_is_drawn_anew():
+    """Schema 1 counted responses of a deferred prompt that had ended in a sixth column, and held them."""
+    rule = tail_batching(1, 2)
+    rule.load_state_dict({"schema": 1, "num_rounds": 4, "queue": np.asarray([[0, 3, 1, 2, 4, 1]]), "kept": {}})
+    current = rule.plan(FakePrompts(10), RoundTime(5, 4))
+    assert current.kind == "long"
+    assert names(current.handle(START)) == [("launch", 3, key(3, 0, 2), key(3, 1, 2))]
