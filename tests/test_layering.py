@@ -40,7 +40,7 @@ PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
         *("rollouts", "simulation", "updates"),
     )
 }
-JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
+JAX = {"jax", "jaxlib", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
     "jaxrl.cli",

@@ -53,7 +53,7 @@ _REPLACED = (
 )
 """The files that only the run itself replaces as a whole. `report.html` is written by `jaxrl report` as well."""
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
-_PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = ("jaxrl", "jax", "jaxlib", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class RunFolder:

@@ -25,7 +25,8 @@ ADVANTAGES = np.array([[8, 8, 1.0, 1.0, 1.0, 8, -2.0, -2.0, 8, 8]], np.float32)
 
 @pytest.fixture
 def batch() -> TokenBatch:
-    return TokenBatch.zeros(1, 10).replace(
+    return dataclasses.replace(
+        TokenBatch.zeros(1, 10),
         segment_ids=SEGMENTS,
         loss_mask=MASK,
         advantages=ADVANTAGES,
@@ -186,7 +187,7 @@ def test_untruncated_weights_give_the_gradient_of_importance_sampling(batch, lev
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_change_nothing_where_both_log_probabilities_agree(batch, level):
-    batch = batch.replace(rollout_logprobs=OLD)
+    batch = dataclasses.replace(batch, rollout_logprobs=OLD)
     plain = losses.compute(NEW, ENTROPY, batch, config_of())
     weighted = losses.compute(NEW, ENTROPY, batch, config_of({}, corrected(level)))
     assert weighted.total == plain.total
