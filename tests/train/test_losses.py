@@ -194,16 +194,3 @@ def test_weights_change_nothing_where_both_log_probabilities_agree(batch, level)
     assert weighted.means["rollout_corr/rollout_is_mean"] == (5, 5)
     assert weighted.means["rollout_corr/rollout_is_ratio_fraction_high"].total == 0
     assert weighted.maxima["rollout_corr/rollout_is_max"] == 1
-
-
-def test_methods_are_valid_settings():
-    for method in losses.METHODS.values():
-        values = {"model": {"path": "x"}}
-        for option, value in method.settings.items():
-            *sections, name = option.split(".")
-            node = values
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[name] = value
-        from_mapping(values)
-    assert {f.name for f in dataclasses.fields(TokenBatch)} >= {"versions", "positions"}
