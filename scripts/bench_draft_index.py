@@ -35,7 +35,7 @@ import numpy as np
 from bench import records
 from bench.measure import Bench, Gauge, Values, num_cores, say, summarise, verdict
 
-from jaxrl.config.rollouts import SpeculationSection
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.session import build_index
 from jaxrl.scheduling.rounds.history import PastRollout, PromptHistory
 from jaxrl.scheduling.tokens.batcher import BatcherConfig

@@ -41,8 +41,8 @@ from bench.decode_cases import BLOCK
 from bench.jax_cases import build_params
 from bench.measure import Bench, Gauge, Values, say, summarise, verdict
 
-from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.session import build_index, draft_lengths, spec_metrics
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.draft_books import Drafting

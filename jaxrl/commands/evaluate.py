@@ -20,11 +20,11 @@ from jaxrl.commands.majority import Ballots, ballots, majorities
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.judges import judge_kind
-from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge.session import JudgeSession
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT

@@ -28,7 +28,6 @@ from annotated_types import Ge
 from jaxrl.commands.arguments import MAX_PROCESSES, MAX_SEEDS, MAX_STEPS
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
-from jaxrl.config.rollouts import MAX_FACTOR
 from jaxrl.loop import Hooks
 from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
@@ -38,6 +37,7 @@ from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.schema.declared import Cap, fields_problem
+from jaxrl.schema.limits import MAX_FACTOR
 from jaxrl.sim.configured import (
     cost_model,
     layout_sizes,

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from jaxrl.config.rewards import MAX_WAIT
 from jaxrl.schema.declared import Cap
 from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.schema.limits import MAX_WAIT
 
 Launcher = Literal["none", "local", "ray"]
 MAX_HOSTS = Cap(4096, "every process hears of every sample")

@@ -11,7 +11,8 @@ import urllib.parse
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from jaxrl.config.rewards import JudgeSection, RewardSection
+from jaxrl.config.rewards import RewardSection
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.schema.declared import shown
 
 OF_DEVICES = frozenset(

@@ -16,12 +16,15 @@ from typing import Annotated, Any, Literal, overload
 from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
-from jaxrl.config.rewards import MAX_WAIT, RewardSection
-from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, RolloutSection
+from jaxrl.config.rewards import RewardSection
+from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names, Or
 from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_WAIT
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"]
 
@@ -110,36 +113,6 @@ class DataSection:
 
 
 @dataclass(frozen=True)
-class FilterGroupsSection:
-    """DAPO's dynamic sampling: prompts that teach nothing (all rewards equal) are left out and replaced by others."""
-
-    enable: Annotated[bool, "Switch dynamic sampling on."] = False
-    metric: Annotated[
-        str,
-        "What is compared within a prompt; reward: the reward itself, as are score and seq_reward; any other name: the "
-        "value of that name in what the scorer returned, such as acc.",
-    ] = "reward"
-    path: Annotated[str, Names("file"), "The Python file of a filter of your own, instead of metric; empty: none."] = ""
-    name: Annotated[
-        str,
-        "The function in algorithm.filter_groups.path, called with data_source, rewards, infos, responses and "
-        "extra_info of a prompt; it returns whether to keep the prompt, and must be deterministic.",
-    ] = "keep_group"
-    max_num_gen_batches: Annotated[
-        int,
-        Ge(1),
-        "A round gives up with an error once it has launched this many times the prompts it started with, or this many "
-        "times data.gen_batch_size where that is set.",
-    ] = 10
-    max_unscored_groups: Annotated[
-        int,
-        Ge(-1),
-        "Complete prompts that may lack rewards before generation waits; -1: half as many as still decode, and at most "
-        "data.train_batch_size.",
-    ] = -1
-
-
-@dataclass(frozen=True)
 class RolloutCorrectionSection:
     """Truncated importance sampling: the policy loss is weighted by min(π_old / π_rollout, threshold)."""
 
@@ -186,52 +159,6 @@ class AlgorithmSection:
     kl_coef: Annotated[float, Ge(0), "Weight of the KL in the reward."] = 0.001
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
-
-
-@dataclass(frozen=True)
-class StreamSection:
-    """The stream trainer: gradients of complete prompts on half of the rollout's devices, while the others decode."""
-
-    enable: Annotated[bool, "Switch the stream trainer on."] = False
-    min_done: Annotated[
-        float, Interval(gt=0, le=1), "The share of a round's samples that must be done before workers are freed."
-    ] = 0.2
-    max_done: Annotated[
-        float, Interval(gt=0, le=1), "The share of a round's samples after which no worker is freed any more."
-    ] = 0.5
-    done_step: Annotated[
-        float, Interval(gt=0, le=1), "The share of a round's samples between two looks at whether to free workers."
-    ] = 0.05
-    kv_margin: Annotated[
-        float,
-        Interval(ge=0, lt=1),
-        "Share of the KV pools that stay which the projected peak must leave free.",
-    ] = 0.1
-    trigger: Annotated[
-        Literal["adaptive", "fixed"],
-        "When workers are freed; adaptive: at the first look at which the projected peak of KV fits, fixed: at the "
-        "first look (to compare).",
-    ] = "adaptive"
-    counts: Annotated[
-        Literal["samples", "prompts"],
-        "What min_done, max_done and done_step are shares of: samples that have ended, or prompts that have no sample "
-        "under way any more.",
-    ] = "samples"
-    max_prompts: Annotated[
-        int,
-        Ge(0),
-        "Prompts whose gradients begin together, at most; what has begun when the round ends holds up the update. 0: "
-        "all that there are.",
-    ] = 2
-    pace: Annotated[
-        float,
-        Ge(0),
-        "Tokens whose gradients the devices of a freed dp group are taken to compute while the others decode a step: "
-        "decides how much is streamed. 0: 16, on a CPU 4.",
-    ] = 0.0
-    short_rounds: Annotated[bool, "Free workers in tail batching's short rounds too, not in its long ones alone."] = (
-        False
-    )
 
 
 @dataclass(frozen=True)

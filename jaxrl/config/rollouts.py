@@ -8,16 +8,15 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Interval
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
-from jaxrl.schema.declared import Cap, Names, Or
+from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
+from jaxrl.mechanisms.ranking_groups.options import RankingGroupsSection
+from jaxrl.mechanisms.speculation.options import SpeculationSection
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
+from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.schema.limits import MAX_SAMPLES, FloatType
 
-FloatType = Literal["float32", "bfloat16", "float64"]
-AtEnd = Literal["flush", "leave"]
-
-MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until their step is over")
-MAX_SAMPLES = Cap(65536, "a prompt's samples are kept in memory until the last one is scored")
-MAX_LENGTH = Cap(16777216, "every row of a batch has room for the longest sequence")
-MAX_FACTOR = Cap(100, "a round would launch that many batches at once")
 _TEMPERATURE = Interval(ge=0.001, le=100)  # beyond, logits overflow, or all tokens are equally likely
 _GREEDY = Or(0, "the likeliest token")
 
@@ -34,127 +33,6 @@ class ValSamplingSection:
     top_p: Annotated[
         float, Interval(gt=0, le=1), "Draw from the likeliest tokens that together have this probability; 1: from all."
     ] = 1.0
-
-
-@dataclass(frozen=True)
-class TailBatchingSection:
-    """Short rounds with speculation, and long rounds of the prompts that came last in them."""
-
-    enable: Annotated[bool, "Switch tail batching on."] = False
-    prompt_factor: Annotated[
-        float, Ge(1), MAX_FACTOR, "Prompts of a short round, as a multiple of data.train_batch_size."
-    ] = 1.25
-    response_factor: Annotated[
-        float, Ge(1), MAX_FACTOR, "Samples per prompt of a short round, as a multiple of rollout.n."
-    ] = 1.25
-    max_age_steps: Annotated[int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."] = 0
-    at_end: Annotated[
-        AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
-    ] = "flush"
-
-
-@dataclass(frozen=True)
-class PartialRolloutSection:
-    """A round stops at enough complete prompts, and the next round goes on with the others."""
-
-    enable: Annotated[bool, "Switch active partial rollout on."] = False
-    over_provision: Annotated[
-        float, Ge(1), MAX_FACTOR, "Prompts under way, as a multiple of data.train_batch_size."
-    ] = 2.0
-    max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
-    max_restarts: Annotated[
-        int, Ge(0), "The most times that a sample may lose its tokens and start again; rounds wait for it in time."
-    ] = 1
-    at_end: Annotated[
-        AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."
-    ] = "flush"
-    buffer_filter_path: Annotated[
-        str,
-        Names("file"),
-        "A Python file with a function that says what becomes of buffered prompts in a round; empty: none.",
-    ] = ""
-    buffer_filter_name: Annotated[str, "The function in buffer_filter_path, called with groups and policy_version."] = (
-        "buffer_filter"
-    )
-
-
-@dataclass(frozen=True)
-class OverProvisioningSection:
-    """A baseline: launch more than is needed, keep what ends first, discard the rest for good."""
-
-    enable: Annotated[bool, "Switch over-provisioning on."] = False
-    prompt_factor: Annotated[
-        float, Ge(1), MAX_FACTOR, "Prompts of a round, as a multiple of data.train_batch_size."
-    ] = 1.25
-    response_factor: Annotated[
-        float, Ge(1), MAX_FACTOR, "Samples per prompt of a round, as a multiple of rollout.n."
-    ] = 1.25
-
-
-@dataclass(frozen=True)
-class SpeculationSection:
-    """Drafts from a prompt's earlier responses, verified several tokens a step; the tokens stay the same."""
-
-    enable: Annotated[bool, "Switch history speculation on."] = False
-    epochs: Annotated[
-        int, Ge(1), Cap(64, "every response of them is kept in memory"), "Draft from a prompt's last so many rollouts."
-    ] = 1
-    max_prefix: Annotated[
-        int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
-    ] = 7
-    min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest of these tokens, where more are not found."] = 3
-    min_window: Annotated[int, Interval(ge=1, le=256), "Tokens that a row drafts at first, and after a rejection."] = 2
-    window_step: Annotated[
-        int, Interval(ge=0, le=256), "By how many tokens the window grows when all drafted tokens were accepted."
-    ] = 2
-    max_window: Annotated[int, Interval(ge=1, le=256), "The most tokens that a row drafts in a step."] = 32
-    within_group: Annotated[
-        bool, "Prompts without history draft from the responses of their group that have ended already."
-    ] = False
-    verify_tokens: Annotated[
-        int,
-        Ge(0),
-        Cap(65536, "the activations of all of them exist at once"),
-        "Drafted tokens that a step may verify, per dp group; its rows share them. 0: what suits the devices.",
-    ] = 0
-    max_batch: Annotated[
-        int,
-        Ge(0),
-        "The most rows of a dp group with which a plan verifies drafts; 0: what rollout.layout.profile says of the "
-        "present rate of acceptance, and without a profile as many as verify_tokens allows.",
-    ] = 0
-    max_bytes: Annotated[
-        int, Ge(1), "Bytes of host memory for history and its indexes; the oldest responses go first."
-    ] = 1 << 30
-    num_indexes: Annotated[
-        int,
-        Ge(0),
-        Cap(16384, "each has room for the longest history"),
-        "Prompts whose history is on the devices at once, per dp group; 0: one for each row.",
-    ] = 0
-
-
-@dataclass(frozen=True)
-class RankingGroupsSection:
-    """Prompts ranked by the lengths of their last responses; workers get long and short ones in turn."""
-
-    enable: Annotated[bool, "Switch ranking groups on."] = False
-    num_groups: Annotated[int, Interval(ge=2, le=65536), "Groups that a step's ranked prompts are cut into."] = 8
-    outlier_share: Annotated[
-        float, Interval(ge=0, le=1), "A response may move if it is among the last so many of its group, as a share."
-    ] = 0.1
-    min_growth: Annotated[
-        float,
-        Interval(ge=1, le=100),
-        "A response moves if it is longer than the largest median of its group's prompts in their last rollout by this "
-        "factor at least, or by the 75th percentile of how much the last epoch's responses grew.",
-    ] = 1.1
-    move: Annotated[
-        Literal["auto", "recompute", "kv"],
-        "How a response moves to another worker: its KV computed again, or copied; auto: what is predicted to be "
-        "cheaper.",
-    ] = "auto"
-    two_tier: Annotated[bool, "Groups get as many workers as their lengths need; off: as many as any other."] = True
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.hosts import MAX_HOSTS
-from jaxrl.config.rewards import MAX_WAIT
 from jaxrl.schema.declared import Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.schema.limits import MAX_WAIT
 
 _MAX_TOKENS = Cap(1_000_000_000, "beyond, every response has the longest length")
 _MAX_SIGMA = Cap(10, "one in six lengths or times would be above 22,000 times the median")

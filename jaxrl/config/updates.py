@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.config.rollouts import FloatType
 from jaxrl.schema.declared import Cap, Or
+from jaxrl.schema.limits import FloatType
 
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]

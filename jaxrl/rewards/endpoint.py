@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from jaxrl.config.rewards import JudgeSection
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.endpoint_client import Client, Failed, Refused, UnderWay, request_body
 from jaxrl.rewards.judge import JudgeText
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe

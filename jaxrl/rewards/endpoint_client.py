@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from jaxrl.config.rewards import JudgeSection
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.schema.hidden import hider
 
 if TYPE_CHECKING:

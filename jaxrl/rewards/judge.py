@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl.config import ConfigError
 from jaxrl.config.judges import fill_template, template_fields
-from jaxrl.config.rewards import JudgeSection
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.scorers import ScoreRequest
 
 MAX_KEPT_CHARS = 8000

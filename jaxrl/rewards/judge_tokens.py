@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jaxrl.config.rewards import JudgeSection
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.judge import JudgeText
 from jaxrl.rewards.scorers import ScoreRequest
 from jaxrl.types import Sample, SampleKey, SamplingParams

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.functions import read_user_file, user_function
 from jaxrl.config.hosts import with_workers_of_hosts
-from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollouts import PartialRolloutSection, SpeculationSection
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.partial_rollout.buffer_filter import BufferFilter
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.composition import composition_problem

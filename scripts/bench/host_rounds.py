@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.hosts.notices import Batch, Counted, Notice, Scored, encode, joined
 from jaxrl.runtime.hosts.stream import HostStream

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
-from jaxrl.config.rollouts import PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal

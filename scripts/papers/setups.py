@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
-from jaxrl.config.rollouts import SpeculationSection
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.models.shapes import named_shape
 from jaxrl.scheduling.tokens.draft_rule import Window, draft_width
 from jaxrl.sim.calibration import Calibration

@@ -27,7 +27,7 @@ from chat_server import (
 )
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.config.rewards import JudgeSection
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.endpoint import EndpointPool, api_key, verdict_seed
 from jaxrl.rewards.pool import RewardStage, build_pool

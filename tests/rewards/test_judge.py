@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.config.judges import template_fields
-from jaxrl.config.rewards import JudgeSection
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.judge import MAX_KEPT_CHARS, JudgeText
 from jaxrl.rewards.scorers import ScoreRequest
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tiny import write_tiny_model
 
-from jaxrl.config.rewards import JudgeSection
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.judge_tokens import Scalars, WrittenVerdicts
 from jaxrl.rewards.scorers import ScoreRequest
 from jaxrl.types import Sample, SampleKey

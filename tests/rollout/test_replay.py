@@ -18,8 +18,8 @@ from known_samples import KnownSample, KnownWorkload
 from replay_worker import ReplayWorker
 from sim_machine import Machine
 
-from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor

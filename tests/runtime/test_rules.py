@@ -11,9 +11,10 @@ from keyword_options import with_options
 from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollouts import PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.rules import batch_rule, batcher_config, carried, draft_config, lookahead, workers_of
 from jaxrl.scheduling.rounds.batches import FreshBatches

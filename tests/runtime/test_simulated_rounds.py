@@ -12,9 +12,11 @@ from replay_worker import ReplayWorker
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime

@@ -8,8 +8,8 @@ from typing import Any
 
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, make_sample
 
-from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import RolloutSection
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,

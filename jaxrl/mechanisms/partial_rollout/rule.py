@@ -45,8 +45,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config.rollouts import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.buffer_filter import BufferFilter, WaitingGroup, decide
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import (
     OpenRound,
     PromptStream,

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.config.rollouts import RankingGroupsSection
+from jaxrl.mechanisms.ranking_groups.options import RankingGroupsSection
 from jaxrl.mechanisms.ranking_groups.outliers import Outliers, RankedGroup
 from jaxrl.mechanisms.ranking_groups.two_tier import Allotment, Load, Part, StepSeconds, allot, rollout_s
 from jaxrl.scheduling.rounds.events import Command, Launch

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.config.rollouts import SpeculationSection
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.history import HistoryStore, PastRollout, PromptHistory
 from jaxrl.scheduling.rounds.round import PromptKey

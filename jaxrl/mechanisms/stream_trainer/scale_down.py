@@ -49,7 +49,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl.config.options import StreamSection
+from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from jaxrl.config import ConfigError
-from jaxrl.config.options import StreamSection
+from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDown, ScaleDownDecision, load_of
 from jaxrl.mechanisms.stream_trainer.stream_pace import StreamPace
 from jaxrl.record.journal import Journal

@@ -38,7 +38,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.scheduling.rounds.batches import (
     OpenRound,
     PromptStream,

@@ -32,10 +32,11 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl.config.rollouts import AtEnd, OverProvisioningSection
+from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind, RoundLedger
+from jaxrl.schema.limits import AtEnd
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 

@@ -34,8 +34,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rewards import ScoreWhen
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
 from jaxrl.scheduling.rounds.group_filter import KeepsGroup, differs_in, metric_problem

@@ -9,8 +9,8 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, make_sample, through_disk
 from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, verdict
 
-from jaxrl.config.rollouts import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.buffer_filter import WaitingGroup
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import (
     PartialRollout,
     old_logprobs_by_version,

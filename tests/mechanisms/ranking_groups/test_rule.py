@@ -8,7 +8,7 @@ from fake_rollout import FakePrompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.config.rollouts import RankingGroupsSection
+from jaxrl.mechanisms.ranking_groups.options import RankingGroupsSection
 from jaxrl.mechanisms.ranking_groups.rule import RankingGroups, equal_groups, ranked, shares, worker_order
 from jaxrl.scheduling.rounds.events import AwaitVerdict, Launch
 from jaxrl.types import Prompt, SampleKey

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from replay_worker import ReplayWorker
 
-from jaxrl.config.rollouts import SpeculationSection
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, build_index, history_store, index_bytes
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.batches import RoundResult

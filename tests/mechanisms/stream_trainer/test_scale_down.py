@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.config.options import StreamSection
+from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.stream_trainer.scale_down import (
     MAX_POINTS,
     LeftRequest,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.config.options import StreamSection
+from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.stream_trainer.scale_down import LeftRequest, WorkerLoad
 from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession, refuse_devices
 from jaxrl.record.journal import Journal

@@ -22,7 +22,7 @@ from rounds import (
     verdict,
 )
 
-from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings

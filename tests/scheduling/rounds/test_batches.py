@@ -8,8 +8,10 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, tangled, through_disk
 from rounds import batch_keys, filtering, fresh_batches, long_every_fifth, names, run_steps
 
-from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
 from jaxrl.scheduling.rounds.race import BatchSettings

@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
-from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare

@@ -8,7 +8,7 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining
 from rounds import fresh_batches, long_every_fifth
 
-from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings

@@ -20,9 +20,11 @@ from fake_rollout import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.events import Launch

@@ -1,0 +1,17 @@
+"""Bounds and types that options of several sections share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxrl.schema.declared import Cap
+
+FloatType = Literal["float32", "bfloat16", "float64"]
+AtEnd = Literal["flush", "leave"]
+
+MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until their step is over")
+MAX_SAMPLES = Cap(65536, "a prompt's samples are kept in memory until the last one is scored")
+MAX_LENGTH = Cap(16777216, "every row of a batch has room for the longest sequence")
+MAX_FACTOR = Cap(100, "a round would launch that many batches at once")
+MAX_WAIT = Cap(10_000_000, "the system's clocks wait no longer, which is four months")
+MAX_GIB = Cap(2**20, "no machine has more")
