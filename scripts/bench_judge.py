@@ -28,13 +28,13 @@ from bench.jax_cases import build_params
 from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
 from jax.sharding import Mesh
 
+from jaxrl.mechanisms.judge.build import JudgeMachine
 from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.mechanisms.judge.turns import JudgeTurns, busy_rows
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.judge_build import JudgeMachine
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request

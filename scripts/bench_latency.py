@@ -25,9 +25,9 @@ from bench.measure import say
 from jaxrl.commands.profile import adaptive
 from jaxrl.config import files as config_files
 from jaxrl.rollout.profiler import Profiler
+from jaxrl.rollout.profiles import identity_of, load_profile
 from jaxrl.runtime.build import build_executor, load_weights, prepare_jax, read_tokenizer_and_model
 from jaxrl.runtime.memory import layout_degrees
-from jaxrl.runtime.profile import identity_of, load_profile
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sharding.layout import Layout

@@ -42,6 +42,7 @@ from bench.jax_cases import build_params
 from bench.measure import Bench, Gauge, Values, say, summarise, verdict
 
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.speculation.drafts import draft_window
 from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.session import build_index, draft_lengths, spec_metrics
 from jaxrl.models.config import ModelConfig
@@ -49,7 +50,6 @@ from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.runtime.rules import draft_window
 from jaxrl.scheduling.layouts.latency_profile import ProfilePoint
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.batcher import BatcherConfig

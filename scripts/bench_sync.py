@@ -26,7 +26,7 @@ from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.workers import WorkerSet
+from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, submeshes
 

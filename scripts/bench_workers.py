@@ -34,7 +34,7 @@ from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
 from jaxrl.rollout.calls import MeshTicket
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.workers import WorkerSet
+from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Plan, Request

@@ -23,8 +23,7 @@ from rounds import rule_sections
 from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.config import ConfigError
-from jaxrl.runtime.rules import batch_rule
-from jaxrl.scheduling.rounds.composition import begins_ahead
+from jaxrl.mechanisms.table import batch_rule, begins_ahead
 from jaxrl.types import RunFailed
 
 BUFFER_FILTER = Path(__file__).parent / "support" / "any_buffer_filter.py"

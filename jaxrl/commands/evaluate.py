@@ -23,15 +23,15 @@ from jaxrl.config.judges import judge_kind
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.judge.session import JudgeSession
+from jaxrl.mechanisms.judge.build import judge_beside
 from jaxrl.mechanisms.speculation.options import SpeculationSection
+from jaxrl.mechanisms.table import refuse_unread
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.stage import RewardStage
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.build import (
     abstract,
@@ -39,7 +39,6 @@ from jaxrl.runtime.build import (
     build_engine,
     build_executor,
     load_weights,
-    memory_of,
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
@@ -48,11 +47,11 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.hosts.single import refuse_several
-from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import find_step, whole_step
@@ -95,8 +94,7 @@ def evaluate(
     config = with_degree(config, mesh, said.append)
     said += share_notes(config, mesh.devices.ravel().tolist())
     tokenizer, model = read_tokenizer_and_model(config)
-    if judge_kind(config.reward) is not None:
-        read_judge(config)
+    refuse_unread(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     if place is not None:
         refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
@@ -158,10 +156,7 @@ def _responses(
     engine = build_engine(config, executor, tokenizer)
     mechanisms: list[Mechanism] = []
     if judge_kind(config.reward) is not None:
-        judge = build_judge(config, mesh, executor.wait_quiet)
-        assert isinstance(pool, RewardStage), "a judge scores in a stage"
-        pool.join("devices", judge)
-        mechanisms.append(JudgeSession(judge))
+        mechanisms.append(judge_beside(config, mesh, executor.wait_quiet, pool))
     total = len(prompts) * val.n
     backend = RolloutBackend(
         engine,

@@ -14,27 +14,18 @@ from annotated_types import Interval
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
-from jaxrl.mechanisms.stream_trainer.session import refuse_devices
+from jaxrl.mechanisms.table import batch_rule, refuse_devices
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rewards.explained import part_lines, reward_rows
-from jaxrl.runtime.build import (
-    DEFAULT_SHARE,
-    device_bytes,
-    host_problem,
-    memory_of,
-    memory_share,
-    prepare_jax,
-    share_notes,
-    share_variable,
-)
+from jaxrl.runtime.build import host_problem, prepare_jax, share_notes
 from jaxrl.runtime.degree import planned_degree
-from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, memory_problem
-from jaxrl.runtime.rules import batch_rule
+from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem
 from jaxrl.runtime.update_memory import full_microbatch
 from jaxrl.schema.declared import Declared, number_problem
 from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.sharding.memory import DEFAULT_SHARE, device_bytes, in_bytes, memory_of, memory_share, share_variable
 from jaxrl.sharding.mesh import platform_of
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
@@ -98,8 +89,7 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = platform_of(devices[0]) if devices else "gpu"
     num_devices = num_devices or len(devices) * config.hosts.num
-    if config.trainer.stream.enable:
-        refuse_devices(num_devices)
+    refuse_devices(config, num_devices)
     rolling = config.rollout.num_devices or num_devices // config.hosts.num
     config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)

@@ -25,12 +25,12 @@ import jaxrl
 from jaxrl.config import Config, ConfigError
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
-from jaxrl.runtime.build import device_bytes, host_problem
+from jaxrl.runtime.build import host_problem
 from jaxrl.runtime.hosts.agreement import agree
 from jaxrl.runtime.hosts.gate import PROGRAM
 from jaxrl.runtime.hosts.world import World, open_world
-from jaxrl.runtime.memory import in_bytes
 from jaxrl.runtime.stop import Stop
+from jaxrl.sharding.memory import device_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
 
 _CALLS = 50  # of the board, of each kind

@@ -23,10 +23,10 @@ from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
+from jaxrl.rollout.profiles import identity_of, load_profile
 from jaxrl.runtime.build import (
     build_executor,
     load_weights,
-    memory_of,
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
@@ -34,7 +34,6 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.hosts.single import refuse_several
 from jaxrl.runtime.memory import layout_degrees
-from jaxrl.runtime.profile import identity_of, load_profile
 from jaxrl.scheduling.layouts.latency_profile import (
     Profile,
     ProfilePoint,
@@ -46,6 +45,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
 )
 from jaxrl.schema.declared import Cap, fields_problem
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh, submeshes
 
 OnProgress = Callable[[int, int, str], None]

@@ -23,12 +23,13 @@ import numpy as np
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.inputs import reading
 from jaxrl.loop import Hooks
+from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
 from jaxrl.record.run_record import RunOutcome, open_record, refuse_damaged
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
-from jaxrl.runtime.rules import batch_rule, carried
+from jaxrl.runtime.rules import carried
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.runtime.stop import Stop
 from jaxrl.sim.configured import (

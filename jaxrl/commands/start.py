@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
+from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
@@ -24,7 +25,6 @@ from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.cache_folder import with_cache_folder
-from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
 from jaxrl.train.steps import find_step
 

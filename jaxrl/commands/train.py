@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,21 +16,12 @@ from typing import Any
 import jax
 
 from jaxrl.config import Config, ConfigError, differences
-from jaxrl.config.judges import judge_kind
 from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Job, Loop
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
-from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.session import JudgeSession
-from jaxrl.mechanisms.one_step_off.overlap import Overlap
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
-from jaxrl.mechanisms.ranking_groups.session import RankingSession, build_ranking
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
-from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
-from jaxrl.mechanisms.speculation.session import HistorySession, history_session
-from jaxrl.mechanisms.stream_trainer.session import StreamSession, refuse_devices
+from jaxrl.mechanisms.parts import RunParts
+from jaxrl.mechanisms.table import is_timeless, notes, of_run, reads_profile, refuse_devices, refuse_unread
 from jaxrl.record.disk import is_full, reason
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
@@ -43,15 +34,14 @@ from jaxrl.record.summary import summary_of
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rewards.stage import RewardStage
 from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rollout.profiles import checked_profile
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.beginnings import refuse_other_data, refuse_other_init
 from jaxrl.runtime.build import (
     abstract,
     abstract_params,
     build_engines,
-    build_stream,
     build_workers,
     load_weights,
     prepare_hosts,
@@ -64,26 +54,18 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.drafting import asks_profile, unmeasured_note
 from jaxrl.runtime.hosts.joined import Joined
-from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
-from jaxrl.runtime.profile import build_layouts, checked_profile
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.workers import WorkerSet
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic, refuse_other_model, restore_params
 from jaxrl.train.critic import Critic
 from jaxrl.train.learner import Learner
 from jaxrl.train.learning import Models
-from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.steps import Choice, choose, whole_step
 from jaxrl.types import Group, RunFailed
@@ -115,10 +97,8 @@ class Run:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
         self.began_s, self.say, self.watchdog, self.joined = start.began_s, start.say, start.watchdog, start.joined
         self.stages = start.stages
-        self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
-        self.gradients: list[TrainPrograms] = []  # of the stream trainer
+        self.beside: list[CompiledPrograms] = []  # whose programs are compiled beside the first step
         self.critic: Critic | None = None
-        self.judge: JudgePool | None = None
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         self.config = config = self._devices(start)
@@ -130,17 +110,12 @@ class Run:
         self._data(start)
         refuse_other_data(self.run_dir, self.prompts, config)
         mesh = self.rollout_mesh
-        adapts = config.rollout.layout.adapts
-        self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
-        self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
-        self.said += [note for note in (unmeasured_note(config), self.prompts.repeats()) if note]
-        ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
-        self.pace = checked_profile(config, self.model, mesh) if ranks else None
+        self.profile = checked_profile(config, self.model, mesh) if reads_profile(config) else None
+        self.said += [*notes(config), *filter(None, [self.prompts.repeats()])]
         layout_sizes(config, self.model, mesh.size, self.place.memory.reported)
         trained = with_planned_update(config, self.model, self.mesh.size, self.place.memory)
         self._checkpoints()
-        if judge_kind(config.reward) is not None:
-            read_judge(config)
+        refuse_unread(config)
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
         # of several processes each would have to end alike: those go on to the loop, which has no step to run
@@ -192,8 +167,7 @@ class Run:
         self.said += share_notes(config, rollout_mesh.devices.ravel().tolist())
         self.rollout_mesh = rollout_mesh
         Layout(submeshes(rollout_mesh, config.workers_per_host)[0], config.rollout.tp)  # refused before all else
-        if config.trainer.stream.enable:
-            refuse_devices(len(self.devices), len({device.process_index for device in self.devices}))
+        refuse_devices(config, len(self.devices), len({device.process_index for device in self.devices}))
         return config
 
     def _data(self, start: Start) -> None:
@@ -353,26 +327,29 @@ class Run:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
-        workers = self._executors()
-        engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile, self.place.process)
-        layouts: LayoutSessions | None = None
-        if config.rollout.layout.adapts:
-            kept = (row_sizes(config, workers), journal, timeline, record.layouts)
-            first = self.place.process * config.workers_per_host
-            layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept, first=first)
-        stream: StreamSession | None = None
-        if config.trainer.stream.enable:
-            assert isinstance(engines, Workers), "streaming lets what is commanded take effect at once"
-            stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
-        overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
-        history = history_session(config, timeline)
-        stack.enter_context(nullcontext() if history is None else closing(history))
-        found: list[Mechanism | None] = [layouts, stream, self._ranking(engines, history), history]
-        timeouts = AdaptiveTimeouts.configured(config)
-        found.append(None if timeouts is None else TimeoutSession(timeouts))
-        found.append(None if self.judge is None else JudgeSession(self.judge))
-        found.append(OneStepOff(overlap, timeline.phase) if config.trainer.one_step_off else None)
-        mechanisms = [each for each in found if each is not None]
+        # with devices of the rollout's own an update may be going on: its weights are not those of the round
+        weights = None if config.rollout.num_devices else lambda: self.trainer.params
+        workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self.joined.meet)
+        self.workers = workers
+        engines = build_engines(config, workers, self.tokenizer, self.profile, self.place.process)
+        parts = self.parts = RunParts(
+            config,
+            self.place.process,
+            self.rollout_mesh,
+            engines,
+            workers,
+            self.trainer,
+            self.pool,
+            journal,
+            timeline,
+            record.layouts,
+            self.profile,
+            row_sizes(config, workers),
+            is_timeless(config),
+            self.watchdog.beat,
+            stack,
+        )
+        mechanisms = of_run(parts)
         backend = RolloutBackend(
             engines,
             workers,
@@ -385,7 +362,7 @@ class Run:
                 timeline=timeline,
                 on_progress=record.on_progress,
                 beat=self.watchdog.beat,
-                interrupted=lambda: self.joined.is_asked() and not (overlap is not None and overlap.busy),
+                interrupted=self.joined.is_asked,
                 tally=VerdictTally.configured(config),
             ),
             self.joined.hosts,
@@ -414,31 +391,6 @@ class Run:
         self.store.save(step, self._state(Learner.state), HostState(*split_arrays(state)))
         if committed is not None:
             journal.cut(committed)
-
-    def _executors(self) -> WorkerSet:
-        """The workers, with the judge beside them where there is one."""
-        config = self.config
-        # with devices of the rollout's own an update may be going on: its weights are not those of the round
-        weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self.joined.meet)
-        if judge_kind(config.reward) is not None:
-            self.watchdog.beat("loading the judge")
-            self.judge = build_judge(config, self.rollout_mesh, self.workers.wait_quiet)
-            assert isinstance(self.pool, RewardStage), "a judge scores in a stage"
-            self.pool.join("devices", self.judge)
-        return self.workers
-
-    def _ranking(self, engines: Workers | PacedWorkers, history: HistorySession | None) -> RankingSession | None:
-        """What ranks rounds, with a latency profile by predicted times; None: nothing does."""
-        config, predictor = self.config, None
-        if not config.rollout.ranking_groups.enable:
-            return None
-        assert history is not None, "ranks by lengths that nothing keeps"
-        assert isinstance(engines, Workers), "ranking groups let what is commanded take effect at once"
-        if self.pace is not None:
-            predictor = LatencyPredictor(self.pace, config.rollout.layout, row_sizes(config, self.workers))
-        ranking, by = build_ranking(config, history.store, engines, predictor)
-        return RankingSession(ranking, self.workers, by)
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, {**measured, **self.joined.take_metrics()}, groups)
@@ -473,13 +425,13 @@ class Run:
         does not wait. The programs of other layouts, which may be many and may never run, are compiled beside it
         everywhere.
         """
-        workers, update = self.workers, [self.trainer.programs, *self.gradients]
+        workers, update = self.workers, [self.trainer.programs, *self.parts.update_programs]
         update += [] if self.critic is None else [self.critic.programs]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()
-        judging = [] if self.judge is None else list(self.judge.machine.programs)
-        now, later = (judging, update) if self.devices[0].platform == "cpu" else (update + judging, [])
+        rolling = self.parts.rollout_programs
+        now, later = (rolling, update) if self.devices[0].platform == "cpu" else ([*update, *rolling], [])
 
         def progress(done: int, total: int) -> None:
             record.beat()

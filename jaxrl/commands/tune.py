@@ -29,11 +29,11 @@ from jaxrl.commands.arguments import MAX_PROCESSES, MAX_SEEDS, MAX_STEPS
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.loop import Hooks
+from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
-from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.schema.declared import Cap, fields_problem

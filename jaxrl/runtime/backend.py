@@ -211,7 +211,7 @@ class RolloutBackend:
           RunFailed: another process has failed.
         """
         while (event := self._events.next()) is None:
-            if self._around.interrupted():
+            if self._around.interrupted() and not any(each.defers_stop for each in self.mechanisms):
                 self._events.ask_stop()
             num_live = self._events.num_plannable
             if num_live is not None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,49 +18,41 @@ from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
-from jaxrl.mechanisms.stream_trainer.scale_down import halves
-from jaxrl.mechanisms.stream_trainer.session import StreamSession
-from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
+from jaxrl.mechanisms.speculation.build import drafting_of, step_costs
+from jaxrl.mechanisms.speculation.declaration import asks_profile
+from jaxrl.mechanisms.speculation.drafts import draft_config
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
-from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.drafting import drafting_of, step_costs
-from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts
-from jaxrl.runtime.memory import (
-    in_bytes,
-    layout_degrees,
-    layout_sizes,
-    memory_plan,
-    memory_problem,
-)
-from jaxrl.runtime.rules import batcher_config, draft_config, workers_of
+from jaxrl.rollout.worker_set import WorkerSet
+from jaxrl.runtime.hosts.place import HostPlace, devices_of_hosts
+from jaxrl.runtime.memory import layout_degrees, layout_sizes, memory_plan, memory_problem
+from jaxrl.runtime.rules import batcher_config, workers_of
 from jaxrl.runtime.update_memory import plan_chunk, plan_remat
-from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
-from jaxrl.scheduling.mechanism import Drawing
+from jaxrl.scheduling.layouts.pace import PredictedTicks
 from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
+from jaxrl.scheduling.tokens.workers import Workers, step_ticks
 from jaxrl.sharding.compiled import Meet, alone
-from jaxrl.sharding.halves import Half
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.memory import (
+    GPU_PLATFORMS,
+    DeviceMemory,
+    device_bytes,
+    in_bytes,
+    memory_of,
+    memory_share,
+    share_variable,
+)
 from jaxrl.sharding.mesh import platform_of, submeshes
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.step import Trainer
 
-_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
-_SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # jax takes one of them
-DEFAULT_SHARE = 0.75
-"""Of a GPU's memory, that JAX is given unless the environment says otherwise."""
 _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
 
 
@@ -149,7 +138,7 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
       earlier: what `use_compilation_cache` returned at the start before; None: not known.
       now: what it returned at this one. platform: of the devices.
     """
-    if platform not in _GPU_PLATFORMS or earlier is None or (earlier and earlier == now):
+    if platform not in GPU_PLATFORMS or earlier is None or (earlier and earlier == now):
         return None
     gone = "is not there any more, or another folder is used now" if now else "is switched off now"
     why = gone if earlier else "was switched off"
@@ -157,29 +146,6 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
         f"the compilation cache of this run's last start {why} (trainer.compilation_cache_dir): XLA chooses kernels "
         "anew on the GPU, so numbers may differ in their last bits from those of a run that was never stopped"
     )
-
-
-def device_bytes(devices: Sequence[Any]) -> int | None:
-    """Memory of one of this process's devices; None if the backend does not report it (a CPU's memory is the host's).
-    No other process's device can be asked."""
-    stats = devices[0].memory_stats()
-    return None if not stats else stats.get("bytes_limit")
-
-
-def memory_share(platform: str) -> float | None:
-    """The share of a GPU's memory that JAX takes at its start; None on other platforms, which give all.
-
-    JAX reports what it was given (`device_bytes`) and not what the card has, so this is what it was told: the
-    environment variable, or else jax's own default (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
-    """
-    if platform not in _GPU_PLATFORMS:
-        return None
-    return float(os.environ.get(share_variable()) or DEFAULT_SHARE)
-
-
-def share_variable() -> str:
-    """The environment variable that sets the share: the one that is set, for jax refuses two of them."""
-    return next(filter(os.environ.get, _SHARE_VARIABLES), _SHARE_VARIABLES[-1])
 
 
 def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
@@ -192,26 +158,6 @@ def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
         f"rollout.memory_fraction ({config.rollout.memory_fraction:g}) is of that: for a larger KV pool, set "
         f"{share_variable()}=0.92 in the environment"
     ]
-
-
-def host_bytes() -> int:
-    """Memory of this machine, or of the part of it (a control group) that this process may use."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # not there, or no limit: `max`
-            found.append(int(Path(file).read_text()))
-    return min(found)
-
-
-def memory_of(devices: Sequence[Any], sharing: int = 0) -> DeviceMemory:
-    """The memory of this process's devices, which are alike.
-
-    Args:
-      sharing: how many devices have a share of this machine's memory, where they are CPUs; 0: these.
-    """
-    reported = device_bytes(devices)
-    share = host_bytes() // (sharing or len(devices)) if reported is None else reported
-    return DeviceMemory(platform_of(devices[0]), reported, share)
 
 
 def refuse_too_large(
@@ -350,18 +296,16 @@ def build_engines(
     workers: WorkerSet,
     tokenizer: Tokenizer,
     profile: Profile | None,
-    draft_profile: Profile | None = None,
     process: int = 0,
 ) -> Workers | PacedWorkers:
     """The engines of all workers as one; of several processes, those of this one.
 
     Args:
-      profile: the checked one, where layouts switch: logical time is then what it predicts, because workers in
-        different layouts do not keep one pace.
-      draft_profile: the checked one, where it decides which plans verify drafts.
+      profile: the checked one; None: nothing reads it. It says which plans verify drafts; and where layouts switch,
+        logical time is what it predicts, because workers in different layouts do not keep one pace.
       process: the number of this one.
 
-    Raises ConfigError for a draft profile of other steps than those of these workers.
+    Raises ConfigError where drafts are verified by a profile of other steps than those of these workers.
     """
     sizes = row_sizes(config, workers)
     engines = [
@@ -369,12 +313,12 @@ def build_engines(
             config,
             executor,
             tokenizer,
-            None if draft_profile is None else step_costs(config, draft_profile, executor, sizes),
+            step_costs(config, profile, executor, sizes) if profile is not None and asks_profile(config) else None,
         )
         for executor in workers.executors
     ]
     ticks = step_ticks
-    if profile is not None:
+    if profile is not None and config.rollout.layout.switch:
         ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
     return workers_of(config, engines, ticks, process)
 
@@ -383,44 +327,6 @@ def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
     """The row counts of a worker's decode programs, by the degrees that its rounds may use."""
     first = workers.executors[0]
     return {tp: first.row_sizes(tp) for tp in layout_degrees(config, workers.mesh.size)}
-
-
-def build_stream(
-    trainer: Trainer,
-    engines: Workers | PacedWorkers,
-    workers: WorkerSet,
-    journal: Journal,
-    drawing: Drawing,
-    profile: Profile | None = None,
-) -> tuple[StreamSession, list[TrainPrograms]]:
-    """The stream trainer on either half of the devices, and the programs of both.
-
-    Args:
-      profile: the checked one, where layouts switch: requests of freed workers move as `rollout.layout.state` says of
-        those in a switch. Without one they are computed again.
-
-    Raises ValueError where the devices have no halves (`jaxrl.sharding.halves.Half`).
-    """
-    assert isinstance(engines, Workers), "gradients beside the rollout move requests between workers"
-    streams = {
-        freed: TrainStream(trainer, Half(trainer.mesh, index))
-        for index, freed in enumerate(halves(len(engines.engines)))
-    }
-    config, by = trainer.config, _moves(trainer.config, workers, profile)
-    options = config.trainer.stream
-    pace = pace_of(options.pace, platform_of(trainer.mesh.devices.flat[0]))
-    session = StreamSession(options, engines, streams, workers.release_some, pace, journal, drawing, by=by)
-    return session, [stream.programs for stream in streams.values()]
-
-
-def _moves(config: Config, workers: WorkerSet, profile: Profile | None) -> By:
-    """How requests move from a worker that is freed. A profile of one degree alone knows nothing of moving KV."""
-    if profile is None or not profile.switches:
-        return "recompute"
-    state = config.rollout.layout.state
-    if state != "cheaper":
-        return state
-    return partial(cheaper_move, LatencyPredictor(profile, config.rollout.layout, row_sizes(config, workers)))
 
 
 def abstract(tree: Any) -> Any:

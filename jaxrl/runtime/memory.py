@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from jaxrl.config import Config
 from jaxrl.mechanisms.judge.memory import JudgeMemory, planned_judge
+from jaxrl.mechanisms.speculation.build import draft_book_bytes, verified_positions
+from jaxrl.mechanisms.table import begins_ahead
 from jaxrl.models.config import ModelConfig
-from jaxrl.runtime.drafting import draft_book_bytes, verified_positions
 from jaxrl.runtime.update_memory import (
     BYTES,
     device_numbers,
@@ -31,7 +32,7 @@ from jaxrl.runtime.update_memory import (
     update_parts,
     update_phases,
 )
-from jaxrl.scheduling.rounds.composition import begins_ahead
+from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
 
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
@@ -308,17 +309,3 @@ def memory_problem(
             f"({config.actor.ppo_max_token_len_per_gpu} tokens)"
         )
     return None
-
-
-def in_bytes(value: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for size, unit in (
-        (1 << 50, "PiB"),
-        (1 << 40, "TiB"),
-        (1 << 30, "GiB"),
-        (1 << 20, "MiB"),
-        (1 << 10, "KiB"),
-    ):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value} B"

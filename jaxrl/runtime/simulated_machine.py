@@ -15,17 +15,18 @@ from typing import Any, Protocol
 from jaxrl.config import Config
 from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions, layout_sessions
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
-from jaxrl.mechanisms.speculation.simulated import PLATFORM, drafting_of, step_costs
+from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms.speculation.simulated import drafting_of, step_costs
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.other_host import HostTimes, OtherHost
-from jaxrl.runtime.rules import batcher_config, draft_config, lookahead, workers_of
+from jaxrl.runtime.rules import batcher_config, lookahead, workers_of
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
 from jaxrl.scheduling.layouts.pace import PredictedTicks
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.configured import layout_predictor
+from jaxrl.sim.configured import PLATFORM, layout_predictor
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware

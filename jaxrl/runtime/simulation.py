@@ -14,62 +14,49 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Job, Loop
 from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
-from jaxrl.mechanisms.ranking_groups.session import RankingSession, build_ranking
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
-from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
-from jaxrl.mechanisms.speculation.session import HistorySession
-from jaxrl.mechanisms.speculation.simulated import PLATFORM, history_session
-from jaxrl.mechanisms.stream_trainer.scale_down import halves
-from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
-from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
-from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
+from jaxrl.mechanisms.reward_timeouts.build import build as build_timeouts
+from jaxrl.mechanisms.simulated_parts import SimulatedParts
+from jaxrl.mechanisms.stream_trainer.session import GradientStream
+from jaxrl.mechanisms.table import batch_rule, is_timeless, of_simulation
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.runtime.round_end import Hosts
-from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
 from jaxrl.runtime.simulated_machine import MachineParts
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.pace import cheaper_move
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers
-from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
-from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of, worker_predictor
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.sim.workload import Workload
-from jaxrl.train import preparation
 from jaxrl.train.learning import Models
-from jaxrl.types import Group, TrainBatch
 
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A simulated run, ready to go: `loop.run()`. `workers`, `executors`, `clock` and `layouts` are those of process 0;
-    `hosts`: the others of several simulated hosts."""
+    """A simulated run, ready to go: `loop.run()`. `workers`, `executors`, `clock` and `mechanisms` are those of process
+    0; `hosts`: the others of several simulated hosts."""
 
     loop: Loop
     workers: Workers | PacedWorkers
     executors: SimulatedWorkers
     clock: SimulatedClock
     phases: SimulatedPhases
-    layouts: LayoutSessions | None = None
-    stream: StreamSession | None = None
+    mechanisms: Sequence[Mechanism] = ()
     hosts: SimulatedHosts | None = None
 
 
@@ -103,34 +90,44 @@ def build(
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     clock = SimulatedClock() if clock is None else clock
     phases = SimulatedPhases(clock, timeline)
-    timeouts = AdaptiveTimeouts.configured(config)
+    timeouts = build_timeouts(config)
     if not config.rollout.layout.adapts:
         layouts = {}
     layouts = layout_sizes(config, cost) if layouts is None else layouts
     process = 0 if hosts is None else hosts.stream.process
     num_processes = config.hosts.num if hosts is None else hosts.stream.num_processes
-    parts = MachineParts(config, cost, workload, sizes, layouts, timeouts, num_processes)
+    parts = MachineParts(
+        config, cost, workload, sizes, layouts, None if timeouts is None else timeouts.timeouts, num_processes
+    )
     own = parts.host(process, clock, phases, layout_log)
     others = parts.others(clock, phases) if hosts is None and num_processes > 1 else None
     workers = own.workers() if num_processes == 1 else own.timed_workers(others)
     total = _num_devices(config, sizes)
     trainer, *critics = _trainers(config, cost, total - config.rollout.num_devices, clock)
-    stream = _stream(config, cost, clock, phases, workers, own.executors, total, parts.pace, feeding)
-    history = history_session(config, clock)
-    ranking = _ranking(config, cost, history, sizes, workers, own.executors)
-    found: list[Mechanism | None] = [own.sessions, stream, ranking, history]
-    found.append(None if timeouts is None else TimeoutSession(timeouts))
-    if config.trainer.one_step_off:
-        together = SimulatedTogether(clock) if config.rollout.num_devices else None
-        found.append(OneStepOff(together, phases.phase))
-    mechanisms = [each for each in (*found, others) if each is not None]
+    pieces = SimulatedParts(
+        config,
+        cost,
+        workload,
+        clock,
+        phases,
+        workers,
+        own.executors,
+        sizes.tp,
+        total,
+        parts.pace,
+        is_timeless(config),
+        own.sessions,
+        timeouts,
+        feeding,
+    )
+    mechanisms = of_simulation(pieces)
     backend = RolloutBackend(
         workers,
         own.executors,
         own.scoring,
         lambda sample: f"({len(sample)} simulated tokens)",
         lambda: [each.synced() for each in (trainer, *critics)],  # no weights to give; they are told of it
-        mechanisms,
+        [*mechanisms, *([] if others is None else [others])],
         Surroundings(
             clock=lambda: clock.now_s,
             timeline=phases,
@@ -140,18 +137,18 @@ def build(
         ),
         others.hosts if others is not None else hosts,
     )
-    if own.sessions is not None:
-        mechanisms[0] = _of_all_hosts(own.sessions, others)
+    mechanisms = [_of_all_hosts(own.sessions, others) if each is own.sessions else each for each in mechanisms]
     job = _job(config, workload, total)
     models = Models(trainer, critics[0] if critics else None)
     # stop strings need text, and there is none
     config = replace(config, rollout=replace(config.rollout, stop=[]))
     loop = Loop(config, job, batch_rule(config), backend, models, phases, hooks, mechanisms)
-    return Simulation(loop, workers, own.executors, clock, phases, own.sessions, stream, others)
+    return Simulation(loop, workers, own.executors, clock, phases, mechanisms, others)
 
 
-def _of_all_hosts(own: LayoutSessions, others: SimulatedHosts | None) -> LayoutSessions:
+def _of_all_hosts(own: LayoutSessions | None, others: SimulatedHosts | None) -> LayoutSessions:
     """The layouts of process 0 with those of the others, as they are kept: each goes on as it was."""
+    assert own is not None
     if others is None:
         return own
     sessions = [each for host in others.others for each in host.mechanisms if isinstance(each, LayoutSessions)]
@@ -167,53 +164,6 @@ def _num_devices(config: Config, sizes: MachineSizes) -> int:
 def _trainers(config: Config, cost: CostModel, num_devices: int, clock: SimulatedClock) -> list[SimulatedTrainer]:
     """Of the policy, and of the critic where there is one."""
     return [SimulatedTrainer(cost, num_devices, clock) for _ in range(1 + config.has_critic)]
-
-
-def _ranking(
-    config: Config,
-    cost: CostModel,
-    history: HistorySession | None,
-    sizes: MachineSizes,
-    workers: Workers | PacedWorkers,
-    executors: SimulatedWorkers,
-) -> RankingSession | None:
-    """What ranks rounds over workers of `sizes` each; None: nothing does."""
-    if not config.rollout.ranking_groups.enable:
-        return None
-    assert history is not None, "ranks by lengths that nothing keeps"
-    assert isinstance(workers, Workers)
-    predictor = worker_predictor(config, cost, [sizes.tp])
-    ranking, by = build_ranking(config, history.store, workers, predictor)
-    return RankingSession(ranking, executors, by)
-
-
-def _stream(
-    config: Config,
-    cost: CostModel,
-    clock: SimulatedClock,
-    phases: SimulatedPhases,
-    workers: Workers | PacedWorkers,
-    executors: SimulatedWorkers,
-    num_devices: int,
-    pace: LatencyPredictor | None,
-    feeding: Callable[[GradientStream], GradientStream],
-) -> StreamSession | None:
-    """The stream trainer on either half of so many devices; None: there is none."""
-    if not config.trainer.stream.enable:
-        return None
-    assert isinstance(workers, Workers)
-
-    def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-        return preparation.prepared(config, groups, step, logprobs)
-
-    def one() -> GradientStream:
-        return feeding(SimulatedStream(cost, clock, num_devices, num_devices // 2, prepare))
-
-    streams = {freed: one() for freed in halves(len(workers.engines))}
-    options, release = config.trainer.stream, executors.release_some
-    rate = pace_of(options.pace, PLATFORM)
-    by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
-    return StreamSession(options, workers, streams, release, rate, drawing=phases, clock=lambda: clock.now_s, by=by)
 
 
 def _job(config: Config, workload: Workload, num_devices: int) -> Job:

@@ -310,6 +310,11 @@ class Mechanism:
         """Whether the update beside the round under way has ended well, so that the next weights are there."""
         return False
 
+    @property
+    def defers_stop(self) -> bool:
+        """Whether a stop that is asked for has to wait: something is under way that cannot be undone."""
+        return False
+
     def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
         """An update begins; returns batches of which the trainer has the gradients already."""
         return []

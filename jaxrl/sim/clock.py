@@ -66,6 +66,11 @@ class SimulatedTogether:
         return one, other
 
     @property
+    def busy(self) -> bool:
+        """Never: a simulated run may be stopped anywhere."""
+        return False
+
+    @property
     def has_ended(self) -> bool:
         """Whether the second thing is over by now."""
         return self._clock.now_ns >= self._ends_ns

@@ -37,6 +37,9 @@ from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_
 _NODE = 8  # devices, if no option says how many
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
+PLATFORM = "gpu"
+"""Of simulated devices, where an option's default goes by the platform."""
+
 
 def with_simulated_hosts(config: Config) -> Config:
     """The configuration with the hosts of section `simulate`, and nothing else of section `hosts` but the devices of

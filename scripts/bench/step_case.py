@@ -103,6 +103,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     prepare_devices(spec.devices)
     from jaxrl.data.prompts import PromptSource, load_train
     from jaxrl.loop import Hooks, Loop
+    from jaxrl.mechanisms.table import batch_rule
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
@@ -114,7 +115,6 @@ def run(spec: StepSpec, ask: Ask) -> None:
         load_weights,
         read_tokenizer_and_model,
     )
-    from jaxrl.runtime.rules import batch_rule
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.step import Trainer

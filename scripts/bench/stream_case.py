@@ -113,13 +113,13 @@ def run(spec: StreamSpec, ask: Ask) -> None:
     devices = prepare_devices(spec.devices)
     from jaxrl.data.prompts import PromptSource, load_train
     from jaxrl.loop import Hooks, Loop
+    from jaxrl.mechanisms.table import batch_rule
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
     from jaxrl.runtime.backend import RolloutBackend, text_by
     from jaxrl.runtime.build import build_engines, build_stream, build_workers, load_weights, read_tokenizer_and_model
-    from jaxrl.runtime.rules import batch_rule
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.step import Trainer
 

@@ -10,7 +10,8 @@ import pytest
 from jaxrl.commands.explain import explain_config
 from jaxrl.config import from_mapping
 from jaxrl.runtime import build
-from jaxrl.runtime.build import memory_share, retuning_note, share_notes, use_compilation_cache
+from jaxrl.runtime.build import retuning_note, share_notes, use_compilation_cache
+from jaxrl.sharding.memory import memory_share
 
 CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
 VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -15,8 +15,8 @@ from jaxrl.commands.profile import adaptive
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.models.loading import config_of
 from jaxrl.models.shapes import named_shape
+from jaxrl.rollout.profiles import identity_of
 from jaxrl.runtime.degree import planned_degree, with_degree
-from jaxrl.runtime.profile import identity_of
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.sharding.mesh import make_mesh
 

@@ -8,9 +8,9 @@ import pytest
 from known_sizes import SMOLLM2, config
 
 from jaxrl.commands.explain import explain, render
+from jaxrl.mechanisms.speculation.build import drafting_of
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout.draft_books import book_shapes
-from jaxrl.runtime.drafting import drafting_of
 from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
 
 

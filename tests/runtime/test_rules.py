@@ -14,11 +14,12 @@ from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms.table import batch_rule, composition_problem
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
-from jaxrl.runtime.rules import batch_rule, batcher_config, carried, draft_config, lookahead, workers_of
+from jaxrl.runtime.rules import batcher_config, carried, lookahead, workers_of
 from jaxrl.scheduling.rounds.batches import FreshBatches
-from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, Window
 from jaxrl.scheduling.tokens.engine import Engine

@@ -23,11 +23,11 @@ from jaxrl.config import Config, from_mapping
 from jaxrl.models import decoder
 from jaxrl.record.files import write_whole
 from jaxrl.record.state import join_arrays, split_arrays
+from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.build import build_workers, prepare_hosts
 from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Loop
+from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.rules import batch_rule
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Command,

@@ -22,10 +22,10 @@ from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Loop
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
 from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
+from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.journal import Journal
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.runtime.rules import batch_rule
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine

@@ -5,7 +5,7 @@ Source: RollPacker §4.3. `jaxrl.mechanisms.judge.turns` says when a turn may be
 
 from __future__ import annotations
 
-from jaxrl.mechanisms.judge.turns import Judge
+from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.scheduling.mechanism import Mechanism, UnderWay
 
 
@@ -13,17 +13,17 @@ class JudgeSession(Mechanism):
     """Gives a judge its turns.
 
     Args:
-      judge: scores what the backend's scoring gives it.
+      judge: the pool; it scores what the backend's scoring gives it.
     """
 
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
+    def __init__(self, judge: JudgePool) -> None:
+        self.judge = judge
 
     def attach(self, under_way: UnderWay) -> None:
         self._workers = under_way.workers
 
     def between_plans(self, busy_rows: int) -> bool:
-        return self._judge.turn(busy_rows, self._workers.num_rows)
+        return self.judge.turn(busy_rows, self._workers.num_rows)
 
     def leave_rollout(self) -> None:
-        self._judge.release()
+        self.judge.release()

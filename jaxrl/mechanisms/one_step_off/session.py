@@ -25,12 +25,15 @@ B = TypeVar("B")
 
 class Together(Protocol):
     """Does two things at the same time, and returns or raises when both have ended. `has_ended`: whether the second has
-    ended well; asked by the first."""
+    ended well; asked by the first. `busy`: whether two things are running that have to end first."""
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]: ...
 
     @property
     def has_ended(self) -> bool: ...
+
+    @property
+    def busy(self) -> bool: ...
 
 
 class OneStepOff(Mechanism):
@@ -49,6 +52,11 @@ class OneStepOff(Mechanism):
     @property
     def update_has_ended(self) -> bool:
         return self._together is not None and self._together.has_ended
+
+    @property
+    def defers_stop(self) -> bool:
+        """The update beside a round cannot be undone, and its step ends only when both have ended."""
+        return self._together is not None and self._together.busy
 
     def update(self, step: Step, groups: Sequence[Group]) -> tuple[Any, Any] | None:
         """Raises RunFailed where the round beside an update ended early: the update cannot be taken back."""

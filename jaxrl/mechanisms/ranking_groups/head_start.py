@@ -34,7 +34,7 @@ Start = Callable[[Prompt, SampleKey, int], int]
 
 
 class WeightBuffer(Protocol):
-    """Executors with a second copy of the weights (`jaxrl.runtime.workers.WorkerSet`)."""
+    """Executors with a second copy of the weights (`jaxrl.rollout.worker_set.WorkerSet`)."""
 
     def buffer_weights(self, train_params: Any, policy_version: int, /) -> None:
         """Begins to bring the trainer's weights to all workers, beside those in use."""

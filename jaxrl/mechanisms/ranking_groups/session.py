@@ -17,39 +17,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxrl.config import Config
 from jaxrl.mechanisms.ranking_groups.head_start import HeadStarts, WeightBuffer
 from jaxrl.mechanisms.ranking_groups.outliers import Outliers
-from jaxrl.mechanisms.ranking_groups.rule import LengthHistory, RankedRound, RankingGroups
+from jaxrl.mechanisms.ranking_groups.rule import RankedRound, RankingGroups
 from jaxrl.record import metrics as numbers
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.pace import cheaper_move, step_seconds
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
-from jaxrl.scheduling.rounds.composition import is_timeless
 from jaxrl.scheduling.rounds.events import Command, HeadStart, Launch
 from jaxrl.scheduling.tokens.engine import Finished
-from jaxrl.scheduling.tokens.workers import By, Workers
+from jaxrl.scheduling.tokens.workers import By
 from jaxrl.types import Sample, SampleKey
-
-
-def build_ranking(
-    config: Config, history: LengthHistory, engines: Workers, predictor: LatencyPredictor | None
-) -> tuple[RankingGroups, By]:
-    """What ranks the rounds of a configuration, and how outliers move.
-
-    Args:
-      history: lengths of earlier responses.
-      predictor: of a worker, over a profile that holds its degree; None: groups have equal shares of the workers.
-    """
-    options = config.rollout.ranking_groups
-    step_s = None if predictor is None else step_seconds(predictor, engines.engines[0])
-    num_workers, is_timed = len(engines.engines), is_timeless(config)
-    ranking = RankingGroups(options, num_workers, history, step_s, is_timed=is_timed)
-    if options.move != "auto":
-        return ranking, "migrate" if options.move == "kv" else "recompute"
-    if predictor is None or not predictor.profile.switches:  # one degree alone tells nothing of moving KV
-        return ranking, "recompute"
-    return ranking, partial(cheaper_move, predictor)
 
 
 class RankingSession(Mechanism):

@@ -30,7 +30,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.config import Config
 from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.history import HistoryStore, PastRollout, PromptHistory
@@ -309,19 +308,6 @@ class HistorySession(Mechanism):
     def _forget_group(self) -> None:
         for kept in (self._ended, self._fresh, self._building, self._own):
             kept.clear()
-
-
-def history_session(config: Config, drawing: Drawing | None = None) -> HistorySession | None:
-    """What a run keeps of its responses, empty; None where nothing has any use for it. To be closed.
-
-    Args:
-      drawing: where builds of indexes are drawn; None: nowhere.
-    """
-    options = config.rollout.speculation
-    if options.enable:
-        own = config.rollout.n if options.within_group else 0
-        return HistorySession(history_store(options), IndexBuilder(options, drawing), own)
-    return HistorySession(history_store(options)) if config.rollout.ranking_groups.enable else None
 
 
 def _unscored(samples: Sequence[Sample]) -> PromptHistory:

@@ -16,18 +16,16 @@ from concurrent.futures import Future
 import numpy as np
 
 from jaxrl.config import Config
+from jaxrl.mechanisms.simulated_parts import SimulatedParts
 from jaxrl.mechanisms.speculation.session import Building, HistorySession, IndexBuilder, history_store
-from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
+from jaxrl.scheduling.rounds.history import PromptHistory
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, default_verify_tokens, draft_width
-from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.foretold import Foreteller
 from jaxrl.sim.verification import Drafting
 from jaxrl.sim.workload import Workload
-
-PLATFORM = "gpu"
-"""Of simulated devices, where an option's default goes by the platform."""
 
 _BLANK = DraftIndex.build([], [])
 
@@ -41,13 +39,15 @@ class BlankIndexes(IndexBuilder):
         return Building(done, lambda: _BLANK)
 
 
-def history_session(config: Config, clock: SimulatedClock) -> HistorySession | None:
+def build(parts: SimulatedParts) -> HistorySession | None:
     """What a simulated run keeps of its responses, empty; None where nothing has any use for it."""
-    options = config.rollout.speculation
-    if options.enable:
-        own = config.rollout.n if options.within_group else 0
-        return HistorySession(history_store(options), BlankIndexes(options, clock=lambda: clock.now_s), own)
-    return HistorySession(HistoryStore(0)) if config.rollout.ranking_groups.enable else None
+    config, clock, options = parts.config, parts.clock, parts.config.rollout.speculation
+    if not options.enable and not config.rollout.ranking_groups.enable:
+        return None
+    builder = BlankIndexes(options, clock=lambda: clock.now_s) if options.enable else None
+    session = HistorySession(history_store(options), builder)
+    parts.history = session.store
+    return session
 
 
 def step_costs(config: Config, cost: CostModel) -> StepCosts | None:

@@ -16,13 +16,22 @@ of a batch is taken to reach the same share of the peak as a whole one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
+from jaxrl.mechanisms.simulated_parts import SimulatedParts
+from jaxrl.mechanisms.stream_trainer.scale_down import halves
+from jaxrl.mechanisms.stream_trainer.session import StreamSession
+from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
+from jaxrl.scheduling.layouts.pace import cheaper_move
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
+from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.trainer import blank_logprobs, load_of
+from jaxrl.train import preparation
 from jaxrl.types import Group, TrainBatch
 
 Which = Literal["actor", "ref"]
@@ -96,3 +105,27 @@ class SimulatedStream:
     def _charge(self, seconds: float) -> None:
         assert self._free_ns is not None, "the stream is closed"
         self._free_ns += nanoseconds(seconds)
+
+
+def build(parts: SimulatedParts) -> StreamSession | None:
+    """The stream trainer on either half of the devices; None: it is off. It needs no journal, because a simulated clock
+    decides the same again."""
+    config, options = parts.config, parts.config.trainer.stream
+    if not options.enable:
+        return None
+    workers, clock, count = parts.workers, parts.clock, parts.num_devices
+    assert isinstance(workers, Workers), "gradients beside the rollout move requests between workers"
+
+    def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
+        return preparation.prepared(config, groups, step, logprobs)
+
+    streams = {
+        freed: parts.feeding(SimulatedStream(parts.cost, clock, count, count // 2, prepare))
+        for freed in halves(len(workers.engines))
+    }
+    pace = pace_of(options.pace, PLATFORM)
+    by = partial(cheaper_move, parts.pace) if parts.pace is not None and parts.pace.profile.switches else "recompute"
+    release = parts.executors.release_some
+    return StreamSession(
+        options, workers, streams, release, pace, drawing=parts.phases, clock=lambda: clock.now_s, by=by
+    )

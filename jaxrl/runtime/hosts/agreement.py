@@ -22,10 +22,10 @@ from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.record.files import refuse_folder, takes_files
-from jaxrl.runtime.build import device_bytes
 from jaxrl.runtime.hosts.board import Disagreement, MissingHosts
 from jaxrl.runtime.hosts.facts import differing, facts_of
 from jaxrl.runtime.hosts.gate import Gate
+from jaxrl.sharding.memory import device_bytes
 
 _FOLDER, _FACTS, _VERDICT = "agreement", "agreement facts", "agreement verdict"
 _SEEN_WITHIN_S = 5.0

@@ -17,22 +17,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl.config import ConfigError
+from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.sharding.mesh import make_mesh
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """What is known of the devices' memory, in bytes of one device.
-
-    Attributes:
-      platform: `jaxrl.sharding.mesh.platform_of`.
-      reported: None where the backend reports none (a CPU's memory is the host's).
-      share: the same, or a CPU's share of the host's.
-    """
-
-    platform: str
-    reported: int | None
-    share: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind, RoundLedger
@@ -129,11 +128,7 @@ class BatchRule(Protocol):
 
 
 class FreshBatches:
-    """New prompts every round: plain synchronous batches that wait for all responses, or over-provisioning that
-    discards its losers.
-
-    Over-provisioning launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0) responses, and the first
-    P0 × R0 are the batch. Prompts that lose leave the system as `filtered`, for good.
+    """New prompts every round: plain synchronous batches that wait for all responses.
 
     With dynamic sampling a plain round launches ahead of verdicts. Prompts that were launched and not needed are the
     first of the next round, where they draw new responses (verl drops them): nothing is off-policy. Those that no step
@@ -141,9 +136,8 @@ class FreshBatches:
 
     Args:
       batch: P0, R0, and what else rules share.
-      options: `rollout.over_provisioning`; None, or switched off: plain batches.
-
-    Raises ValueError for impossible limits.
+      limits: what a round needs and may spend; None: a batch, and nothing beyond it. Prompts beyond it leave the system
+        as `filtered`, for good.
 
     Attributes:
       queue: prompts that dynamic sampling has launched and not needed.
@@ -152,15 +146,11 @@ class FreshBatches:
     """
 
     SCHEMA = 2
+    begins_ahead = True
+    """Whether its batch is all that a round launches, so that the next round may begin in the present one."""
 
-    def __init__(self, batch: BatchSettings, options: OverProvisioningSection | None = None) -> None:
-        num_prompts, num_responses = batch.num_groups, batch.group_size
-        if options is not None and options.enable:
-            option = "rollout.over_provisioning"
-            num_prompts = provisioned(f"{option}.prompt_factor", options.prompt_factor, num_prompts)
-            num_responses = provisioned(f"{option}.response_factor", options.response_factor, num_responses)
-        self._over_provisions = options is not None and options.enable  # by nothing, if both factors are 1
-        self.limits = RaceLimits(batch, num_responses, num_prompts - batch.num_groups)
+    def __init__(self, batch: BatchSettings, limits: RaceLimits | None = None) -> None:
+        self.limits = limits or RaceLimits(batch, batch.group_size)
         self.queue: deque[Waiting] = deque()
         self.begun: deque[PromptKey] = deque()
         self.num_rounds = 0
@@ -181,8 +171,8 @@ class FreshBatches:
 
     def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
         batch = self.limits.batch
-        if self._over_provisions or batch.filter_groups.enable or batch.max_active_requests:
-            return []  # `composition.is_timeless` says the same of a configuration
+        if not self.begins_ahead or batch.filter_groups.enable or batch.max_active_requests:
+            return []  # `jaxrl.mechanisms.table.is_timeless` says the same of a configuration
         missing = batch.num_groups - len(self.begun)  # a resumed run with smaller batches may have some
         self.begun.extend(prompt.key for prompt in prompts.next(max(missing, 0)))
         drawn = [prompts.get(*prompt_key) for prompt_key in islice(self.begun, batch.num_groups)]

@@ -11,11 +11,11 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.checks import check
+from jaxrl.mechanisms.judge.build import _sizes
 from jaxrl.mechanisms.judge.memory import judge_memory
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
 from jaxrl.rollout.layout_programs import LayoutPrograms
-from jaxrl.runtime.judge_build import _sizes
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 

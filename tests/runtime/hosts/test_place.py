@@ -11,10 +11,11 @@ import pytest
 
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.models.shapes import SHAPES
+from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.build import host_problem
-from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts
+from jaxrl.runtime.hosts.place import HostPlace, devices_of_hosts
 from jaxrl.runtime.memory import MemoryPlan, memory_plan
-from jaxrl.runtime.workers import WorkerSet
+from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.sharding.mesh import make_mesh, submeshes
 
 

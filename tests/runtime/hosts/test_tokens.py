@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from host_worlds import assert_same_bits, of, run_world
 
-from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace
+from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange, _header, _packed, _unpack
+from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.types import RunFailed, Sample, SampleKey
 
 MEMORY = DeviceMemory("cpu", None, 1 << 30)

@@ -10,7 +10,7 @@ from fake_rollout import FakePrompts
 from rounds import START, filtering, finish, fresh_batches, key
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.runtime.rules import batch_rule
+from jaxrl.mechanisms.table import batch_rule
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import Launch, Verdict
 from jaxrl.scheduling.rounds.group_filter import FILTER_ARGUMENTS

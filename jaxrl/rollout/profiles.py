@@ -1,12 +1,11 @@
-"""Adaptive layouts of a real run: the latency profile, checked against this machine, and the session that uses it."""
+"""Latency profiles of this machine: files of `jaxrl profile`, checked against the model and the devices of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions, layout_sessions
 from jaxrl.models.config import ModelConfig
-from jaxrl.record.journal import Journal
-from jaxrl.record.layouts import LayoutLog
-from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.memory import layout_degrees
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
-from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.mesh import submeshes
 
 
@@ -73,33 +65,3 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
     except ValueError as error:
         raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
     return profile
-
-
-def build_layouts(
-    config: Config,
-    profile: Profile | None,
-    mesh: Mesh,
-    engines: Sequence[Engine],
-    row_sizes: Mapping[int, Sequence[int]],
-    journal: Journal,
-    timeline: Timeline,
-    log: LayoutLog,
-    first: int = 0,
-) -> LayoutSessions:
-    """The sessions of a run with an adaptive `rollout.layout`, one for each worker's engine of this host.
-
-    Args:
-      profile: the checked one, where layouts switch.
-      mesh: of the rollout, on this host.
-      row_sizes: row counts of a worker's programs, by degree.
-      first: the number of this host's first worker.
-    """
-    options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
-    predictors: list[LatencyPredictor | None] = [None] * len(engines)
-    if options.switch:
-        assert profile is not None
-        predictors = [LatencyPredictor(profile, options, row_sizes) for _ in engines]
-    kept = (time.perf_counter, timeline, log, journal)
-    return layout_sessions(
-        options, degrees, config.rollout.tp, engines, predictors, *kept, first=first, count=config.num_workers
-    )

@@ -23,9 +23,9 @@ from small_models import model_of, requests, weights_of
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime import workers as module
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.tokens.batcher import BatcherConfig

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.mechanisms.speculation.build import draft_book_bytes, drafting_of, step_costs, verified_positions
+from jaxrl.mechanisms.speculation.declaration import asks_profile, unmeasured_note
 from jaxrl.rollout.draft_books import Drafting
-from jaxrl.runtime.drafting import (
-    asks_profile,
-    draft_book_bytes,
-    drafting_of,
-    step_costs,
-    unmeasured_note,
-    verified_positions,
-)
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.draft_index import DraftLengths
 from jaxrl.scheduling.tokens.draft_rule import Window

@@ -1,22 +1,38 @@
-"""What the devices of a rollout need to draft and verify, from a configuration.
+"""History speculation of a real run, and what the devices of its rollout need to draft and verify.
 
-Purpose: `drafting_of` is the one place that says for how many responses and tokens an index has room on the devices;
-the executor is built with it, and memory planning counts it. `step_costs` says what its steps take, by the latency
-profile.
+Purpose: `build` makes the mechanism. `drafting_of` is the one place that says for how many responses and tokens an
+index has room on the devices; the executor is built with it, and memory planning counts it. `step_costs` says what its
+steps take, by the latency profile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.mechanisms.speculation.session import draft_lengths
+from jaxrl.mechanisms.parts import RunParts
+from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, draft_lengths, history_store
 from jaxrl.rollout.draft_books import Drafting, book_bytes
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.runtime.rules import draft_config
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.tokens.draft_rule import StepCosts
+
+
+def build(parts: RunParts) -> HistorySession | None:
+    """What a run keeps of its responses, empty, and what it drafts from them; None where nothing has any use for it."""
+    config, options = parts.config, parts.config.rollout.speculation
+    if not options.enable and not config.rollout.ranking_groups.enable:
+        return None
+    builder = None
+    if options.enable:
+        builder = IndexBuilder(options, parts.timeline)
+    session = HistorySession(history_store(options), builder)
+    parts.stack.enter_context(closing(session))
+    parts.history = session.store
+    return session
 
 
 def drafting_of(config: Config, platform: str) -> Drafting | None:
@@ -50,23 +66,6 @@ def verified_positions(config: Config, platform: str) -> int:
     """Positions that a step computes beside one for each row of a dp group, at most; 0 where nothing is verified."""
     drafts = draft_config(config, platform)
     return 0 if drafts is None else drafts.verify_tokens
-
-
-def asks_profile(config: Config) -> bool:
-    """Whether plans verify by what `rollout.layout.profile` says."""
-    spec = config.rollout.speculation
-    return spec.enable and not spec.max_batch and bool(config.rollout.layout.profile)
-
-
-def unmeasured_note(config: Config) -> str | None:
-    """What a start says where plans verify without knowing whether that pays; None where something tells."""
-    spec = config.rollout.speculation
-    if not spec.enable or spec.max_batch or config.rollout.layout.profile:
-        return None
-    return (
-        "rollout.speculation: plans verify drafts wherever a step has room for them, whether or not that is faster; "
-        "give rollout.layout.profile a file of `jaxrl profile`, or set rollout.speculation.max_batch"
-    )
 
 
 def step_costs(

@@ -16,19 +16,22 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge.memory import JudgeMemory, judge_length, judge_memory
 from jaxrl.mechanisms.judge.pool import JudgePool
+from jaxrl.mechanisms.judge.session import JudgeSession
 from jaxrl.mechanisms.judge.turns import JudgeTurns
+from jaxrl.mechanisms.parts import RunParts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.stage import RewardStage
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.build import host_bytes
-from jaxrl.runtime.memory import in_bytes
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.memory import host_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
 
 
@@ -129,6 +132,24 @@ def build_judge(
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
     machine = JudgeMachine(executor, weights, quiet, alone=collectives)
     return JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share), clock)
+
+
+def build(parts: RunParts) -> JudgeSession | None:
+    """The judge of a training run, joined to its reward pool; None: no model judges on the devices."""
+    if judge_kind(parts.config.reward) is None:
+        return None
+    parts.beat("loading the judge")
+    session = judge_beside(parts.config, parts.mesh, parts.workers.wait_quiet, parts.pool)
+    parts.rollout_programs += session.judge.machine.programs
+    return session
+
+
+def judge_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession:
+    """A judge on the devices of a rollout, joined to its reward pool; as `build_judge`."""
+    judge = build_judge(config, mesh, quiet)
+    assert isinstance(pool, RewardStage), "a judge scores in a stage"
+    pool.join("devices", judge)
+    return JudgeSession(judge)
 
 
 def _sizes(config: Config, plan: JudgeMemory, tp: int, ahead: bool) -> ExecutorConfig:

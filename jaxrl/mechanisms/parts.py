@@ -1,0 +1,62 @@
+"""What a real run has when its mechanisms are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from jax.sharding import Mesh
+
+from jaxrl.config import Config
+from jaxrl.record.journal import Journal
+from jaxrl.record.layouts import LayoutLog
+from jaxrl.record.timeline import Timeline
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.worker_set import WorkerSet
+from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.scheduling.rounds.history import HistoryStore
+from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.sharding.compiled import CompiledPrograms
+from jaxrl.train.step import Trainer
+
+
+@dataclass(slots=True)
+class RunParts:
+    """The parts of a run that mechanisms are built from, and what building one adds.
+
+    Attributes:
+      config: of the run. process: the number of this one.
+      mesh: of the rollout, on this host.
+      engines, workers: of the rollout; the executors are those of the workers.
+      trainer: of the policy.
+      pool: scores samples.
+      journal, timeline, layout_log: of the run's record.
+      profile: the checked file of `rollout.layout.profile`; None: no mechanism asks for it.
+      row_sizes: row counts of a worker's decode programs, by the degrees that its rounds may use.
+      is_timeless: whether a round brings the same batch whichever of its responses end first.
+      beat: tells the watchdog what is being done.
+      stack: closes what a mechanism has opened, when the run is over.
+      history: what earlier responses are kept for, once a mechanism keeps them.
+      rollout_programs, update_programs: to be compiled with those of the rollout, and of the update.
+    """
+
+    config: Config
+    process: int
+    mesh: Mesh
+    engines: Workers | PacedWorkers
+    workers: WorkerSet
+    trainer: Trainer
+    pool: RewardPool
+    journal: Journal
+    timeline: Timeline
+    layout_log: LayoutLog | None
+    profile: Profile | None
+    row_sizes: Mapping[int, tuple[int, ...]]
+    is_timeless: bool
+    beat: Callable[[str], None]
+    stack: ExitStack
+    history: HistoryStore | None = None
+    rollout_programs: list[CompiledPrograms] = field(default_factory=list)
+    update_programs: list[CompiledPrograms] = field(default_factory=list)

@@ -1,0 +1,48 @@
+"""What the room of a mechanism declares about it: when it is on, and what it goes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxrl.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A mechanism as a configuration asks for it. `jaxrl.mechanisms.table` holds those that there are.
+
+    Attributes:
+      name: in words, for messages.
+      option: what switches it on, for messages.
+      is_on: whether a configuration asks for it.
+      decides: of what it alone may decide; two mechanisms that decide the same exclude each other.
+      changes: what it changes that others may rely on.
+      relies_on: what no other mechanism may change beside it, and why.
+      races: which samples of a round count depends on which end first, so its batch is not known before.
+      orders: its batch depends on which responses end first, in another way.
+      reads_profile: whether a configuration has it read `rollout.layout.profile`.
+      problem: why a configuration with it is impossible, as a sentence; None: it is possible. Asked where it is on,
+        with the names of the mechanisms that race.
+      note: what a start says about it; None: nothing.
+    """
+
+    name: str
+    option: str
+    is_on: Callable[[Config], bool]
+    decides: frozenset[str] = frozenset()
+    changes: frozenset[str] = frozenset()
+    relies_on: Mapping[str, str] = field(default_factory=dict)
+    races: bool = False
+    orders: bool = False
+    reads_profile: Callable[[Config], bool] = lambda config: False
+    problem: Callable[[Config, Sequence[str]], str | None] = lambda config, racing: None
+    note: Callable[[Config], str | None] = lambda config: None
+
+
+UNFINISHED = "what becomes of unfinished responses"
+"""`Room.decides`."""
+
+LAYOUTS = "the layouts of workers"
+PROMPTS_OF_ROUNDS = "which prompts share a round"
+"""`Room.changes`."""

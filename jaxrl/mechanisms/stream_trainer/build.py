@@ -1,0 +1,46 @@
+"""The stream trainer of a real run, from its options."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from jaxrl.mechanisms.parts import RunParts
+from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
+from jaxrl.mechanisms.stream_trainer.scale_down import halves
+from jaxrl.mechanisms.stream_trainer.session import StreamSession
+from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.pace import cheaper_move
+from jaxrl.scheduling.tokens.workers import By, Workers
+from jaxrl.sharding.halves import Half
+from jaxrl.sharding.mesh import platform_of
+
+
+def build(parts: RunParts) -> StreamSession | None:
+    """The stream trainer on either half of the devices; None: it is off. Its programs are compiled with the update's.
+
+    Raises ValueError where the devices have no halves (`jaxrl.sharding.halves.Half`).
+    """
+    options, trainer = parts.config.trainer.stream, parts.trainer
+    if not options.enable:
+        return None
+    assert isinstance(parts.engines, Workers), "gradients beside the rollout move requests between workers"
+    streams = {
+        freed: TrainStream(trainer, Half(trainer.mesh, index))
+        for index, freed in enumerate(halves(len(parts.engines.engines)))
+    }
+    parts.update_programs += [stream.programs for stream in streams.values()]
+    pace = pace_of(options.pace, platform_of(trainer.mesh.devices.flat[0]))
+    given = options, parts.engines, streams, parts.workers.release_some, pace, parts.journal, parts.timeline
+    return StreamSession(*given, by=_moves(parts))
+
+
+def _moves(parts: RunParts) -> By:
+    """How requests move from a worker that is freed: where layouts switch as `rollout.layout.state` says of a switch,
+    else they are computed again. A profile of one degree alone knows nothing of moving KV."""
+    options, profile = parts.config.rollout.layout, parts.profile
+    if not options.switch or profile is None or not profile.switches:
+        return "recompute"
+    if options.state != "cheaper":
+        return options.state
+    return partial(cheaper_move, LatencyPredictor(profile, options, parts.row_sizes))

@@ -1,0 +1,52 @@
+"""What the stream trainer goes with (RollPacker §4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxrl.config import Config
+from jaxrl.config.checks import NEEDS_WHOLE_BATCH
+from jaxrl.mechanisms.room import Room
+from jaxrl.schema.devices import possible_workers
+
+
+def _problem(config: Config, racing: Sequence[str]) -> str | None:
+    """Why gradients cannot be computed beside the rollout."""
+    option, estimator = "trainer.stream.enable", config.algorithm.adv_estimator
+    num_workers, own = config.rollout.num_workers, config.rollout.num_devices
+    if estimator in NEEDS_WHOLE_BATCH:
+        return (
+            f"{option} excludes algorithm.adv_estimator={estimator}: its advantages have statistics over the whole "
+            "batch, so no gradient can be computed before the rollout has ended"
+        )
+    if config.reward.score_when == "rollout":
+        return (
+            f"{option} needs rewards during the rollout, to compute gradients beside it: reward.score_when must be "
+            "'sample' or 'group', found 'rollout'"
+        )
+    if config.mini_batch_prompts < config.data.train_batch_size:
+        return (
+            f"{option} needs one update per pass over the batch, because all gradients beside the rollout are of the "
+            f"same weights: actor.ppo_mini_batch_size ({config.mini_batch_prompts} prompts) must be 0 or "
+            f"data.train_batch_size ({config.data.train_batch_size} prompts)"
+        )
+    if own:
+        return (
+            f"{option} excludes rollout.num_devices ({own}): update and rollout have devices of their own there, and "
+            "run side by side already"
+        )
+    if num_workers % 2:
+        return (
+            f"{option} needs rollout.num_workers to be even, found {num_workers}: half of the rollout's workers are "
+            "freed, each of them whole"
+        )
+    devices = config.trainer.num_devices
+    if devices and 2 not in possible_workers(devices):
+        return (
+            f"{option} needs two halves of the devices that are meshes like the whole: trainer.num_devices ({devices}) "
+            "must be a power of two"
+        )
+    return None
+
+
+ROOM = Room("stream trainer", "trainer.stream.enable", lambda config: config.trainer.stream.enable, problem=_problem)

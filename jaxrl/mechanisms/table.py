@@ -1,0 +1,190 @@
+"""Which options make which mechanisms, and which of them go together: the one list.
+
+Purpose: all that the rest of jaxrl knows of single mechanisms is here. `ROOMS` has what each declares
+(`jaxrl.mechanisms.room`), from which `composition_problem` follows; `batch_rule`, `of_run` and `of_simulation` make
+what a configuration asks for. docs/rollout-rules.md has the table for readers.
+
+Imports no jax before a run is built: what can be refused is refused before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.mechanisms.adaptive_layouts import declaration as adaptive_layouts
+from jaxrl.mechanisms.dynamic_sampling import build as build_dynamic_sampling
+from jaxrl.mechanisms.dynamic_sampling import declaration as dynamic_sampling
+from jaxrl.mechanisms.judge import declaration as judge
+from jaxrl.mechanisms.one_step_off import declaration as one_step_off
+from jaxrl.mechanisms.over_provisioning import build as build_over_provisioning
+from jaxrl.mechanisms.over_provisioning import declaration as over_provisioning
+from jaxrl.mechanisms.partial_rollout import build as build_partial_rollout
+from jaxrl.mechanisms.partial_rollout import declaration as partial_rollout
+from jaxrl.mechanisms.ranking_groups import declaration as ranking_groups
+from jaxrl.mechanisms.reward_timeouts import build as build_reward_timeouts
+from jaxrl.mechanisms.reward_timeouts import declaration as reward_timeouts
+from jaxrl.mechanisms.room import Room
+from jaxrl.mechanisms.speculation import declaration as speculation
+from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
+from jaxrl.mechanisms.tail_batching import build as build_tail_batching
+from jaxrl.mechanisms.tail_batching import declaration as tail_batching
+from jaxrl.scheduling.mechanism import Mechanism
+from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
+from jaxrl.scheduling.rounds.race import BatchSettings
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.parts import RunParts
+    from jaxrl.mechanisms.simulated_parts import SimulatedParts
+
+ROOMS: tuple[Room, ...] = (
+    tail_batching.ROOM,
+    partial_rollout.ROOM,
+    over_provisioning.ROOM,
+    dynamic_sampling.ROOM,
+    one_step_off.ROOM,
+    ranking_groups.ROOM,
+    stream_trainer.ROOM,
+    adaptive_layouts.ROOM,
+    speculation.ROOM,
+    reward_timeouts.ROOM,
+    judge.ROOM,
+)
+
+RULES = {
+    tail_batching.ROOM: build_tail_batching.rule,
+    partial_rollout.ROOM: build_partial_rollout.rule,
+    over_provisioning.ROOM: build_over_provisioning.rule,
+}
+"""The batch rules of mechanisms, of which a run has one at the most."""
+
+
+def rooms_of(config: Config) -> list[Room]:
+    """The mechanisms that a configuration asks for."""
+    return [room for room in ROOMS if room.is_on(config)]
+
+
+def composition_problem(config: Config) -> str | None:
+    """Why mechanisms do not go together, or with other options, as a sentence; None if they do."""
+    return next(_problems(config), None)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    on = rooms_of(config)
+    for what in dict.fromkeys(what for room in on for what in sorted(room.decides)):
+        rivals = [room.name for room in on if what in room.decides]
+        if len(rivals) > 1:
+            yield f"{' and '.join(rivals)} exclude each other: each decides {what}"
+    racing = [room.name for room in on if room.races]
+    for room in on:
+        problem = room.problem(config, racing)
+        if problem is not None:
+            yield problem
+        for what, why in room.relies_on.items():
+            for other in on:
+                if what in other.changes:
+                    yield f"{room.option} excludes {other.option}: {why}"
+
+
+def is_timeless(config: Config) -> bool:
+    """Whether a round brings the same batch whichever of its responses end first; so a clock may decide where and when
+    they run."""
+    return not any(room.races or room.orders for room in rooms_of(config))
+
+
+def begins_ahead(config: Config) -> bool:
+    """Whether workers that are done with a round may begin with the next one, and so weights of two versions exist."""
+    return ranking_groups.ROOM.is_on(config) and is_timeless(config)
+
+
+def batch_rule(config: Config) -> BatchRule:
+    """A new rule, with nothing carried. Raises ConfigError for settings that exclude each other."""
+    problem = composition_problem(config)
+    if problem is not None:
+        raise ConfigError(problem)
+    try:
+        batch = BatchSettings(
+            config.data.train_batch_size,
+            config.rollout.n,
+            config.reward.score_when,
+            config.algorithm.filter_groups,
+            config.rollout.max_active_requests,
+            version_lag=int(config.trainer.one_step_off),
+            max_response_length=config.data.max_response_length,
+            gen_batch_size=config.data.gen_batch_size,
+            keeps_group=build_dynamic_sampling.keeps_group(config),
+        )
+        for room, rule in RULES.items():
+            if room.is_on(config):
+                return rule(config, batch)
+        return FreshBatches(batch)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def reads_profile(config: Config) -> bool:
+    """Whether a mechanism reads `rollout.layout.profile`."""
+    return any(room.reads_profile(config) for room in ROOMS)
+
+
+def notes(config: Config) -> list[str]:
+    """What a start says about the mechanisms that it has."""
+    return [note for room in ROOMS if (note := room.note(config)) is not None]
+
+
+def refuse_devices(config: Config, num_devices: int, num_processes: int = 1) -> None:
+    """Raises ConfigError for a run's devices if a mechanism cannot have them."""
+    from jaxrl.mechanisms.stream_trainer.session import refuse_devices
+
+    if stream_trainer.ROOM.is_on(config):
+        refuse_devices(num_devices, num_processes)
+
+
+def refuse_unread(config: Config) -> None:
+    """Raises ValueError for files of mechanisms that cannot be used; no weight is read."""
+    from jaxrl.mechanisms.judge.build import read_judge
+
+    if judge.ROOM.is_on(config):
+        read_judge(config)
+
+
+def of_run(parts: RunParts) -> list[Mechanism]:
+    """The mechanisms of a real run, in the order in which they are called."""
+    from jaxrl.mechanisms.adaptive_layouts import build as build_adaptive_layouts
+    from jaxrl.mechanisms.judge import build as build_judge
+    from jaxrl.mechanisms.one_step_off import build as build_one_step_off
+    from jaxrl.mechanisms.ranking_groups import build as build_ranking_groups
+    from jaxrl.mechanisms.speculation import build as build_speculation
+    from jaxrl.mechanisms.stream_trainer import build as build_stream_trainer
+
+    history = build_speculation.build(parts)
+    found: list[Mechanism | None] = [
+        build_judge.build(parts),
+        build_adaptive_layouts.build(parts),
+        build_stream_trainer.build(parts),
+        build_ranking_groups.build(parts),
+        history,
+        build_reward_timeouts.build(parts.config),
+        build_one_step_off.build(parts),
+    ]
+    return [each for each in found if each is not None]
+
+
+def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
+    """The same of a simulated run, but for layouts, which each simulated host has for itself."""
+    from jaxrl.mechanisms.one_step_off import simulated as simulated_one_step_off
+    from jaxrl.mechanisms.ranking_groups import simulated as simulated_ranking_groups
+    from jaxrl.mechanisms.speculation import simulated as simulated_speculation
+    from jaxrl.mechanisms.stream_trainer import simulated as simulated_stream_trainer
+
+    history = simulated_speculation.build(parts)
+    found: list[Mechanism | None] = [
+        parts.layouts,
+        simulated_stream_trainer.build(parts),
+        simulated_ranking_groups.build(parts),
+        history,
+        parts.timeouts,
+        simulated_one_step_off.build(parts),
+    ]
+    return [each for each in found if each is not None]
