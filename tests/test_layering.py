@@ -36,7 +36,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
     )
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
-AT_RUN_TIME = {"build", "gradients", "memory", "overlap", "pool", "report", "session", "simulated"}
+AT_RUN_TIME = {"build", "gradients", "memory", "overlap", "pool", "ranked", "report", "session", "simulated"}
 """Files of a mechanism's room that are its part in a run. `options.py` declares options; all else are rules, as pure as
 `scheduling`."""
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
@@ -94,9 +94,13 @@ def unit_of(module: str) -> str:
     parts = [*module.split("."), "__init__"]
     if parts[1] != "mechanisms":
         return parts[1]
-    if len(parts) < 5 or parts[3] == "options":  # packages have nothing but a docstring
-        return "mechanisms.options" if module != "jaxrl.mechanisms.table" else "mechanisms"
-    return "mechanisms" if parts[3] in AT_RUN_TIME else "mechanisms.rules"
+    is_in_room = len(parts) == 5
+    if module == "jaxrl.mechanisms.room" or (is_in_room and parts[3] not in AT_RUN_TIME | {"options"}):
+        return "mechanisms.rules"
+    if is_in_room and parts[3] == "options":
+        return "mechanisms.options"
+    is_package = not is_in_room and parts[2] not in ("parts", "simulated_parts", "table")
+    return "mechanisms.options" if is_package else "mechanisms"  # a package has nothing but a docstring
 
 
 def room_of(module: str) -> str | None:
