@@ -25,6 +25,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "models",
         "rollout train rewards sim",
         "loop report text",
+        "mechanisms",
         "runtime",
         "commands",
         "cli",

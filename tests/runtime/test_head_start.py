@@ -14,6 +14,7 @@ from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.runtime.overlap import Overlap
+from jaxrl.runtime.ranking import RankingSession
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
 from jaxrl.sim.cost_model import Efficiency, RooflineCost
@@ -120,7 +121,9 @@ def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch
         source = workers.worker_of(request_id)
         assert source is not None
         moved.append(workers.engines[source].batcher.progress(request_id).request.key)
-        ranking, ahead = house.loop._ranking.now, house.loop._backend._ranking.ahead
+        (session,) = [each for each in house.loop._mechanisms if isinstance(each, RankingSession)]
+        ranking, ahead = session._ranking.now, session.ahead
+        assert ranking is not None
         drawing = [w for w in ranking.ranks if workers.num_live(w) and ahead.draws_now(w)]
         (rank,) = [group.rank for group in ranking.groups if moved[-1] in group.keys]
         assert target in drawing
