@@ -15,6 +15,7 @@ from loop_house import Build, houses
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.record.metrics import UPDATE_PHASES
 from jaxrl.record.watchdog import Watchdog
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.types import RunFailed, SamplingParams
 
@@ -176,8 +177,7 @@ def test_the_last_step_ends_with_an_evaluation(build: Build):
 
 
 def test_a_run_without_held_out_prompts_never_evaluates(build: Build):
-    house = build({"trainer.test_freq": 1, "trainer.val_before_train": True}, total_steps=2)
-    house.loop._validation = ()
+    house = build({"trainer.test_freq": 1, "trainer.val_before_train": True}, total_steps=2, held_out=0)
     house.loop.run()
     assert house.evaluations == []
 
@@ -267,9 +267,9 @@ def test_a_checkpoint_of_another_schema_is_refused(build: Build):
 def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):
     """Also where a step ends early after one of its rounds has ended."""
 
-    class Seen:
-        def __init__(self) -> None:
-            self.rounds = 0
+    class Seen(Mechanism):
+        def __init__(self, name: str) -> None:
+            self.name, self.rounds = name, 0  # pyright: ignore[reportAttributeAccessIssue]
 
         def state_dict(self) -> dict[str, Any]:
             return {"rounds": self.rounds}
@@ -277,20 +277,19 @@ def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):
         def load_state_dict(self, state: Any) -> None:
             self.rounds = state.get("rounds", -1)
 
-    house = build({"trainer.one_step_off": True}, stop_after=30)  # in the second round of step 1
-    seen, end = Seen(), house.backend.end
+    seen, other = Seen("seen"), Seen("another")
+    house = build({"trainer.one_step_off": True}, stop_after=30, mechanisms=[seen])  # in the second round of step 1
+    end = house.backend.end
 
     def ended(result: RoundResult | None = None) -> dict[str, float]:
         seen.rounds += 1
         return end(result)
 
     house.backend.end = ended
-    house.loop._kept = {"seen": seen}
     assert not house.loop.run()
     assert seen.rounds == 1
     assert house.saves[-1][1]["seen"] == {"rounds": 0}
-    again = build()
-    again.loop._kept = {"seen": seen, "another": (other := Seen())}
+    again = build(mechanisms=[seen, other])
     again.resume(house)
     assert (seen.rounds, other.rounds) == (0, -1)
 

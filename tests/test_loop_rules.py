@@ -302,7 +302,7 @@ def learnt_from(values: dict[str, Any]) -> list[Any]:
     hooks = Hooks(lambda *_: None, house.on_step, lambda *_: None, house.save, house.stop)
     simulation = build(house.config, RooflineCost(SMALL, H100), house.workload, hooks)
     batches: list[Any] = []
-    trainer: Any = simulation.loop._trainer
+    trainer: Any = simulation.loop._models.policy
     trainer.accumulate = lambda batch: batches.append(batch)
     trainer.token_logprobs = lambda batch, which: [np.full(len(s), -9.0, np.float32) for s in batch.samples]
     assert simulation.loop.run()

@@ -25,7 +25,10 @@ from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.hosts.notices import Batch, Counted, Notice, Scored, encode, joined
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.ordered import OrderedEvents
-from jaxrl.runtime.verdicts import Arrival, OwnScoring
+from jaxrl.runtime.plans import PlanRunner
+from jaxrl.runtime.round_end import Hosts, RoundCounts
+from jaxrl.runtime.verdicts import Arrival
+from jaxrl.scheduling.mechanism import RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.events import Abort, CancelScore, Command, Launch, RoundStarted, Score, Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings
@@ -39,6 +42,7 @@ from jaxrl.types import Prompt, SampleKey, SamplingParams
 
 STEPS, TICKS = 16, 16 * 256  # of a plan
 LOOKAHEAD = 4 * TICKS
+_NOTHING = RoundCounts([], 0, {}, {})  # what a host's workers and scoring have counted
 
 
 @dataclass
@@ -186,8 +190,10 @@ class LeadingHost:
         self.stream = HostStream(self.board, "s")
         executor = ReplayExecutor({}, 1, 1, 1 << 20, 16, 64)
         self.workers = PacedWorkers({0: Engine(executor, BatcherConfig())}, LOOKAHEAD, num_hosts + 1)
-        scoring = OwnScoring(NoScoring(), time.perf_counter)
-        self.ordered = OrderedEvents(self.workers, scoring, lambda _: "", time.perf_counter, None, self.stream)
+        self._round = UnderWay(self.workers, time.perf_counter, lambda: None, _begins_nothing)
+        hosts = Hosts(self.stream, lambda samples, owners: None)
+        parts = self._round, PlanRunner(self.workers), NoScoring(), lambda _: ""
+        self.ordered = OrderedEvents(*parts, hosts=hosts)
         self.others = [
             MadeUpWorker(number, num_rows, 1.0 - spread * self._rng.random()) for number in range(1, num_hosts + 1)
         ]
@@ -196,20 +202,19 @@ class LeadingHost:
         self._prompts, self._params = Prompts(), SamplingParams(max_tokens=lengths[2])
         self._num_ids = self._step = 0
         self._written = [0] * (num_hosts + 1)  # batches of notices, by host
-        self._requests: dict[SampleKey, int] = {}
         self._told: dict[int, list[Notice]] = {}  # by host, with its next report
 
     def round(self) -> RoundCost:
         """Plays a round."""
         self._step += 1
-        self._requests.clear()
+        self._round.requests.clear()
         self._num_scores = 0
         for worker in self.others:
             worker.begin()
         before, plans, notice_bytes, batches, events = self.board.written, 0, 0, 0, 1
         began = time.thread_time()
         current = self.rule.plan(self._prompts, RoundTime(self._step, self._step - 1))
-        self.ordered.begin(self._step - 1)
+        self.ordered.begin(RoundInfo(self._step), self._step - 1)
         self._apply(current.handle(RoundStarted(0.0)))
         seconds = time.thread_time() - began
         while not current.done:
@@ -226,9 +231,9 @@ class LeadingHost:
         self.rule.settle(current)
         seconds += time.thread_time() - began
         for worker in self.others:
-            self._told.setdefault(worker.number, []).append(Counted([{}]))
+            self._told.setdefault(worker.number, []).append(Counted([_NOTHING.written()]))
             self._post(worker)
-        self.ordered.end({})
+        self.ordered.end(_NOTHING)
         return RoundCost(seconds, events, plans, self.board.written - before, notice_bytes, batches)
 
     def _post(self, worker: MadeUpWorker) -> int:
@@ -254,7 +259,8 @@ class LeadingHost:
                 case Launch(prompt=prompt, keys=keys):
                     for key in keys:
                         request = Request(self._num_ids, key, prompt.token_ids, self._params, share=prompt.key)
-                        self._requests[key], self._num_ids = self._num_ids, self._num_ids + 1
+                        self._round.launched(key, self._num_ids)
+                        self._num_ids += 1
                         chosen = min(range(1, ledger.num_workers), key=ledger.outstanding)
                         self.ordered.launch(request, chosen)
                         home = ledger.home(request.request_id)
@@ -268,17 +274,18 @@ class LeadingHost:
                     self._told.setdefault(host, []).append(Scored(self._num_scores, Arrival(verdict)))
                     self._num_scores += 1
                 case Abort(keys=keys, keep=keep):
-                    self._abort([self._requests[key] for key in keys], keep)
+                    self._abort(keys, keep)
                 case CancelScore(keys=keys):
                     self.ordered.cancel_scores(keys)
 
-    def _abort(self, ids: Sequence[int], keep: bool) -> None:
+    def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
+        ids = [self._round.requests[key] for key in keys]
         ledger, of_hosts = self.workers.ledger, dict[int, set[int]]()
         for request_id in ids:
             home = ledger.home(request_id)
             assert home is not None
             of_hosts.setdefault(home.worker, set()).add(request_id)
-        self.ordered.abort(ids, keep=keep)
+        self.ordered.abort(keys, keep=keep)
         for host, gone in of_hosts.items():
             worker = self.others[host - 1]
             answers = [Answer(i, worker.done(i), "abort", 0) for i in ids if i in gone]
@@ -290,3 +297,7 @@ class LeadingHost:
     def _length(self) -> int:
         median, sigma, longest = self._lengths
         return max(min(round(self._rng.lognormvariate(math.log(median), sigma)), longest), 1)
+
+
+def _begins_nothing(*_: object) -> int:
+    raise AssertionError("no round begins in another")

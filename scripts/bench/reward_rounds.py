@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
+from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
 from jaxrl.models.shapes import named_shape
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, Surroundings
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import SampleFinished, Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings
@@ -120,18 +122,19 @@ class RewardRounds:
         self._num_prompts, self._group_size = num_prompts, group_size
 
     def run(self, score_when: ScoreWhen, epoch: int = 0, timeouts: AdaptiveTimeouts | None = None) -> Timed:
-        """One round over the same prompts; their responses in another `epoch` are other ones. `timeouts`: as in
-        `jaxrl.runtime.backend.RolloutBackend`."""
+        """One round over the same prompts; their responses in another `epoch` are other ones. `timeouts`: limits the
+        test cases; None: nothing does."""
         (devices, workload, cap), clock = self._made, MachineClock(self._made[0].speed)
         executor = devices.executor(workload, clock, cap + 512)
         engine = Engine(executor, BatcherConfig(decode_steps=16), batcher=LockstepBatcher)
         scored = self._pool, self._text_of, lambda: None
-        backend = RolloutBackend(engine, executor, *scored, clock=lambda: clock.now_s, timeouts=timeouts)
+        mechanisms = () if timeouts is None else (TimeoutSession(timeouts),)
+        backend = RolloutBackend(engine, executor, *scored, mechanisms, Surroundings(clock=lambda: clock.now_s))
         rule = FreshBatches(BatchSettings(self._num_prompts, self._group_size, score_when))
         backend.enter_rollout(0)
         current = rule.plan(_Problems(self._problems, epoch), RoundTime(1, 0))
         timed, began_s = Timed(devices.speed), clock.now_s
-        backend.begin(1, SamplingParams(max_tokens=cap, stop_token_ids=(STOP_TOKEN,)))
+        backend.begin(RoundInfo(1), SamplingParams(max_tokens=cap, stop_token_ids=(STOP_TOKEN,)))
         while not current.done:
             event = backend.wait()
             if isinstance(event, SampleFinished):

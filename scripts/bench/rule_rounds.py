@@ -27,9 +27,10 @@ from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings
@@ -143,7 +144,7 @@ class Rounds:
         self.backend.enter_rollout(self.step - 1)
         current = self.rule.plan(self.prompts, RoundTime(self.step, self.step - 1))
         began = self.now_s()
-        self.backend.begin(self.step, SamplingParams(max_tokens=self.cap))
+        self.backend.begin(RoundInfo(self.step), SamplingParams(max_tokens=self.cap))
         while not current.done:
             for command in current.handle(self.backend.wait()):
                 self.backend.apply(command)
@@ -165,9 +166,8 @@ def real_rounds(
         journal = stack.enter_context(closing(Journal(folder / "journal.jsonl", 0)))
         timeline = stack.enter_context(Timeline(folder / "timeline.json"))
         scoring = InstantScoring()
-        backend = RolloutBackend(
-            engine, executor, scoring, _no_text, lambda: params, journal=journal, timeline=timeline
-        )
+        around = Surroundings(journal=journal, timeline=timeline)
+        backend = RolloutBackend(engine, executor, scoring, _no_text, lambda: params, around=around)
         yield Rounds(rule, prompts, backend, time.perf_counter, cap)
 
 
@@ -179,7 +179,8 @@ def simulated_rounds(
     executor = SimulatedExecutor(sizes, workload.length, cost, clock)
     engine = ForcedLengths(executor, BatcherConfig(decode_steps=steps), workload)
     scoring = ScoringWorkers(workload, clock, SimulatedPhases(clock))
-    backend = RolloutBackend(engine, executor, scoring, _no_text, lambda: None, clock=lambda: clock.now_s)
+    around = Surroundings(clock=lambda: clock.now_s)
+    backend = RolloutBackend(engine, executor, scoring, _no_text, lambda: None, around=around)
     return Rounds(rule, prompts, backend, lambda: clock.now_s, cap)
 
 

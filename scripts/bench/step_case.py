@@ -102,13 +102,13 @@ def run(spec: StepSpec, ask: Ask) -> None:
     """Trains step by step: per request one step, its metrics as the loop reports them, and the peak memory."""
     prepare_devices(spec.devices)
     from jaxrl.data.prompts import PromptSource, load_train
-    from jaxrl.loop import Hooks, Loop
+    from jaxrl.loop import Hooks, Job, Loop
     from jaxrl.mechanisms.table import batch_rule
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
-    from jaxrl.runtime.backend import RolloutBackend, text_by
+    from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
     from jaxrl.runtime.build import (
         build_engine,
         build_executor,
@@ -117,6 +117,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     )
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh
+    from jaxrl.train.learning import Models
     from jaxrl.train.step import Trainer
 
     config = _config(spec)
@@ -135,10 +136,8 @@ def run(spec: StepSpec, ask: Ask) -> None:
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
         executor = build_executor(config, model, Layout(mesh, 1))
         engine = build_engine(config, executor, tokenizer)
-        text_of = text_by(tokenizer)
-        backend = RolloutBackend(
-            engine, executor, pool, text_of, lambda: trainer.params, journal=journal, timeline=timeline
-        )
+        text_of, around = text_by(tokenizer), Surroundings(journal=journal, timeline=timeline)
+        backend = RolloutBackend(engine, executor, pool, text_of, lambda: trainer.params, around=around)
         backend.enter_rollout(0)
         began = time.perf_counter()
         programs = executor.warm_up(first=[trainer.programs])
@@ -146,16 +145,12 @@ def run(spec: StepSpec, ask: Ask) -> None:
         steps = _Steps(ask, info, baseline)
         loop = Loop(
             config,
-            prompts,
-            (),
+            Job(prompts, (), total_steps=1 << 30, stop_token_ids=(), num_devices=mesh.size),
+            batch_rule(config),
             backend,
-            trainer,
+            Models(trainer),
             timeline,
             Hooks(_nothing, steps.on_step, _nothing, _nothing, steps.stop),
-            rule=batch_rule(config),
-            stop_token_ids=(),
-            total_steps=1 << 30,
-            num_devices=mesh.size,
         )
         loop.run()
 

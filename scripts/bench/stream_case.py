@@ -112,15 +112,16 @@ def run(spec: StreamSpec, ask: Ask) -> None:
     """Trains step by step: per request one step, its metrics, and what the timeline shows of it."""
     devices = prepare_devices(spec.devices)
     from jaxrl.data.prompts import PromptSource, load_train
-    from jaxrl.loop import Hooks, Loop
+    from jaxrl.loop import Hooks, Job, Loop
     from jaxrl.mechanisms.table import batch_rule
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
-    from jaxrl.runtime.backend import RolloutBackend, text_by
+    from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
     from jaxrl.runtime.build import build_engines, build_stream, build_workers, load_weights, read_tokenizer_and_model
     from jaxrl.sharding.mesh import make_mesh
+    from jaxrl.train.learning import Models
     from jaxrl.train.step import Trainer
 
     config = config_of(spec)
@@ -138,32 +139,28 @@ def run(spec: StreamSpec, ask: Ask) -> None:
         stream, gradients = None, []
         if spec.stream:
             stream, gradients = build_stream(trainer, engines, workers, journal, timeline)
+        mechanisms = () if stream is None else (stream,)
         backend = RolloutBackend(
             engines,
             workers,
             pool,
             text_by(tokenizer),
             lambda: trainer.params,
-            journal=journal,
-            timeline=timeline,
-            stream=stream,
+            mechanisms,
+            Surroundings(journal=journal, timeline=timeline),
         )
         backend.enter_rollout(0)
         programs = workers.warm_up(first=[trainer.programs, *gradients])
         steps = _Steps(ask, {"programs": programs, "parameters": model.num_params()}, timeline, scratch)
         loop = Loop(
             config,
-            PromptSource(load_train(config), tokenizer, config),
-            (),
+            Job(PromptSource(load_train(config), tokenizer, config), (), 1 << 30, STOP_IDS, mesh.size),
+            batch_rule(config),
             backend,
-            trainer,
+            Models(trainer),
             timeline,
             Hooks(_nothing, steps.on_step, _nothing, _nothing, steps.stop),
-            rule=batch_rule(config),
-            stop_token_ids=STOP_IDS,
-            total_steps=1 << 30,
-            num_devices=mesh.size,
-            stream=stream,
+            mechanisms,
         )
         loop.run()
 

@@ -25,6 +25,7 @@ from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import (
     Command,
@@ -216,7 +217,7 @@ def backend_over(executor: MeshExecutor | ReplayWorker) -> RolloutBackend:
 
 def record(executor: MeshExecutor | ReplayWorker) -> tuple[Recording, Round]:
     backend = backend_over(executor)
-    backend.begin(1, SamplingParams(max_tokens=30, stop_token_ids=STOPS))
+    backend.begin(RoundInfo(1), SamplingParams(max_tokens=30, stop_token_ids=STOPS))
     round = Round(make_prompts(), 3)
     recording = Recording().run(round, backend)
     backend.end()

@@ -25,8 +25,10 @@ from replayed_backend import (
     scored,
 )
 
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Abort,
     Interrupted,
@@ -42,33 +44,43 @@ from jaxrl.types import Sample
 
 
 @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
-def houses(tmp_path: Path, request: Any) -> Iterator[Any]:
-    with opened(tmp_path, request.param) as build:
+def num_workers(request: Any) -> int:
+    return request.param
+
+
+@pytest.fixture
+def houses(tmp_path: Path, num_workers: int) -> Iterator[Any]:
+    with opened(tmp_path, num_workers) as build:
         yield build
 
 
 @pytest.mark.parametrize("order", [[(7, "short"), (7, "eval")], [(7, "short"), (8, "long"), (7, "eval"), (8, "eval")]])
-def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(houses: Any, order: list[tuple[int, str]]):
+def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
+    houses: Any, num_workers: int, order: list[tuple[int, str]]
+):
     """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
-    house, places = houses(LENGTHS, Pool()), []
-    house.backend._layouts = house.backend._plans.layouts = SimpleNamespace(
+    places: list[Any] = []
+    control = SimpleNamespace(follows=False, own_state=dict)
+    session: Any = SimpleNamespace(
+        control=control,
+        enter=lambda: None,
         begin=lambda *place: places.append(place),
-        before_plan=lambda worker: None,
-        after_plan=lambda worker: None,
+        before_plan=lambda decides: None,
+        after_plan=lambda: None,
         finished=lambda length: None,
         end=lambda preemptions: {},
-        told=list,
     )
+    house = houses(LENGTHS, Pool(), mechanisms=[LayoutSessions([session] * num_workers)])
     for step, kind in order:
         house.run_round(PROMPTS, 1, step, kind)
         house.backend.end()
-    assert places == [(step, int(kind == "eval"), kind) for step, kind in order]
+    assert places == [(step, int(kind == "eval"), kind) for step, kind in order for _ in range(num_workers)]
 
 
 def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
     house = houses(LENGTHS, Pool(hold=[key(0)], bad={key(2): "timeout"}))
     round = Round(PROMPTS, 2)
-    house.backend.begin(1, PARAMS)
+    house.backend.begin(RoundInfo(1), PARAMS)
     while len(round.ledger.finished) < 4:
         for command in round.handle(house.backend.wait()):
             house.backend.apply(command)
@@ -86,9 +98,9 @@ def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
 def test_a_stop_is_heard_while_no_event_comes(houses: Any):
     """A response may take as long as all others together: a stop must not wait for its end."""
     house = houses({key(0): 40}, Pool())
-    house.backend._interrupted = lambda: len(house.progress) >= 3
+    house.around.interrupted = lambda: len(house.progress) >= 3
     round = Round([PROMPTS[0]], 1)
-    house.backend.begin(1, PARAMS)
+    house.backend.begin(RoundInfo(1), PARAMS)
     for command in round.handle(house.backend.wait()):
         house.backend.apply(command)
     with pytest.raises(Interrupted):
@@ -104,7 +116,7 @@ def next_aborted(backend: RolloutBackend) -> Sample:
     return event.sample
 
 
-@pytest.mark.parametrize("houses", [1], indirect=True)  # which plan brings what is that of one
+@pytest.mark.parametrize("num_workers", [1], indirect=True)  # which plan brings what is that of one
 def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_told(houses: Any):
     house = houses({key(0, 0): 2, key(0, 1): 2, key(0, 2): 30}, Pool())
     keys = (key(0, 0), key(0, 1), key(0, 2))
@@ -171,7 +183,7 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
 
     backend.leave_rollout()
     backend.enter_rollout(1)
-    backend.begin(2, PARAMS)
+    backend.begin(RoundInfo(2), PARAMS)
     backend.wait()
     backend.apply(Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,)))
     whole = next_finished(backend)
@@ -210,7 +222,12 @@ def test_plans_of_two_workers_are_drawn_side_by_side(tmp_path: Path):
         executor.collect = lambda ticket, own=own: (now.__setitem__(0, now[0] + 2), own(ticket))[1]
     with Timeline(tmp_path / "timeline.json", clock=clock) as timeline:
         house.backend = RolloutBackend(
-            house.engine, house.worker, house.pool, text_by(Bytes()), lambda: "weights", timeline=timeline
+            house.engine,
+            house.worker,
+            house.pool,
+            text_by(Bytes()),
+            lambda: "weights",
+            around=Surroundings(timeline=timeline),
         )
         house.backend.enter_rollout(0)
         house.run_round(PROMPTS[:4], 1)

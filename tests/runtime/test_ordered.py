@@ -10,13 +10,17 @@ from replay_worker import ReplayWorker
 
 from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Floor, Item, Notice, Scored, Stop
 from jaxrl.runtime.ordered import OrderedEvents
-from jaxrl.runtime.verdicts import Arrival, OwnScoring
+from jaxrl.runtime.plans import PlanRunner
+from jaxrl.runtime.round_end import Hosts, RoundCounts
+from jaxrl.runtime.verdicts import Arrival
+from jaxrl.scheduling.mechanism import RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Interrupted, SampleAborted, SampleFinished, Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Prompt, RunFailed, SampleKey, SamplingParams
 
 PROMPT = Prompt(0, 0, (1, 2, 3), "", "test")
@@ -106,12 +110,14 @@ class Host:
         self.workers = PacedWorkers({process: engine}, 1000, 2, ticks=lambda _, times: times.num_steps)
         self.pool, self.wire, self.log = Pool(), Wire(process), Log()
         log: Any = self.log
-        scoring = OwnScoring(self.pool, lambda: 0.0, log)
-        scoring.begin(3, 0)
-        self.events = OrderedEvents(self.workers, scoring, lambda s: f"{len(s)} tokens", lambda: 1.0, log, self.wire)
-        self.events.begin(7)
+        under_way = UnderWay(self.workers, lambda: 1.0, lambda: None, lambda *_: pytest.fail("nothing is begun ahead"))
+        hosts = Hosts(self.wire, lambda samples, owners: None)
+        parts = under_way, PlanRunner(self.workers), self.pool, lambda s: f"{len(s)} tokens"
+        self.events = OrderedEvents(*parts, (), log, hosts)
+        self.events.begin(RoundInfo(3), 7)
         for i in range(4):
-            self.events.launch(Request(i, key(i), PROMPT.token_ids, PARAMS))
+            under_way.launched(key(i), i)
+            self.events.launch(Request(i, key(i), PROMPT.token_ids, PARAMS), None)
 
     def run(self) -> None:
         """As far as the worker of this process gets."""
@@ -156,7 +162,7 @@ def test_a_process_handles_what_is_published():
     assert (first.sample.key, first.sample.text) == (key(1), "5 tokens")
     assert (second.sample.key, len(second.sample), second.sample.finish_reason) == (key(0), 9, "length")
     assert host.workers.floor == 1998
-    host.events.abort([2, 3], keep=True)
+    host.events.abort([key(2), key(3)], keep=True)
     answer = host.wire.out[-1]
     assert answer == Answer(3, 5, "stop", 0), "it had ended by then"
     host.wire.coming = [Answer(2, 3, "abort", 4), answer]
@@ -190,7 +196,7 @@ def test_a_response_is_scored_where_it_was_drawn_and_a_clocks_verdict_is_journal
     assert isinstance(event, Verdict)
     assert (event.key, event.reward, event.time_s) == (key(1), 0.5, 1.0)
     with pytest.raises(AssertionError, match="a rule launches at a verdict that it does not await"):
-        host.events.launch(Request(9, key(4), PROMPT.token_ids, PARAMS))
+        host.events.launch(Request(9, key(4), PROMPT.token_ids, PARAMS), None)
 
 
 def test_decisions_of_others_are_journalled_in_order():
@@ -231,13 +237,14 @@ def test_a_round_ends_with_what_all_have_counted_and_a_stop_that_came_meanwhile(
     leads, follows = Host(0), Host(1)
     for host in (leads, follows):
         host.events.cancel()
-        host.events.begin(8)
-    leads.wire.coming = [Stop(), Counted([{"n": 2}])]
+        host.events.begin(RoundInfo(3), 8)
+    one, other = (RoundCounts([Counters(plans=n)], n, {"reward/busy_s": 0.5}, {"layouts": n}) for n in (1, 2))
+    leads.wire.coming = [Stop(), Counted([other.written()])]
     leads.wire.wait = lambda *_: None  # type: ignore[method-assign]
-    assert leads.events.end({"n": 1}) == [{"n": 1}, {"n": 2}]
-    assert leads.wire.out[-1] == Counted([{"n": 1}, {"n": 2}], stops=True)
+    assert leads.events.end(one) == [one, other]
+    assert leads.wire.out[-1] == Counted([one.written(), other.written()], stops=True)
     follows.wire.coming = [leads.wire.out[-1]]
-    assert follows.events.end({"n": 2}) == [{"n": 1}, {"n": 2}]
+    assert follows.events.end(other) == [one, other]
     assert (leads.events.stop_agreed, follows.events.stop_agreed) == (True, True)
 
 

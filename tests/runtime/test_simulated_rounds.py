@@ -19,6 +19,7 @@ from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -45,7 +46,7 @@ def test_a_tiny_round_by_hand():
     starts at 12, as soon as the first response has been told."""
     machine = Machine(TINY)
     machine.backend.enter_rollout(0)
-    machine.backend.begin(1, SamplingParams(max_tokens=50, stop_token_ids=(STOP,)))
+    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50, stop_token_ids=(STOP,)))
     events = play(Round([prompt(0), prompt(1)], 2), machine.backend)
     assert told(events) == [
         (12.0, "finished", key(0, 0)),
@@ -68,7 +69,7 @@ def test_a_tiny_round_by_hand():
 def test_two_reward_workers_score_side_by_side():
     machine = Machine(TINY, workers=2)
     machine.backend.enter_rollout(0)
-    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
     verdicts = [each for each in told(play(Round([prompt(0), prompt(1)], 2), machine.backend)) if each[1] == "verdict"]
     # the second worker is done at 13, and its verdict waits for the first one's; the third starts at 14 on it
     assert [(at, of) for at, _, of in verdicts] == [
@@ -85,7 +86,7 @@ def test_the_host_works_beside_the_devices():
     plan 1 is submitted at 1.0, while plan 0 runs from 0.5 to 12.5."""
     machine = Machine(TINY, host_s=0.5)
     machine.backend.enter_rollout(0)
-    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
     finished = [
         each[0] for each in told(play(Round([prompt(0), prompt(1)], 2), machine.backend)) if each[1] == "finished"
     ]
@@ -95,7 +96,7 @@ def test_the_host_works_beside_the_devices():
 def test_scoring_that_reaches_the_limit_is_a_time_out():
     machine = Machine(TINY, timeout_s=3.0)
     machine.backend.enter_rollout(0)
-    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
     events = play(Round([prompt(0), prompt(1)], 2), machine.backend)
     verdicts = {event.key: event for event in events if isinstance(event, Verdict)}
     assert {of: event.status for of, event in verdicts.items()} == {
@@ -111,7 +112,7 @@ def test_scoring_that_reaches_the_limit_is_a_time_out():
 def test_a_length_that_is_not_known_is_an_error():
     machine = Machine(known({key(0, 0): 3}))
     machine.backend.enter_rollout(0)
-    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
     with pytest.raises(ValueError, match=r"sample_index=1.*no length is recorded"):
         play(Round([prompt(0)], 2), machine.backend)
 
@@ -152,7 +153,7 @@ def test_a_response_resumed_later_keeps_the_length_it_had():
     backend.apply(Launch(prompt(0), (key(0),)))
     backend.apply(Launch(prompt(1), (key(1),)))
     for _ in range(3):
-        backend._run_plan()
+        backend._events.run_plan()
     backend.apply(Abort((key(0), key(1)), keep=True))
     kept = [event.sample for event in (backend.wait(), backend.wait()) if isinstance(event, SampleAborted)]
     assert len(kept) == 2
@@ -264,7 +265,7 @@ def test_replayed_lengths_tell_the_same():
     outcomes = []
     for backend in (replaying_backend(workload), simulated_backend(workload)):
         backend.enter_rollout(0)
-        backend.begin(1, SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
+        backend.begin(RoundInfo(1), SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
         events = play(Round([prompt(i, 5) for i in range(9)], 3), backend)
         measured = backend.end()
         rollout = {name: value for name, value in measured.items() if name.startswith("rollout/")}

@@ -27,8 +27,10 @@ from replayed_backend import (
 
 from jaxrl.config import from_mapping
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
+from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
 from jaxrl.rewards.tally import VerdictTally
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     AwaitVerdict,
     CancelScore,
@@ -88,7 +90,7 @@ def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(hous
     bad = {key(1): "timeout", key(3, 1): "crash", key(2): "error"}
     house = houses(LENGTHS, Pool(bad=bad))
     round = Round(PROMPTS, 2)
-    house.backend.begin(7, PARAMS)
+    house.backend.begin(RoundInfo(7), PARAMS)
     heard = []
     while not round.done:
         event = house.backend.wait()
@@ -161,7 +163,7 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
         return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
 
     said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
-    house = houses(LENGTHS, Pool(outside=said), timeouts=AdaptiveTimeouts(TimeoutRule()))
+    house = houses(LENGTHS, Pool(outside=said), mechanisms=[TimeoutSession(AdaptiveTimeouts(TimeoutRule()))])
     house.pool.is_outside = False  # only what the limits may have decided
     house.run_round(PROMPTS, 2, step=7)
     assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
@@ -177,7 +179,8 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
     house.run_round(PROMPTS, 2, step=8, kind="eval")
     assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
     assert "reward/code/cut_off" not in house.backend.end()
-    again = houses(LENGTHS, Pool(), last_step=6, timeouts=AdaptiveTimeouts(TimeoutRule()))
+    timeouts = TimeoutSession(AdaptiveTimeouts(TimeoutRule()))
+    again = houses(LENGTHS, Pool(), last_step=6, mechanisms=[timeouts])
     again.run_round(PROMPTS, 2, step=7)
     assert not set(again.pool.submitted) & set(journalled)
     assert again.backend.end()["reward/code/anchor_s/max"] == 10.0, "what is replayed teaches as well"
@@ -225,7 +228,7 @@ def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
     house = houses({key(0): 2}, Pool())
     beats, answers = [], iter([[], [], [Verdict(1.0, key(0), 1.0)]])
     house.pool.completed, house.pool.wait = list, lambda timeout_s: next(answers)
-    house.backend._beat = lambda: beats.append(1)
+    house.around.beat = lambda: beats.append(1)
     house.run_round([PROMPTS[0]], 1)
     assert len(beats) == 3
 
@@ -235,11 +238,11 @@ def test_without_journal_and_timeline_nothing_is_kept_and_nothing_found():
     worker, pool = ReplayWorker(LENGTHS), Pool(bad={key(1): "timeout"})
     times = iter(range(100, 1000))
     engine = Engine(worker, BatcherConfig(decode_steps=4))
-    backend = RolloutBackend(engine, worker, pool, text_by(Bytes()), lambda: None, clock=lambda: next(times))
+    around = Surroundings(clock=lambda: next(times))
+    backend = RolloutBackend(engine, worker, pool, text_by(Bytes()), lambda: None, around=around)
     for bad in ({key(1)}, set()):
         backend.enter_rollout(0)
-        backend.begin(7, PARAMS)
-        backend._round = 0  # as in a run that starts step 7 again
+        backend.begin(RoundInfo(7), PARAMS)
         round, events = Round(PROMPTS, 2), []
         while not round.done:
             events.append(backend.wait())
@@ -280,7 +283,8 @@ def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
     samples = [next_finished(backend) for _ in keys]
     for sample in samples:
         backend.apply(Score(PROMPTS[0], sample))
-    assert backend._verdicts.completed() == []
+    events: Any = backend._events
+    assert events._verdicts.completed() == []
     backend.apply(CancelScore(keys[:1]))
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)

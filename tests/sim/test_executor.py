@@ -14,6 +14,7 @@ from papers.closed_form import drain
 from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, sizes
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -131,7 +132,7 @@ def test_what_is_charged_is_what_the_samples_hold():
     workload = ModelledWorkload(3, (SimulatedTask("t", response=SimulatedLengths(20, 1.0)),), 60)
     machine = Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=40), decode_steps=4)
     machine.backend.enter_rollout(0)
-    machine.backend.begin(1, SamplingParams(max_tokens=60, stop_token_ids=(STOP,)))
+    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=60, stop_token_ids=(STOP,)))
     round = Round([prompt(i, 6) for i in range(8)], 4)
     play(round, machine.backend)
     measured = machine.backend.end()

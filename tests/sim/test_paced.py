@@ -28,13 +28,13 @@ class Heard:
     def __init__(self) -> None:
         self.all: list[tuple[Any, ...]] = []
 
-    def launched(self, home: Home, request: Request, now: int) -> None:
+    def on_launch(self, home: Home, request: Request, now: int) -> None:
         self.all.append(("launched", home.worker, request.request_id, now))
 
-    def aborted(self, homes: Mapping[int, Home], keep: bool, now: int) -> None:
+    def on_abort(self, homes: Mapping[int, Home], keep: bool, now: int) -> None:
         self.all.append(("aborted", {i: home.worker for i, home in homes.items()}, keep, now))
 
-    def told(self, end: End) -> None:
+    def on_end(self, end: End) -> None:
         self.all.append(("told", end.request_id))
 
 

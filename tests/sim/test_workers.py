@@ -19,10 +19,11 @@ from sim_machine import STOP, ConstantCost, key, play, prompt, sizes
 from jaxrl.loop import Hooks
 from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.report.layouts import layouts_section
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.runtime.lanes import PlanLanes
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Event, SampleFinished
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
@@ -162,15 +163,14 @@ class Machine:
             ScoringWorkers(workload, self.clock, phases),
             lambda sample: f"{len(sample)} tokens",
             lambda: None,
-            clock=lambda: self.clock.now_s,
-            timeline=phases,
+            around=Surroundings(clock=lambda: self.clock.now_s, timeline=phases),
         )
 
     def round(self, prompts: int, samples: int) -> tuple[list[Event], dict[str, float], float]:
         """Events of a round, its metrics, and its seconds."""
         self.backend.enter_rollout(1)
         began = self.clock.now_s
-        self.backend.begin(1, SamplingParams(max_tokens=100, stop_token_ids=(STOP,)))
+        self.backend.begin(RoundInfo(1), SamplingParams(max_tokens=100, stop_token_ids=(STOP,)))
         events = play(Round([prompt(i) for i in range(prompts)], samples), self.backend)
         return events, self.backend.end(), self.clock.now_s - began
 

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.loop import Hooks, Loop
+from jaxrl.loop import Hooks, Job, Loop
+from jaxrl.mechanisms.one_step_off.session import OneStepOff
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.timeline import Timeline
+from jaxrl.scheduling.mechanism import Mechanism, Phase, RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Command,
@@ -28,6 +30,7 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.train import preparation
+from jaxrl.train.learning import Models
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
 Build = Callable[..., "House"]
@@ -69,6 +72,7 @@ class FakeBackend:
 
     def __init__(self, log: list[Any], clock: FakeClock) -> None:
         self.log, self.clock = log, clock
+        self.mechanisms: Sequence[Mechanism] = ()
         self.version, self.step = -1, -1
         self.params = SamplingParams()
         self.events: deque[Event] = deque()
@@ -87,10 +91,12 @@ class FakeBackend:
     def leave_rollout(self) -> None:
         self.log.append("leave")
 
-    def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
+    def begin(self, info: RoundInfo, params: SamplingParams) -> None:
         assert not self.events
-        self.step, self.params = step, params
-        self.log.append(("begin", step, params.temperature))
+        self.step, self.params = info.step, params
+        self.log.append(("begin", info.step, params.temperature))
+        for each in self.mechanisms:
+            each.round_begins(info)
         self.events.append(RoundStarted(0.0))
 
     def wait(self) -> Event:
@@ -169,8 +175,10 @@ class FakeCritic:
         return {"critic/vf_loss": 1.0, "critic/skipped_updates": float(self.skips)}
 
 
-class FakeStream:
-    """Takes one of the groups that it is offered at every second offer; its sums are the trainer's when it closes."""
+class FakeStream(Mechanism):
+    """Takes one of the certain groups after every second event; its sums are the trainer's when it closes."""
+
+    name = "stream"
 
     def __init__(self, trainer: FakeTrainer, config: Config, log: list[Any]) -> None:
         self.trainer, self.config, self.log = trainer, config, log
@@ -178,20 +186,27 @@ class FakeStream:
         self.taken: list[TrainBatch] = []
         self.fails_in = ""
         self.expected: list[int | None] = []
+        self.info = RoundInfo(0)
+        self.share = 0.0
 
-    def expect(self, step: int | None) -> None:
-        self.expected.append(step)
+    def round_begins(self, info: RoundInfo) -> None:
+        if info.is_training:
+            self.info = info
+            self.expected.append(None if info.certain is None else info.update)
 
     def fail(self, call: str) -> None:
         if call == self.fails_in:
             raise Interrupted(f"no memory in {call}")
 
-    def offer(self, groups: Callable[[], Sequence[Group]], step: int) -> None:
+    def after_event(self) -> None:
         self.num_offers += 1
         if self.taken:
             self.fail("offer")
+        if self.info.certain is None:
+            return
+        step = self.info.update
         known = {prompt.key for part in self.taken for prompt in part.prompts}
-        scored = [group for group in groups() if all(sample.reward is not None for sample in group.samples)]
+        scored = [group for group in self.info.certain() if all(sample.reward is not None for sample in group.samples)]
         new = [group for group in scored if group.prompt.key not in known]
         if self.num_offers % 2 or not new:
             return
@@ -203,13 +218,17 @@ class FakeStream:
         self.taken.append(batch)
         self.log.append(("streamed", step, new[0].prompt.key))
 
-    def close(self) -> list[TrainBatch]:
+    def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
         self.fail("close")
         self.log.append("close")
         taken, self.taken = self.taken, []
+        self.share = len(taken) / len(groups)
         return taken
 
-    def abandon(self) -> None:
+    def update_ends(self) -> dict[str, float]:
+        return {"actor/streamed_share": self.share}
+
+    def update_cancelled(self) -> None:
         self.log.append("abandon")
         self.taken = []
 
@@ -233,12 +252,17 @@ class House:
         self.stream = FakeStream(self.trainer, self.config, self.log)
         self.critic = FakeCritic(self.log)
         self.timeline = Timeline(folder / "timeline.json", clock=lambda: self.clock.seconds)
+        mechanisms = [self.stream] if more.pop("streams", False) else []
+        if self.config.trainer.one_step_off:
+            mechanisms.append(OneStepOff(more.pop("together", None), self.timeline.phase))
+        self.backend.mechanisms = mechanisms = [*mechanisms, *more.pop("mechanisms", ())]
+        validation = [Prompt(0, p, (1, p), f"held out {p}", "test") for p in range(more.pop("held_out", 3))]
         self.loop = Loop(
             self.config,
-            self.prompts,
-            [Prompt(0, p, (1, p), f"held out {p}", "test") for p in range(3)],
+            Job(self.prompts, validation, more.pop("total_steps", 3), stop_token_ids=(2,), num_devices=2),
+            batch_rule(self.config),
             self.backend,
-            self.trainer,
+            Models(self.trainer, self.critic if self.config.has_critic else None),
             self.timeline,
             Hooks(
                 on_phase=lambda step, name: self.phases.append((step, name)),
@@ -248,14 +272,9 @@ class House:
                 stop=self.stop,
                 beat=more.pop("beat", lambda: None),
             ),
-            together=more.pop("together", None),
-            stream=self.stream if more.pop("streams", False) else None,
-            critic=self.critic if self.config.has_critic else None,
-            rule=batch_rule(self.config),
-            stop_token_ids=(2,),
-            total_steps=more.pop("total_steps", 3),
-            num_devices=2,
+            mechanisms,
         )
+        assert not more, more
 
     def on_step(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         self.log.append(("line", step))

@@ -10,11 +10,11 @@ from typing import Any
 
 from replay_worker import ReplayWorker, ReplayWorkers
 
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rewards.tally import VerdictTally
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Event,
     Launch,
@@ -108,7 +108,7 @@ class House:
         pool: Pool,
         last_step: int = 0,
         num_workers: int = 1,
-        timeouts: AdaptiveTimeouts | None = None,
+        mechanisms: Sequence[Mechanism] = (),
         tally: VerdictTally | None = None,
     ) -> None:
         self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
@@ -119,17 +119,20 @@ class House:
         self.journal = Journal(folder / "journal.jsonl", last_step)
         self.timeline = Timeline(folder / "timeline.json")
         self.progress: list[tuple[int, ...]] = []
+        self.around = Surroundings(
+            journal=self.journal,
+            timeline=self.timeline,
+            on_progress=lambda *at: self.progress.append(at),
+            tally=tally,
+        )
         self.backend = RolloutBackend(
             self.engine,
             self.worker,
             pool,
             text_by(Bytes()),
             lambda: "weights",
-            journal=self.journal,
-            timeline=self.timeline,
-            on_progress=lambda *at: self.progress.append(at),
-            timeouts=timeouts,
-            tally=tally,
+            mechanisms,
+            self.around,
         )
 
     def close(self) -> None:
@@ -140,7 +143,7 @@ class House:
         self, prompts: Sequence[Prompt], n: int, step: int = 1, kind: str = "plain"
     ) -> tuple[Round, list[Event]]:
         round, events = Round(prompts, n), []
-        self.backend.begin(step, PARAMS, kind)
+        self.backend.begin(RoundInfo(step, int(kind == "eval"), kind), PARAMS)
         while not round.done:
             events.append(self.backend.wait())
             for command in round.handle(events[-1]):
@@ -177,7 +180,7 @@ def finished(events: Sequence[Event]) -> list[SampleKey]:
 
 def begin(house: House, keys: Sequence[SampleKey], step: int = 1) -> RolloutBackend:
     """A round in which one prompt has been launched."""
-    house.backend.begin(step, PARAMS)
+    house.backend.begin(RoundInfo(step), PARAMS)
     assert isinstance(house.backend.wait(), RoundStarted)
     house.backend.apply(Launch(PROMPTS[0], tuple(keys)))
     return house.backend

@@ -9,8 +9,9 @@ import numpy as np
 from known_samples import KnownSample, KnownWorkload
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Event,
     RoundStarted,
@@ -115,13 +116,12 @@ class Machine:
             self.scoring,
             lambda sample: f"{len(sample)} tokens",
             lambda: None,
-            clock=lambda: self.clock.now_s,
-            timeline=phases,
+            around=Surroundings(clock=lambda: self.clock.now_s, timeline=phases),
         )
 
     def begin(self, max_tokens: int = 50, version: int = 0) -> RolloutBackend:
         self.backend.enter_rollout(version)
-        self.backend.begin(version + 1, SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)))
+        self.backend.begin(RoundInfo(version + 1), SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)))
         assert isinstance(self.backend.wait(), RoundStarted)
         return self.backend
 

@@ -19,18 +19,21 @@ from fake_rollout import FakePrompts, tangled
 from replay_worker import ReplayWorker
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.loop import Hooks, Loop
+from jaxrl.loop import Hooks, Job, Loop
+from jaxrl.mechanisms.one_step_off.session import OneStepOff
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
 from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.journal import Journal
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, Surroundings
+from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.train import preparation
+from jaxrl.train.learning import Models
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
 
 PromptKey = tuple[int, int]
@@ -311,16 +314,17 @@ class Run:
         if config.trainer.stream.enable:
             session = StreamSession(config.trainer.stream, workers, machine.streams, machine.release, PACE, journal)
         self.session = session
+        mechanisms: list[Mechanism] = [] if session is None else [session]
+        if config.trainer.one_step_off:
+            mechanisms.append(OneStepOff(None, Phases().phase))
         backend = RolloutBackend(
             workers,
             machine.together,
             Scorers(self.seed, chance, self.timeouts, self.spoils),
             lambda sample: "text",
             machine.weights,
-            clock=lambda: 0.0,
-            journal=journal,
-            interrupted=self._look,
-            stream=session,
+            mechanisms,
+            Surroundings(clock=lambda: 0.0, journal=journal, interrupted=self._look),
         )
 
         def save(step: int, state: dict[str, Any]) -> None:
@@ -329,18 +333,13 @@ class Run:
 
         loop = Loop(
             config,
-            Prompts(),
-            [],
+            Job(Prompts(), [], config.trainer.total_training_steps, machine.stop_token_ids, num_devices=2),
+            batch_rule(config),
             backend,
-            machine.trainer,
+            Models(machine.trainer),
             Phases(),
             Hooks(lambda *_: None, self._stepped, lambda *_: None, save, self._look),
-            rule=batch_rule(config),
-            stop_token_ids=machine.stop_token_ids,
-            total_steps=config.trainer.total_training_steps,
-            num_devices=2,
-            stream=session,
-            kept={} if session is None else {"stream": session},
+            mechanisms,
         )
         if self.saves:
             state, trained = self.saves[max(self.saves)]

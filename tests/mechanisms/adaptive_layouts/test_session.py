@@ -20,8 +20,11 @@ from jaxrl.mechanisms.adaptive_layouts.session import LayoutSession, LayoutSessi
 from jaxrl.record.journal import Journal
 from jaxrl.record.state import dump_state, plain_state, state_of_plain
 from jaxrl.runtime.simulation import build
+from jaxrl.scheduling.mechanism import RoundEnd
+from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import H100
+from jaxrl.types import Sample, SampleKey
 
 
 def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any]]:
@@ -139,24 +142,32 @@ def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
     )
 
 
+def ended(sessions: LayoutSessions, *preemptions: int) -> dict[str, float]:
+    """The metrics of a round of these workers alone."""
+    told = sessions.counts([Counters(preemptions=count) for count in preemptions])
+    return sessions.round_ends(RoundEnd(Counters(), None), [told])
+
+
 def test_metrics_add_up_or_are_means():
     controls = [
         Control({"rollout/layout/switches": 2, "rollout/layout/final_tp": 4, "rollout/layout/cost_s": 1.5}, {}),
         Control({"rollout/layout/switches": 0, "rollout/layout/final_tp": 1}, {}),
     ]
-    assert sessions_of(controls).end([7, 9]) == {
+    assert ended(sessions_of(controls), 7, 9) == {
         "rollout/layout/switches": 2,
         "rollout/layout/final_tp": 2.5,
         "rollout/layout/cost_s": 1.5,
     }
     assert [each.heard for each in controls] == [[7], [9]], "each planner hears of its own preemptions"
     alone = Control({"rollout/layout/final_tp": 4}, {})
-    assert sessions_of([alone]).end([3]) is alone.metrics
+    assert ended(sessions_of([alone]), 3) is alone.metrics
 
 
 def test_every_worker_hears_of_every_length():
     controls = [Control({}, {}) for _ in range(3)]
-    sessions_of(controls).finished(55)
+    zeros = np.zeros(55, np.int32)
+    sample = Sample(SampleKey(0, 0, 0), zeros, zeros, zeros, zeros, "stop")
+    sessions_of(controls).finished([sample])
     assert [each.heard for each in controls] == [[55]] * 3
 
 
@@ -194,10 +205,11 @@ def test_a_checkpoint_of_one_process_has_every_workers_state():
     one, other = (of_process(process, [stateful(name) for name in names]) for process, names in ((0, "ab"), (1, "cd")))
     before = one.state_dict()["workers"]
     assert [before[str(worker)]["planner"]["at"] for worker in range(4)] == ["a", "b", "a", "a"]
-    told = json.loads(json.dumps([*one.told(), *other.told()]))
-    assert all(each.keys() == {"planner"} for each in told), "what they have alike is not told"
+    told = json.loads(json.dumps([sessions.counts([Counters(), Counters()]) for sessions in (one, other)]))
+    states = [state for process in told for state in process["states"]]
+    assert all(each.keys() == {"planner"} for each in states), "what they have alike is not told"
     for sessions in (one, other):
-        sessions.heard(told)
+        sessions.round_ends(RoundEnd(Counters(), None), told)
     saved = one.state_dict()
     expected = sessions_of([stateful(name) for name in "abcd"]).state_dict()
     assert dump_state(saved) == dump_state(expected) == dump_state(other.state_dict())

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from jaxrl.mechanisms.judge.pool import JudgePool
+from jaxrl.mechanisms.judge.session import JudgeSession
 from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.rewards.judge_tokens import verdict_key
 from jaxrl.rollout.plan_times import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -235,10 +237,10 @@ def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, floa
 
 
 def run_round(actor: Engine | Workers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
-    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, judge=judge)
+    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [JudgeSession(judge)])
     backend.enter_rollout(0)
     current = Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
-    backend.begin(0, SamplingParams(max_tokens=64))
+    backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
     while not current.done:
         for command in current.handle(backend.wait()):
             backend.apply(command)
@@ -270,10 +272,10 @@ def test_a_round_that_is_dropped_leaves_nothing_to_judge():
     judge = pool("after")
     lengths = {SampleKey(0, 0, s): 2 + 40 * s for s in range(2)}
     actor = Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2))
-    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x", lambda: None, judge=judge)
+    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x", lambda: None, [JudgeSession(judge)])
     backend.enter_rollout(0)
     current = Round([Prompt(0, 0, (1, 2), "?", "s")], 2)
-    backend.begin(0, SamplingParams(max_tokens=64))
+    backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
     while not judge.num_pending:
         for command in current.handle(backend.wait()):
             backend.apply(command)

@@ -14,6 +14,7 @@ from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.mechanisms.one_step_off.overlap import Overlap
+from jaxrl.mechanisms.ranking_groups.session import RankingSession
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
 from jaxrl.sim.cost_model import Efficiency, RooflineCost
@@ -120,7 +121,9 @@ def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch
         source = workers.worker_of(request_id)
         assert source is not None
         moved.append(workers.engines[source].batcher.progress(request_id).request.key)
-        ranking, ahead = house.loop._ranking.now, house.loop._backend._ranking.ahead
+        (session,) = [each for each in house.loop._mechanisms if isinstance(each, RankingSession)]
+        ranking, ahead = session._ranking.now, session.ahead
+        assert ranking is not None
         drawing = [w for w in ranking.ranks if workers.num_live(w) and ahead.draws_now(w)]
         (rank,) = [group.rank for group in ranking.groups if moved[-1] in group.keys]
         assert target in drawing
@@ -153,7 +156,7 @@ def test_a_run_that_goes_on_draws_the_same(plain: House, how: Any):
         with suppress(RunFailed):  # a stop beside an update
             finished = house.run((how, ends))
         assert not finished
-        num_begun += len(house.state["rule"]["state"]["begun"]) if house.saved else 0
+        num_begun += len(house.state["rule"]["state"].get("begun", ())) if house.saved else 0
         assert house.run()
         check(house)
         assert samples(house) == samples(plain)

@@ -17,6 +17,7 @@ from replay_worker import ReplayWorker
 from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, build_index, history_store, index_bytes
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import SampleFinished, Verdict
 from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
@@ -29,6 +30,7 @@ from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
 ON = SpeculationSection(enable=True)
+EVALUATION = RoundInfo(1, 1, "eval")
 
 
 def prompt(index: int, epoch: int = 0) -> Prompt:
@@ -94,18 +96,18 @@ def same(index: DraftIndex | None, other: DraftIndex) -> bool:
 
 
 def play(session: HistorySession, *groups: Group) -> dict[str, float]:
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     return session.end(groups, Counters())
 
 
 def test_the_next_round_drafts_from_the_last_one(sessions: Any):
     session = sessions()
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     assert session.index_of(prompt(3)) is None, "nothing in the first epoch"
     measured = session.end([group(3), group(4)], Counters())
     assert measured["rollout/spec/evicted_prompts"] == 0
     assert measured["rollout/spec/index_bytes"] == session.store.num_bytes > 0
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     index = session.index_of(prompt(3, epoch=1))
     history = session.store.history(3)
     assert same(index, build_index(history, ON))
@@ -113,7 +115,7 @@ def test_the_next_round_drafts_from_the_last_one(sessions: Any):
     assert index.draft([300, 301, 302], 9).tolist() == [303, 304, 305]
     assert session.index_of(prompt(3, epoch=1)) is index, "one for all of its samples"
     session.end([group(3, epoch=1)], Counters())
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     assert session.index_of(prompt(3, epoch=2)).draft([1300, 1301, 1302], 1).tolist() == [1303]
     assert session.index_of(prompt(3, epoch=2)).find([300, 301, 302]) == (-1, 0), "one epoch"
 
@@ -121,12 +123,12 @@ def test_the_next_round_drafts_from_the_last_one(sessions: Any):
 def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
     session = sessions()
     play(session, group(0))
-    session.begin("eval")
+    session.round_begins(EVALUATION)
     assert session.index_of(prompt(0, epoch=1)) is None
     assert session.end([group(1)], Counters()) == {}
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     assert session.index_of(prompt(0, epoch=1)) is not None
-    session.cancel()
+    session.cancelled()
     assert session.store.prompts() == [0]
 
 
@@ -135,7 +137,7 @@ def test_a_request_waits_for_its_index_and_the_time_is_told(sessions: Any):
     session = sessions(drawing=drawing)
     play(session, group(0), group(1))
     assert drawing.begun.wait(60)  # that of prompt 0 is being built; that of prompt 1 waits for its turn
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     assert session.index_of(prompt(1)) is session.index_of(prompt(1)), "built here, once"
     threading.Timer(0.05, drawing.go_on.set).start()
     assert session.index_of(prompt(0)) is not None
@@ -160,7 +162,7 @@ def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.Monk
         session._builder.take(session._indexes[0])
     assert found.value.__notes__ == ["while the draft index of prompt 0 was built (12 tokens)"]
     with pytest.raises(MemoryError, match="no room"):
-        session.begin("eval")
+        session.round_begins(EVALUATION)
 
 
 def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
@@ -170,7 +172,7 @@ def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
         play(session, group(0, epoch, (1.0, 0.5)), group(1, epoch))
     again.load_state_dict(session.state_dict())
     for each in (session, again):
-        each.begin("plain")
+        each.round_begins(RoundInfo(1))
     for index in (0, 1):
         assert same(again.index_of(prompt(index)), session.index_of(prompt(index)))
 
@@ -183,7 +185,7 @@ def test_what_is_evicted_has_no_index(sessions: Any):
     measured = play(session, group(0), group(1), group(2))
     assert measured["rollout/spec/evicted_prompts"] == 1
     assert measured["rollout/spec/index_bytes"] == 2 * room
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     assert [session.index_of(prompt(i)) is None for i in range(3)] == [True, False, False]
     after = session.end([], Counters())["rollout/spec/index_bytes"]
     assert after == 2 * (12 * 4 + 2 * 12 + build_index(session.store.history(1), options).num_bytes) < 2 * room
@@ -216,21 +218,21 @@ def test_what_is_drafted_follows_rewards_of_any_sign(rewards: tuple[float, ...])
 def test_prompts_without_history_draft_from_their_group(sessions: Any):
     session = sessions(most_own=2)
     play(session, group(7))
-    session.begin("plain")
-    session.ended([sample(0, 0, reward=None), sample(7, 0, epoch=1, reward=None)])
-    assert session.before_plan() == [], "begun now, and used from the next plan on"
-    session.ended([sample(0, i, reward=None) for i in (1, 2)])  # one more than there is room for
-    ((key, index),) = session.before_plan()
+    session.round_begins(RoundInfo(1))
+    session.finished([sample(0, 0, reward=None), sample(7, 0, epoch=1, reward=None)])
+    assert session.own_indexes() == [], "begun now, and used from the next plan on"
+    session.finished([sample(0, i, reward=None) for i in (1, 2)])  # one more than there is room for
+    ((key, index),) = session.own_indexes()
     assert key == (0, 0)
     assert index.draft([0, 1, 2], 2).tolist() == [3, 4]
     assert session.index_of(prompt(0)) is index, "samples of the group that come later as well"
     assert index.find([10, 11, 12]) == (-1, 0)
-    ((_, index),) = session.before_plan()
+    ((_, index),) = session.own_indexes()
     assert index.draft([10, 11, 12], 2).tolist() == [13, 14]
     assert index.num_tokens == 12
-    assert session.before_plan() == []
+    assert session.own_indexes() == []
     session.end([], Counters())
-    session.begin("plain")
+    session.round_begins(RoundInfo(1))
     assert session.index_of(prompt(0)) is None, "of this round alone"
 
 
@@ -280,7 +282,7 @@ class Pool:
 
 def run_round(backend: RolloutBackend, prompts: list[Prompt], kind: str = "plain") -> dict[str, float]:
     current = Round(prompts, 2)
-    backend.begin(1, SamplingParams(max_tokens=40), kind)
+    backend.begin(EVALUATION if kind == "eval" else RoundInfo(1, kind=kind), SamplingParams(max_tokens=40))
     while not current.done:
         event = backend.wait()
         if isinstance(event, SampleFinished):
@@ -295,7 +297,7 @@ def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):
     keys = [SampleKey(epoch, index, i) for epoch in (0, 1) for index in (0, 1) for i in (0, 1)]
     executor = ReplayWorker({key: 12 if key.sample_index else 4 for key in keys}, num_slots=4)
     engine = Recording(executor)
-    backend = RolloutBackend(engine, executor, Pool(), lambda _: "text", lambda: None, history=session)
+    backend = RolloutBackend(engine, executor, Pool(), lambda _: "text", lambda: None, [session])
     backend.enter_rollout(0)
     measured = run_round(backend, [prompt(0)])
     assert [request.history for request in engine.requests] == [None, None]

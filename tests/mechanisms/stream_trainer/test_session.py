@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession, refuse
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.layouts.handover import HandedOver
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
@@ -102,6 +104,10 @@ class House:
             clock=lambda: self.seconds,
             by=by,
         )
+        self.under_way = UnderWay(self.workers, lambda: self.seconds, lambda: None, lambda *_: 0)
+        self.under_way.requests[SampleKey(0, 0, 0)] = 0
+        self.session.attach(self.under_way)
+        self.certain: Callable[[], Sequence[Group]] = tuple
 
     def complete(self, *span: Any) -> None:
         self.drawn.append(span)
@@ -113,10 +119,26 @@ class House:
         """A plan of so many steps ends, and the next one comes."""
         self.workers.counters += Counters(steps=num_steps)
         self.session.feed()
-        self.session.before_plan()
+        self.session.before_turn()
 
-    def until_freed(self, kind: str = "plain") -> None:
-        self.session.begin(kind)
+    def begin(self, kind: str = "plain", update: int = 1, *, is_known: bool = True) -> None:
+        """A round begins before an update. `is_known`: whether groups of that will be certain in it."""
+        certain = (lambda: self.certain()) if is_known else None
+        self.session.round_begins(RoundInfo(update, int(kind == "eval"), kind, update, certain))
+
+    def offer(self, certain: Callable[[], Sequence[Group]]) -> None:
+        """An event of the round has come; from now on these groups are certain."""
+        self.certain = certain
+        self.session.after_event()
+
+    def end(self) -> dict[str, float]:
+        return self.session.round_ends(RoundEnd(Counters(), None), [])
+
+    def until_freed(self, kind: str = "plain", update: int = 1) -> None:
+        self.begin(kind, update)
+        self.free()
+
+    def free(self) -> None:
         self.session.ended([5], 1, 10, is_stopping=False)
         self.session.ended([6], 2, 10, is_stopping=False)
 
@@ -144,17 +166,18 @@ FREED_FIRST = [("close worker", 1), ("release", (1,)), "open"]
 def test_a_round_with_its_stream():
     house = House()
     session, stream = house.session, house.stream
-    session.offer(lambda: pytest.fail("asked for nothing"), 3)  # no worker has been freed
-    house.until_freed()
+    house.begin(update=3)
+    house.offer(lambda: pytest.fail("asked for nothing"))  # no worker has been freed
+    house.free()
     assert house.log == FREED_FIRST
-    session.offer(partial(groups, 0, 2), 3)
+    house.offer(partial(groups, 0, 2))
     session.feed()
     assert house.log == FREED_FIRST, "what is streamed is decided before a plan"
     house.plan(10)
     assert house.log[-1] == (3, [0, 2])
     stream.has_room = False
-    session.offer(partial(groups, 0, 2, 4), 3)
-    session.offer(partial(groups, 0, 2, 4, 5), 3)
+    house.offer(partial(groups, 0, 2, 4))
+    house.offer(partial(groups, 0, 2, 4, 5))
     house.seconds += 4
     house.plan()
     assert len(house.log) == 4
@@ -166,7 +189,7 @@ def test_a_round_with_its_stream():
     house.seconds += 2
     session.ended([7], 3, 10, is_stopping=False)
     session.ended([8], 5, 10, is_stopping=False)
-    measured = session.end()
+    measured = house.end()
     assert measured["rollout/scale_down/freed"] == 1
     assert measured["rollout/scale_down/done_share"] == 0.2
     assert measured["rollout/scale_down/moved_tokens"] == 7
@@ -179,9 +202,9 @@ def test_a_round_with_its_stream():
     # the next round begins anew, with the lengths of this one
     assert session.state_dict()["lengths"]["plain"].tolist() == [5, 6, 7, 8]
     house.log.clear()
-    house.until_freed()
+    house.until_freed(update=4)
     assert house.log == FREED_FIRST
-    session.offer(partial(groups, 0), 4)
+    house.offer(partial(groups, 0))
     house.plan()
     assert house.log[-1] == (4, [0])
 
@@ -210,40 +233,40 @@ def test_in_which_rounds_workers_are_freed(kind: str, options: dict[str, Any], f
     house = House(**options)
     house.until_freed(kind)
     assert (house.log == FREED_FIRST) == frees
-    assert ("rollout/scale_down/freed" in house.session.end()) == (kind != "eval")
+    assert ("rollout/scale_down/freed" in house.end()) == (kind != "eval")
 
 
 def test_looks_at_which_nothing_was_freed_are_counted():
     house = House()
-    house.session.begin("plain")
+    house.begin()
     engines: Any = house.session._workers.engines
     for num_done, kv_tokens, num_rows in ((2, 10, 8), (4, 1000, 1)):
         engines[:] = [engine(WorkerLoad((LeftRequest(4, 9, 20),), kv_tokens, num_rows))] * 2
         house.session.ended([5, 5], num_done, 10, is_stopping=False)
-    measured = house.session.end()
+    measured = house.end()
     assert [measured[f"rollout/scale_down/{name}"] for name in ("freed", "refused_kv", "refused_rows")] == [0, 1, 1]
 
 
 def test_nothing_is_freed_for_a_round_that_stops():
     house = House()
-    house.session.begin("partial")
+    house.begin("partial")
     house.session.ended([5, 5, 5], 3, 10, is_stopping=True)
     assert house.log == []
-    house.session.end()
+    house.end()
     assert house.session.state_dict()["lengths"]["partial"].tolist() == [5, 5, 5]
 
 
 def test_a_round_that_is_dropped():
     house = House()
     house.until_freed()
-    house.session.offer(partial(groups, 1), 1)
-    house.session.cancel()
+    house.offer(partial(groups, 1))
+    house.session.cancelled()
     assert house.log[-2:] == ["abandon", ("open worker", 1)]
     house.session.abandon()  # the loop says so too
     assert house.log.count("abandon") == 1
     assert house.session.state_dict()["lengths"] == {}
     house.until_freed()
-    house.session.offer(partial(groups, 1), 1)
+    house.offer(partial(groups, 1))
     house.plan()
     assert house.log[-1] == (1, [1])
 
@@ -258,15 +281,14 @@ def run(house: House, seen: Sequence[Sequence[int]], *, late: Sequence[Sequence[
     Returns:
       The parts that were given.
     """
-    house.session.expect(5)
-    house.until_freed()
+    house.until_freed(update=5)
     for number, indices in enumerate(seen):
         house.stream.has_room = number >= busy
         unscored = late[number] if number < len(late) else ()
-        house.session.offer(partial(groups, *(i for i in indices if i not in unscored), unscored=unscored), 5)
+        house.offer(partial(groups, *(i for i in indices if i not in unscored), unscored=unscored))
         house.plan()
-    house.session.offer(partial(groups, *{i for indices in seen for i in indices}), 5)  # the last verdict
-    house.session.end()
+    house.offer(partial(groups, *{i for indices in seen for i in indices}))  # the last verdict
+    house.end()
     house.session.close()
     return [entry[1] for entry in house.log if isinstance(entry, tuple) and entry[0] == 5]
 
@@ -288,8 +310,7 @@ def test_when_workers_are_freed_is_in_the_journal(tmp_path: Path):
     file = tmp_path / "journal.jsonl"
     journal = Journal(file, 4)
     house = House(journal, done_step=0.1)
-    house.session.expect(5)
-    house.session.begin("plain")
+    house.begin(update=5)
     house.session.ended([5, 5, 5], 3, 10, is_stopping=False)
     assert house.log == FREED_FIRST
     decision = journal.find(5, FREED, ())
@@ -298,25 +319,23 @@ def test_when_workers_are_freed_is_in_the_journal(tmp_path: Path):
     journal.close()  # killed here
     again = Journal(file, 4)
     house = House(again, done_step=0.1)
-    house.session.expect(5)
-    house.session.begin("plain")
+    house.begin(update=5)
     for num_done in (2, 3, 4):
         assert house.log == ([] if num_done < 4 else FREED_FIRST), num_done
         house.session.ended([5], num_done, 10, is_stopping=False)
     assert house.log == FREED_FIRST
-    assert house.session.end()["rollout/scale_down/freed"] == 1
+    assert house.end()["rollout/scale_down/freed"] == 1
     again.close()
 
 
 def test_nothing_is_freed_where_nothing_will_be_offered():
     house = House()
-    house.session.expect(None)
-    house.until_freed()
+    house.begin(is_known=False)
+    house.free()
     assert house.log == []
-    house.session.end()
+    house.end()
     assert house.session.close() == []
-    house.session.expect(2)
-    house.until_freed()
+    house.until_freed(update=2)
     assert house.log == FREED_FIRST
 
 
@@ -324,7 +343,40 @@ def test_nothing_is_freed_where_nothing_will_be_offered():
 def test_how_requests_move_is_up_to_the_builder(by: str, copied: int):
     house = House(by=by)
     house.until_freed()
-    assert house.session.end()["rollout/scale_down/copied_tokens"] == copied
+    assert house.end()["rollout/scale_down/copied_tokens"] == copied
+
+
+@pytest.mark.parametrize(("counts", "done"), [("samples", 3), ("prompts", 1)])
+def test_what_is_counted_may_be_prompts(counts: str, done: int):
+    house = House(counts=counts)
+    house.begin()
+    for index in range(4):
+        for number in range(2):
+            house.under_way.launched(SampleKey(0, index, number), 2 * index + number)
+    ended = [Sample.empty(SampleKey(0, index, number)) for index, number in ((0, 0), (2, 1), (0, 1))]
+    for sample in ended:
+        house.under_way.ended(sample.key)
+        house.under_way.num_finished += 1
+    house.session.finished(ended, is_stopping=False)
+    (decision,) = house.session.decisions
+    assert (decision.num_done, decision.num_all) == (done, 8 if counts == "samples" else 4)
+
+
+def test_the_streamed_share_is_of_the_updates_batch():
+    house = House()
+    house.stream.close = lambda: [TrainBatch.of(groups(1))]  # type: ignore[method-assign]
+    house.until_freed()
+    house.end()
+    entered: list[str] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    assert len(house.session.update_begins(groups(0, 1, 2, 3), phase)) == 1
+    assert entered == ["stream"]
+    assert house.session.update_ends() == {"actor/streamed_share": 0.25}
 
 
 # ---------------------------------------------------------------- failures
@@ -333,14 +385,13 @@ def test_how_requests_move_is_up_to_the_builder(by: str, copied: int):
 @pytest.mark.parametrize("call", ["open", "give", "poll", "finish", "close"])
 def test_a_failure_of_the_stream_ends_the_round(call: str):
     house = House()
-    house.session.expect(7)
     house.stream.fails_in = call
 
     def play() -> None:
-        house.until_freed()
-        house.session.offer(partial(groups, 1), 7)
+        house.until_freed(update=7)
+        house.offer(partial(groups, 1))
         house.plan()
-        house.session.end()
+        house.end()
         house.session.close()
 
     with pytest.raises(Interrupted) as caught:
@@ -349,25 +400,24 @@ def test_a_failure_of_the_stream_ends_the_round(call: str):
         "step 7: gradients beside the rollout have failed on the devices of workers 1 (INTERNAL: a device is gone): "
         "run again, with trainer.stream.enable off or a lower actor.ppo_max_token_len_per_gpu if the memory was full"
     )
-    house.session.cancel()
+    house.session.cancelled()
     assert house.log[-2:] == ["abandon", ("open worker", 1)]
     house.stream.fails_in = ""
     house.log.clear()
     if call in ("finish", "close"):  # the round had ended
         house.session.rule.cancel()
-    house.until_freed()
-    house.session.offer(partial(groups, 1), 7)
+    house.until_freed(update=7)
+    house.offer(partial(groups, 1))
     house.plan()
     assert house.log == [*FREED_FIRST, (7, [1])]
 
 
 def test_kv_that_cannot_be_copied_ends_the_round():
     house = House(by="broken")
-    house.session.expect(7)
     with pytest.raises(Interrupted, match=r"^step 7: tp 1 to 2: no memory for the KV$"):
-        house.until_freed()
+        house.until_freed(update=7)
     assert house.log == [], "the worker is still open"
-    house.session.cancel()
+    house.session.cancelled()
     assert house.log == []
 
 
