@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
@@ -43,6 +44,7 @@ from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.sim.workload import Workload
 from jaxrl.train.learning import Models
 
+M = TypeVar("M", bound=Mechanism)
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 
@@ -58,6 +60,10 @@ class Simulation:
     phases: SimulatedPhases
     mechanisms: Sequence[Mechanism] = ()
     hosts: SimulatedHosts | None = None
+
+    def mechanism(self, kind: type[M]) -> M:
+        """The mechanism of a class, which the run must have."""
+        return next(each for each in self.mechanisms if isinstance(each, kind))
 
 
 def build(

@@ -113,13 +113,14 @@ def run(spec: StreamSpec, ask: Ask) -> None:
     devices = prepare_devices(spec.devices)
     from jaxrl.data.prompts import PromptSource, load_train
     from jaxrl.loop import Hooks, Job, Loop
-    from jaxrl.mechanisms.table import batch_rule
+    from jaxrl.mechanisms.parts import RunParts
+    from jaxrl.mechanisms.table import batch_rule, is_timeless, of_run
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
     from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
-    from jaxrl.runtime.build import build_engines, build_stream, build_workers, load_weights, read_tokenizer_and_model
+    from jaxrl.runtime.build import build_engines, build_workers, load_weights, read_tokenizer_and_model, row_sizes
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.learning import Models
     from jaxrl.train.step import Trainer
@@ -136,10 +137,10 @@ def run(spec: StreamSpec, ask: Ask) -> None:
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
         workers = build_workers(config, model, mesh)
         engines = build_engines(config, workers, tokenizer, None)
-        stream, gradients = None, []
-        if spec.stream:
-            stream, gradients = build_stream(trainer, engines, workers, journal, timeline)
-        mechanisms = () if stream is None else (stream,)
+        kept = journal, timeline, None, None
+        around = row_sizes(config, workers), is_timeless(config), lambda doing: None, stack
+        parts = RunParts(config, 0, mesh, engines, workers, trainer, pool, *kept, *around)
+        mechanisms = of_run(parts)
         backend = RolloutBackend(
             engines,
             workers,
@@ -150,7 +151,7 @@ def run(spec: StreamSpec, ask: Ask) -> None:
             Surroundings(journal=journal, timeline=timeline),
         )
         backend.enter_rollout(0)
-        programs = workers.warm_up(first=[trainer.programs, *gradients])
+        programs = workers.warm_up(first=[trainer.programs, *parts.update_programs])
         steps = _Steps(ask, {"programs": programs, "parameters": model.num_params()}, timeline, scratch)
         loop = Loop(
             config,

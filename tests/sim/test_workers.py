@@ -17,6 +17,7 @@ from known_samples import KnownSample, KnownWorkload
 from sim_machine import STOP, ConstantCost, key, play, prompt, sizes
 
 from jaxrl.loop import Hooks
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.report.layouts import layouts_section
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
@@ -286,10 +287,11 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
     _, fixed, _, _ = run(with_workers(config(), 2))
     simulation, adaptive, samples, saved = run(made)
     assert trained(samples) == trained(alone)
-    assert simulation.layouts is not None
-    assert len(simulation.layouts.sessions) == 2
+    assert len(simulation.mechanism(LayoutSessions).sessions) == 2
     if "switch" in layout:
-        switches = [each.episodes for each in (session.control for session in simulation.layouts.sessions)]
+        switches = [
+            each.episodes for each in (session.control for session in simulation.mechanism(LayoutSessions).sessions)
+        ]
         assert all(switches), "both switched in the last round"
         assert switches[0][0].decision.stay_s != switches[1][0].decision.stay_s, "each by its own rows"
         for step, measured in adaptive.items():

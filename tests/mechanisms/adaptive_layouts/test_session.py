@@ -37,11 +37,13 @@ def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any
     )
     hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
     simulation = build(made, RooflineCost(LARGE, H100), WORKLOAD, hooks)
-    assert simulation.layouts is not None
-    for session in simulation.layouts.sessions:
+    for session in simulation.mechanism(LayoutSessions).sessions:
         session._journal = journal
     assert simulation.loop.run()
-    found = [[episode.decision for episode in session.control.episodes] for session in simulation.layouts.sessions]
+    found = [
+        [episode.decision for episode in session.control.episodes]
+        for session in simulation.mechanism(LayoutSessions).sessions
+    ]
     return [[(each.dispatch, each.from_tp, each.to_tp) for each in own] for own in found]
 
 

@@ -17,7 +17,7 @@ from sim_machine import ConstantCost, key
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks
-from jaxrl.mechanisms.stream_trainer.session import GradientStream
+from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
 from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
@@ -100,8 +100,8 @@ def simulated(
         trained[step] = [
             (s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for g in groups for s in g.samples
         ]
-        if simulation.stream is not None:
-            assert sum(bool(decision.freed) for decision in simulation.stream.decisions) <= 1
+        if any(isinstance(each, StreamSession) for each in simulation.mechanisms):
+            assert sum(bool(decision.freed) for decision in simulation.mechanism(StreamSession).decisions) <= 1
             assert simulation.workers.num_open == made.rollout.num_workers
 
     def save(step: int, host: dict[str, Any]) -> None:
@@ -171,8 +171,7 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     """
     simulation, metrics, trained, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
     step = metrics[1]
-    assert simulation.stream is not None
-    (decision,) = simulation.stream.decisions
+    (decision,) = simulation.mechanism(StreamSession).decisions
     assert (decision.freed, decision.moved_requests, decision.num_done) == ((0,), 2, 4)
     assert step["timing_s/gen"] == 16 + 10 + 26
     assert step["timing_s/stream"] == 3 + 3
@@ -195,8 +194,7 @@ def test_what_is_counted(counts: str, freed: float):
     simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts, pace=0.5), ConstantCost(), workload)
     assert metrics[1]["rollout/scale_down/done_share"] == freed
     assert metrics[1]["actor/streamed_share"] == 1 / 4
-    assert simulation.stream is not None
-    assert f" {counts} done, freed workers: " in simulation.stream.decisions[-1].sentence()
+    assert f" {counts} done, freed workers: " in simulation.mechanism(StreamSession).decisions[-1].sentence()
 
 
 @pytest.mark.parametrize(("options", "refused"), [({"min_done": 0.2, "max_done": 0.4}, 0.0), ({"kv_margin": 0.5}, 1.0)])
