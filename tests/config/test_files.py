@@ -278,6 +278,7 @@ def test_a_password_in_a_url_is_refused_and_not_shown(kind: str):
     ("value", "text"),
     [
         ("{question}", "{question}"),
+        ("[0-9", "[0-9"),
         ("{question} Answer: [0-9]", "{question} Answer: [0-9]"),
         ("Think # aloud", "Think # aloud"),
         (" 2026 ", "2026"),
