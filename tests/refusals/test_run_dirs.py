@@ -106,7 +106,11 @@ PLACES = (
         'trainer.run_dir="{tmp}/a\\0b")',
         prepared(),
     ),
-    place("nothing-can-be-made-there", "/proc/jaxrl", "/proc/jaxrl: no such file or directory"),
+    place(
+        "nothing-can-be-made-there",
+        "/proc/jaxrl",
+        "/proc/jaxrl cannot be written: /proc may not be changed by this user",
+    ),
     place("its-lock-is-a-folder", "{tmp}/run", "{tmp}/run/.lock: is a directory", folder("run"), folder("run/.lock")),
 )
 DAMAGED = (
