@@ -114,6 +114,7 @@ class Run:
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
         self.critic: Critic | None = None
         self.judge: JudgePool | None = None
+        self.stream: StreamSession | None = None
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         self.config = config = self._devices(start)
@@ -357,10 +358,9 @@ class Run:
             kept = (row_sizes(config, workers), journal, timeline, record.layouts)
             first = self.place.process * config.workers_per_host
             layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept, first=first)
-        stream: StreamSession | None = None
         if config.trainer.stream.enable:
             assert isinstance(engines, Workers), "streaming lets what is commanded take effect at once"
-            stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
+            self.stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         history = history_session(config, timeline)
         stack.enter_context(nullcontext() if history is None else closing(history))
@@ -377,7 +377,7 @@ class Run:
             beat=self.watchdog.beat,
             interrupted=lambda: self.joined.is_asked() and not (overlap is not None and overlap.busy),
             layouts=layouts,
-            stream=stream,
+            stream=self.stream,
             history=history,
             timeouts=timeouts,
             tally=VerdictTally.configured(config),
@@ -386,7 +386,7 @@ class Run:
             on_event=self.joined.handled,
         )
         ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
-        kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
+        kept = {"layouts": layouts, "stream": self.stream, "history": history, "ranking": ranking, "timeouts": timeouts}
         loop = Loop(
             config,
             self.prompts,
@@ -400,7 +400,7 @@ class Run:
             total_steps=self.total_steps,
             num_devices=len(self.devices),
             together=overlap,
-            stream=stream,
+            stream=self.stream,
             critic=self.critic,
             ranking=ranking,
             kept={name: each for name, each in kept.items() if each is not None},
@@ -429,10 +429,16 @@ class Run:
         self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self.joined.meet)
         if judge_kind(config.reward) is not None:
             self.watchdog.beat("loading the judge")
-            self.judge = build_judge(config, self.rollout_mesh, self.workers.wait_quiet)
+            self.judge = build_judge(config, self.rollout_mesh, self._wait_quiet)
             assert isinstance(self.pool, RewardStage), "a judge scores in a stage"
             self.pool.join("devices", self.judge)
         return self.workers
+
+    def _wait_quiet(self) -> None:
+        """Waits for what runs on the judge's devices: plans of workers, and gradients on those that are freed."""
+        self.workers.wait_quiet()
+        if self.stream is not None:
+            self.stream.wait_quiet()
 
     def _ranking(self, backend: RolloutBackend, history: HistorySession | None) -> RankingGroups:
         """What ranks the backend's rounds; with a latency profile, by predicted times."""

@@ -13,7 +13,7 @@ from jaxrl.config.declared import MAX_INT, declared, shown
 from jaxrl.config.devices import devices_problem
 from jaxrl.config.domains import problem as reward_problem
 from jaxrl.config.domains import unread as unread_rewards
-from jaxrl.config.judges import judge_kind, template_problem
+from jaxrl.config.judges import template_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
 
@@ -256,11 +256,6 @@ def _check_stream(c: Config) -> None:
         raise ConfigError(
             f"trainer.stream.min_done ({stream.min_done}) must be at most trainer.stream.max_done ({stream.max_done}): "
             "between them workers may be freed"
-        )
-    if stream.enable and judge_kind(c.reward) is not None:
-        raise ConfigError(
-            f"trainer.stream.enable and reward.judge.model ({c.reward.judge.model}) exclude each other: gradients "
-            "beside the rollout take the devices on which the judge would score"
         )
 
 

@@ -36,7 +36,7 @@ class JudgeMachine:
     """Implements `jaxrl.runtime.judge.Machine`.
 
     Args:
-      quiet: waits until nothing of the actor is running.
+      quiet: waits until nothing else is running on these devices.
       alone: whether no program of the judge may run beside one of the actor.
     """
 
@@ -103,8 +103,8 @@ def build_judge(
 
     Args:
       mesh: of the rollout.
-      quiet: waits for the actor's programs. On a CPU it does so before the judge's begin: XLA:CPU can hang on two
-        collectives at once.
+      quiet: waits for the actor's programs, and for gradients on freed devices. On a CPU it does so before the judge's
+        begin: XLA:CPU can hang on two collectives at once.
       clock: the backend's.
       ahead: stream layers ahead of their turn (for measurements).
 

@@ -195,10 +195,13 @@ def _stream(
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
         return preparation.prepared(config, groups, step, logprobs)
 
-    def one() -> GradientStream:
-        return feeding(SimulatedStream(cost, clock, num_devices, num_devices // 2, prepare))
+    def one(freed: tuple[int, ...]) -> GradientStream:
+        before = partial(executors.free_ns, freed)
+        stream = SimulatedStream(cost, clock, num_devices, num_devices // 2, prepare, before)
+        executors.beside.append(stream.occupy)
+        return feeding(stream)
 
-    streams = {freed: one() for freed in halves(len(workers.engines))}
+    streams = {freed: one(freed) for freed in halves(len(workers.engines))}
     options, release = config.trainer.stream, executors.release_some
     rate = pace_of(options.pace, PLATFORM)
     by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
