@@ -91,8 +91,10 @@ def simulate(
     return done
 
 
-def other_readings(cases: Sequence[Case], calibration_file: Path, processes: int) -> what_if.Readings:
+def other_readings(paper: str, cases: Sequence[Case], calibration_file: Path, processes: int) -> what_if.Readings:
     """Speed-ups of the paper's main table in closed form, over fewer steps, with one assumption changed at a time."""
+    if paper == "rollpacker-whole":
+        return {}  # its main table is that of `rollpacker`
     if cases[0].paper == "pat":
         return pat_closed.readings(calibrate.read(calibration_file), cases[0].scale)
     if cases[0].paper == "rhymerl":
@@ -134,7 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.page:
             record, done = read(options.page)
             cases = [steps.case for steps in done]
-            write(options.page, record, done, other_readings(cases, options.calibration, options.processes))
+            write(
+                options.page,
+                record,
+                done,
+                other_readings(record["paper"], cases, options.calibration, options.processes),
+            )
             return 0
         calibrate.read(options.calibration)
     except ValueError as error:
@@ -149,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = options.out / f"{paper}-{began.date().isoformat()}.json"
         # kept after each run; `--page` makes the rest, should this be ended
         done = simulate(cases, options.calibration, options.processes, partial(keep, file, record, readings={}))
-        text = write(file, record, done, other_readings(cases, options.calibration, options.processes))
+        text = write(file, record, done, other_readings(paper, cases, options.calibration, options.processes))
         print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
     return 0
 

@@ -6,6 +6,7 @@ Purpose: `add_queries` gives them to the parser. What they need is imported when
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
@@ -60,7 +61,9 @@ def _report(options: argparse.Namespace) -> int:
     if not options.others:
         from jaxrl.report.page import write_report
 
-        print(write_report(options.run_dir, options.out, removing))
+        print(
+            write_report(options.run_dir, options.out, removing, lambda text: print(f"jaxrl: {text}", file=sys.stderr))
+        )
         return 0
     from jaxrl.report.comparison import write_comparison
 

@@ -25,6 +25,7 @@ from jaxrl.config.inputs import reading
 from jaxrl.loop import Hooks
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.files import read_lines, write_whole
+from jaxrl.record.lost import lost_lines
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
 from jaxrl.record.run_record import RunOutcome, open_record, refuse_damaged
 from jaxrl.record.state import dump_state, load_state
@@ -81,6 +82,7 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
             *(f"  {name.replace('_', ' ')}: {sources[name]}" for name in ("cost_model", "workload")),
             *([f"  {of_degree}"] if of_degree else []),
             *(_started_again(run_dir) if state is None else run_dir.resuming(run_dir.changes(config), step)),
+            *([] if state is None else lost_lines(run_dir, step)),
         ]
 
         def begin() -> None:
@@ -153,6 +155,7 @@ def _run(
         def save(step: int, state: Mapping[str, Any]) -> None:
             with stop.held():
                 write_whole(run_dir.file(STATE_FILE), dump_state(state))
+                run_dir.record_checkpoint(step, record.written())
 
         simulation = build(
             config,
@@ -171,6 +174,7 @@ def _run(
             with stop.held():
                 begin()
                 record.begin()
+                run_dir.record_checkpoint(None if state is None else state["step"], record.written())
                 simulation.phases.begin()
             ended_s = [time.perf_counter()]  # the start, then each step's end
             finished = loop.run()

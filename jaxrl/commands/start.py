@@ -9,10 +9,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.followed import FollowedRun
@@ -21,12 +23,13 @@ from jaxrl.record.run_record import RunOutcome, refuse_damaged
 from jaxrl.record.sinks import sink_package
 from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.rewards.domains import build_scorer, refuse_tests
+from jaxrl.rewards.domains import build_scorer, refuse_fields, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.cache_folder import with_cache_folder
 from jaxrl.runtime.stop import Stop, end
 from jaxrl.train.steps import find_step
+from jaxrl.types import Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
     from jaxrl.runtime.hosts.world import World
@@ -48,6 +51,19 @@ def launched(config: Config, arguments: Sequence[str], stop: Stop | None, *, wri
         _refuse_no_folder(config)
         batch_rule(config)  # refused once, and not on every host
     return launch(config, arguments, stop or Stop(), writes=writes)
+
+
+def _refuse_rows(config: Config, problems: Sequence[Problem]) -> None:
+    """Raises ValueError for data that the reward cannot score, whatever is answered."""
+    nothing = replace(Sample.empty(SampleKey(0, 0, 0)), finish_reason="stop")
+
+    def request(of: Problem) -> ScoreRequest:
+        prompt = Prompt(0, of.index, (), of.question, of.source, of.answer, of.extra, of.question)
+        return ScoreRequest.of(prompt, nothing)
+
+    for problem in problems:
+        refuse_tests(config, problem.where, request(problem))
+    refuse_fields(config, map(request, problems))
 
 
 def _refuse_no_folder(config: Config) -> None:
@@ -104,9 +120,7 @@ def _start(
         problems = list(load_train(config))
         refuse_sources(config, problems)
         held_out = load_validation(config, problems)
-        for each in (*problems, *held_out):
-            extra = {"question": each.question, **each.extra}
-            refuse_tests(config, each.where, ScoreRequest(each.source, "", each.answer, extra))
+        _refuse_rows(config, [*problems, *held_out])
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")

@@ -25,7 +25,7 @@ from jaxrl.mechanisms.table import is_timeless, notes, of_run, reads_profile, re
 from jaxrl.record.disk import is_full, reason
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
-from jaxrl.record.lost import missing_checkpoint, missing_metrics
+from jaxrl.record.lost import lost_lines, missing_checkpoint, missing_journal
 from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.stages import Stages
@@ -137,8 +137,9 @@ class Run:
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
         self.watchdog.saved_step = latest
-        if self.resuming and (gone := missing_metrics(self.run_dir, self.step)) is not None:
-            self.said.append(gone)
+        if self.run_dir.leads:
+            self.said += lost_lines(self.run_dir, self.step) if self.resuming else []
+            self.said += [gone] if (gone := missing_journal(self.run_dir)) is not None else []
         self.init_from = None
         # a run that goes on has its weights; only the reference is always that of the beginning
         if config.trainer.init_from and (config.needs_ref or not self.resuming):
@@ -272,7 +273,7 @@ class Run:
                 watchdog=self.watchdog,
                 tell=self.joined.tell,
             )
-            record = stack.enter_context(opened)
+            self.record = record = stack.enter_context(opened)
             self.watchdog.beat("building the engine")
             loop, backend = self._loop(record, stack)
             if self.host_state is not None:
@@ -314,6 +315,7 @@ class Run:
             self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)
             self.store.tidy()
             record.begin()
+            self.run_dir.record_checkpoint(newest, record.written())
         cache = use_compilation_cache(self.config)
         note = retuning_note(cache_before, cache, platform_of(self.devices[0])) if self.resuming else None
         self.run_dir.record_cache(cache, note)
@@ -400,7 +402,7 @@ class Run:
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""
-        self.run_dir.record_checkpoint(step)
+        self.run_dir.record_checkpoint(step, self.record.written())
         self.watchdog.saved_step = step
 
     def _state(self, of: Callable[[Learner], dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl.config.domains import problem as reward_problem
 from jaxrl.config.domains import unread as unread_rewards
-from jaxrl.config.judges import judge_kind, template_problem
+from jaxrl.config.judges import template_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
 from jaxrl.schema.declared import MAX_INT, declared, shown
@@ -257,11 +257,6 @@ def _check_stream(c: Config) -> None:
             f"trainer.stream.min_done ({stream.min_done}) must be at most trainer.stream.max_done ({stream.max_done}): "
             "between them workers may be freed"
         )
-    if stream.enable and judge_kind(c.reward) is not None:
-        raise ConfigError(
-            f"trainer.stream.enable and reward.judge.model ({c.reward.judge.model}) exclude each other: gradients "
-            "beside the rollout take the devices on which the judge would score"
-        )
 
 
 def _check_devices(c: Config) -> None:
@@ -407,6 +402,8 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "data", frozenset({"task_config"}), "data.task is empty"
     if not c.data.apply_chat_template:
         yield "data", frozenset({"apply_chat_template_kwargs"}), "data.apply_chat_template is off"
+    if c.simulate.workload != "recorded":
+        yield "simulate", frozenset({"recorded_run"}), f"simulate.workload is {c.simulate.workload}"
     yield from unread_rewards(c)
 
 

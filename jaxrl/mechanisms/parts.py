@@ -39,6 +39,7 @@ class RunParts:
       beat: tells the watchdog what is being done.
       stack: closes what a mechanism has opened, when the run is over.
       history: what earlier responses are kept for, once a mechanism keeps them.
+      beside_rollout: each waits until nothing of a mechanism is running on the rollout's devices.
       rollout_programs, update_programs: to be compiled with those of the rollout, and of the update.
     """
 
@@ -58,5 +59,12 @@ class RunParts:
     beat: Callable[[str], None]
     stack: ExitStack
     history: HistoryStore | None = None
+    beside_rollout: list[Callable[[], None]] = field(default_factory=list)
     rollout_programs: list[CompiledPrograms] = field(default_factory=list)
     update_programs: list[CompiledPrograms] = field(default_factory=list)
+
+    def wait_quiet(self) -> None:
+        """Waits for what runs on the rollout's devices: plans of workers, and what mechanisms run beside them."""
+        self.workers.wait_quiet()
+        for wait in self.beside_rollout:
+            wait()

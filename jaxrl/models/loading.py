@@ -47,12 +47,12 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
         return path if name is None else f"{RANDOM}{model_path(name, option)}"
     if (name := hub_name(path)) is not None:
         return str(model_path(name, option, weights=weights))
-    if colon and not os.path.exists(path):
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if colon and package.isidentifier() and not os.path.exists(path):
+        spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            advice = f"; pip install --no-deps {package.replace('_', '-')}" if package.isidentifier() else ""
             raise ValueError(
-                f"{option}: {path} names a file of the package {package!r}, which is not installed{advice}"
+                f"{option}: {path} names a file of the package {package!r}, which is not installed; pip install "
+                f"--no-deps {package.replace('_', '-')}"
             )
         path = str(Path(next(iter(spec.submodule_search_locations))) / file)
     return path

@@ -30,11 +30,11 @@ class BatchLog:
     response."""
 
     def __init__(self, path: str | Path, last_step: int, limit: int, *, begin: bool = True) -> None:
-        self._lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
+        self.lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
         self._limit = limit
 
     def begin(self) -> None:
-        self._lines.begin()
+        self.lines.begin()
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         rewards = [fmean(sample.reward or 0.0 for sample in group.samples) for group in groups if group.samples]
@@ -46,10 +46,10 @@ class BatchLog:
         rounded = [float(f"{reward:.4g}") for reward in rewards]
         line = {"step": step, "groups": rounded, "limit": self._limit, "lengths": lengths}
         errors = _errors(groups)
-        self._lines.append({**line, "errors": errors} if errors else line)
+        self.lines.append({**line, "errors": errors} if errors else line)
 
     def close(self) -> None:
-        self._lines.close()
+        self.lines.close()
 
 
 def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:

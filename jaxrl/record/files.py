@@ -6,7 +6,8 @@ say of a place whether it can be written at all, before a long computation ends 
 
 A line is complete when it ends in a newline. Text after the last newline was cut off by a crash: it counts as not
 written, readers skip it, and the next writer removes it. A whole line that cannot be read is damage: it is refused with
-its number, and nothing is dropped in silence.
+its number, and nothing is dropped in silence. `Written` says what was in a file at a moment, so that a later start can
+tell whether it still is (`jaxrl.record.lost`); the lines themselves stay as their readers know them.
 
 All JSON written here is JSON: a number that is not finite becomes the text "nan", "inf" or "-inf".
 """
@@ -21,11 +22,12 @@ import re
 import secrets
 import stat
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from jaxrl.config.inputs import reading
 
@@ -34,6 +36,19 @@ T = TypeVar("T")
 Removing = Callable[[Path], AbstractContextManager[object]]
 """Inside it, what ends the process at once removes a draft first (`jaxrl.runtime.stop.Stop.removing`)."""
 _LONGEST_NAME = 255  # bytes
+
+
+class Written(NamedTuple):
+    """What was written to a file, up to some moment."""
+
+    lines: int = 0
+    bytes: int = 0
+    crc32: int = 0
+
+    def then(self, content: bytes) -> Written:
+        """With whole lines after it."""
+        lines, size = self.lines + content.count(b"\n"), self.bytes + len(content)
+        return Written(lines, size, zlib.crc32(content, self.crc32))
 
 
 class JsonLines:
@@ -47,6 +62,9 @@ class JsonLines:
 
     Raises:
       ValueError: a whole line is damaged; the file is left alone.
+
+    Attributes:
+      written: all that is in the file, once lines can be written.
     """
 
     def __init__(
@@ -61,6 +79,7 @@ class JsonLines:
         self._path, self._sync, self._stays = Path(path), sync, stays
         self._separators = (",", ":") if compact else (", ", ": ")
         self._file: FileIO | None = None
+        self.written = Written()
         if begin:
             self.begin()
         else:
@@ -83,6 +102,7 @@ class JsonLines:
             write_all(file, line)  # one write: a crash leaves either all of the line or a tail without a newline
             if self._sync:
                 os.fsync(file.fileno())
+        self.written = self.written.then(line)
 
     def keep(self, stays: Callable[[int], bool]) -> None:
         """Drops the lines of all other steps, and an unfinished last line."""
@@ -95,6 +115,7 @@ class JsonLines:
         content = b"".join(read_lines(self._path, kept))
         if self._path.exists() and self._path.stat().st_size != len(content):  # it is a part of what is there
             write_whole(self._path, content, sync=self._sync)
+        self.written = Written().then(content)
 
     def close(self) -> None:
         if self._file is not None:

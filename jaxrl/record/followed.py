@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config
+from jaxrl.record.files import Written
 from jaxrl.record.run_dir import RunFolder, cut_to, remove_empty, sizes_of
 
 HOSTS = "hosts"
@@ -53,7 +54,7 @@ class FollowedRun(RunFolder):
         """The start is not refused any more: what this process has written stays. Process 0 records it."""
         self._started = True
 
-    def record_checkpoint(self, step: int) -> None:
+    def record_checkpoint(self, step: int | None, written: Mapping[str, Written]) -> None:
         """Process 0 notes it."""
 
     def record_cache(self, name: str, note: str | None) -> None:

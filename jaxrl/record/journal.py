@@ -5,21 +5,32 @@ took (a scorer that timed out or crashed; a layout switch from measured latencie
 before it takes effect. A step that runs again after a crash finds its line and does not ask the clock again
 (docs/architecture.md).
 
-The file is append-only JSONL: a header `{"journal": 1}`, then `{"step": .., "kind": .., "key": [..], ...}` per
-decision. Lines of steps that a checkpoint holds are dropped when the journal is opened and when a checkpoint commits
-(`cut`).
+The file is JSONL: a header `{"journal": 2, "bytes": .., "crc32": ..}`, then per decision `{"step": .., "kind": ..,
+"key": [..], ...}`. Lines of steps that a checkpoint holds are dropped when the journal is opened and when a checkpoint
+commits (`cut`).
+
+The header says what stands after it, so that a decision that was lost or changed is not taken again in silence. It has
+one length whatever it says, and is written over after each line. A crash in between leaves one that knows fewer lines
+than there are, never more: the lines after those count, and nothing vouches for them.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import zlib
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from jaxrl.record.files import JsonLines, read_lines
+from jaxrl.config.inputs import reading
+from jaxrl.record.files import Written, read_lines, to_short_json, write_all, write_whole
 
-SCHEMA = 1
+FILE_NAME = "journal.jsonl"
+SCHEMA = 2
+_HEADER = re.compile(rb'\{"journal":%d,"bytes": *(\d{1,12}),"crc32": *(\d{1,10})\}' % SCHEMA)
 
 Tell = Callable[[int, str, tuple[int, ...], Mapping[str, Any]], None]
 
@@ -41,20 +52,17 @@ class Journal:
     """
 
     def __init__(self, path: str | Path, last_step: int, *, begin: bool = True, tell: Tell | None = None) -> None:
-        lines = read_journal(path)
-        self._is_new, self._tell = not lines, tell
-        self._entries = {_place(entry): entry for entry in lines[1:] if entry["step"] > last_step}
-        self._lines = JsonLines(path, lambda step: step > last_step, compact=True, sync=True, begin=False)
+        self._path, self._tell = Path(path), tell
+        self._entries = {_place(entry): entry for entry in read_journal(path)[1:] if entry["step"] > last_step}
+        self._file: FileIO | None = None
+        self._written = Written()
         if begin:
             self.begin()
 
     def begin(self) -> None:
         """Drops the lines of other steps; from here on, decisions can be written."""
-        if self._tell is not None:
-            return
-        self._lines.begin()
-        if self._is_new:
-            self._lines.append({"journal": SCHEMA})
+        if self._tell is None:
+            self._write()
 
     def find(self, step: int, kind: str, key: tuple[int, ...]) -> Mapping[str, Any] | None:
         """What was decided about `key` in `step`, if anything was."""
@@ -68,19 +76,45 @@ class Journal:
         """Writes a decision to the disk; it may take effect once this returns."""
         entry = {"step": step, "kind": kind, "key": list(key), **decision}
         self._entries[_place(entry)] = entry
-        if self._tell is None:
-            self._lines.append(entry)
-        else:
+        if self._tell is not None:
             self._tell(step, kind, key, decision)
+            return
+        assert self._file is not None, "it has begun"
+        line = _line(entry)
+        with reading(self._path):
+            write_all(self._file, line)
+            os.fsync(self._file.fileno())
+            self._written = self._written.then(line)
+            with open(self._path, "r+b", buffering=0) as start:
+                start.write(_header(self._written.bytes, self._written.crc32))
 
     def cut(self, step: int) -> None:
         """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
-        self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
-        if self._tell is None:
-            self._lines.keep(lambda at: at > step)
+        kept = {place: entry for place, entry in self._entries.items() if place[0] > step}
+        is_shorter, self._entries = len(kept) < len(self._entries), kept
+        if self._tell is None and is_shorter:
+            self._write()
 
     def close(self) -> None:
-        self._lines.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self) -> None:
+        """The file anew, and open for more."""
+        self.close()
+        content = b"".join(map(_line, self._entries.values()))
+        self._written = Written().then(content)
+        write_whole(self._path, _header(self._written.bytes, self._written.crc32) + content, sync=True)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
+
+
+def _header(size: int, crc32: int) -> bytes:
+    return b'{"journal":%d,"bytes":%12d,"crc32":%10d}\n' % (SCHEMA, size, crc32)
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return to_short_json(entry).encode() + b"\n"
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
@@ -88,19 +122,26 @@ def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """The header and the decisions after it; empty if not even the header was written.
+    """The header and the decisions after it; empty if there is no file.
 
     Raises:
-      ValueError: this is not a journal, or a line is damaged: the run could not decide again as it did.
+      ValueError: this is not a journal, or not as it was written: the run could not decide again as it did.
     """
     path, header = Path(path), True
+    with reading(path):
+        content = path.read_bytes() if os.path.lexists(path) else None
+    if content is None:
+        return []
+    if (fault := _fault(content)) is not None:
+        raise ValueError(
+            f"{path}: damaged ({fault}): bring back the file as it was, or move it away, and steps after the last "
+            "checkpoint ask the clock again"
+        )
 
     def parse(line: bytes) -> dict[str, Any]:
         nonlocal header
         entry, is_header, header = json.loads(line), header, False
         if is_header:
-            if not isinstance(entry, dict) or entry.get("journal") != SCHEMA:
-                raise ValueError(f"it must be the header of a journal of schema {SCHEMA}, found {line[:80]!r}")
             return entry
         step, kind, key = _place(entry)
         if not (isinstance(step, int) and isinstance(kind, str) and all(isinstance(part, int) for part in key)):
@@ -108,3 +149,19 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
         return entry
 
     return read_lines(path, parse)
+
+
+def _fault(content: bytes) -> str | None:
+    """What is wrong with a journal, as far as its header tells; no crash leaves it so."""
+    if not content:
+        return "it is empty, and had a header at least"
+    line, _, decisions = content.partition(b"\n")
+    match = _HEADER.fullmatch(line)
+    size, crc32 = (0, 0) if match is None else map(int, match.groups())
+    if match is None or line + b"\n" != _header(size, crc32):
+        return f"it must begin with the header of a journal of schema {SCHEMA}, found {line[:80]!r}"
+    if len(decisions) < size:
+        return f"{size} bytes of decisions were written, and {len(decisions)} are there"
+    if zlib.crc32(decisions[:size]) != crc32:
+        return f"the first {size} bytes of its decisions have changed since they were written"
+    return None

@@ -25,16 +25,16 @@ class LayoutLog:
     """Appends a line per round; drops lines of steps after `last_step` when it begins."""
 
     def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
-        self._lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
+        self.lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
 
     def begin(self) -> None:
-        self._lines.begin()
+        self.lines.begin()
 
     def write(self, step: int, round_index: int, kind: str, source: str, picture: Mapping[str, Any]) -> None:
-        self._lines.append({"step": step, "round": round_index, "kind": kind, "source": source, **picture})
+        self.lines.append({"step": step, "round": round_index, "kind": kind, "source": source, **picture})
 
     def close(self) -> None:
-        self._lines.close()
+        self.lines.close()
 
 
 def read_layouts(folder: str | Path) -> list[dict[str, Any]]:

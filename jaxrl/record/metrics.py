@@ -80,7 +80,7 @@ class MetricsWriter:
         def stays(step: int) -> bool:
             return resume_step is None or step <= resume_step
 
-        self._lines = JsonLines(self._path, stays, sync=True, begin=False)
+        self.lines = JsonLines(self._path, stays, sync=True, begin=False)
         steps = (int(row["step"]) for row in read_metrics(self._folder))
         self._last_step = max(filter(stays, steps), default=-1)
         if begin:
@@ -97,8 +97,8 @@ class MetricsWriter:
 
     def begin(self) -> None:
         """Removes the lines of later steps; from here on, steps can be written."""
-        self._lines.begin()
-        self._lines.make()
+        self.lines.begin()
+        self.lines.make()
         if self._sinks:
             self._send_earlier()
 
@@ -115,7 +115,7 @@ class MetricsWriter:
         """
         assert step > self._last_step, f"step {step} after step {self._last_step} in {self._path}"
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        self._lines.append({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
+        self.lines.append({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
         self._last_step = step
         for sink in self._sinks:
             sink.send(step, numbers, rows)
@@ -133,7 +133,7 @@ class MetricsWriter:
                 sink.send(step, numbers, tables.get(step, []))
 
     def close(self) -> None:
-        self._lines.close()
+        self.lines.close()
         for sink in self._sinks:
             sink.close()
         self._sinks = []

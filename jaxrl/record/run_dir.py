@@ -30,7 +30,7 @@ import yaml
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import drafts_left, refuse_folder, to_json, write_whole
+from jaxrl.record.files import Written, drafts_left, refuse_folder, to_json, write_whole
 from jaxrl.schema.hidden import hider
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
@@ -161,9 +161,14 @@ class RunDir(RunFolder):
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
         self._write_record(record | now | {"starts": [*starts, now]} | more)
 
-    def record_checkpoint(self, step: int) -> None:
-        """Notes in run.json that checkpoint `step` is complete: a start that finds none can tell that it was lost."""
-        self._add_to_record({"checkpoint": step})
+    def record_checkpoint(self, step: int | None, written: Mapping[str, Written]) -> None:
+        """Notes in run.json that checkpoint `step` is complete, and what is in the files that only grow: a later start
+        can tell what was lost (`jaxrl.record.lost`). None: there is no checkpoint yet.
+
+        To be called also when a start has dropped lines from those files: until then, what `record_start` writes tells
+        nothing of them.
+        """
+        self._add_to_record({"checkpoint": step, "written": {name: each._asdict() for name, each in written.items()}})
 
     def record_cache(self, name: str, note: str | None) -> None:
         """Notes in run.json which compilation cache this start uses, and what was said of it, if anything."""
@@ -249,9 +254,21 @@ def _fault(found: Any) -> str | None:
         return "starts must be a list of objects, with whole numbers as from_step"
     if not isinstance(newest, int | None):
         return "checkpoint must be a step or null"
+    if not _is_written(found.get("written", {})):
+        return "written must be an object of files, with whole numbers as " + ", ".join(Written._fields)
     if not isinstance(found.get("compilation_cache"), str | None):
         return "compilation_cache must be a name or null"
     return None
+
+
+def _is_written(found: Any) -> bool:
+    files = list(found.values()) if isinstance(found, Mapping) else [None]
+    return all(
+        isinstance(each, Mapping)
+        and each.keys() == set(Written._fields)
+        and all(type(number) is int for number in each.values())
+        for each in files
+    )
 
 
 def versions() -> dict[str, str]:

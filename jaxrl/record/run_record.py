@@ -25,19 +25,19 @@ from typing import Any
 from jaxrl.config import Config, to_mapping
 from jaxrl.record import batches, layouts, samples
 from jaxrl.record.batches import BatchLog
-from jaxrl.record.files import JsonLines
+from jaxrl.record.files import JsonLines, Written
 from jaxrl.record.followed import FollowedRun
+from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.record.journal import Journal, Tell, read_journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.live import LiveView
+from jaxrl.record.metrics import FILE_NAME as METRICS
 from jaxrl.record.metrics import MetricsWriter, read_metrics
 from jaxrl.record.run_dir import RunDir, RunFolder
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.timeline import MAX_BYTES, Timeline
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
-
-JOURNAL = "journal.jsonl"
 
 
 @dataclass(slots=True)
@@ -68,6 +68,16 @@ class RunRecord:
         for part in parts:
             if part is not None:
                 part.begin()
+
+    def written(self) -> dict[str, Written]:
+        """What is in the files that only grow, by their names; the journal vouches for itself."""
+        logs = {
+            METRICS: self.metrics,
+            samples.FILE_NAME: self.samples,
+            batches.FILE_NAME: self.batches,
+            layouts.FILE_NAME: self.layouts,
+        }
+        return {name: log.lines.written for name, log in logs.items() if log is not None and log.lines.written.lines}
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()

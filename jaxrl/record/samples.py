@@ -29,23 +29,23 @@ class SampleLog:
     """Appends the first samples of a step's first groups; drops lines of steps after `last_step` when it begins."""
 
     def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
-        self._lines = JsonLines(path, lambda step: step <= last_step, begin=False)
+        self.lines = JsonLines(path, lambda step: step <= last_step, begin=False)
         if begin:
             self.begin()
 
     def begin(self) -> None:
-        self._lines.begin()
-        self._lines.make()
+        self.lines.begin()
+        self.lines.make()
 
     def write(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Returns the lines."""
         lines = [_line(step, group, sample) for group in groups[:GROUPS_PER_STEP] for sample in _first(group)]
         for line in lines:
-            self._lines.append(line)
+            self.lines.append(line)
         return lines
 
     def close(self) -> None:
-        self._lines.close()
+        self.lines.close()
 
 
 def _first(group: Group) -> list[Sample]:

@@ -84,8 +84,7 @@ def _value(config: Mapping[str, Any], path: str) -> str:
 
 def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) -> str:
     title = " and ".join(names) if len(names) == 2 else f"{len(names)} runs"
-    problems = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.problems]
-    notes = "".join(f"<p class=note>{escape(text)}</p>" for text in [*problems, *_notes(runs, names)])
+    notes = "".join(f"<p class=note>{escape(text)}</p>" for text in _notes(runs, names))
     drawn = "".join(card(chart) for chart in _charts(runs, names))
     return document(
         title,
@@ -98,7 +97,7 @@ def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) 
 def _notes(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     """What a reader must know before comparing numbers."""
     simulated = [name for name, run in zip(names, runs, strict=True) if run.is_simulated]
-    found = []
+    found = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.problems]
     if simulated:
         also = " They are not to be compared with those that were measured." if len(simulated) < len(runs) else ""
         whose = " and ".join(name.removesuffix(" (simulated)") for name in simulated)

@@ -8,6 +8,7 @@ the rest of the page is as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from html import escape
@@ -34,13 +35,20 @@ ALARMING = 0.02
 """The share of failed rewards from which on the page says so in the colour of alarms."""
 
 
-def write_report(run_dir: str | Path, out: str | Path | None = None, removing: Removing = nullcontext) -> Path:
+def write_report(
+    run_dir: str | Path,
+    out: str | Path | None = None,
+    removing: Removing = nullcontext,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
     """Writes the page (default: `report.html` in the run's folder, and several hosts' timelines as one beside it) and
-    returns where it is."""
+    returns where it is. What of the run cannot be read is on the page, and told by `say`."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
     run = read_run(run_dir)
+    for problem in run.problems:
+        say(f"{run_dir}: {problem}")
     target = Path(out) if out is not None else run.folder / "report.html"
     write_whole(target, page(run), removing=removing)
     if out is None:

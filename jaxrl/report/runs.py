@@ -5,6 +5,7 @@
 - batches.jsonl: lengths and groups' rewards of each step (`jaxrl.record.batches`);
 - timeline.json: of which the last round's rows are read (`jaxrl.report.rounds`);
 - layouts.jsonl: the layout over each rollout round, where it adapts (`jaxrl.record.layouts`);
+- config.yaml: only to say so if it cannot be read, as a run could not go on;
 - run.json: config (resolved), versions, commit, devices {platform, kind, count}, started, command.
 """
 
@@ -18,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import flatten
+from jaxrl.config.text import read_text
+from jaxrl.config.yaml_text import parse_yaml
 from jaxrl.record.batches import FILE_NAME as BATCHES_FILE
 from jaxrl.record.batches import read_batches
 from jaxrl.record.files import read_lines
 from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
 from jaxrl.record.layouts import read_layouts
 from jaxrl.record.metrics import FILE_NAME, read_metrics
-from jaxrl.record.run_dir import RUN_FILE, SIMULATED
+from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
 from jaxrl.report.charts import Point
 from jaxrl.report.rounds import DrawnRound, read_round
@@ -90,6 +93,7 @@ def read_run(run_dir: str | Path) -> Run:
         problems.append("no step has been finished yet")
     info = attempt(lambda path: json.loads(path.read_text(encoding="utf-8")), RUN_FILE, {})
     samples = attempt(_read_samples, SAMPLES_FILE, [])
+    attempt(lambda path: parse_yaml(read_text(path), CONFIG_FILE)[0], CONFIG_FILE, {})
 
     def if_there(read: Callable[[Path], Any], name: str) -> list[dict[str, Any]]:
         """Of a file that not every run has."""

@@ -282,7 +282,8 @@ def _message(body: bytes) -> str:
 def _is_loopback(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified  # servers say that they listen at 0.0.0.0
     except ValueError:  # a name
         return host == "localhost" or host.endswith(".localhost")
 

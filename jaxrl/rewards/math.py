@@ -243,6 +243,8 @@ def _math_verify(answer: str, reference: str) -> bool:
     both = answer + reference
     if r"\degree" not in both:
         return _same_value(answer, reference)
+    if any(r"\degree" in rest and r"\pi" in rest for rest in (_DEGREES.sub("", text) for text in (answer, reference))):
+        return False  # degrees of an angle in radians, which the parser would drop
     in_radians = [_DEGREES.sub(r"(\\frac{\\pi}{180}\\cdot{\1})", text) for text in (answer, reference)]
     bare = [text.replace(r"\degree", "") for text in (answer, reference)]  # a unit, which may be missing
     return _same_value(*in_radians) or (not _FUNCTION.search(both) and _same_value(*bare))

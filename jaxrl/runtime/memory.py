@@ -72,7 +72,7 @@ class MemoryPlan:
     remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
     chunk_tokens: int = 0
     num_verified: int = 0  # drafted tokens of a step, per dp group
-    stream: dict[str, int] = field(default_factory=dict)  # added on a freed device, which holds no rollout then
+    stream: dict[str, int] = field(default_factory=dict)  # added on a freed device, which holds no KV of the actor then
     judge: JudgeMemory | None = None  # on the rollout's devices
 
     @property
@@ -191,17 +191,25 @@ def _logits(config: Config, model_config: ModelConfig, num_devices: int, positio
 
 
 def _stream_parts(
-    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+    config: Config,
+    model_config: ModelConfig,
+    num_devices: int,
+    platform: str,
+    remat: str,
+    chunk: int,
+    judge: JudgeMemory | None,
 ) -> dict[str, int]:
     """Bytes of what the stream trainer adds on half of the devices: a share of the weights that is twice the trainer's,
-    and what an update there would add, but for the optimizer. The reference's weights come in turns with the others."""
+    and what an update there would add, but for the optimizer. The reference's weights come in turns with the others. A
+    judge, which goes on with all devices, lies beside them."""
     if not config.trainer.stream.enable:
         return {}
     half = num_devices // 2
     weights = device_numbers(model_config, half) * BYTES[config.actor.param_dtype]
     phases = update_phases(config, model_config, half, platform, remat, chunk)
     most = max((phases[name] for name in ("head", "layers", "embedding")), key=lambda parts: sum(parts.values()))
-    return {"weights of the half": weights} | {name: size for name, size in most.items() if size}
+    beside = {} if judge is None else judge.parts
+    return {"weights of the half": weights} | {name: size for name, size in most.items() if size} | beside
 
 
 def memory_plan(
@@ -245,7 +253,7 @@ def memory_plan(
         remat=remat,
         chunk_tokens=chunk,
         num_verified=verified_positions(config, platform),
-        stream=_stream_parts(config, model_config, training, platform, remat, chunk),
+        stream=_stream_parts(config, model_config, training, platform, remat, chunk, judge),
         judge=judge,
     )
 
@@ -304,8 +312,11 @@ def memory_problem(
     if trains and plan.stream and plan.stream_bytes > _ESTIMATE_ROOM * bytes_each:
         return (
             f"gradients beside the rollout need about {in_bytes(plan.stream_bytes)} per freed device, with twice the "
-            f"trainer's share of weights and sums, and each of {num_devices} has {in_bytes(bytes_each)}: switch "
-            "trainer.stream.enable off, set actor.offload_optimizer, or lower actor.ppo_max_token_len_per_gpu "
-            f"({config.actor.ppo_max_token_len_per_gpu} tokens)"
+            "trainer's share of weights and sums"
+            + ("" if plan.judge is None else f" and {in_bytes(plan.judge.total)} of the judge")
+            + f", and each of {num_devices} has {in_bytes(bytes_each)}: switch trainer.stream.enable off, set "
+            "actor.offload_optimizer, or lower "
+            + ("" if plan.judge is None else "reward.judge.max_memory_gib, ")
+            + f"actor.ppo_max_token_len_per_gpu ({config.actor.ppo_max_token_len_per_gpu} tokens)"
         )
     return None

@@ -6,7 +6,7 @@ because each executor knows when its own devices are free; what a backend asks o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,14 @@ class SimulatedWorkers:
 
     Attributes:
       recompiles: 0, because there are no programs.
+      beside: told, as `occupy` is, when something else takes all devices: what runs on those of closed workers.
     """
 
     def __init__(self, executors: Sequence[SimulatedExecutor], clock: SimulatedClock, sync_s: float = 0.0) -> None:
         self.executors = tuple(executors)
         self._sync_s = sync_s
         self.recompiles = 0
+        self.beside: list[Callable[[int, int], object]] = []
         self._clock = clock
         self._asleep = set(range(len(self.executors)))  # workers that an update, or a stream, has or had
         self._buffered: tuple[int, int] | None = None  # a version, and when its weights are there
@@ -58,7 +60,13 @@ class SimulatedWorkers:
 
     def occupy(self, from_ns: int, duration_ns: int) -> int:
         """Something else runs on all devices, between plans; when it has ended everywhere."""
+        for each in self.beside:
+            each(from_ns, duration_ns)
         return max(executor.occupy(from_ns, duration_ns) for executor in self.executors)
+
+    def free_ns(self, workers: Sequence[int]) -> int:
+        """When the devices of some workers are done with everything submitted."""
+        return max(self.executors[worker].free_ns for worker in workers)
 
     def allocate(self) -> None:
         """The devices that are not awake wake up, all at the same time."""

@@ -79,8 +79,26 @@ def below_tail_batching(setup: str) -> dict[str, Case]:
     }
 
 
-def _of_table2(setup: str, steps: int) -> list[Case]:
-    return [replace(case, steps=min(steps, case.steps)) for case in below_tail_batching(setup).values()]
+def whole_rows(setup: str) -> dict[str, Case]:
+    """The same with all of the reward scheduler: adaptive time-outs, with anchors as in the authors' code, and a judge
+    on the actor's devices."""
+    return {
+        row: replace(case, timeout="adaptive", anchors="rows", judge="devices")
+        for row, case in below_tail_batching(setup).items()
+    }
+
+
+def _of_table2(rows: dict[str, Case], steps: int) -> list[Case]:
+    return [replace(case, steps=min(steps, case.steps)) for case in rows.values()]
+
+
+def _whole(steps: int) -> list[Case]:
+    found = []
+    for setup in ROLLPACKER_SETUPS.values():
+        tail = Case(setup, "tail", *JOINT, steps=steps)
+        found += [replace(tail, rule="plain", prompt_factor=1.0, response_factor=1.0), tail]
+        found += _of_table2(whole_rows(setup), steps)
+    return found
 
 
 def _rollpacker(steps: int) -> list[Case]:
@@ -89,7 +107,7 @@ def _rollpacker(steps: int) -> list[Case]:
         cases.append(Case(setup, "plain", steps=steps))  # Table 2, Fig. 10, 11
         cases.append(Case(setup, "tail", *JOINT, steps=steps))
     for setup in ROLLPACKER_SETUPS.values():  # Table 2, the rows below
-        cases += _of_table2(setup, steps)
+        cases += _of_table2(below_tail_batching(setup), steps)
     cases += _of_table3(steps)
     code = {"tasks": ("code",), "steps": min(steps, 10)}
     cases.append(Case("rollpacker.14b", "plain", **code))  # Fig. 4
@@ -200,6 +218,7 @@ EXPERIMENTS = {
     "pat": _pat,
     "rhymerl": _rhymerl,
     "rollpacker-rewards": _rewards,
+    "rollpacker-whole": _whole,
 }
 
 

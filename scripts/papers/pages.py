@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from papers import april_page, pat_page, rewards_page, rhymerl_page, rollpacker_page
+from papers import april_page, pat_page, rewards_page, rhymerl_page, rollpacker_page, stream_page
 from papers.cases import APRIL_SETUPS, ROLLPACKER_SETUPS
 from papers.reported import REPORTED
 from papers.runs import Steps
@@ -27,6 +27,8 @@ def page(header: Mapping[str, Any], runs: Sequence[Steps]) -> str:
             sections = april_page.sections(found, header["what_if"])
         case "rollpacker-rewards":
             sections = rewards_page.sections(found)
+        case "rollpacker-whole":
+            sections = [stream_page.whole_table2(found)]
         case "rhymerl":
             sections = rhymerl_page.sections(found, header["what_if"])
         case _:

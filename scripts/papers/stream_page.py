@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from papers.cases import JOINT, ROLLPACKER_SETUPS, STREAM_BASE, STREAM_FETCHES, STREAM_FREED, below_tail_batching
+from papers.cases import (
+    JOINT,
+    ROLLPACKER_SETUPS,
+    STREAM_BASE,
+    STREAM_FETCHES,
+    STREAM_FREED,
+    below_tail_batching,
+    whole_rows,
+)
 from papers.reported import REPORTED
 from papers.runs import Steps
+from papers.setups import Case
 from papers.tables import Runs, by_seed, ratios, seconds, share, shown, table
 
 _TABLE3, _TABLE4 = REPORTED["RollPacker Table 3, s a step"], REPORTED["RollPacker Table 4, s a step"]
@@ -14,11 +25,46 @@ _TABLE3, _TABLE4 = REPORTED["RollPacker Table 3, s a step"], REPORTED["RollPacke
 
 def rows_of_table2(runs: Runs) -> str:
     """Each mechanism on top of those before it."""
-    rows, detail = [], []
+    return f"""## RollPacker Table 2, row by row
+
+Each row has what the rows above it have; plain steps and tail batching as in the table before, the others over their
+first ten steps, with two workers, each half of the devices.
+
+{_rows(runs, below_tail_batching)}
+
+Of the reward scheduler, rewards are scored while others decode, each task by workers of its own; the adaptive time-out
+of the sandbox and the judge on the actor's devices are not in these runs. What the planner and the stream trainer did:
+
+{_details(runs, below_tail_batching)}"""
+
+
+def whole_table2(runs: Runs) -> str:
+    """The same with all of the reward scheduler: the last row is the whole system."""
+    return f"""## RollPacker Table 2, all four parts at once
+
+Each row has what the rows above it have, and the last one is the whole system. Plain steps and tail batching score
+after the rollout, task by task, with one worker; the rows below have two, each half of the devices. The reward
+scheduler is whole here: rewards are scored while others decode, the sandbox's time-outs are adaptive (an anchor for
+every row of the data, as in the authors' code), and the judge is on the actor's devices, where each verdict takes its
+time from the rollout, and from the gradients on devices that are freed.
+
+{_rows(runs, whole_rows)}
+
+What the planner and the stream trainer did:
+
+{_details(runs, whole_rows)}"""
+
+
+Of = Callable[[str], dict[str, Case]]
+"""A set-up's rows below tail batching."""
+
+
+def _rows(runs: Runs, of: Of) -> str:
+    rows = []
     for name, setup in ROLLPACKER_SETUPS.items():
         found = {
             "+ tail batching": runs.of(setup, "tail", JOINT),
-            **{row: runs.like(case) for row, case in below_tail_batching(setup).items()},
+            **{row: runs.like(case) for row, case in of(setup).items()},
         }
         plain = by_seed(runs.of(setup, "plain"), "step_s")
         before = 1.0
@@ -30,20 +76,16 @@ def rows_of_table2(runs: Runs) -> str:
             rows.append(
                 [name, row, str(len(steps[0].step_s)), seconds(own), shown(gain), f"{theirs:.2f}", f"{last:.2f}"]
             )
-        detail.append(_where(name, found["+ parallelism planner"], found["+ stream trainer"]))
-    head = ["model", "row", "steps", "s a step", "speed-up over plain", "paper", "over the row before"]
+    return table(["model", "row", "steps", "s a step", "speed-up over plain", "paper", "over the row before"], rows)
+
+
+def _details(runs: Runs, of: Of) -> str:
+    detail = []
+    for name, setup in ROLLPACKER_SETUPS.items():
+        _, planned, streamed = (runs.like(case) for case in of(setup).values())
+        detail.append(_where(name, planned, streamed))
     where = ["model", "tp, short and long rounds", "preempted", "freed at", "streamed", *_CHANGED]
-    return f"""## RollPacker Table 2, row by row
-
-Each row has what the rows above it have; plain steps and tail batching as in the table before, the others over their
-first ten steps, with two workers, each half of the devices.
-
-{table(head, rows)}
-
-Of the reward scheduler, rewards are scored while others decode, each task by workers of its own; the adaptive time-out
-of the sandbox and the judge on the actor's devices are not in these runs. What the planner and the stream trainer did:
-
-{table(where, detail)}
+    return f"""{table(where, detail)}
 
 *tp*: the degrees that rounds ended in, the last one of each kind. *Freed at*: the share of a long round's prompts that
 were complete when half of the devices were freed (0: in a round in which the projected KV did not fit). *Streamed*: the

@@ -119,6 +119,7 @@ def test_votes_by_what_answers_are_worth():
     for i, group in enumerate(groups):
         for sample, info in zip(group.samples, infos[5 * i : 5 * i + 5], strict=True):
             sample.reward_info = info
+    infos[6]["extracted"] = infos[6].pop("pred")  # a list, of which no set can be made
     votes = ballots(config, groups)
     assert votes == [[0, 1, 0, 1, 0], [0, 1, 0, 2, 1], [-1, -1, 0, 1, 2]]
     for sample, right in zip(groups[0].samples, (1, 0, 1, 0, 1), strict=True):

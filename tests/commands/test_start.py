@@ -72,6 +72,10 @@ REFUSED = {
         ["reward.kind=judge", "reward.judge.model={}/gone"],
         "gone: there is no such file or folder; reward.judge.model must be",
     ),
+    "a-field-that-no-prompt-has": (
+        ["reward.kind=judge", "reward.judge.model=random:{}/tiny", "reward.judge.prompt={response} {rubrik}"],
+        "reward.judge.prompt: the field {rubrik} is no column of the data; there are answer, epoch, ",
+    ),
     "an-unknown-quota-source": (["data.source_quotas={gone: 2}"], "gone"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from damage import cut, flip
 from runs import ROOT, STEPS, Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
 
 from jaxrl.config import from_mapping
 from jaxrl.record.run_dir import versions
+
+LOST = re.compile(r"\.jsonl (is gone|has )")  # what a start says of lines that are not as they were written
 
 HOLD = """
 import sys, time
@@ -77,7 +81,7 @@ def test_the_run_directory(whole: Path):
     assert all(line["actor/grad_norm"] > 0 for line in metrics), "every update was to move the weights"
     assert sum(line["reward/crashes"] for line in metrics) > 0, "some scorers were to die"
     header, *decisions = map(json.loads, (whole / "journal.jsonl").read_text().splitlines())
-    assert header == {"journal": 1}
+    assert header["journal"] == 2
     assert all(line["kind"] == "verdict" and line["status"] == "crash" for line in decisions)
     crashes = sum(line["reward/crashes"] for line in metrics if line["step"] > 4)
     assert len(decisions) == crashes, "those of steps that an earlier checkpoint holds are gone"
@@ -115,11 +119,37 @@ def test_a_run_killed_twice_ends_with_the_same_bits(runs: Runs, whole: Path):
             wait_for_steps(process, run_dir, steps)
             time.sleep(moments.uniform(0, 0.6))
             kill(process)
-    runs.finish(run_dir)
+    assert not LOST.search(runs.finish(run_dir))
     assert_same_end(run_dir, whole)
     rewards = [json.loads(line)["critic/rewards/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     expected = [json.loads(line)["critic/rewards/mean"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert rewards == expected, "each step once, with what the whole run drew"
+
+
+def test_a_resumed_run_says_which_of_its_files_are_not_as_they_were_written(runs: Runs, whole: Path):
+    run_dir, longer = runs.folder / "harmed", f"trainer.total_training_steps={STEPS + 1}"
+    shutil.copytree(whole, run_dir)
+    assert not LOST.search(runs.finish(run_dir)), "nothing was harmed"
+    metrics, journal = run_dir / "metrics.jsonl", run_dir / "journal.jsonl"
+    flip(metrics, metrics.read_bytes().index(b"critic/"), 2)
+    assert b"gritic/" in metrics.read_bytes()
+    cut(run_dir / "samples.jsonl", 9)
+    (run_dir / "batches.jsonl").unlink()
+    cut(journal)
+    with runs.start(run_dir, longer) as process:
+        assert f"{journal}: damaged (it is empty, and had a header at least): bring back" in end(process, status=2)
+    journal.unlink()
+    output = runs.finish(run_dir, longer)
+    assert f"after step {STEPS} of {STEPS + 1}" in output
+    for told in (
+        "metrics.jsonl has changed since it was written: some of its first 6 lines may say what was not",
+        "samples.jsonl has no line of step 1, 2, 3, 4, 5 and 1 more: what was recorded there is lost",
+        "batches.jsonl is gone, and with it what its 6 lines held",
+        "journal.jsonl is gone: steps after the last checkpoint ask the clock again, and may come out another way",
+    ):
+        assert f"{run_dir}/{told}\n" in output
+    assert len(LOST.findall(output)) == 4
+    assert not LOST.search(runs.finish(run_dir, longer)), "it is said once"
 
 
 # lengths that differ: one token in twenty ends a response
@@ -155,7 +185,7 @@ def test_a_run_with_a_rule_killed_twice_ends_with_the_same_bits(
             wait_for_steps(process, run_dir, steps)
             time.sleep(moments.uniform(0, 0.6))
             kill(process)
-    runs.finish(run_dir, STOPS, *overrides)
+    assert not LOST.search(runs.finish(run_dir, STOPS, *overrides))
     assert_same_end(run_dir, whole)
     (_, values), lines = (
         state_of(run_dir),
@@ -195,7 +225,7 @@ def test_a_run_killed_at_ten_moments_ends_with_the_same_bits(runs: Runs):
             assert process.poll() is None, "the run was to be alive"
             kill(process)
         seen.append(num_steps(run_dir))
-    runs.finish(run_dir, longer)
+    assert not LOST.search(runs.finish(run_dir, longer))
     print("steps at the kills:", seen)
     assert_same_end(run_dir, whole)
 

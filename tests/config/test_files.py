@@ -278,6 +278,7 @@ def test_a_password_in_a_url_is_refused_and_not_shown(kind: str):
     ("value", "text"),
     [
         ("{question}", "{question}"),
+        ("[0-9", "[0-9"),
         ("{question} Answer: [0-9]", "{question} Answer: [0-9]"),
         ("Think # aloud", "Think # aloud"),
         (" 2026 ", "2026"),
@@ -299,11 +300,13 @@ def test_options_without_effect_are_said_with_their_place(file):
         "model: {path: x}\nrollout:\n  tail_batching:\n    prompt_factor: 1.5\n    response_factor: 1.25\n",
     )
     said = []
-    load(path, ["actor.kl_loss_coef=0.1", "reward.name=mine", "rollout.deal=prompts"], said.append)
+    given = ["actor.kl_loss_coef=0.1", "reward.name=mine", "rollout.deal=prompts", "simulate.recorded_run=a"]
+    load(path, given, said.append)
     assert said == [
         f"rollout.tail_batching.prompt_factor=1.5 has no effect: rollout.tail_batching.enable is off ({path}, line 4)",
         "rollout.deal=prompts has no effect: rollout.num_workers is 1 (command line: rollout.deal=prompts)",
         "actor.kl_loss_coef=0.1 has no effect: actor.use_kl_loss is off (command line: actor.kl_loss_coef=0.1)",
+        "simulate.recorded_run=a has no effect: simulate.workload is modelled (command line: simulate.recorded_run=a)",
         "reward.name=mine has no effect: reward.kind is auto (command line: reward.name=mine)",
     ], "those that have their default change nothing, whoever wrote them"
 

@@ -1,4 +1,5 @@
 """200 random flips and cuts in the files of checkpoints: each is found, and each run goes on from a good step or ends.
+As many in the files of lines beside them: each is refused or told.
 
 Most are done to the checkpoints of a real run, and read back in this process; some runs then go on in processes of
 their own, and end as if nothing had happened. A quick one is in tests/train/test_damage.py.
@@ -6,17 +7,21 @@ their own, and end as if nothing had happened. A quick one is in tests/train/tes
 
 import random
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import harm
+from damage import harm, harm_file
 from runs import Runs, assert_same_end, end, state_of
 
+from jaxrl.record.lost import lost_lines
+from jaxrl.record.run_dir import RunDir
+from jaxrl.record.run_record import refuse_damaged
 from jaxrl.train.steps import choose
 
 pytestmark = pytest.mark.slow
-NUM_READ, NUM_BOTH, NUM_RUNS = 180, 10, 10
+NUM_READ, NUM_BOTH, NUM_RUNS, NUM_LINES = 180, 10, 10, 50
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,27 @@ def test_each_is_found_and_the_older_checkpoint_read(whole: tuple[Runs, Path], t
             assert all(np.array_equal(arrays[name], array) for name, array in expected.items())
         shutil.rmtree(damaged)
     print(f"{found} of {NUM_READ} found, the older checkpoint chosen")
+
+
+def test_each_in_a_file_of_lines_is_refused_or_told(whole: tuple[Runs, Path], tmp_path: Path):
+    _, run_dir = whole
+    moments, refused = random.Random(18), 0
+    with closing(RunDir(tmp_path / "run")) as copy:
+        shutil.copy(run_dir / "run.json", copy.path)
+        for name in ("metrics.jsonl", "samples.jsonl", "batches.jsonl", "journal.jsonl"):
+            for _ in range(NUM_LINES):
+                file = Path(shutil.copy(run_dir / name, copy.path))
+                done = harm_file(file, moments)
+                try:
+                    refuse_damaged(copy)
+                    told = "\n".join(lost_lines(copy, 6))
+                    assert name != "journal.jsonl", done
+                except ValueError as error:
+                    told, refused = str(error), refused + 1
+                assert f"{file}" in told, done
+            shutil.copy(run_dir / name, copy.path)
+        assert lost_lines(copy, 6) == []
+    print(f"{refused} of {4 * NUM_LINES} refused, the others told")
 
 
 def test_damage_to_both_ends_the_start(whole: tuple[Runs, Path], tmp_path: Path):

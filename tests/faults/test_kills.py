@@ -19,6 +19,7 @@ import json
 import random
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import jax
 import numpy as np
 import pytest
 from runs import Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
+
+from jaxrl.record.journal import Journal
 
 STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that differ
 STREAM = "trainer.stream.enable=true"
@@ -148,7 +151,10 @@ class Told:
         self._thread.join()
 
     def write(self, file: Path) -> None:
-        file.write_bytes(b'{"journal":1}\n' + b"".join(self.entries.values()))
+        with closing(Journal(file, 0)) as journal:
+            for place, line in self.entries.items():
+                step, kind, key = place
+                journal.append(step, kind, key, json.loads(line))
 
     def _read(self) -> None:
         while True:

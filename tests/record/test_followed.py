@@ -42,7 +42,7 @@ def steps(run_dir: RunDir | FollowedRun, config: Config) -> None:
         record.layouts.write(1, 0, "plain", "measured", {"points": [[0.0, 1, 1]], "switches": []})
         record.journal.append(1, "verdict", (0,), {"status": "timeout"})
         assert record.journal.find(1, "verdict", (0,)) is not None, "what was decided is known here as well"
-        run_dir.record_checkpoint(1)
+        run_dir.record_checkpoint(1, record.written())
         run_dir.record_cache("name", "note")
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.record.journal import Journal
+from jaxrl.record.journal import Journal, read_journal
 
 KEY = (0, 0, 3, 1, 0)
+HEADER = b'{"journal":2,"bytes":           0,"crc32":         0}\n'
 
 
 Open = Callable[[Path, int], Journal]
@@ -73,7 +74,7 @@ def test_a_line_cut_off_by_a_crash_counts_as_not_written(journal_of: Open, tmp_p
     whole = path.read_bytes()
     journal.append(1, "verdict", (1, 1), {"status": "timeout", "error": "a line of more than forty bytes"})
     journal.close()
-    path.write_bytes(path.read_bytes()[: len(whole) + cut])
+    path.write_bytes(whole + path.read_bytes()[len(whole) :][:cut])  # the header is written after the line
     again = journal_of(path, 0)
     assert again.find(1, "verdict", KEY) is not None
     assert again.find(1, "verdict", (1, 1)) is None
@@ -81,26 +82,76 @@ def test_a_line_cut_off_by_a_crash_counts_as_not_written(journal_of: Open, tmp_p
     assert [line.get("key") for line in lines(path)] == [None, list(KEY), [2, 2]]
 
 
-@pytest.mark.parametrize("content", [b"", b'{"jour'])
-def test_a_header_cut_off_is_written_again(journal_of: Open, tmp_path: Path, content: bytes):
+@pytest.fixture
+def written(journal_of: Open, tmp_path: Path) -> Path:
+    """A journal of two decisions; the second one's line is on the disk, and the header does not know of it."""
     path = tmp_path / "journal.jsonl"
-    path.write_bytes(content)
-    journal_of(path, 0)
-    assert lines(path) == [{"journal": 1}]
+    journal = journal_of(path, 0)
+    journal.append(1, "verdict", KEY, {"status": "timeout"})
+    header = path.read_bytes().partition(b"\n")[0]
+    journal.append(2, "verdict", KEY, {"status": "crash"})
+    path.write_bytes(header + b"\n" + path.read_bytes().partition(b"\n")[2])
+    return path
+
+
+def test_a_line_that_the_header_does_not_know_counts(journal_of: Open, written: Path):
+    """The process was killed between the two writes."""
+    journal = journal_of(written, 0)
+    assert journal.find(1, "verdict", KEY) is not None
+    assert journal.find(2, "verdict", KEY) is not None
+    assert lines(written)[0]["bytes"] == len(written.read_bytes().partition(b"\n")[2]), "it does from here on"
+
+
+def test_every_flipped_bit_is_found(written: Path):
+    """Of what the header vouches for."""
+    content = written.read_bytes()
+    vouched = len(content.partition(b"\n")[0]) + 1 + lines(written)[0]["bytes"]
+    for at in range(vouched):
+        for bit in range(8):
+            written.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+            with pytest.raises(ValueError, match=r"journal\.jsonl: damaged"):
+                read_journal(written)
+
+
+def test_every_cut_is_found_or_loses_a_line_that_was_being_written(written: Path):
+    content = written.read_bytes()
+    header = len(content.partition(b"\n")[0]) + 1
+    vouched = header + lines(written)[0]["bytes"]
+    for size in range(len(content)):
+        written.write_bytes(content[:size])
+        if size < vouched:
+            with pytest.raises(ValueError, match=r"damaged .*: bring back the file as it was, or move it away"):
+                read_journal(written)
+        else:
+            assert [entry["step"] for entry in read_journal(written)[1:]] == [1]
+
+
+def test_what_is_dropped_is_not_missed(journal_of: Open, tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    journal = journal_of(path, 0)
+    assert len(read_journal(path)) == 1
+    for step in (1, 2, 3):
+        journal.append(step, "verdict", KEY, {"status": "crash"})
+        assert len(read_journal(path)) == 1 + step
+    journal.cut(2)
+    assert [entry["step"] for entry in read_journal(path)[1:]] == [3]
+    journal.append(4, "verdict", KEY, {"status": "crash"})
+    assert [entry["step"] for entry in read_journal(path)[1:]] == [3, 4]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"journal": 2}\n', "line 1: .*header of a journal of schema 1, found .*2"),
-        (b"[1]\n", "line 1: .*journal of schema"),
-        (b"hello\n", "line 1: damaged .not valid JSON"),
-        (b'{"journal": 1}\nhello\n', "line 2: damaged .not valid JSON"),
-        (b'{"journal": 1}\n{"step": 1, "kind": "verdict"}\n', "line 2: damaged .'key' is missing"),
-        (b'{"journal": 1}\n{"step": "1", "kind": "verdict", "key": [1]}\n', "line 2: .*step must be a whole number"),
-        (b'{"journal": 1}\n{"step": 1, "kind": "verdict", "key": ["a"]}\n', "line 2: .*key whole numbers"),
-        (b'{"journal": 1}\n{"step": 1, "kind": 7, "key": [1]}\n', "line 2: .*kind text"),
-        (b'{"journal": 1}\n[1]\n', "line 2: damaged"),
+        (b'{"journal":1}\n', "header of a journal of schema 2, found .*1"),
+        (b'{"journal":2,"bytes":0,"crc32":0}\n', "header of a journal of schema 2"),
+        (b"[1]\n", "header of a journal of schema 2"),
+        (b"\xff\n", "header of a journal of schema 2"),
+        (HEADER + b"hello\n", "line 2: damaged .not valid JSON"),
+        (HEADER + b'{"step": 1, "kind": "verdict"}\n', "line 2: damaged .'key' is missing"),
+        (HEADER + b'{"step": "1", "kind": "verdict", "key": [1]}\n', "line 2: .*step must be a whole number"),
+        (HEADER + b'{"step": 1, "kind": "verdict", "key": ["a"]}\n', "line 2: .*key whole numbers"),
+        (HEADER + b'{"step": 1, "kind": 7, "key": [1]}\n', "line 2: .*kind text"),
+        (HEADER + b"[1]\n", "line 2: damaged"),
     ],
 )
 def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: bytes, words: str):

@@ -174,7 +174,7 @@ def test_what_the_start_and_checkpoints_record_is_on_the_disk(tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", lambda n: synced.append(os.readlink(f"/proc/self/fd/{n}")) or fsync(n))
     with closing(RunDir(tmp_path)) as run_dir:
         run_dir.record_start(make_config(), {}, 0)
-        run_dir.record_checkpoint(10)
+        run_dir.record_checkpoint(10, {})
     assert [Path(name).name.split("-")[1] for name in synced] == ["config.yaml", "run.json", "run.json"]
 
 

@@ -116,6 +116,11 @@ PATHS = (
         "install --no-deps no-such-package",
     ),
     Refusal(
+        "a-name-with-a-colon",
+        ("explain-layout", "--model", "org/none:"),
+        f"org/none:: there is no such file or folder; model.path must be {KINDS}",
+    ),
+    Refusal(
         "a-package-without-the-file",
         ("explain-layout", "--model", "jaxrl:no.gguf"),
         f"{Path(decoder.__file__).parents[1]}/no.gguf: there is no such file or folder; model.path must be {KINDS}",

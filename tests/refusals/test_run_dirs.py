@@ -87,7 +87,9 @@ def damaged(name: str, file: str, content: str | bytes | None, sentence: str) ->
     return Refusal(name, RUN, "{tmp}/run/" + sentence, prepared(a_run(**{file: content})))
 
 
-JOURNAL = '{"journal":1}\n'
+JOURNAL = '{"journal":2,"bytes":           0,"crc32":         0}\n'
+TOLD = '{"journal":2,"bytes":          27,"crc32":         7}\n'
+BRING_BACK = "bring back the file as it was, or move it away, and steps after the last checkpoint ask the clock again"
 PLACES = (
     place("a-file", "{tmp}/run", "{tmp}/run is not a folder", file()),
     place("below-a-file", "{tmp}/run/a/b", "{tmp}/run/a/b cannot be made: {tmp}/run is not a folder", file()),
@@ -107,7 +109,11 @@ PLACES = (
         'trainer.run_dir="{tmp}/a\\0b")',
         prepared(),
     ),
-    place("nothing-can-be-made-there", "/proc/jaxrl", "/proc/jaxrl: no such file or directory"),
+    place(
+        "nothing-can-be-made-there",
+        "/proc/jaxrl",
+        "/proc/jaxrl cannot be written: /proc may not be changed by this user",
+    ),
     place("its-lock-is-a-folder", "{tmp}/run", "{tmp}/run/.lock: is a directory", folder("run"), folder("run/.lock")),
 )
 DAMAGED = (
@@ -119,6 +125,10 @@ DAMAGED = (
     damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": [1]}',
             "run.json: damaged (starts must be a list of objects, with whole numbers as from_step): mend it, or move "
             "it away"),
+    damaged("run-json-with-lines-that-are-no-number", "run_json",
+            '{"devices": {}, "written": {"metrics.jsonl": {"lines": "1", "bytes": 2, "crc32": 3}}}',
+            "run.json: damaged (written must be an object of files, with whole numbers as lines, bytes, crc32): mend "
+            "it, or move it away"),
     damaged("run-json-is-a-folder", "run_json", None, "run.json: is a directory"),
     damaged("run-json-is-not-text", "run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
     damaged("config-cut-off", "config_yaml", "trainer: {seed: 1",
@@ -144,10 +154,18 @@ DAMAGED = (
     damaged("layouts-line", "layouts_jsonl", "points\n",
             f"layouts.jsonl, line 1: damaged (not valid JSON, column 1): {REMEDY}"),
     damaged("journal-of-another-program", "journal_jsonl", "Monday\n",
-            f"journal.jsonl, line 1: damaged (not valid JSON, column 1): {REMEDY}"),
-    damaged("journal-of-a-later-version", "journal_jsonl", '{"journal":2}\n',
-            "journal.jsonl, line 1: damaged (it must be the header of a journal of schema 1, found "
-            f"""b'{{"journal":2}}'): {REMEDY}"""),
+            "journal.jsonl: damaged (it must begin with the header of a journal of schema 2, found b'Monday'): "
+            + BRING_BACK),
+    damaged("journal-of-another-version", "journal_jsonl", '{"journal":1}\n',
+            "journal.jsonl: damaged (it must begin with the header of a journal of schema 2, found "
+            f"""b'{{"journal":1}}'): {BRING_BACK}"""),
+    damaged("journal-emptied", "journal_jsonl", "",
+            f"journal.jsonl: damaged (it is empty, and had a header at least): {BRING_BACK}"),
+    damaged("journal-cut-off", "journal_jsonl", TOLD,
+            f"journal.jsonl: damaged (27 bytes of decisions were written, and 0 are there): {BRING_BACK}"),
+    damaged("journal-changed", "journal_jsonl", TOLD + '{"step":1,"kind":"verdict"}\n',
+            "journal.jsonl: damaged (the first 27 bytes of its decisions have changed since they were written): "
+            + BRING_BACK),
     damaged("journal-entry-without-key", "journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict"}\n',
             f"journal.jsonl, line 2: damaged ('key' is missing): {REMEDY}"),
     damaged("journal-entry-with-a-key-of-text", "journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict","key":["a"]}\n',

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl.cli import main
 from jaxrl.config import from_mapping, to_mapping
 from jaxrl.record.batches import BatchLog
 from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
@@ -394,6 +395,8 @@ def test_out_names_the_file(tmp_path):
         ({"run.json": "{}"}, "metrics.jsonl is missing"),
         ({"run.json": "{"}, "run.json could not be read"),
         ({"run.json": "[]"}, "must hold an object"),
+        ({"run.json": "{}", "config.yaml": "a: [\n"}, "config.yaml could not be read"),
+        ({"run.json": "{}"}, "config.yaml is missing"),
         ({"run.json": '{"config": 3, "versions": [], "devices": null}'}, "does not hold the configuration"),
         ({"samples.jsonl": '{"step": 1}\n{"ste'}, "data-step=1 "),
         ({"samples.jsonl": "nonsense\n"}, "samples.jsonl could not be read"),
@@ -410,6 +413,26 @@ def test_missing_pieces_are_said(tmp_path, files, said):
     text = check(write_report(tmp_path))
     for part in said.split("|"):
         assert part in text
+
+
+def test_a_damaged_run_is_said_where_the_command_was_given(tmp_path, capsys):
+    """And not on the page alone: its numbers are gone."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for folder in (whole, run):
+        folder.mkdir()
+        fake_run(folder, 3)
+        (folder / "config.yaml").write_text("model: {path: m}\n")
+    assert main(["report", str(whole)]) == 0
+    assert capsys.readouterr().err == ""
+    (run / "config.yaml").write_bytes(bytes(range(128, 256)))
+    (run / "metrics.jsonl").unlink()
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"jaxrl: {run}: metrics.jsonl is missing"
+    assert said[1].startswith(f"jaxrl: {run}: config.yaml could not be read: ")
+    assert main(["report", str(whole), str(run), "--out", str(tmp_path / "both.html")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "run: metrics.jsonl is missing run: config.yaml could not be read" in out
 
 
 def test_what_is_no_run(tmp_path):

@@ -382,6 +382,7 @@ def test_the_key_is_never_recorded(
     [
         ("http://127.0.0.1:{port}/v1", False),
         ("http://localhost:{port}/v1", False),
+        ("http://0.0.0.0:{port}/v1", False),
         ("http://judge.invalid/v1", True),
     ],
 )

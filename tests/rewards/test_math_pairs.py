@@ -300,6 +300,8 @@ ANSWERS_WRONG = [
     ("(1, 2.0000001)", "(1, 2)"),
     ("30", r"\frac{\pi}{6}"),
     (r"31^\circ", r"\frac{\pi}{6}"),
+    (r"\frac{\pi}{2}^\circ", r"\frac{\pi}{2}"),
+    (r"\frac{\pi}{2}^\circ", r"90^\circ"),
     (r"\sin 30", r"\frac{1}{2}"),
     (r"\sin 30^\circ", r"\sin 30"),
     ("8:30 AM", "8:30 PM"),

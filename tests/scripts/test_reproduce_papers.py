@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import reproduce_papers  # noqa: E402
 from papers import calibrate, tables  # noqa: E402
 from papers.calibrate import constant  # noqa: E402
-from papers.cases import STREAM_BASE, STREAM_FREED, below_tail_batching, cases_of, jobs_of  # noqa: E402
+from papers.cases import STREAM_BASE, STREAM_FREED, below_tail_batching, cases_of, jobs_of, whole_rows  # noqa: E402
 from papers.facts import FACTS  # noqa: E402
 from papers.fetch import SingleFetch  # noqa: E402
 from papers.problems import PROBLEMS  # noqa: E402
@@ -110,7 +111,7 @@ def test_only_pages_read_what_the_papers_methods_reached():
 def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert reproduce_papers.main(["--tiny", "--steps", "1", "--seeds", "2", "--out", str(tmp_path)]) == 0
     files = sorted(tmp_path.glob("*.json"))
-    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rhymerl", "rollpacker", "rollpacker"]
+    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rhymerl", *["rollpacker"] * 3]
     header, runs = read(files[3])
     assert header["tiny"]
     assert header["calibration"]["file"] == "calibration.json"
@@ -129,6 +130,8 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     assert "seed 0" in capsys.readouterr().out
     rewards = files[4].with_suffix(".md").read_text(encoding="utf-8")
     assert all(f"## {section}" in rewards for section in ("RollPacker Fig. 14c", "RollPacker Table 2", "Where the"))
+    whole = files[5].with_suffix(".md").read_text(encoding="utf-8")
+    assert len(re.findall(r"\| (?:7B/8k|14B/16k|32B/32k) \| \+ stream trainer \|", whole)) == 3
     for section in ("Table 2, row by row", "Table 3: when devices are freed", "Table 4: groups fetched once"):
         assert f"## RollPacker {section}" in page
     for r in runs:
@@ -228,6 +231,9 @@ def test_what_differs_in_the_stream_alone_is_run_together():
         ("sample", True, "off"),
         ("sample", True, "adaptive"),
     ]
+    whole = list(whole_rows("rollpacker.32b").values())
+    assert [replace(row, timeout="whole", anchors="learnt", judge="workers") for row in whole] == rows
+    assert {(row.timeout, row.anchors, row.judge) for row in whole} == {("adaptive", "rows", "devices")}
 
 
 @pytest.mark.parametrize(("factors", "period"), [((1.25, 1.25), 5), ((1.5, 1.0), 3), ((1.0, 1.5), 1), ((2.0, 1.0), 2)])

@@ -129,7 +129,7 @@ def test_the_profile_of_modelled_devices_says_what_the_model_says():
 
 def test_a_run_that_switches_gains_time_and_changes_nothing_else():
     _, fixed, still, _ = run(config())
-    simulation, adaptive, moved, saved = run(config(switch=True))
+    _, adaptive, moved, saved = run(config(switch=True))
     assert [(s.key, s.token_ids.tolist(), s.reward) for s in moved] == [
         (s.key, s.token_ids.tolist(), s.reward) for s in still
     ]

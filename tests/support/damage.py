@@ -68,11 +68,16 @@ def cut(file: Path, size: int = 0) -> None:
 def harm(step: Path, moments: random.Random) -> str:
     """One random flip or cut somewhere in a step's files; says what was done."""
     file = moments.choice(files_of(step))
+    return f"{file.relative_to(step)}: {harm_file(file, moments)}"
+
+
+def harm_file(file: Path, moments: random.Random) -> str:
+    """One random flip or cut; says what was done."""
     size = file.stat().st_size
     if moments.random() < 0.3:
         kept = moments.randrange(size)
         cut(file, kept)
-        return f"{file.relative_to(step)}: {kept} of {size} bytes kept"
+        return f"{kept} of {size} bytes kept"
     at, bit = moments.randrange(size), moments.randrange(8)
     flip(file, at, bit)
-    return f"{file.relative_to(step)}: bit {bit} of byte {at} of {size}"
+    return f"bit {bit} of byte {at} of {size}"

@@ -232,7 +232,6 @@ class Mortal(Journal):
 
     def __init__(self, file: Path, last_step: int, told: dict[Any, Any], moment: Moment | None) -> None:
         super().__init__(file, last_step)
-        self._lines._sync = False  # no machine fails here
         self._told, self._moment, self._num_appended = told, moment, 0
 
     def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ class JudgeMachine:
     """Implements `jaxrl.mechanisms.judge.pool.Machine`.
 
     Args:
-      quiet: waits until nothing of the actor is running.
+      quiet: waits until nothing else is running on these devices.
       alone: whether no program of the judge may run beside one of the actor.
     """
 
@@ -106,8 +106,8 @@ def build_judge(
 
     Args:
       mesh: of the rollout.
-      quiet: waits for the actor's programs. On a CPU it does so before the judge's begin: XLA:CPU can hang on two
-        collectives at once.
+      quiet: waits for the actor's programs, and for gradients on freed devices. On a CPU it does so before the judge's
+        begin: XLA:CPU can hang on two collectives at once.
       clock: the backend's.
       ahead: stream layers ahead of their turn (for measurements).
 
@@ -139,7 +139,7 @@ def build(parts: RunParts) -> JudgeSession | None:
     if judge_kind(parts.config.reward) is None:
         return None
     parts.beat("loading the judge")
-    session = judge_beside(parts.config, parts.mesh, parts.workers.wait_quiet, parts.pool)
+    session = judge_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
     parts.rollout_programs += session.judge.machine.programs
     return session
 

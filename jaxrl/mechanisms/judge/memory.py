@@ -2,7 +2,7 @@
 
 Purpose: `judge_memory` decides how many of a judge's layers stay resident and how large its KV pool is, from
 `reward.judge` and the judge's shapes alone. `jaxrl.runtime.memory` counts its parts with the rollout's, so the actor's
-KV pool takes what the judge leaves.
+KV pool takes what the judge leaves, and with those of gradients on freed devices.
 
 Source: RollPacker §4.3: the number of offloaded layers follows from memory and input lengths.
 

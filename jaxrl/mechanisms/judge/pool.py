@@ -49,7 +49,8 @@ class Machine(Protocol):
         ...
 
     def wait_for_actor(self) -> None:
-        """Waits until what the actor had under way has ended; the actor's plans end then, and not with the turn."""
+        """Waits until what the actor had under way has ended, and gradients on freed devices; its plans end then, and
+        not with the turn."""
         ...
 
     def enter(self) -> None:

@@ -4,7 +4,9 @@ Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU sh
 
 Departure: here they take turns on the devices, by a rule over counts and never over clocks. A plan of the actor and
 one of the judge alternate at the most, so neither starves: while responses decode the judge has gaps, and once only
-verdicts are awaited it has the devices to itself.
+verdicts are awaited it has the devices to itself. The paper does not say where its judge is while half of the devices
+compute gradients (§4.4); here a turn takes those as well, after the microbatch that is under way, so that a verdict
+has the same layout, and the same bits, in every round.
 """
 
 from __future__ import annotations

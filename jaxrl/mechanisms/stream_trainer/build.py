@@ -32,7 +32,9 @@ def build(parts: RunParts) -> StreamSession | None:
     parts.update_programs += [stream.programs for stream in streams.values()]
     pace = pace_of(options.pace, platform_of(trainer.mesh.devices.flat[0]))
     given = options, parts.engines, streams, parts.workers.release_some, pace, parts.journal, parts.timeline
-    return StreamSession(*given, by=_moves(parts))
+    session = StreamSession(*given, by=_moves(parts))
+    parts.beside_rollout.append(session.wait_quiet)
+    return session
 
 
 def _moves(parts: RunParts) -> By:

@@ -2,7 +2,8 @@
 
 Purpose: `SimulatedStream` is a `jaxrl.mechanisms.stream_trainer.session.GradientStream` on modelled devices;
 `jaxrl.mechanisms.stream_trainer.gradients` is the real one. The freed devices have a time of their own, beside the
-clock's: what they are given begins when they are free, and the rollout does not wait for it.
+clock's: what they are given begins when they are free, and the rollout does not wait for it. A judge
+on all devices takes its time from them as from the others (`occupy`).
 
 Source: RollPacker §4.4 and §5. Charged are: the weights' way to the freed devices, and the sums' way back before the
 update; a forward pass for each set of log-probabilities that training asks for, with the swap of the reference's
@@ -10,7 +11,8 @@ weights; and gradients, on the freed devices' share of what training reaches. Th
 what is left alone (`SimulatedTrainer`), because its batch holds nothing of what was streamed.
 
 Departures: what a training step costs whatever its size is charged to the update, and none of it to the stream; a part
-of a batch is taken to reach the same share of the peak as a whole one.
+of a batch is taken to reach the same share of the peak as a whole one; a verdict does not wait for the microbatch that
+is under way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 
 from jaxrl.mechanisms.simulated_parts import SimulatedParts
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
-from jaxrl.mechanisms.stream_trainer.session import StreamSession
+from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
 from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
 from jaxrl.scheduling.layouts.pace import cheaper_move
 from jaxrl.scheduling.tokens.workers import Workers
@@ -47,21 +49,30 @@ class SimulatedStream:
       cost: of the devices. clock: of the rollout, which waits for the stream in `finish` and `close` alone.
       num_devices: of the trainer. part: of those, freed for the stream.
       prepare: makes the batch of what is given.
+      begins_ns: when the freed devices are done with what they had before; the default: now.
     """
 
-    def __init__(self, cost: CostModel, clock: SimulatedClock, num_devices: int, part: int, prepare: Prepare) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        clock: SimulatedClock,
+        num_devices: int,
+        part: int,
+        prepare: Prepare,
+        begins_ns: Callable[[], int] = lambda: 0,
+    ) -> None:
         if not 0 < part < num_devices:
             raise ValueError(f"a stream's devices ({part}) must be some of the trainer's {num_devices}, and not all")
         self._cost, self._clock = cost, clock
         self._num_devices, self._part = num_devices, part
-        self._prepare = prepare
+        self._prepare, self._begins_ns = prepare, begins_ns
         self._free_ns: int | None = None  # when the devices are done with everything; None: closed
         self._batches: list[TrainBatch] = []
 
     def open(self) -> None:
         """The freed devices take the weights, in float32 as the trainer has them."""
         assert self._free_ns is None, "the stream is open already"
-        self._free_ns = self._clock.now_ns
+        self._free_ns = max(self._clock.now_ns, self._begins_ns())
         self._charge(self._cost.regroup_s(self._num_devices, self._part))
 
     def give(self, groups: Sequence[Group], step: int) -> None:
@@ -77,7 +88,12 @@ class SimulatedStream:
         return self._free_ns is None or self._free_ns <= self._clock.now_ns
 
     def wait_quiet(self) -> None:
-        """Nothing: a simulated judge takes the rollout's devices (`jaxrl.sim.scoring`)."""
+        """Nothing: a simulated judge takes the devices by `occupy`."""
+
+    def occupy(self, from_ns: int, duration_ns: int) -> None:
+        """Something else runs on the freed devices, from a moment on, for a duration: what they have got ends later."""
+        if self._free_ns is not None:
+            self._free_ns = max(self._free_ns, from_ns) + duration_ns
 
     def finish(self) -> None:
         """Waits until it is."""
@@ -119,10 +135,13 @@ def build(parts: SimulatedParts) -> StreamSession | None:
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
         return preparation.prepared(config, groups, step, logprobs)
 
-    streams = {
-        freed: parts.feeding(SimulatedStream(parts.cost, clock, count, count // 2, prepare))
-        for freed in halves(len(workers.engines))
-    }
+    def one(freed: tuple[int, ...]) -> GradientStream:
+        before = partial(parts.executors.free_ns, freed)
+        stream = SimulatedStream(parts.cost, clock, count, count // 2, prepare, before)
+        parts.executors.beside.append(stream.occupy)
+        return parts.feeding(stream)
+
+    streams = {freed: one(freed) for freed in halves(len(workers.engines))}
     pace = pace_of(options.pace, PLATFORM)
     by = partial(cheaper_move, parts.pace) if parts.pace is not None and parts.pace.profile.switches else "recompute"
     release = parts.executors.release_some

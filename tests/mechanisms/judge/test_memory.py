@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from known_sizes import config as sizes
+from tiny import write_tiny_model
 
-from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.config.checks import check
+from jaxrl.commands.explain import explain, render
+from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.judge.build import _sizes
 from jaxrl.mechanisms.judge.memory import judge_memory
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
 from jaxrl.rollout.layout_programs import LayoutPrograms
+from jaxrl.runtime.memory import memory_problem
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.mesh import make_mesh
 
 SMOLLM2, QWEN = SHAPES["SmolLM2-135M"], SHAPES["Qwen2.5-7B"]
@@ -81,12 +86,27 @@ def test_little_memory_makes_the_pool_small_before_it_is_refused():
 
 
 def test_a_reward_model_has_no_logits():
-    model = dataclasses.replace(SMOLLM2, scalar_head=True)
+    model = replace(SMOLLM2, scalar_head=True)
     assert judge_memory(config(), model, 1).parts["judge: logits"] == 0
 
 
-def test_the_stream_trainer_is_refused_with_a_judge():
-    c = config()
-    trainer = dataclasses.replace(c.trainer, stream=dataclasses.replace(c.trainer.stream, enable=True))
-    with pytest.raises(ConfigError, match=r"trainer\.stream\.enable and reward\.judge\.model \(unused\) exclude"):
-        check(dataclasses.replace(c, trainer=trainer))
+@pytest.mark.parametrize("mixed", [False, True])
+def test_beside_gradients_on_a_freed_device(tmp_path: Path, mixed: bool):
+    """The judge goes on with all devices, so those that are freed hold it as well; domains of other kinds or not."""
+    model = f"random:{write_tiny_model(tmp_path)}"
+    stream = {"trainer": {"stream": {"enable": True}}, "rollout": {"num_workers": 2}}
+    plain = explain(sizes(**stream), SMOLLM2, 4).memory
+    judge = {"model": model, "max_prompt_tokens": 1000}
+    reward = {"domains": {"words": {"kind": "judge"}}} if mixed else {"kind": "judge"}
+    c = sizes(reward=reward | {"judge": judge}, **stream)
+    e = explain(c, SMOLLM2, 4)
+    plan = e.memory
+    assert plan.judge is not None
+    assert plan.stream == plain.stream | plan.judge.parts
+    (line,) = (line for line in render(e).splitlines() if "judge: KV pool" in line)
+    assert line.count("iB") == 2, "in the rollout, and beside gradients"
+    short = replace(plan, rollout={"rollout weights": 0, "KV pool": 0}, update={})
+    text = memory_problem(c, SMOLLM2, short, 4, plan.stream_bytes // 2)
+    assert text is not None
+    assert f"sums and {in_bytes(plan.judge.total)} of the judge, and each of 4 has" in text
+    assert "or lower reward.judge.max_memory_gib, actor.ppo_max_token_len_per_gpu" in text

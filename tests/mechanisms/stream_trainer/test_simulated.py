@@ -15,13 +15,13 @@ from adaptive_runs import config as large_config
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import ConstantCost, key
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.loop import Hooks
 from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
 from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
-from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
@@ -82,6 +82,25 @@ def test_a_stream_by_hand():
 def test_a_part_of_the_devices():
     with pytest.raises(ValueError, match=r"devices \(4\) must be some of the trainer's 4, and not all"):
         SimulatedStream(ConstantCost(), SimulatedClock(), 4, 4, prepared)
+
+
+def test_verdicts_on_the_freed_devices_by_hand():
+    """A stream begins when its devices are done with verdicts, and each later one puts off what they have got."""
+    clock, before_s = SimulatedClock(), 4
+    stream = SimulatedStream(ConstantCost(), clock, 4, 2, prepared, lambda: nanoseconds(before_s))
+    stream.occupy(0, nanoseconds(50))  # before it is open the devices are the rollout's
+    stream.open()
+    stream.occupy(nanoseconds(1), nanoseconds(2))
+    clock.advance(8)
+    assert not stream.poll(), "4 s, and 3 s of weights, and 2 s"
+    clock.advance(1)
+    assert stream.poll()
+    stream.occupy(nanoseconds(9), nanoseconds(5))
+    stream.give([group(0)], 1)
+    clock.advance(20)
+    stream.occupy(nanoseconds(29), nanoseconds(6))
+    stream.finish()
+    assert clock.now_s == 9 + 5 + 36 + 6
 
 
 # ---------------------------------------------------------------- runs
@@ -183,6 +202,27 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     assert step["rollout/scale_down/hidden_s"] == 52 - 28
     assert step["actor/streamed_share"] == 0.5
     assert trained == simulated(by_hand(), ConstantCost(), BY_HAND)[2]
+
+
+def test_a_step_with_a_stream_and_a_judge_by_hand():
+    """As before, but the long responses of one prompt have 23 tokens, and a judge takes 4 s of all devices for each:
+    the rollout ends 8 s later, and so do the gradients on the freed devices, of which 3 s are left then. Another domain
+    is scored by workers, at once.
+    """
+    lengths = {k: 23 if k.prompt_index == 2 else n for k, n in LENGTHS.items()}
+    samples = {k: KnownSample(n, float(k.sample_index)) for k, n in lengths.items()}
+    workload = KnownWorkload(samples, dict.fromkeys(range(4), 4), {2: "judge"})
+    tasks = [SimulatedTask("judge", scoring=SimulatedScoring(device_s=4.0)), SimulatedTask("known")]
+    made = by_hand(enable=True)
+    made = replace(made, simulate=replace(made.simulate, tasks=tasks))
+    _, metrics, trained, _ = simulated(made, ConstantCost(), workload)
+    step = metrics[1]
+    assert step["reward/seconds"] == 8
+    assert step["timing_s/gen"] == 16 + 10 + 26 + 8
+    assert step["rollout/scale_down/hidden_s"] == 60 - 28
+    assert step["timing_s/stream"] == 3 + 3
+    assert step["timing_s/step"] == 60 + 3 + 3 + 7 + 101 + 5
+    assert trained == simulated(replace(made, trainer=by_hand().trainer), ConstantCost(), workload)[2]
 
 
 @pytest.mark.parametrize(("counts", "freed"), [("samples", 4 / 8), ("prompts", 1 / 4)])
