@@ -116,9 +116,8 @@ DAMAGED = (
     damaged("run-json-is-a-list", "run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
     damaged("run-json-without-devices", "run_json", "{}",
             "run.json: damaged (devices must be an object): mend it, or move it away"),
-    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": [1]}',
-            "run.json: damaged (starts must be a list of objects, with whole numbers as from_step): mend it, or move "
-            "it away"),
+    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": {}}',
+            "run.json: damaged (starts must be a list): mend it, or move it away"),
     damaged("run-json-is-a-folder", "run_json", None, "run.json: is a directory"),
     damaged("run-json-is-not-text", "run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
     damaged("config-cut-off", "config_yaml", "trainer: {seed: 1",
