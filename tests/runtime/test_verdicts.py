@@ -183,14 +183,6 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
     assert again.backend.end()["reward/code/anchor_s/max"] == 10.0, "what is replayed teaches as well"
 
 
-def test_a_journal_of_an_older_version_is_read(houses: Any, tmp_path: Path):
-    entry = {"step": 7, "kind": "verdict", "key": [0, 0, 1, 0, 0], "status": "timeout", "error": "no score in time"}
-    (tmp_path / "journal.jsonl").write_text('{"journal":1}\n' + json.dumps(entry) + "\n")
-    _, events = houses(LENGTHS, Pool(), last_step=6).run_round(PROMPTS, 2, step=7)
-    (heard,) = [event for event in events if isinstance(event, Verdict) and event.status != "ok"]
-    assert (heard.key, heard.reward, heard.info) == (key(1), 0.0, {"error": "no score in time"})
-
-
 @pytest.mark.parametrize("between", [(), (8,)], ids=["in turn", "one-step-off"])
 def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any, between: tuple[int, ...]):
     """Held-out prompts are numbered from 0 in epoch 0, like those of the training set. With one-step-off the training
