@@ -122,9 +122,8 @@ DAMAGED = (
     damaged("run-json-is-a-list", "run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
     damaged("run-json-without-devices", "run_json", "{}",
             "run.json: damaged (devices must be an object): mend it, or move it away"),
-    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": [1]}',
-            "run.json: damaged (starts must be a list of objects, with whole numbers as from_step): mend it, or move "
-            "it away"),
+    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": {}}',
+            "run.json: damaged (starts must be a list): mend it, or move it away"),
     damaged("run-json-with-lines-that-are-no-number", "run_json",
             '{"devices": {}, "written": {"metrics.jsonl": {"lines": "1", "bytes": 2, "crc32": 3}}}',
             "run.json: damaged (written must be an object of files, with whole numbers as lines, bytes, crc32): mend "

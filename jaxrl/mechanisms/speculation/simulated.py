@@ -33,7 +33,7 @@ _BLANK = DraftIndex.build([], [])
 class BlankIndexes(IndexBuilder):
     """Indexes in which nothing can be found, at once."""
 
-    def begin(self, index: int, history: PromptHistory, *, is_kept: bool = True) -> Building:
+    def begin(self, index: int, history: PromptHistory) -> Building:
         done: Future[DraftIndex] = Future()
         done.set_result(_BLANK)
         return Building(done, lambda: _BLANK)
