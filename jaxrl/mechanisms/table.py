@@ -52,11 +52,11 @@ ROOMS: tuple[Room, ...] = (
     judge.ROOM,
 )
 
-RULES = {
-    tail_batching.ROOM: build_tail_batching.rule,
-    partial_rollout.ROOM: build_partial_rollout.rule,
-    over_provisioning.ROOM: build_over_provisioning.rule,
-}
+RULES = (
+    (tail_batching.ROOM, build_tail_batching.rule),
+    (partial_rollout.ROOM, build_partial_rollout.rule),
+    (over_provisioning.ROOM, build_over_provisioning.rule),
+)
 """The batch rules of mechanisms, of which a run has one at the most."""
 
 
@@ -115,7 +115,7 @@ def batch_rule(config: Config) -> BatchRule:
             gen_batch_size=config.data.gen_batch_size,
             keeps_group=build_dynamic_sampling.keeps_group(config),
         )
-        for room, rule in RULES.items():
+        for room, rule in RULES:
             if room.is_on(config):
                 return rule(config, batch)
         return FreshBatches(batch)

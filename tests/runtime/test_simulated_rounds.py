@@ -14,6 +14,7 @@ from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, to
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
@@ -283,7 +284,7 @@ RULES: dict[str, Callable[[], BatchRule]] = {
     "plain, scored afterwards": lambda: FreshBatches(AFTERWARDS),
     "plain, filter_groups": lambda: FreshBatches(FILTERING),
     "plain, filter_groups afterwards": lambda: FreshBatches(FILTERING_AFTERWARDS),
-    "over-provisioning": lambda: FreshBatches(BATCH, OverProvisioningSection(True, 1.5, 1.5)),
+    "over-provisioning": lambda: OverProvisioning(BATCH, OverProvisioningSection(True, 1.5, 1.5)),
     "tail batching": lambda: TailBatching(BATCH, TailBatchingSection(True, 1.5, 1.5)),
     "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatchingSection(True, 2.0)),
     "partial rollout": lambda: PartialRollout(BATCH, PartialRolloutSection(True)),

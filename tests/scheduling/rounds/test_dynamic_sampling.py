@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
-from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
@@ -98,7 +99,7 @@ def test_launching_ahead_does_not_choose_by_length(response_factor: float):
             plan_tokens=40,
         )
         options = OverProvisioningSection(True, 1.0, response_factor)
-        rule = FreshBatches(BatchSettings(16, 2, **filtering()), options)
+        rule = OverProvisioning(BatchSettings(16, 2, **filtering()), options)
         training = FakeTraining(rule, FakePrompts(10_000), played, 40)
         for group in (group for _ in range(40) for group in training.run_step().groups):
             num_long += len(group.samples[0]) > 100

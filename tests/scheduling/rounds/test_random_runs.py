@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
+from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
-from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import Sample, SampleKey
@@ -322,7 +322,7 @@ def test_random_runs_of_the_baselines_keep_the_book(
 ):
     def make(delay: int) -> FakeTraining:
         batch = BatchSettings(3, 2, filter_groups=sampling)
-        rule = FreshBatches(batch, OverProvisioningSection(True, factor, responses))
+        rule = OverProvisioning(batch, OverProvisioningSection(True, factor, responses))
         rollout = random_rollout(seed, num_slots, 2, delay)
         return FakeTraining(rule, FakePrompts(7), rollout, None)
 
