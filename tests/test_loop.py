@@ -176,6 +176,23 @@ def test_the_last_step_ends_with_an_evaluation(build: Build):
     assert [step for step, _, _ in house.evaluations] == [2, 3]
 
 
+@pytest.mark.parametrize("one_step_off", [False, True])
+def test_a_round_says_what_it_is(build: Build, one_step_off: bool):
+    """An evaluation has the step of the training round before it, and prompts of the same keys."""
+    values = {"trainer.test_freq": 1, "trainer.val_before_train": True, "trainer.one_step_off": one_step_off}
+    house = build(values, total_steps=2)
+    house.loop.run()
+    training, evaluation = (0, "plain", True), (1, "eval", False)
+    found = [(info.step, (info.index, info.kind, info.is_training)) for info in house.backend.infos]
+    assert found == [
+        (0, evaluation),
+        (1, training),
+        *([(2, training), (1, evaluation)] if one_step_off else [(1, evaluation), (2, training)]),
+        (2, evaluation),
+    ]
+    assert [info.update for info in house.backend.infos if info.is_training] == ([1, 1] if one_step_off else [1, 2])
+
+
 def test_a_run_without_held_out_prompts_never_evaluates(build: Build):
     house = build({"trainer.test_freq": 1, "trainer.val_before_train": True}, total_steps=2, held_out=0)
     house.loop.run()

@@ -215,7 +215,9 @@ class LeadingHost:
         began = time.thread_time()
         current = self.rule.plan(self._prompts, RoundTime(self._step, self._step - 1))
         self.ordered.begin(RoundInfo(self._step), self._step - 1)
-        self._apply(current.handle(RoundStarted(0.0)))
+        started = self.ordered.next()
+        assert isinstance(started, RoundStarted)
+        self._apply(current.handle(started))
         seconds = time.thread_time() - began
         while not current.done:
             plans += 1

@@ -161,7 +161,7 @@ def _watch(simulation: Simulation, watch: Stopwatch, events: list[int]) -> None:
         watch.around(owner, method, name)
     for owner, methods in (
         (hosts.board, ("put", "get", "folder", "delete")),
-        (hosts, ("launched", "aborted", "told", "scores", "cancels", "tell_all", "handled", "exchange")),
+        (hosts, ("on_launch", "on_abort", "on_end", "handed", "commanded", "counts", "round_ends", "exchange")),
         (backend._plans, ("run_paced", "show")),
     ):
         for method in methods:

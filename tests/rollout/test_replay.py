@@ -296,7 +296,7 @@ class Played:
         prompts = Cycle()
         for step in range(1, num_rounds + 1):
             current = rule.plan(prompts, RoundTime(step, 0, num_rounds - step + 1))
-            backend.begin(step, PARAMS)
+            backend.begin(RoundInfo(step), PARAMS)
             recording = Recording().run(current, backend)
             backend.end()
             result = rule.settle(current)

@@ -14,7 +14,7 @@ from jaxrl.runtime.plans import PlanRunner
 from jaxrl.runtime.round_end import Hosts, RoundCounts
 from jaxrl.runtime.verdicts import Arrival
 from jaxrl.scheduling.mechanism import RoundInfo, UnderWay
-from jaxrl.scheduling.rounds.events import Interrupted, SampleAborted, SampleFinished, Verdict
+from jaxrl.scheduling.rounds.events import Interrupted, RoundStarted, SampleAborted, SampleFinished, Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
@@ -115,6 +115,7 @@ class Host:
         parts = under_way, PlanRunner(self.workers), self.pool, lambda s: f"{len(s)} tokens"
         self.events = OrderedEvents(*parts, (), log, hosts)
         self.events.begin(RoundInfo(3), 7)
+        assert isinstance(self.events.next(), RoundStarted)
         for i in range(4):
             under_way.launched(key(i), i)
             self.events.launch(Request(i, key(i), PROMPT.token_ids, PARAMS), None)

@@ -314,7 +314,7 @@ def play_rounds(backend: Any, rule: BatchRule, num_rounds: int = 6) -> list[Any]
     for step in range(1, num_rounds + 1):
         version = (step - 1) // 2
         backend.enter_rollout(version)
-        backend.begin(step, SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
+        backend.begin(RoundInfo(step), SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
         current = rule.plan(prompts, RoundTime(step, version, num_rounds - step + 1))
         play(current, backend)
         result = rule.settle(current)

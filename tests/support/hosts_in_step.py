@@ -303,7 +303,8 @@ class HostsInStep:
                 return own(ticket)
 
             executor.collect = collected  # type: ignore[method-assign]
-        scoring: Any = simulation.loop._backend._verdicts.own._scoring  # type: ignore[attr-defined]
+        backend: Any = simulation.loop._backend
+        scoring = backend._events._scoring._scoring
         completed = scoring.completed
         eager = rng.choice((0.02, 0.3, 1.0))
 

@@ -73,6 +73,7 @@ class FakeBackend:
     def __init__(self, log: list[Any], clock: FakeClock) -> None:
         self.log, self.clock = log, clock
         self.mechanisms: Sequence[Mechanism] = ()
+        self.infos: list[RoundInfo] = []
         self.version, self.step = -1, -1
         self.params = SamplingParams()
         self.events: deque[Event] = deque()
@@ -93,6 +94,7 @@ class FakeBackend:
 
     def begin(self, info: RoundInfo, params: SamplingParams) -> None:
         assert not self.events
+        self.infos.append(info)
         self.step, self.params = info.step, params
         self.log.append(("begin", info.step, params.temperature))
         for each in self.mechanisms:

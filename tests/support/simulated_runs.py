@@ -11,6 +11,7 @@ from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTa
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING
@@ -75,10 +76,10 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def begin(self, step: int, params: Any, kind: str = "all") -> None:
-        self._step = None if kind == "eval" else step
+    def begin(self, info: RoundInfo, params: Any) -> None:
+        self._step = info.step if info.is_training else None
         self._tokens |= {} if self._step is None else {self._step: 0}
-        self._backend.begin(step, params, kind)
+        self._backend.begin(info, params)
 
     def wait(self) -> Event:
         event = self._backend.wait()
