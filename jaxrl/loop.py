@@ -136,7 +136,7 @@ class Collected:
 
     @property
     def seconds(self) -> float:
-        """How long the round took. 0 where an older version saved it."""
+        """How long the round took."""
         return numbers.seconds_of(numbers.ROUND_PHASES, self.metrics)
 
 
@@ -235,22 +235,18 @@ class Loop:
         }
 
     def load_host_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved boundary. A state of schema 1 was left by plain batches, which carry nothing.
+        """Goes to a saved boundary.
 
         Raises ValueError for another schema, if prompts wait in the state of a rule that this run does not use, or if
         samples wait that are too long for this run.
         """
-        if state["schema"] not in (1, STATE_SCHEMA):
-            raise ValueError(
-                f"checkpoint: state of schema {state['schema']}; this version reads schemas 1 and {STATE_SCHEMA}"
-            )
+        if state["schema"] != STATE_SCHEMA:
+            raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
         self.step = self._saved_step = int(state["step"])
         self._prompts.load_state(state["data"])
         self.departures.load_state_dict(state["departures"])
         for name, each in self._kept.items():
             each.load_state_dict(state.get(name, {}))
-        if state["schema"] == 1:
-            return
         saved, ahead = state["rule"], state["ahead"]
         if saved["name"] == self.rule.name:
             self.rule.load_state_dict(saved["state"])

@@ -107,13 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--means", type=float, nargs="+", default=[30.0, 100.0, 1000.0])
     parser.add_argument("--scatter", type=float, nargs="+", default=[1.0, 3.0], help="variance over mean, at least 1")
-    parser.add_argument("--level", type=float, default=LayoutSection.planner_level, help="planner_level (1e-4)")
     options = parser.parse_args(arguments)
     if min(options.scatter) < 1:
         parser.error("--scatter must be at least 1, that of Poisson counts")
     say(f"command: {records.command(arguments)}")
     say(f"commit: {run_dir.commit() or 'unknown'}; {options.seeds} seeds")
-    layout = replace(LayoutSection(), planner=True, planner_level=options.level)
+    layout = replace(LayoutSection(), planner=True)
     for mean in options.means:
         for scatter in options.scatter:
             say(f"\ncounts of mean {mean:g}, variance {scatter:g} times that")

@@ -125,12 +125,6 @@ class CompiledPrograms:
             on_program()
         self.is_warm = True
 
-    @property
-    def compiled_shapes(self) -> list[Any]:
-        """The shapes whose programs have been compiled, or are about to be."""
-        with self._lock:
-            return list(self._compiled)
-
 
 class CompileAhead:
     """Compiles programs in threads of its own, all shapes of the first ones before those of the next; `close` drops

@@ -14,8 +14,7 @@ from rounds import rule_sections
 from sim_machine import SMALL
 from simulated_runs import House, Metrics, check, make_config, make_workload, whole
 
-from jaxrl.loop import STATE_SCHEMA, Hooks
-from jaxrl.record.state import dump_state
+from jaxrl.loop import Hooks
 from jaxrl.runtime.simulation import build
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import H100
@@ -74,18 +73,6 @@ def saved_after(values: dict[str, Any], steps: int) -> House:
 
 
 LEAVE = {"rollout.tail_batching": {"enable": True, "prompt_factor": 2.0, "at_end": "leave"}}
-
-
-def test_a_checkpoint_of_before_the_rules_goes_on_with_any():
-    house = saved_after({}, 2)
-    state = house.state
-    assert state["schema"] == STATE_SCHEMA == 2
-    older = {k: v for k, v in state.items() if k not in ("rule", "ahead")} | {"schema": 1}
-    for values in RULES.values():
-        again = House(make_config(values), make_workload(3))
-        again.saved = {2: dump_state(older)}
-        assert again.run()
-        assert sorted(again.metrics) == [3, 4, 5, 6, 7]
 
 
 def test_prompts_that_wait_in_another_rule_are_not_dropped_in_silence():

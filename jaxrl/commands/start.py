@@ -1,15 +1,6 @@
 """`jaxrl train` up to the first import of jax: what can be refused at once is refused here, and nothing is written.
 
-The order of a start, here and in `jaxrl.commands.train`:
-
-1. the options (`jaxrl.config` and `batch_rule`);
-2. the run directory: locked, and what an earlier start left there read;
-3. everything else that needs no weights: data, loggers, folders, the reward function, then, with jax loaded, devices,
-   tokenizer, model config, prompts, latency profile, memory plan; then the checkpoints, which are compared with their
-   checksums, and the reward workers;
-4. weights, then the checkpoint of a resumed run and its queues;
-5. what `trainer.logger` names, which may wait for the network;
-6. the record: the first write. From here on, nothing about the start can be refused.
+The order of a start, here and in `jaxrl.commands.train`, stands in docs/architecture.md, "Starting a run".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ all options.
 """
 
 from jaxrl.config.checks import ConfigError
-from jaxrl.config.mapping import differences, flatten, from_mapping, from_recorded, to_mapping
+from jaxrl.config.mapping import differences, flatten, from_mapping, to_mapping
 from jaxrl.config.options import (
     AlgorithmSection,
     Config,
@@ -32,6 +32,5 @@ __all__ = [
     "differences",
     "flatten",
     "from_mapping",
-    "from_recorded",
     "to_mapping",
 ]

@@ -323,11 +323,6 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
             "function is asked in the middle of a round, when each host knows the texts of its own responses alone; "
             "use algorithm.filter_groups.metric"
         )
-    if c.rollout.speculation.enable and c.rollout.speculation.within_group:
-        raise ConfigError(
-            f"rollout.speculation.within_group and {several} exclude each other: the responses of a group are drawn on "
-            "several hosts, and their tokens come to all of them at the end of the round; set it false"
-        )
 
 
 def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:

@@ -18,7 +18,7 @@ from jaxrl.config.checks import ConfigError, without_effect
 from jaxrl.config.declared import shown
 from jaxrl.config.gin_file import GinFile
 from jaxrl.config.hidden import hider
-from jaxrl.config.mapping import from_mapping, from_recorded, is_section, is_text
+from jaxrl.config.mapping import from_mapping, is_section, is_text
 from jaxrl.config.options import Config
 from jaxrl.config.text import Options, read_text, refuse_unprintable
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
@@ -49,21 +49,19 @@ def load(
         options.places[overridden] = said
         for end in (i for i, character in enumerate(overridden) if character == "."):
             options.places.setdefault(overridden[:end], said)
-    return _checked(from_mapping, options, say)
+    return _checked(options, say)
 
 
 def load_recorded(path: Path) -> Config:
-    """The config of a run's config.yaml, which another version of jaxrl may have written."""
+    """The config of a run's config.yaml."""
     options = Options()
     _read_yaml(path, options)
-    return _checked(from_recorded, options)
+    return _checked(options)
 
 
-def _checked(
-    make: Callable[[Mapping[str, Any]], Config], options: Options, say: Callable[[str], None] = lambda text: None
-) -> Config:
+def _checked(options: Options, say: Callable[[str], None] = lambda text: None) -> Config:
     try:
-        config = make(options.values)
+        config = from_mapping(options.values)
     except ConfigError as error:
         raise ConfigError(hider()(f"{error}{_place(str(error), options.places)}")) from None
     for text in without_effect(config):

@@ -63,17 +63,6 @@ class LayoutSection:
         float, Ge(1), "The planner raises tp where preemptions are more than this times those of the step before."
     ] = 1.05
     planner_quiet_rounds: Annotated[int, Ge(1), "The planner lowers tp after so many steps without preemption."] = 4
-    planner_level: Annotated[
-        float,
-        Interval(gt=0, lt=1),
-        "With rollout.layout.planner_rule=confident, the chance per step that noise alone raises tp.",
-    ] = 1e-4
-    planner_trial_rounds: Annotated[
-        int,
-        Ge(1),
-        "With rollout.layout.planner_rule=confident, the steps after which a raised tp is lowered on trial; doubled "
-        "each time that this fails.",
-    ] = 16
 
     @property
     def adapts(self) -> bool:

@@ -13,7 +13,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl.config import verl_options
@@ -30,8 +30,6 @@ from jaxrl.config.declared import (
 )
 from jaxrl.config.options import Config
 
-_GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False, "rollout.speculation.priority": "rewards"}
-"""Options of earlier versions, with their defaults. Every config.yaml of such a version has them."""
 _MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin(option.type) is dict)
 
 _NAMED_SECTIONS = frozenset(path for path, option in walk(Config) if option.named_section is not None)
@@ -41,18 +39,10 @@ _SECTIONS = frozenset(path[:end] for path, _ in walk(Config) for end in range(le
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
-    """Builds and checks a `Config` from nested mappings (a parsed YAML file); raises `ConfigError`.
-
-    An option that is gone is left out where it has its default, which changes nothing, and unknown otherwise.
-    """
-    config = build(Config, _without(values, "", lambda path, value: _GONE[path] == value), "")
+    """Builds and checks a `Config` from nested mappings (a parsed YAML file); raises `ConfigError`."""
+    config = build(Config, values, "")
     check(config)
     return config
-
-
-def from_recorded(values: Mapping[str, Any]) -> Config:
-    """The `Config` of a run's config.yaml, which an earlier version may have written with options that are gone."""
-    return from_mapping(_without(values, "", lambda path, value: True))
 
 
 def is_text(path: str) -> bool:
@@ -64,15 +54,6 @@ def is_section(path: str) -> bool:
     """Whether a path is that of a section, as `rollout.val_kwargs` is, and `reward.domains.gsm8k`, whose name is the
     user's."""
     return path in _SECTIONS or any(path.startswith(f"{mapping}.") for mapping in _NAMED_SECTIONS)
-
-
-def _without(values: Mapping[str, Any], prefix: str, left_out: Callable[[str, Any], bool]) -> dict[str, Any]:
-    """Nested sections without those options of `_GONE` that `left_out` says of, by path and value."""
-    return {
-        key: _without(value, f"{prefix}{key}.", left_out) if isinstance(value, Mapping) else value
-        for key, value in values.items()
-        if not (f"{prefix}{key}" in _GONE and left_out(f"{prefix}{key}", value))
-    }
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

@@ -108,9 +108,6 @@ class SpeculationSection:
         int, Interval(ge=0, le=256), "By how many tokens the window grows when all drafted tokens were accepted."
     ] = 2
     max_window: Annotated[int, Interval(ge=1, le=256), "The most tokens that a row drafts in a step."] = 32
-    within_group: Annotated[
-        bool, "Prompts without history draft from the responses of their group that have ended already."
-    ] = False
     verify_tokens: Annotated[
         int,
         Ge(0),

@@ -222,19 +222,19 @@ def open_model(file: str | Path) -> OpenModel:
                 f"{', '.join(kind.name for kind in SUPPORTED)}"
             )
 
-    def read(weight: Weight) -> Callable[[int], np.ndarray]:
+    def read(weight: Weight) -> Callable[[int], Callable[..., np.ndarray]]:
         names = weight.names("gguf")
         heads = {"blk.{layer}.attn_q": config.num_heads, "blk.{layer}.attn_k": config.num_kv_heads}
         permuted = heads.get(weight.gguf_name.rsplit(".", 1)[0]) if config.family == "llama" else None
         values: dict[int, np.ndarray] = {}
 
-        def layer(index: int) -> np.ndarray:
+        def layer(index: int) -> Callable[..., np.ndarray]:
             # Kept while the weight is being placed: every shard asks for it, and dequantising is the slow part.
             if index not in values:
                 tensor = tensors[names[index]]
                 array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(weight.hf_shape)
                 values[index] = array if permuted is None else unpermute(array, permuted)
-            return values[index]
+            return lambda *part: values[index][part]
 
         return layer
 

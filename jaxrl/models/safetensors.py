@@ -1,9 +1,6 @@
 """Hugging Face folders: read into the training form, written from it.
 
-The file format is small (eight bytes of header length, a JSON header, raw little-endian tensors), so it is read and
-written here: tensors are memory-mapped, only the slices that a device needs are converted, an export holds one tensor
-in memory at a time, and errors say what is wrong with a damaged file. The layout follows the format's
-specification (huggingface/safetensors, README, "Format").
+Of a tensor, only the slices that a device needs are read. An export holds the tensors of one file in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
+from safetensors.numpy import save_file
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.tensor_files import DTYPES, INDEX, SINGLE, Tensor, check_places, check_tensors, read_folder
+from jaxrl.models.tensor_files import DTYPES, INDEX, SINGLE, Tensor, check_tensors, read_folder
 from jaxrl.models.weights import Weight
 from jaxrl.sharding import rules
 
@@ -37,7 +35,7 @@ _COMPARED = 2**22  # numbers at a time: a head may have gigabytes
 
 def place(
     weight: Weight,
-    read: Callable[[int], np.ndarray],
+    read: Callable[[int], Callable[..., np.ndarray]],
     dtype: Any,
     sharding: jax.sharding.Sharding | None,
     where: Callable[[int], str],
@@ -45,7 +43,7 @@ def place(
     """One weight of the training form on its devices; ValueError where it has values that are NaN or infinite.
 
     Args:
-      read: the file's tensor of a layer (0 where the weight is not stacked), of shape `weight.hf_shape`.
+      read: how to read of the file's tensor of a layer (0 where the weight is not stacked; `Weight.from_file`).
       sharding: None is the first device.
       where: names the file and the tensor of a layer.
     """
@@ -54,7 +52,7 @@ def place(
 
     def part(layer: int, index: tuple[slice, ...]) -> np.ndarray:
         with np.errstate(over="ignore"):  # what is too large for the dtype is seen below
-            values = np.asarray(weight.from_file(read(layer))[index], dtype)
+            values = np.asarray(weight.from_file(read(layer), index), dtype)
         # on the host, where the numbers pass anyway: on the devices the check would have to be compiled first
         if not np.isfinite(values).all():
             raise ValueError(f"{where(layer)} has values that are NaN or infinite in {dtype.name}")
@@ -78,12 +76,12 @@ class OpenModel(NamedTuple):
     """A model's files, checked, of which no weight is read yet.
 
     Attributes:
-      read: for a declared weight, the file's tensor by layer (0 where it is not stacked), of shape `weight.hf_shape`.
+      read: for a declared weight, how to read of the file's tensor, by layer (0 where it is not stacked).
       where: for a declared weight, the names of file and tensor by layer.
     """
 
     config: ModelConfig
-    read: Callable[[Weight], Callable[[int], np.ndarray]]
+    read: Callable[[Weight], Callable[[int], Callable[..., np.ndarray]]]
     where: Callable[[Weight], Callable[[int], str]]
 
     def load(self, mesh: Mesh | None, dtype: Any) -> Any:
@@ -133,11 +131,10 @@ def open_hf(folder: str | Path) -> OpenModel:
         {name: tensor.shape for name, tensor in tensors.items()},
         lambda name: str(tensors[name].file if name in tensors else folder),
     )
-    check_places(tensors.values())
 
-    def read(weight: Weight) -> Callable[[int], np.ndarray]:
+    def read(weight: Weight) -> Callable[[int], Callable[..., np.ndarray]]:
         names = weight.names()
-        return lambda layer: tensors[names[layer]].read()
+        return lambda layer: tensors[names[layer]].read
 
     def where(weight: Weight) -> Callable[[int], str]:
         names = weight.names()
@@ -159,9 +156,10 @@ def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     embedding = rest.setdefault(_EMBEDDING, head)
     same = head.shape == embedding.shape
     if same and embedding is not head:
-        ours, theirs = embedding.read().reshape(-1), head.read().reshape(-1)
-        pieces = [slice(first, first + _COMPARED) for first in range(0, len(ours), _COMPARED)]
-        same = all(np.array_equal(ours[piece], theirs[piece], equal_nan=True) for piece in pieces)
+        rows = head.shape[0] if head.shape else 1
+        each = max(1, rows * _COMPARED // max(1, math.prod(head.shape)))
+        pieces = [(slice(first, min(first + each, rows)),) for first in range(0, rows, each)] if head.shape else [()]
+        same = all(np.array_equal(embedding.read(*piece), head.read(*piece), equal_nan=True) for piece in pieces)
     if not same:
         raise ValueError(
             f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, though config.json says tie_word_embeddings true; "
@@ -191,9 +189,8 @@ def export_hf(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = jnp.dtype(dtype)
-    code = next((code for code, known in DTYPES.items() if known == dtype), None)
-    if code is None:
-        raise ValueError(f"export dtype ({dtype.name}) must be one of {', '.join(d.name for d in DTYPES.values())}")
+    if dtype.name not in DTYPES.values():
+        raise ValueError(f"export dtype ({dtype.name}) must be one of {', '.join(DTYPES.values())}")
     for old in (*folder.glob("model-*-of-*.safetensors"), folder / INDEX, folder / SINGLE):
         old.unlink(missing_ok=True)
     pairs = list(_pairs(config.weights(), params))
@@ -203,7 +200,7 @@ def export_hf(
     for number, names in enumerate(groups, start=1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        _write(folder / file, {name: arrays[name] for name in names}, code)
+        save_file({name: _in_file(*arrays[name], dtype) for name in names}, folder / file, {"format": "pt"})
     if len(groups) > 1:
         total = config.num_params() * dtype.itemsize
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -242,20 +239,9 @@ def _split(table: Sequence[Weight], itemsize: int, max_file_bytes: int) -> list[
     return groups
 
 
-def _write(file: Path, entries: Mapping[str, tuple[Weight, Any, int]], code: str) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (weight, _, _) in entries.items():
-        begin, end = end, end + math.prod(weight.hf_shape) * DTYPES[code].itemsize
-        header[name] = {"dtype": code, "shape": list(weight.hf_shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little"))
-        stream.write(text)
-        for weight, array, layer in entries.values():
-            tensor = weight.to_file(np.asarray(array[layer] if weight.stacked else array))
-            stream.write(np.ascontiguousarray(tensor, DTYPES[code]).tobytes())
+def _in_file(weight: Weight, array: Any, layer: int, dtype: np.dtype) -> np.ndarray:
+    """A layer of a weight as files have it; contiguous, which `save_file` does not see to."""
+    return np.ascontiguousarray(weight.to_file(np.asarray(array[layer] if weight.stacked else array)), dtype)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ Logical dims: `vocab`, `embed` (the residual stream), `heads` (query heads), `kv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, Protocol
@@ -98,9 +99,28 @@ class Weight:
         name = self.hf_name if kind == "hf" else self.gguf_name
         return [name.format(layer=i) for i in range(self.shape[0])] if self.stacked else [name]
 
-    def from_file(self, tensor: Any) -> Any:
-        """A file's tensor in the decoder's shape, as a view."""
-        return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)
+    def from_file(self, read: Callable[..., Any], index: tuple[slice, ...]) -> Any:
+        """The part `index` of a layer in the decoder's shape.
+
+        Args:
+          read: the part of the file's tensor that slices, one for each of its dims, cut out.
+        """
+        sizes, shape, inside, cuts = self.layer_shape, list(self.layer_shape), list(index), []
+        for first, *rest in self._file_dims:  # the first of them is cut in the file, the others in what was read
+            start, stop, _ = index[first].indices(sizes[first])
+            shape[first], inside[first] = stop - start, slice(None)
+            each = prod(sizes[dim] for dim in rest)
+            cuts.append(slice(start * each, stop * each))
+        tensor = read(*cuts)
+        return (tensor.T if self.transpose else tensor).reshape(shape)[tuple(inside)]
+
+    @property
+    def _file_dims(self) -> tuple[tuple[int, ...], ...]:
+        """The dims of a layer that each dim of a file's tensor holds."""
+        order = tuple(range(len(self.layer_shape)))
+        if self.transpose:
+            return order[self.num_inputs :], order[: self.num_inputs]
+        return (order,) if len(self.hf_shape) == 1 else tuple((dim,) for dim in order)
 
     def to_file(self, array: Any) -> Any:
         """One layer of this weight in the shape that files have."""

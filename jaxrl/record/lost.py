@@ -1,25 +1,19 @@
 """What a run's directory has lost: no run starts from step 1, and none goes on without its lines, in silence.
 
 `run.json` holds the last checkpoint that was complete and what was in the files that only grow
-(`RunDir.record_checkpoint`). Runs of older versions have no such entries; there, a start that went on from a step tells
-of a checkpoint, and so do metrics of more steps than lie between two saves, unless a draft shows that the run was
-killed in its first save. The journal, which decides, vouches for itself (`jaxrl.record.journal`). Nothing vouches for
-what other processes than the first write, or for what is only to look at (timelines, what rewards print).
+(`RunDir.record_checkpoint`). The journal, which decides, vouches for itself (`jaxrl.record.journal`). Nothing vouches
+for what other processes than the first write, or for what is only to look at (timelines, what rewards print).
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from jaxrl.config.inputs import reading
 from jaxrl.record.files import Written, read_lines
 from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.record.run_dir import RunFolder, recorded_start
-
-CUT_OFF = r"\d+\.(draft|orbax-checkpoint-tmp).*"
-"""What a save of a checkpoint that was cut off is called."""
 
 
 def missing_checkpoint(run_dir: RunFolder, found: int | None) -> str | None:
@@ -31,13 +25,13 @@ def missing_checkpoint(run_dir: RunFolder, found: int | None) -> str | None:
     Raises:
       ValueError: none is there, and to start from step 1 would drop the metrics of the steps that were saved.
     """
-    saved = _saved_step(run_dir)
+    saved = (recorded_start(run_dir.path) or {}).get("checkpoint")
     if saved is None or (found is not None and found >= saved):
         return None
     if found is not None:
         return f"checkpoint {saved} is missing, though {run_dir.file('run.json')} tells of it"
     metrics = run_dir.file("metrics.jsonl")
-    if not _last_step(run_dir):
+    if not any(line.get("step") for line in read_lines(metrics)):
         return None  # moved away: a new start is what is wanted
     raise ValueError(
         f"{run_dir.file('checkpoints')} holds no checkpoint, though step {saved} was saved: bring the folder back, "
@@ -77,22 +71,3 @@ def missing_journal(run_dir: RunFolder) -> str | None:
     if os.path.lexists(file) or "written" not in (recorded_start(run_dir.path) or {}):
         return None
     return f"{file} is gone: steps after the last checkpoint ask the clock again, and may come out another way"
-
-
-def _saved_step(run_dir: RunFolder) -> int | None:
-    """The last step that is known to have been saved."""
-    told = recorded_start(run_dir.path) or {}
-    if "checkpoint" in told:
-        return told["checkpoint"]
-    if from_step := max((start.get("from_step", 0) for start in told.get("starts", ())), default=0):
-        return from_step
-    earlier, folder = run_dir.earlier, run_dir.file("checkpoints")
-    if earlier is None or not earlier.trainer.save_freq:
-        return None
-    killed_in_first = folder.is_dir() and any(re.fullmatch(CUT_OFF, path.name) for path in folder.iterdir())
-    every, last = earlier.trainer.save_freq, _last_step(run_dir)
-    return last - last % every if last >= every and not killed_in_first else None
-
-
-def _last_step(run_dir: RunFolder) -> int:
-    return max((line.get("step", 0) for line in read_lines(run_dir.file("metrics.jsonl"))), default=0)

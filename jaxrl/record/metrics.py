@@ -188,7 +188,7 @@ def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
 def evaluation_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
     """Rewards, and lengths in tokens, of held-out prompts: `val/reward` is the mean over prompts and samples,
     `val/best@n` that of each prompt's best one; `val/accuracy` is the share of samples that are right (`RIGHT`), as
-    avg@n and pass@1 of `jaxrl eval`. Older runs have no `val/reward`, and its value as `val/accuracy`."""
+    avg@n and pass@1 of `jaxrl eval`."""
     rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
     measured = {
         "val/reward": float(rewards.mean()),
@@ -296,7 +296,7 @@ def throughput(batch: TrainBatch, line: Mapping[str, float], num_devices: int) -
     total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
     drawn = sum(len(sample) for sample in batch.samples)
     training_s = line["timing_s/step"] - line.get("timing_s/testing", 0.0)
-    gen_s = line.get("timing_s/gen", 0.0)  # missing where an older version collected the batch
+    gen_s = line.get("timing_s/gen", 0.0)
     return {
         "perf/total_num_tokens": total,
         "perf/throughput": total / training_s / num_devices,

@@ -7,27 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxrl.config import Config
-from jaxrl.record.run_dir import RUN_FILE
-
-_RUN_FILES = frozenset(
-    (
-        "batches.jsonl",
-        "config.yaml",
-        "journal.jsonl",
-        "layouts.jsonl",
-        "metrics.jsonl",
-        "mlflow_id.txt",
-        "rewards.log",
-        "run.json",
-        "samples.jsonl",
-        "state.json",
-        "timeline.json",
-        "trackio_name.txt",
-        "trackio_step.txt",
-        "wandb_id.txt",
-        "wandb_step.txt",
-    )
-)
+from jaxrl.record.run_dir import RUN_FILE, RUN_FILES
 
 
 def refuse_overwriting(out: str | Path, option: str, inputs: Iterable[str | Path] = ()) -> None:
@@ -44,7 +24,7 @@ def refuse_overwriting(out: str | Path, option: str, inputs: Iterable[str | Path
     runs = [folder for folder in target.parents if (folder / RUN_FILE).is_file()]
     for folder in runs:
         inside = target.relative_to(folder)
-        if str(inside) in _RUN_FILES or inside.parts[0] == "checkpoints":
+        if str(inside) in RUN_FILES or inside.parts[0] == "checkpoints":
             raise ValueError(f"{option} ({out}) would replace a file of the run in {folder}: name another file")
 
 

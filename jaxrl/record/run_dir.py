@@ -1,20 +1,7 @@
 """A run's directory: where its files are, which process may write them, and what the run was.
 
-    config.yaml      the resolved configuration; `jaxrl train --config` takes it as it is
-    run.json         config, versions, commit, devices, seeds, command; one entry per start
-    metrics.jsonl    one line per step
-    samples.jsonl    a few samples per step, for people
-    batches.jsonl    rewards of each step's groups, and how long its responses were
-    rewards.log      what reward functions and their workers print, the first 16 MiB of it
-    layouts.jsonl    the layout over each round, where it adapts
-    journal.jsonl    decisions of the clock since the last checkpoint
-    timeline.json    Chrome trace; Perfetto opens it
-    checkpoints/     Orbax; a simulated run has one file, state.json
-    report.html      written at the end, or by `jaxrl report`
-    hosts/<i>/       what process i of several writes itself: rewards.log, timeline.json, layouts.jsonl
-    hosts/timeline.json    all hosts' timelines as one, written with the report
-
-All of it but `hosts/<i>/` is process 0's; the others read it (`jaxrl.record.followed`).
+What each file holds stands in docs/architecture.md, "The run directory". All but `hosts/<i>/`, which process i of
+several writes, is process 0's; the others read it (`jaxrl.record.followed`).
 
 A lock (`.lock`) keeps a second run out; the operating system drops it when the process ends, however it ends.
 
@@ -47,13 +34,16 @@ from jaxrl.config.inputs import reading
 from jaxrl.record.files import Written, drafts_left, refuse_folder, to_json, write_whole
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
-_REPLACED = (
-    *(CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "batches.jsonl", "layouts.jsonl", "journal.jsonl"),
-    "state.json",
+RUN_FILES = frozenset(
+    (
+        *(CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "batches.jsonl", "layouts.jsonl", "journal.jsonl"),
+        *("state.json", "timeline.json", "rewards.log"),
+        *("mlflow_id.txt", "trackio_name.txt", "trackio_step.txt", "wandb_id.txt", "wandb_step.txt"),
+    )
 )
-"""The files that only the run itself replaces as a whole. `report.html` is written by `jaxrl report` as well."""
+"""The files that only the run itself writes; `report.html` is written by `jaxrl report` as well."""
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
-_PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = (*("jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym"),)
 
 
 class RunFolder:
@@ -155,7 +145,7 @@ class RunDir(RunFolder):
         earlier = recorded_start(self.path)
         self._started = True
         self.__dict__.pop("earlier", None)  # from here on it is this start's
-        for name in _REPLACED:
+        for name in RUN_FILES:
             for draft in drafts_left(self.file(name)):  # of a start that was killed: no other run can write here now
                 draft.unlink()
         write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False), sync=True)
@@ -258,10 +248,8 @@ def _fault(found: Any) -> str | None:
     devices, starts, newest = found.get("devices"), found.get("starts", []), found.get("checkpoint")
     if not isinstance(devices, Mapping):
         return "devices must be an object"
-    if not isinstance(starts, list) or not all(
-        isinstance(start, Mapping) and isinstance(start.get("from_step", 0), int) for start in starts
-    ):
-        return "starts must be a list of objects, with whole numbers as from_step"
+    if not isinstance(starts, list):
+        return "starts must be a list"
     if not isinstance(newest, int | None):
         return "checkpoint must be a step or null"
     if not _is_written(found.get("written", {})):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 _STATE_SCHEMA = 2
-"""Of a simulated run's file: a line that names it and the digest of the rest. Schema 1 had no digest."""
+"""Of a simulated run's file: a line that names it and the digest of the rest."""
 
 
 def split_arrays(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -93,15 +93,8 @@ def _special(value: dict[str, Any]) -> Any:
 def load_state(text: str, where: str) -> dict[str, Any]:
     """What `dump_state` wrote. Raises ValueError for anything else, and for what has changed since."""
     head, _, body = text.partition("\n")
-    if head.startswith(f'{{"simulation": {_STATE_SCHEMA},'):
-        if head != _head(body):
-            raise ValueError(f"{where}: changed since it was written; bring it back, or remove it to start again")
-        return json.loads(body, object_hook=_special)["state"]
-    try:
-        found = json.loads(text, object_hook=_special)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{where}: not a simulation's state ({error}); remove it to start again") from None
-    whole = isinstance(found, dict) and isinstance(found.get("state"), dict)
-    if not whole or found.get("simulation") != 1:
-        raise ValueError(f"{where}: not a simulation's state of schema 1 or {_STATE_SCHEMA}; remove it to start again")
-    return found["state"]
+    if not head.startswith(f'{{"simulation": {_STATE_SCHEMA},'):
+        raise ValueError(f"{where}: not a simulation's state of schema {_STATE_SCHEMA}; remove it to start again")
+    if head != _head(body):
+        raise ValueError(f"{where}: changed since it was written; bring it back, or remove it to start again")
+    return json.loads(body, object_hook=_special)["state"]

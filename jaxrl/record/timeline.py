@@ -201,12 +201,6 @@ class Timeline:
             self._events -= 1  # counted by itself
             self._event(event | {"dur": round(end - start, 1), "args": {"row": row, **args}})
 
-    def instant(self, track: str, name: str, **args: Any) -> None:
-        """Draws a mark at this moment."""
-        with self._lock:
-            if (tid := self._tid(track)) is not None:
-                self._event({"name": name, "ph": "i", "s": "t", "tid": tid, "ts": self._now_us(), "args": args})
-
     def counter(self, track: str, **values: float) -> None:
         """Draws values at this moment, as curves under `track`."""
         now = self._clock()

@@ -1,7 +1,7 @@
 """Drawings that are no curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time.
 
 Purpose: `histogram_card`, `heat_card` and `rows_card` are figures of the page, in the style of `jaxrl.report.charts`;
-each is empty where its file was not written (by an older version).
+each is empty where its file was not written.
 
 The heat map has a column for each step, or for several where there are many, in which groups are sorted by their mean
 reward: the darker, the higher. So a band in the middle is what still teaches. The rows are those of the last round that

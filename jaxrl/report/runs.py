@@ -88,7 +88,7 @@ def read_run(run_dir: str | Path) -> Run:
             problems.append(f"{name} could not be read: {error}")
             return otherwise
 
-    metrics = attempt(lambda _: [_with_names_of_today(line) for line in read_metrics(folder)], FILE_NAME, [])
+    metrics = attempt(lambda _: list(read_metrics(folder)), FILE_NAME, [])
     if not metrics and not problems:
         problems.append("no step has been finished yet")
     info = attempt(lambda path: json.loads(path.read_text(encoding="utf-8")), RUN_FILE, {})
@@ -101,13 +101,6 @@ def read_run(run_dir: str | Path) -> Run:
 
     layouts, batches = if_there(read_layouts, LAYOUTS_FILE), if_there(read_batches, BATCHES_FILE)
     return Run(folder, metrics, samples, layouts, batches, info, problems)
-
-
-def _with_names_of_today(line: dict[str, float]) -> dict[str, float]:
-    """Older runs have the mean reward of an evaluation as `val/accuracy`, and no accuracy."""
-    if "val/accuracy" not in line or "val/reward" in line:
-        return line
-    return {"val/reward" if name == "val/accuracy" else name: value for name, value in line.items()}
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Samples to read on a run's page: a table that a small script sorts and filters.
 
-Purpose: `samples_section` shows lines of `samples.jsonl` (`jaxrl.record.samples` has their fields). Older runs lack
-fields that were added later, so a cell reads them with `get`. Widths of columns stand in the page's style sheet.
+Purpose: `samples_section` shows lines of `samples.jsonl` (`jaxrl.record.samples` has their fields). Not every
+sample has every field, so a cell reads them with `get`. Widths of columns stand in the page's style sheet.
 
 Without the script the page shows samples of the first, the middle and the last step, and has no controls. Of a prompt
 in a chat template the last message of the user is shown, and the whole is folded below it.

@@ -155,7 +155,7 @@ class RolloutBackend:
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
         self._under_way = Counter[tuple[int, int]]()  # samples by (epoch, prompt index), of every prompt of the round
-        self._plans = PlanRunner(self.engine, self._requests, timeline, layouts, history)
+        self._plans = PlanRunner(self.engine, timeline, layouts)
         self._recompiles = 0
 
     def rank(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
@@ -431,8 +431,6 @@ class RolloutBackend:
             self._num_finished += 1
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
-            if self._history is not None:
-                self._history.ended([sample])
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
@@ -467,8 +465,6 @@ class RolloutBackend:
             self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
-        if self._history is not None:
-            self._history.ended([one.sample for one in finished])
         if self._stream is not None and finished:
             done, launched = self._num_finished, self._num_launched
             if self._stream.counts == "prompts":

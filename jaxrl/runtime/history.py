@@ -6,17 +6,11 @@ It is part of a checkpoint: a resumed run builds the indexes again from the resp
 
 Source: RhymeRL §5.3: history workers build indexes asynchronously, because a prompt comes again only an epoch later.
 
-Departures:
-
-- One thread rather than processes. numpy sorts without the interpreter's lock, and an index need not be sent anywhere;
-  docs/performance.md has both measured.
-- `rollout.speculation.within_group` is beyond the paper: while a prompt has no history, its group's own responses that
-  have ended are one. Their rewards are not known by then, so all count the same.
+Departure: one thread rather than processes. numpy sorts without the interpreter's lock, and an index need not be sent
+anywhere; docs/performance.md has both measured.
 
 Logical time. A request's index holds the groups of all rounds before its own, and of no other: a request that comes
-before its index is ready waits, and `rollout/spec/build_wait_s` says for how long. An index of a group's own responses
-is begun when a plan is made, and used from the next plan on, for which it is waited for as well. A build that fails
-ends the run.
+before its index is ready waits, and `rollout/spec/build_wait_s` says for how long. A build that fails ends the run.
 """
 
 from __future__ import annotations
@@ -31,11 +25,10 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.rollouts import SpeculationSection
-from jaxrl.scheduling.rounds.history import HistoryStore, PastRollout, PromptHistory
-from jaxrl.scheduling.rounds.round import PromptKey
+from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
 from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths, num_buckets
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.types import Group, Prompt, Sample
+from jaxrl.types import Group, Prompt
 
 TRACK = "history"
 """Of the timeline."""
@@ -121,13 +114,12 @@ class IndexBuilder:
         self._options, self._drawing, self._clock = options, drawing, clock
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=TRACK)
 
-    def begin(self, index: int, history: PromptHistory, *, is_kept: bool = True) -> Building:
-        """Has an index built for prompt `index`; `is_kept`: its responses also go into checkpoints."""
+    def begin(self, index: int, history: PromptHistory) -> Building:
+        """Has an index built for prompt `index`."""
 
         def beside() -> DraftIndex:
             began = self._clock()
-            if is_kept:
-                history.pack()  # else a checkpoint would do it between two steps
+            history.pack()  # else a checkpoint would do it between two steps
             built = self._built(TRACK, index, history)
             self.build_s += self._clock() - began
             return built
@@ -164,19 +156,14 @@ class HistorySession:
     Args:
       store: what is kept of earlier rounds; rules may read it.
       builder: makes indexes of it; None: its lengths alone are wanted.
-      most_own: from how many of their group's own responses prompts without history draft; 0: from none.
     """
 
-    def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None, most_own: int = 0) -> None:
+    def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None) -> None:
         self.store = store
-        self._builder, self._most_own = builder, most_own
+        self._builder = builder
         self._indexes: dict[int, Building] = {}  # of the prompts that the store keeps
         self._begun: dict[int, Building] = {}  # of those, the ones that may still fail
         self._is_training = False  # a round of training is under way
-        self._ended: dict[PromptKey, list[Sample]] = {}  # in this round, of prompts without history
-        self._fresh: dict[PromptKey, None] = {}  # of those, the ones with more ends than their index has
-        self._building: dict[PromptKey, Building] = {}  # begun when the last plan was made
-        self._own: dict[PromptKey, DraftIndex] = {}  # the newest of a group's own responses
         self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
 
     # -- the backend's hooks -----------------------------------------------------------------------------------------
@@ -195,30 +182,7 @@ class HistorySession:
         if self._builder is None or not self._is_training:
             return None
         building = self._indexes.get(prompt.index)
-        return self._own.get(prompt.key) if building is None else self._builder.take(building)
-
-    def ended(self, samples: Sequence[Sample]) -> None:
-        """Responses have ended by themselves."""
-        if not self._most_own or not self._is_training:
-            return
-        for sample in samples:
-            key = sample.key.epoch, sample.key.prompt_index
-            own = self._ended.setdefault(key, [])
-            if sample.key.prompt_index not in self._indexes and len(own) < self._most_own:
-                own.append(sample)
-                self._fresh[key] = None
-
-    def before_plan(self) -> list[tuple[PromptKey, DraftIndex]]:
-        """A plan will be made: what the requests of some prompts draft from, from now on."""
-        if self._builder is None or not (self._building or self._fresh):
-            return []
-        ready = [(key, self._builder.take(building)) for key, building in self._building.items()]
-        self._own |= dict(ready)
-        self._building = {
-            key: self._builder.begin(key[1], _unscored(self._ended[key]), is_kept=False) for key in self._fresh
-        }
-        self._fresh = {}
-        return ready
+        return None if building is None else self._builder.take(building)
 
     def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:
         """The round is over: takes in the groups that have left it, and begins with their indexes. Returns its metrics.
@@ -230,7 +194,6 @@ class HistorySession:
         if not self._is_training:
             return {}
         self._is_training = False
-        self._forget_group()
         if self._builder is not None:  # those of the round before: there since an update ago
             for index in self.store.unsettled():
                 self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
@@ -250,7 +213,6 @@ class HistorySession:
     def cancel(self) -> None:
         """The round is dropped."""
         self._is_training = False
-        self._forget_group()
 
     def close(self) -> None:
         if self._builder is not None:
@@ -282,10 +244,6 @@ class HistorySession:
             assert history is not None, "an index of responses that are not kept"
             self._indexes[index] = self._begun[index] = self._builder.begin(index, history)
 
-    def _forget_group(self) -> None:
-        for kept in (self._ended, self._fresh, self._building, self._own):
-            kept.clear()
-
 
 def history_session(config: Config, drawing: Drawing | None = None) -> HistorySession | None:
     """What a run keeps of its responses, empty; None where nothing has any use for it. To be closed.
@@ -295,16 +253,8 @@ def history_session(config: Config, drawing: Drawing | None = None) -> HistorySe
     """
     options = config.rollout.speculation
     if options.enable:
-        own = config.rollout.n if options.within_group else 0
-        return HistorySession(history_store(options), IndexBuilder(options, drawing), own)
+        return HistorySession(history_store(options), IndexBuilder(options, drawing))
     return HistorySession(history_store(options)) if config.rollout.ranking_groups.enable else None
-
-
-def _unscored(samples: Sequence[Sample]) -> PromptHistory:
-    """A group's own responses so far, in the order in which they ended; all weigh the same."""
-    lengths = np.asarray([len(sample) for sample in samples], np.int32)
-    tokens = np.concatenate([np.asarray(sample.token_ids, np.int32) for sample in samples])
-    return PromptHistory((PastRollout(samples[0].key.epoch, tokens, lengths, np.ones(len(samples))),))
 
 
 def spec_metrics(counts: Counters) -> dict[str, float]:

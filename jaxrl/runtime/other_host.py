@@ -85,7 +85,7 @@ class OtherHost:
     ) -> None:
         self.process, self.clock, self.workers = process, clock, workers
         self.executors, self.scoring, self._times, self.layouts = executors, scoring, times, layouts
-        self._plans = PlanRunner(workers, {}, layouts=layouts)
+        self._plans = PlanRunner(workers, layouts=layouts)
         self.next_ns: int | None = None
         self.drawn: dict[SampleKey, Sample] = {}
         self.acts: deque[tuple[int, Act]] = deque()  # by the batch that brings it

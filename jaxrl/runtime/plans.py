@@ -10,11 +10,10 @@ change its layout stops all processes at the same event, so it raises nothing he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
 from jaxrl.runtime.rows import RowLanes
 from jaxrl.scheduling.layouts.control import Layouts
@@ -24,7 +23,6 @@ from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.scheduling.tokens.workers import Workers
-from jaxrl.types import SampleKey
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +46,8 @@ class PlanRunner:
     """Runs plans.
 
     Args:
-      workers: of this process. requests: the live ones, by key; the caller keeps them.
-      timeline, layouts, history: as in `jaxrl.runtime.backend.RolloutBackend`.
+      workers: of this process.
+      timeline, layouts: as in `jaxrl.runtime.backend.RolloutBackend`.
 
     Attributes:
       lanes, rows: where plans are drawn, and who has which row; None: that is not.
@@ -59,16 +57,14 @@ class PlanRunner:
     def __init__(
         self,
         workers: Workers | PacedWorkers,
-        requests: Mapping[SampleKey, int],
         timeline: PlanTimeline | None = None,
         layouts: Layouts | None = None,
-        history: HistorySession | None = None,
     ) -> None:
         self.layouts, self.stuck = layouts, None
         several = isinstance(workers, PacedWorkers)
         self.lanes = PlanLanes(workers.engines, timeline, several=several)
         self.rows = None if timeline is None else RowLanes(workers.engines, timeline, several=several)
-        self._workers, self._requests, self._timeline, self._history = workers, requests, timeline, history
+        self._workers, self._timeline = workers, timeline
         self._before = [Counters() for _ in workers.engines]
 
     def begin(self) -> None:
@@ -95,7 +91,6 @@ class PlanRunner:
             failure = self._change_layout(worker)
             if failure is not None:
                 raise Interrupted(failure)
-            self._draft_from_group()
         waits = workers.waits(worker)
         with self.lanes.step(worker):
             finished = workers.step(worker)
@@ -111,7 +106,6 @@ class PlanRunner:
             self.stuck = self._change_layout(place)
             if self.stuck is not None:
                 return None
-            self._draft_from_group()
         with self.lanes.step(place):
             workers.step(worker)
         self._follow_rows()
@@ -149,12 +143,3 @@ class PlanRunner:
             _log.error("the run stops: %s", failure)
             return str(failure)
         return None
-
-    def _draft_from_group(self) -> None:
-        """Gives requests of prompts without history what others of their group have brought."""
-        if self._history is None:
-            return
-        for prompt_key, index in self._history.before_plan():
-            for key, request_id in self._requests.items():
-                if (key.epoch, key.prompt_index) == prompt_key:
-                    self._workers.set_history(request_id, index)

@@ -35,7 +35,7 @@ _BLANK = DraftIndex.build([], [])
 class BlankIndexes(IndexBuilder):
     """Indexes in which nothing can be found, at once."""
 
-    def begin(self, index: int, history: PromptHistory, *, is_kept: bool = True) -> Building:
+    def begin(self, index: int, history: PromptHistory) -> Building:
         done: Future[DraftIndex] = Future()
         done.set_result(_BLANK)
         return Building(done, lambda: _BLANK)
@@ -45,8 +45,7 @@ def history_session(config: Config, clock: SimulatedClock) -> HistorySession | N
     """What a simulated run keeps of its responses, empty; None where nothing has any use for it."""
     options = config.rollout.speculation
     if options.enable:
-        own = config.rollout.n if options.within_group else 0
-        return HistorySession(history_store(options), BlankIndexes(options, clock=lambda: clock.now_s), own)
+        return HistorySession(history_store(options), BlankIndexes(options, clock=lambda: clock.now_s))
     return HistorySession(HistoryStore(0)) if config.rollout.ranking_groups.enable else None
 
 

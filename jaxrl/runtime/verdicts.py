@@ -262,6 +262,5 @@ def recorded(verdict: Verdict) -> dict[str, Any]:
 
 
 def replayed(entry: Mapping[str, Any], time_s: float, key: SampleKey) -> Verdict:
-    """The verdict that an entry of the journal tells of; also one of an older version, with `status` and `error`."""
-    info = entry["info"] if "info" in entry else {"error": entry["error"]}
-    return Verdict(time_s, key, float(entry.get("reward", 0.0)), entry["status"], info, outside=True, is_replayed=True)
+    """The verdict that an entry of the journal tells of."""
+    return Verdict(time_s, key, float(entry["reward"]), entry["status"], entry["info"], outside=True, is_replayed=True)

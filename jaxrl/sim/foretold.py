@@ -60,7 +60,7 @@ def foretold(
 
     Args:
       word: 64 bits that depend on the response's identity.
-      epoch: of the response. Stretches grow from epoch 1 on; in epoch 0 only a group's own samples foretell anything.
+      epoch: of the response. Stretches grow from epoch 1 on.
       length: of the response, in tokens.
       min_prefix, max_prefix: of `rollout.speculation`.
     """

@@ -23,7 +23,6 @@ import numpy as np
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Seat
 from jaxrl.scheduling.tokens.progress import Completed, Ended, Named, Progress, StopCheck, TraceEvent, finish_reason
 from jaxrl.sim.rows import Gains, LanePlan, LaneRows
@@ -165,10 +164,6 @@ class LockstepBatcher(Batcher):
     def seat(self, seats: Mapping[int, Seat]) -> None:
         self._dissolve()
         super().seat(seats)
-
-    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
-        self._dissolve()
-        super().set_history(request_id, history)
 
     # What others look at: the lane goes on
 

@@ -90,8 +90,7 @@ class SimulatedPrompts:
         self._position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        quotas = {"quotas": self._given} if self._given else {}  # states of before quotas had none
-        return {"num_prompts": self.num_prompts, "seed": self._seed, "shuffle": self._shuffle} | quotas
+        return {"num_prompts": self.num_prompts, "seed": self._seed, "shuffle": self._shuffle, "quotas": self._given}
 
     def _place(self, position: int) -> tuple[int, int]:
         """The index and the epoch of a position."""

@@ -30,7 +30,6 @@ import shutil
 import sys
 import time
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -45,14 +44,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.record.disk import is_full, reason, system_error
-from jaxrl.record.lost import CUT_OFF
 from jaxrl.train import manifest
 from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify_alone
 from jaxrl.types import RunFailed
 
 Tree = Any
 
-_LEFTOVER = re.compile(rf"{CUT_OFF}|\d+\.removed.*")
+_LEFTOVER = re.compile(r"\d+\.(draft|orbax-checkpoint-tmp|removed).*")
 _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -207,18 +205,17 @@ class Checkpointer:
         place = self._folder / str(step)
         if self.chosen is None or step != self.chosen.step:  # that one has been compared
             verify_alone(place, self._progress)
-        with _naming(place):
-            _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
-            size = _stored(place / ARRAYS)["npz"].shape
-            found = self._orbax.restore(
-                place,
-                args=_ItemArgs(
-                    state=_restore_args(abstract_state),
-                    host=ocp.args.JsonRestore(),
-                    arrays=_restore_args({"npz": jax.ShapeDtypeStruct(size, np.uint8)}),
-                ),
-            )
-            arrays = _from_bytes(np.asarray(found[ARRAYS]["npz"]))
+        _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
+        size = _stored(place / ARRAYS)["npz"].shape
+        found = self._orbax.restore(
+            place,
+            args=_ItemArgs(
+                state=_restore_args(abstract_state),
+                host=ocp.args.JsonRestore(),
+                arrays=_restore_args({"npz": jax.ShapeDtypeStruct(size, np.uint8)}),
+            ),
+        )
+        arrays = _from_bytes(np.asarray(found[ARRAYS]["npz"]))
         return found[STATE], HostState(found[HOST]["values"], arrays)
 
     def latest_step(self) -> int | None:
@@ -359,14 +356,12 @@ def _way_on(error: OSError) -> str:
 
 def refuse_other_model(place: Path, abstract_params: Tree) -> None:
     """Raises ValueError if a step's folder holds parameters of other names or shapes, before any weights load."""
-    with _naming(place):
-        _refuse_other_arrays(place, {"params": abstract_params}, {"params": _stored(place / STATE).get("params", {})})
+    _refuse_other_arrays(place, {"params": abstract_params}, {"params": _stored(place / STATE).get("params", {})})
 
 
 def holds_critic(place: Path) -> bool:
     """Whether a step's folder holds a critic beside the policy."""
-    with _naming(place):
-        return "critic" in _stored(place / STATE)
+    return "critic" in _stored(place / STATE)
 
 
 def restore_params(place: Path, abstract_params: Tree) -> Tree:
@@ -383,7 +378,7 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
     _tell_one_error()
     among = _processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
-    with _naming(place), ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
+    with ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
         return reader.restore(place / STATE, args=arguments)["params"]
 
@@ -419,18 +414,6 @@ def _refuse_other_arrays(place: Path, abstract: Tree, stored: Tree) -> None:
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
-
-
-@contextmanager
-def _naming(place: Path) -> Iterator[None]:
-    """Names the checkpoint in the errors of a step that has no checksums, which may be damaged in any way."""
-    try:
-        yield
-    except (ValueError, LookupError, OSError, zipfile.BadZipFile) as error:
-        if (place / manifest.FILE_NAME).exists() or str(error).startswith(f"checkpoint {place} "):
-            raise
-        told = re.split(r"\n| \[tensorstore_spec", str(error))[0]
-        raise ValueError(f"checkpoint {place} cannot be read ({told}): remove it to go on from an older one") from error
 
 
 @cache

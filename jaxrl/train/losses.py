@@ -1,8 +1,8 @@
 """Losses of the policy and of the critic: pure functions of (log-probabilities or values, TokenBatch, options).
 
 Each returns an unnormalised sum and its denominator; so do the metrics. Microbatches of a minibatch are added up and
-the division happens once, which makes the result independent of how the minibatch was cut. `METHODS` at the bottom
-lists published methods and the settings that give them.
+the division happens once, which makes the result independent of how the minibatch was cut. docs/your-algorithm.md lists
+published methods, with their equations and the settings that give them.
 
 Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the dual clip acts on negative advantages
 only, the weights of `algorithm.rollout_correction` multiply the policy loss and neither KL nor entropy. Departures:
@@ -154,7 +154,8 @@ def aggregate_denominator(batch: TokenBatch, mode: str) -> jax.Array:
 def rollout_weights(
     batch: TokenBatch, options: RolloutCorrectionSection, dtype: jnp.dtype
 ) -> tuple[jax.Array, dict[str, Fraction], dict[str, jax.Array]]:
-    """min(π_old / π_rollout, threshold) per token or per sequence, [R, T] of `dtype`, and metrics (`METHODS`, TIS).
+    """min(π_old / π_rollout, threshold) per token or per sequence, [R, T] of `dtype`, and metrics (TIS in
+    docs/your-algorithm.md).
 
     π_rollout is what wrote the token, so the weight also corrects for an earlier version where `old_logprobs` were
     recomputed. Where they are the recorded ones the weight is 1, and the ratio itself is taken to π_rollout. Neither
@@ -223,123 +224,3 @@ def _masked_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
 
 def _num_tokens(batch: TokenBatch) -> jax.Array:
     return jnp.sum(jnp.asarray(batch.loss_mask) > 0).astype(jnp.float32)
-
-
-class Method(NamedTuple):
-    """A published method.
-
-    Attributes:
-      reference: its source.
-      equation: its objective, which is maximised.
-      settings: the options that give it here, with their values.
-      example: the file in `configs/algorithms` that trains a small model with it, without `.yaml`.
-    """
-
-    reference: str
-    equation: str
-    settings: dict[str, object]
-    example: str
-
-
-METHODS: dict[str, Method] = {
-    "PPO": Method(
-        "Schulman et al. 2017, arXiv:1707.06347, eq. 7",
-        "E_t min(r_t A_t, clip(r_t, 1-ε, 1+ε) A_t), A_t = Σ_l (γλ)^l (R_{t+l} + γ V_{t+l+1} - V_{t+l}) whitened over "
-        "the batch (arXiv:1506.02438, eq. 16), V a critic; and the clip of each method below, with its own A_t",
-        {
-            "algorithm.adv_estimator": "gae",
-            "algorithm.gamma": 1.0,
-            "algorithm.lam": 0.95,
-            "actor.clip_ratio_low": 0.2,
-            "actor.clip_ratio_high": 0.2,
-            "algorithm.loss_agg_mode": "token-mean",
-        },
-        "ppo_gae",
-    ),
-    "GRPO": Method(
-        "Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4",
-        "1/G Σ_i 1/|o_i| Σ_t [min(r A_i, clip(r) A_i) - β k3], A_i = (R_i - mean R) / std R",
-        {
-            "algorithm.adv_estimator": "grpo",
-            "algorithm.loss_agg_mode": "seq-mean-token-mean",
-            "actor.use_kl_loss": True,
-            "actor.kl_loss_type": "low_var_kl",
-        },
-        "grpo",
-    ),
-    "Dr.GRPO": Method(
-        "Liu et al. 2025, arXiv:2503.20783, §3.2",
-        "1/G Σ_i Σ_t min(r A_i, clip(r) A_i), A_i = R_i - mean R (their constant 1/max length: part of the step size)",
-        {"algorithm.adv_estimator": "dr_grpo", "algorithm.loss_agg_mode": "seq-mean-token-sum"},
-        "dr_grpo",
-    ),
-    "DAPO": Method(
-        "Yu et al. 2025, arXiv:2503.14476, eq. 8 (without its dynamic sampling and overlong shaping)",
-        "1/Σ|o_i| Σ_i Σ_t min(r A_i, clip(r, 1-ε_low, 1+ε_high) A_i)",
-        {
-            "algorithm.adv_estimator": "grpo",
-            "algorithm.loss_agg_mode": "token-mean",
-            "actor.clip_ratio_low": 0.2,
-            "actor.clip_ratio_high": 0.28,
-        },
-        "dapo",
-    ),
-    "GSPO": Method(
-        "Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7 and 14",
-        "1/G Σ_i min(s_i A_i, clip(s_i) A_i), s_i = exp(1/|o_i| Σ_t log r_t)",
-        {
-            "algorithm.adv_estimator": "grpo",
-            "actor.ratio_level": "sequence",
-            "algorithm.loss_agg_mode": "seq-mean-token-mean",
-            "actor.clip_ratio_low": 3e-4,
-            "actor.clip_ratio_high": 4e-4,
-        },
-        "gspo",
-    ),
-    "RLOO": Method(
-        "Ahmadian et al. 2024, arXiv:2402.14740, §3.3 (as a clipped surrogate; on-policy the gradient is theirs)",
-        "1/G Σ_i (R_i - mean_{j≠i} R_j) Σ_t log π, the penalty β (log π - log π_ref) subtracted from R",
-        {
-            "algorithm.adv_estimator": "rloo",
-            "algorithm.loss_agg_mode": "seq-mean-token-sum",
-            "algorithm.use_kl_in_reward": True,
-            "algorithm.kl_penalty": "kl",
-        },
-        "rloo",
-    ),
-    "REINFORCE++": Method(
-        "Hu 2025, arXiv:2501.03262, §3",
-        "E_t min(r_t A_t, clip(r_t) A_t), A_t = whitened over the batch: R - β Σ_{s≥t} (log π - log π_ref)",
-        {
-            "algorithm.adv_estimator": "reinforce_plus_plus",
-            "algorithm.loss_agg_mode": "token-mean",
-            "algorithm.use_kl_in_reward": True,
-            "algorithm.kl_penalty": "kl",
-        },
-        "reinforce_plus_plus",
-    ),
-    "TIS": Method(
-        "Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (truncated importance "
-        "sampling: Ionides 2008, Journal of Computational and Graphical Statistics 17)",
-        "E_t min(π_old,t / π_rollout,t, C) min(r_t A_t, clip(r_t) A_t), r_t = π_t / π_old,t, both log-probabilities of "
-        "the same weights",
-        {
-            "actor.old_logprobs": "recompute",
-            "algorithm.rollout_correction.rollout_is": "token",
-            "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-        },
-        "tis",
-    ),
-    "decoupled PPO": Method(
-        "Hilton et al. 2021, arXiv:2110.00641, §3; for tokens of earlier versions Fu et al. 2025, arXiv:2505.24298, "
-        "§5.2",
-        "E_t (π_old,t / π_behaviour,t) min(r_t A_t, clip(r_t) A_t), r_t = π_t / π_old,t, π_old the policy before the "
-        "update, π_behaviour the version that wrote the token (here truncated at C)",
-        {
-            "actor.old_logprobs": "recompute",
-            "rollout.stale_tokens": "recompute",
-            "algorithm.rollout_correction.rollout_is": "token",
-        },
-        "decoupled_ppo",
-    ),
-}

@@ -36,7 +36,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import struct
 
 from jaxrl.config import Config
 from jaxrl.kernels.attention import PackedAttention
@@ -46,7 +45,8 @@ from jaxrl.types import TrainBatch
 Array = np.ndarray | jax.Array
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TokenBatch:
     """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences`.
 

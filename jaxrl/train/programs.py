@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
@@ -47,7 +46,8 @@ Shape = tuple[str, int, int]
 """(program, rows of the microbatch on all devices together, tokens of a row); of programs without one, 0 and 0."""
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Accumulator:
     """Sums over the microbatches of a minibatch: gradients, their denominator, and metrics."""
 
@@ -255,7 +255,7 @@ class TrainPrograms(CompiledPrograms):
         """`total` with a microbatch; and a number that is there when it has run, and that the next one leaves alone."""
         part = self._gradients_of(trainable, frozen, batch)
         added = jax.tree.map(jnp.add, total, part)
-        return added.replace(maxima=jax.tree.map(jnp.maximum, total.maxima, part.maxima)), part.denominator
+        return dataclasses.replace(added, maxima=jax.tree.map(jnp.maximum, total.maxima, part.maxima)), part.denominator
 
     def _apply(self, trainable: Tree, state: Tree, total: Accumulator) -> tuple[Tree, Tree, dict[str, jax.Array]]:
         gradients = jax.tree.map(lambda g: g / total.denominator.astype(g.dtype), total.gradients)

@@ -1,7 +1,6 @@
 """The steps in a folder of checkpoints: which there are, which are as they were written, and which one to take.
 
-A step is whole if its folder is what its manifest says (`jaxrl.train.manifest`). Steps of schema 1 have no manifest;
-there, only the parts that are JSON can be checked.
+A step is whole if its folder is what its manifest says (`jaxrl.train.manifest`).
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from jaxrl.train import manifest
 from jaxrl.train.manifest import Damaged
 
 SCHEMA_VERSION = 2
-"""Version of everything around a step's items: 1 had no manifest. A reader refuses versions above its own."""
+"""Version of everything around a step's items. A reader refuses versions above its own."""
 
 STATE, HOST, ARRAYS = "state", "host", "arrays"
 """The items of a step."""
-
-_JSON_FILES = (f"{HOST}/metadata", f"{STATE}/_METADATA", f"{ARRAYS}/_METADATA")
-_UNCHECKED = "is of an older version and carries no checksums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +28,23 @@ class Choice:
     Attributes:
       step: its number.
       faults: what is wrong with the newer ones, by step.
-      has_checksums: False where it was written by a version without them, so that a changed byte may go unseen.
     """
 
     step: int
     faults: Mapping[int, str] = field(default_factory=dict)
-    has_checksums: bool = True
 
     def to_json(self) -> str:
         faults = {str(step): fault for step, fault in self.faults.items()}
-        return json.dumps({"step": self.step, "faults": faults, "has_checksums": self.has_checksums})
+        return json.dumps({"step": self.step, "faults": faults})
 
     @classmethod
     def from_json(cls, text: str) -> Choice:
         found = json.loads(text)
-        return cls(found["step"], {int(step): fault for step, fault in found["faults"].items()}, found["has_checksums"])
+        return cls(found["step"], {int(step): fault for step, fault in found["faults"].items()})
 
     def notes(self) -> list[str]:
         """What a user should know, one line each."""
-        lines = [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]
-        if not self.has_checksums:
-            lines.append(f"checkpoint {self.step} {_UNCHECKED}")
-        return lines
+        return [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]
 
 
 def choose(folder: str | Path, progress: Callable[[], None] = lambda: None) -> Choice | None:
@@ -69,7 +60,8 @@ def choose(folder: str | Path, progress: Callable[[], None] = lambda: None) -> C
     folder, faults = Path(folder).absolute(), dict[int, str]()
     for step in reversed(steps_of(folder)):
         try:
-            return Choice(step, faults, _verify(folder / str(step), step, progress) > 1)
+            _verify(folder / str(step), step, progress)
+            return Choice(step, faults)
         except Damaged as fault:
             faults[step] = str(fault)
     if faults:
@@ -100,11 +92,11 @@ def whole_step(
     if place is None:
         chosen = choose(folder, progress)
         assert chosen is not None, "there are steps"
-        place, notes = folder / str(chosen.step), chosen.notes()
+        place = folder / str(chosen.step)
+        for line in chosen.notes():
+            say(line)
     else:
-        notes = [] if verify_alone(place, progress) > 1 else [f"checkpoint {place.name} {_UNCHECKED}"]
-    for line in notes:
-        say(line)
+        verify_alone(place, progress)
     say(f"parameters of {place}")
     return place
 
@@ -151,8 +143,8 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _verify(place: Path, step: int | None, progress: Callable[[], None]) -> int:
-    """Compares a step's folder with what was written; returns its schema version.
+def _verify(place: Path, step: int | None, progress: Callable[[], None]) -> None:
+    """Compares a step's folder with what was written.
 
     Raises:
       Damaged: something has changed.
@@ -162,46 +154,18 @@ def _verify(place: Path, step: int | None, progress: Callable[[], None]) -> int:
         raise Damaged("it is a file, not a folder")
     if not any(place.iterdir()):
         raise Damaged("it is empty")
-    if not (place / manifest.FILE_NAME).exists():
-        return _verify_first_schema(place)
     content = manifest.read(place, step)
-    _refuse_later(place, content["schema_version"])
-    manifest.check(place, content, (STATE, HOST, ARRAYS), progress)
-    return content["schema_version"]
-
-
-def _verify_first_schema(place: Path) -> int:
-    """A step without a manifest: only that its files are there and can be read."""
-    for name in _JSON_FILES:
-        try:
-            found = json.loads((place / name).read_bytes())
-        except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
-        except (OSError, ValueError, RecursionError) as error:
-            if isinstance(error, OSError) and not manifest.is_damage(error):
-                raise
-            raise Damaged(f"{name} has changed since it was written") from None
-        if name.startswith(HOST):
-            version = found.get("schema_version") if isinstance(found, Mapping) else None
-            if not isinstance(version, int):
-                raise Damaged(f"{name} names no schema_version")
-            _refuse_later(place, version)
-            if version > 1:
-                raise Damaged(f"{manifest.FILE_NAME} is missing")
-    return 1
-
-
-def verify_alone(place: Path, progress: Callable[[], None] = lambda: None) -> int:
-    """`_verify` where no other step may take this one's place: ValueError if it is damaged."""
-    try:
-        step = int(place.name) if place.name.isdigit() else None
-        return _verify(place, step, progress)
-    except Damaged as fault:
-        raise ValueError(f"checkpoint {place} is damaged: {fault}") from None
-
-
-def _refuse_later(place: Path, version: int) -> None:
-    if version > SCHEMA_VERSION:
+    if (version := content["schema_version"]) > SCHEMA_VERSION:
         raise ValueError(
             f"checkpoint {place} has schema version {version}; this jaxrl reads up to {SCHEMA_VERSION}: update jaxrl"
         )
+    manifest.check(place, content, (STATE, HOST, ARRAYS), progress)
+
+
+def verify_alone(place: Path, progress: Callable[[], None] = lambda: None) -> None:
+    """`_verify` where no other step may take this one's place: ValueError if it is damaged."""
+    try:
+        step = int(place.name) if place.name.isdigit() else None
+        _verify(place, step, progress)
+    except Damaged as fault:
+        raise ValueError(f"checkpoint {place} is damaged: {fault}") from None

@@ -20,10 +20,6 @@ def config(**sections: Any) -> Any:
             {"algorithm": {"filter_groups": {"enable": True, "path": "f.py"}}, "rollout": {"n": 4}},
             r"algorithm.filter_groups.path \(f.py\) and hosts.num \(2\) exclude each other",
         ),
-        (
-            {"rollout": {"speculation": {"enable": True, "within_group": True}}},
-            r"rollout.speculation.within_group and hosts.num \(2\) exclude each other",
-        ),
     ],
 )
 def test_what_looks_at_tokens_in_the_middle_of_a_round(sections: dict[str, Any], sentence: str):

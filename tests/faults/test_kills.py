@@ -50,7 +50,7 @@ RULES = {
     # a low temperature: responses resemble those of the epoch before. The history is part of the end that is compared
     "speculation": (
         *("rollout.temperature=0.06", "actor.optim.lr=0.002", "rollout.decode_steps=2"),
-        "rollout.speculation={enable: true, epochs: 2, within_group: true}",
+        "rollout.speculation={enable: true, epochs: 2}",
     ),
     "streaming": (*HALVES, STREAM),
 }

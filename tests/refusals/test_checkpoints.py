@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from damage import cut, first_schema, flip, saved
+from damage import cut, flip, saved
 from refusals import Refusal, cases
 
 from jaxrl.train import manifest
@@ -151,27 +151,7 @@ DAMAGED = (
         "it is a file, not a folder",
         lambda step: (shutil.rmtree(step), step.write_text("4")),
     ),
-    damaged(
-        "without a manifest, and no JSON", f"host/metadata {CHANGED}", first_schema, rewritten("host/metadata", "{")
-    ),
-    damaged(
-        "without a manifest, and a list",
-        "host/metadata names no schema_version",
-        first_schema,
-        rewritten("host/metadata", "[]"),
-    ),
-    damaged(
-        "without a manifest, and no tree",
-        "state/_METADATA is missing",
-        first_schema,
-        file("state/_METADATA", Path.unlink),
-    ),
-    damaged(
-        "without a manifest, and no UTF-8",
-        f"arrays/_METADATA {CHANGED}",
-        first_schema,
-        file("arrays/_METADATA", lambda path: path.write_bytes(b"\xff")),
-    ),
+    damaged("without a manifest", "manifest.json is missing", lambda step: (step / "manifest.json").unlink()),
 )
 
 OTHERS = (
@@ -198,12 +178,6 @@ OTHERS = (
         TRAIN,
         "checkpoint {tmp}/run/checkpoints/4 has schema version 3; this jaxrl reads up to 2: update jaxrl",
         prepared(lambda step: manifest.write(step, 3, 4)),
-    ),
-    Refusal(
-        "a later version without a manifest",
-        TRAIN,
-        "checkpoint {tmp}/run/checkpoints/4 has schema version 12; this jaxrl reads up to 2: update jaxrl",
-        prepared(first_schema, rewritten("host/metadata", '{"schema_version": 12}')),
     ),
     Refusal(
         "a file called checkpoints",
@@ -249,19 +223,6 @@ GONE = (
 MISSING = (
     Refusal("the folder of checkpoints gone", TRAIN, GONE, prepared(without_checkpoints(checkpoint=2))),
     Refusal("the folder emptied", TRAIN, GONE, prepared(without_checkpoints(emptied=True, checkpoint=2))),
-    Refusal(
-        "gone from a run of an older version that was resumed",
-        TRAIN,
-        GONE,
-        prepared(without_checkpoints(starts=[{"from_step": 0}, {"from_step": 2}])),
-    ),
-    Refusal(
-        "gone from a run of an older version",
-        TRAIN,
-        GONE,
-        prepared(without_checkpoints(starts=[]), recorded(save_freq=2)),
-    ),
-    Refusal("gone, and run.json too", TRAIN, GONE, prepared(without_checkpoints(), recorded(save_freq=2))),
 )
 
 ALONE = "{tmp}/run/checkpoints holds no checkpoint that is whole (4: it is empty): bring one back from a copy"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from damaged_models import (
@@ -20,11 +21,11 @@ from damaged_models import (
     Prepare,
     config,
     entry,
-    header,
     index,
     model,
     pipe,
     placed,
+    tensors,
     text,
     twins,
     untied,
@@ -305,89 +306,57 @@ CONFIGS = (
     ),
 )
 
+NO_FILE = "truncated or not a safetensors file"
 TENSORS = (
     in_weights(
         "a-size-beyond-the-weights",
         f"tensor {EMBED} has shape (260, 32), but the config asks for (16777216, 32)",
         config(vocab_size=2**24),
     ),
-    in_weights(
-        "an-empty-file",
-        "truncated or not a safetensors file (0 bytes, header of 0 bytes)",
-        text("model.safetensors", b""),
-    ),
+    in_weights("an-empty-file", f"{NO_FILE} (header too small)", text("model.safetensors", b"")),
     in_weights(
         "a-pointer-of-git-lfs",
-        "truncated or not a safetensors file (40 bytes, header of 2336927755350992246 bytes)",
+        f"{NO_FILE} (header too large)",
         text("model.safetensors", b"version https://git-lfs.github.com/spec/"),
     ),
     in_weights(
         "a-header-that-is-no-json",
-        "the header is not that of a safetensors file",
+        f"{NO_FILE} (invalid JSON in header: expected ident at line 1 column 2)",
         text("model.safetensors", b"\x10" + bytes(7) + b"this is no json!"),
     ),
     in_weights(
-        "a-header-that-is-a-list",
-        "the header is not that of a safetensors file",
-        text("model.safetensors", b"\x02" + bytes(7) + b"[]"),
-    ),
-    in_weights(
-        "an-entry-that-is-a-text",
-        f"tensor {UP}: its entry in the header ('F32') must be an object with dtype, shape and data_offsets",
-        header(lambda entries: entries.update({UP: "F32"})),
-    ),
-    in_weights(
         "a-shape-that-is-a-text",
-        f"tensor {UP}: shape (['48', 32]) must be a list of whole numbers",
+        f'{NO_FILE} (invalid JSON in header: invalid type: string "48", expected usize at line 1 column 2191)',
         entry(shape=["48", 32]),
     ),
     in_weights(
-        "a-shape-below-zero",
-        f"tensor {UP}: shape ([-48, -32]) must be a list of whole numbers",
-        entry(shape=[-48, -32]),
-    ),
-    in_weights(
-        "offsets-that-are-fractions",
-        f"tensor {UP}: data_offsets ([0.0, 6144.0]) must be two whole numbers",
-        entry(data_offsets=[0.0, 6144.0]),
-    ),
-    in_weights(
-        "offsets-below-zero",
-        f"tensor {UP}: data_offsets ([-6144, 0]) must be two whole numbers",
-        entry(data_offsets=[-6144, 0]),
-    ),
-    in_weights(
-        "one-offset", f"tensor {UP}: data_offsets ([6144]) must be two whole numbers", entry(data_offsets=[6144])
-    ),
-    in_weights(
-        "a-dtype-that-is-a-number", f"tensor {UP}: dtype (32) must be one of F64, F32, F16, BF16", entry(dtype=32)
+        "offsets-that-do-not-fit",
+        f"{NO_FILE} (invalid shape, data type, or offset for tensor)",
+        entry(data_offsets=[0, 6140]),
     ),
     in_weights(
         "an-8-bit-dtype",
         f"tensor {UP} has dtype F8_E4M3, which is not supported; use F64, F32, F16, BF16",
-        entry(dtype="F8_E4M3"),
-    ),
-    in_weights(
-        "offsets-that-do-not-fit",
-        f"tensor {UP} of shape (48, 32) has 6140 bytes, which do not fit it",
-        entry(data_offsets=[0, 6140]),
+        tensors(lambda entries: entries.update({UP: entries[UP].astype(ml_dtypes.float8_e4m3fn)})),
     ),
     in_weights(
         "a-shape-of-the-config-turned",
         f"tensor {UP} has shape (32, 48), but the config asks for (48, 32)",
         entry(shape=[32, 48]),
     ),
-    in_weights("tensors-that-share-bytes", f"tensors {EMBED} and {UP} share bytes", entry(data_offsets=[1024, 7168])),
+    in_weights(
+        "tensors-that-share-bytes", f"{NO_FILE} (invalid offset for tensor `{UP}`)", entry(data_offsets=[1024, 7168])
+    ),
     in_weights(
         "a-surplus-tensor",
         "tensor extra of shape (0,) has no place in a model of this config",
-        header(lambda entries: entries.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
+        tensors(lambda entries: entries.update(extra=np.zeros(0, np.float32))),
     ),
     Refusal(
         "a-missing-tensor",
         EXPORT,
         f"{{tmp}}/m: tensor {UP} of shape (48, 32) is missing",
-        header(lambda entries: entries.pop(UP)),
+        tensors(lambda entries: entries.pop(UP)),
     ),
     in_weights("weights-of-no-number", f"tensor {UP} has values that are NaN or infinite in float32", value(np.nan)),
     in_weights(

@@ -15,6 +15,7 @@ import yaml
 from refusals import Refusal, cases
 
 from jaxrl.config import from_mapping, to_mapping
+from jaxrl.record.state import dump_state
 
 DATA = ("data.train_files=[{tmp}/train.jsonl]", "data.max_prompt_length=64", "data.max_response_length=16")
 MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")
@@ -121,9 +122,8 @@ DAMAGED = (
     damaged("run-json-is-a-list", "run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
     damaged("run-json-without-devices", "run_json", "{}",
             "run.json: damaged (devices must be an object): mend it, or move it away"),
-    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": [1]}',
-            "run.json: damaged (starts must be a list of objects, with whole numbers as from_step): mend it, or move "
-            "it away"),
+    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": {}}',
+            "run.json: damaged (starts must be a list): mend it, or move it away"),
     damaged("run-json-with-lines-that-are-no-number", "run_json",
             '{"devices": {}, "written": {"metrics.jsonl": {"lines": "1", "bytes": 2, "crc32": 3}}}',
             "run.json: damaged (written must be an object of files, with whole numbers as lines, bytes, crc32): mend "
@@ -190,21 +190,20 @@ SIMULATIONS = (
     Refusal(
         "state-cut-off",
         SIMULATE,
-        "{tmp}/run/state.json: not a simulation's state (Unterminated string starting at: line 1 column 2 (char 1)); "
-        "remove it to start again",
+        "{tmp}/run/state.json: not a simulation's state of schema 2; remove it to start again",
         a_run("simulated", state_json='{"simu'),
     ),
     Refusal(
         "state-of-another-schema",
         SIMULATE,
-        "{tmp}/run/state.json: not a simulation's state of schema 1 or 2; remove it to start again",
+        "{tmp}/run/state.json: not a simulation's state of schema 2; remove it to start again",
         a_run("simulated", state_json='{"simulation": 9, "state": {}}'),
     ),
     Refusal(
         "state-without-a-step",
         SIMULATE,
         "{tmp}/run/state.json: a simulation's state without its step; remove it to start again",
-        a_run("simulated", state_json='{"simulation": 1, "state": {}}'),
+        a_run("simulated", state_json=dump_state({})),
     ),
 )
 

@@ -28,7 +28,7 @@ def write_run(folder: Path, steps: int = 20, gain: float = 0.5, seconds: float =
             line = {"critic/rewards/mean": 0.1 + gain * step / steps, "response_length/mean": 100.0}
             line |= {"timing_s/gen": seconds * 0.6, "timing_s/update_actor": seconds * 0.3, "timing_s/step": seconds}
             line |= {"reward/errors": 1.0, "reward/timeouts": 2.0, "actor/grad_norm": 0.5}
-            line |= {"val/accuracy": 0.2 + gain * step / steps} if step % 10 == 0 else {}
+            line |= {"val/reward": 0.2 + gain * step / steps} if step % 10 == 0 else {}
             writer.write(step, line | ({"simulated": 1} if simulated else {}))
     options = {"model": {"path": "some"}, "data": {"task": "leg_counting"}} | options
     record = {"config": to_mapping(from_mapping(options)), "commit": "abc"}

@@ -16,9 +16,7 @@ from jaxrl.record.batches import BatchLog
 from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
 from jaxrl.record.timeline import Timeline
 from jaxrl.report.charts import number, step_labels, thin, ticks_of
-from jaxrl.report.curves import validation_names
 from jaxrl.report.page import write_report
-from jaxrl.report.runs import read_run
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 STEPS = 120
@@ -512,12 +510,3 @@ def test_a_run_whose_rewards_failed_says_so_at_its_head(tmp_path: Path):
         "<code>ZeroDivisionError: &lt;no&gt; (bad/raises.py, line 2, in compute_score)</code>.</p>"
     ) in all_of_them
     assert "<p class='note'><b>1 of 100 rewards failed</b> and count as 0: 1 error. Most" in few
-
-
-def test_older_runs_have_their_mean_reward_under_another_name(tmp_path: Path):
-    lines = [{"step": 1, "val/accuracy": 0.25}, {"step": 2, "val/accuracy": 0.5, "val/reward": 0.75}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = read_run(tmp_path)
-    assert run.series("val/reward") == [(1, 0.25), (2, 0.75)]
-    assert run.series("val/accuracy") == [(2, 0.5)]
-    assert validation_names(run)[:2] == ["val/reward", "val/accuracy"]

@@ -66,7 +66,7 @@ def test_explain_config_prints_the_share(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_resume_without_the_cache_of_before_says_so_on_gpus():
     assert retuning_note("a", "a", "gpu") is None
-    assert retuning_note(None, "a", "gpu") is None, "an older version noted no cache"
+    assert retuning_note(None, "a", "gpu") is None, "not known"
     for platform in ("gpu", "cuda"):
         assert "is not there any more, or another folder" in (retuning_note("a", "b", platform) or "")
         assert "is switched off now" in (retuning_note("a", "", platform) or "")

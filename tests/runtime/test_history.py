@@ -77,9 +77,9 @@ class Ticks:
 def sessions() -> Iterator[Any]:
     opened: list[HistorySession] = []
 
-    def build(options: SpeculationSection = ON, drawing: Held | None = None, most_own: int = 0) -> HistorySession:
+    def build(options: SpeculationSection = ON, drawing: Held | None = None) -> HistorySession:
         builder = IndexBuilder(options, drawing, Ticks())
-        opened.append(HistorySession(history_store(options), builder, most_own))
+        opened.append(HistorySession(history_store(options), builder))
         return opened[-1]
 
     yield build
@@ -213,27 +213,6 @@ def test_what_is_drafted_follows_rewards_of_any_sign(rewards: tuple[float, ...])
     assert build_index(history, ON).draft([1, 2, 3], 9).tolist() == [7, 8]
 
 
-def test_prompts_without_history_draft_from_their_group(sessions: Any):
-    session = sessions(most_own=2)
-    play(session, group(7))
-    session.begin("plain")
-    session.ended([sample(0, 0, reward=None), sample(7, 0, epoch=1, reward=None)])
-    assert session.before_plan() == [], "begun now, and used from the next plan on"
-    session.ended([sample(0, i, reward=None) for i in (1, 2)])  # one more than there is room for
-    ((key, index),) = session.before_plan()
-    assert key == (0, 0)
-    assert index.draft([0, 1, 2], 2).tolist() == [3, 4]
-    assert session.index_of(prompt(0)) is index, "samples of the group that come later as well"
-    assert index.find([10, 11, 12]) == (-1, 0)
-    ((_, index),) = session.before_plan()
-    assert index.draft([10, 11, 12], 2).tolist() == [13, 14]
-    assert index.num_tokens == 12
-    assert session.before_plan() == []
-    session.end([], Counters())
-    session.begin("plain")
-    assert session.index_of(prompt(0)) is None, "of this round alone"
-
-
 class Recording(Engine):
     """Notes requests as they are added, and which of its plans' rows have a history."""
 
@@ -291,7 +270,7 @@ def run_round(backend: RolloutBackend, prompts: list[Prompt], kind: str = "plain
 
 
 def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):
-    session = sessions(most_own=2)
+    session = sessions()
     keys = [SampleKey(epoch, index, i) for epoch in (0, 1) for index in (0, 1) for i in (0, 1)]
     executor = ReplayWorker({key: 12 if key.sample_index else 4 for key in keys}, num_slots=4)
     engine = Recording(executor)
@@ -299,7 +278,7 @@ def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):
     backend.enter_rollout(0)
     measured = run_round(backend, [prompt(0)])
     assert [request.history for request in engine.requests] == [None, None]
-    assert {frozenset(ids) for ids in engine.drafting} == {frozenset(), frozenset({1})}, "the second, from the first"
+    assert {frozenset(ids) for ids in engine.drafting} == {frozenset()}
     assert measured["rollout/spec/plans_share"] == 0
     assert measured["rollout/spec/tokens_per_step"] == 1
     engine.requests.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from replayed_backend import (
 )
 
 from jaxrl.config import from_mapping
-from jaxrl.record.journal import Journal
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
@@ -183,14 +181,6 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
     again.run_round(PROMPTS, 2, step=7)
     assert not set(again.pool.submitted) & set(journalled)
     assert again.backend.end()["reward/code/anchor_s/max"] == 10.0, "what is replayed teaches as well"
-
-
-def test_a_verdict_of_an_older_version_is_read(houses: Any, tmp_path: Path):
-    with closing(Journal(tmp_path / "journal.jsonl", 6)) as journal:
-        journal.append(7, "verdict", (0, 0, 1, 0, 0), {"status": "timeout", "error": "no score in time"})
-    _, events = houses(LENGTHS, Pool(), last_step=6).run_round(PROMPTS, 2, step=7)
-    (heard,) = [event for event in events if isinstance(event, Verdict) and event.status != "ok"]
-    assert (heard.key, heard.reward, heard.info) == (key(1), 0.0, {"error": "no score in time"})
 
 
 @pytest.mark.parametrize("between", [(), (8,)], ids=["in turn", "one-step-off"])

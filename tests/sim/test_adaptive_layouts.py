@@ -204,7 +204,7 @@ def test_the_planner_chooses_where_rounds_start():
 
 
 def test_the_confident_planner_is_part_of_a_checkpoint():
-    tight = config(planner=True, planner_rule="confident", planner_trial_rounds=1)
+    tight = config(planner=True, planner_rule="confident")
     tight = replace(tight, rollout=replace(tight.rollout, num_blocks=300, max_num_seqs=4))
     _, metrics, _, saved = run(tight)
     _, again, _, _ = run(tight, saved[2])

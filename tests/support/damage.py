@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import shutil
 import tempfile
@@ -64,13 +63,6 @@ def flip(file: Path, at: int = 0, bit: int = 0) -> None:
 def cut(file: Path, size: int = 0) -> None:
     """Keeps the first bytes of a file."""
     file.write_bytes(file.read_bytes()[:size])
-
-
-def first_schema(step: Path) -> None:
-    """Makes a step one of schema 1, which has no manifest."""
-    (step / "manifest.json").unlink()
-    file = step / "host" / "metadata"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 1}))
 
 
 def harm(step: Path, moments: random.Random) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file, save_file
 from tiny import CONFIG, write_tiny_model
 
 from jaxrl.models import decoder
@@ -70,6 +72,18 @@ def header(change: Callable[[dict[str, Any]], object]) -> Prepare:
         change(entries)
         new = json.dumps(entries).encode()
         file.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
+
+    return prepare
+
+
+def tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Prepare:
+    """A model whose tensors are changed, by name."""
+
+    def prepare(folder: Path) -> None:
+        file = model(folder) / "model.safetensors"
+        entries = load_file(file)
+        change(entries)
+        save_file(entries, file)
 
     return prepare
 

@@ -295,7 +295,6 @@ def test_every_program_of_a_run_is_known_before_its_first_batch(make_config, mak
     with closing(CompileAhead([trainer.programs])) as ahead:
         assert ahead.wait() == len(trainer.programs.shapes())
     assert trainer.programs.is_warm
-    ahead_of_time = set(trainer.programs.compiled_shapes)
     names = []
 
     def note(event, seconds, **about):
@@ -314,7 +313,6 @@ def test_every_program_of_a_run_is_known_before_its_first_batch(make_config, mak
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert names == []
-    assert set(trainer.programs.compiled_shapes) == ahead_of_time
     trainer.programs.microbatches = (Shape(1, 64),)  # none of those
     trainer.accumulate(make_batch())
     assert trainer.apply()["actor/recompiles"] == 1

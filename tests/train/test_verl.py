@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def token_batch(given: dict[str, np.ndarray]) -> TokenBatch:
     }
     empty = TokenBatch.zeros(*learnt.shape)
     typed = {name: value.astype(getattr(empty, name).dtype) for name, value in arrays.items()}
-    return empty.replace(**typed, num_sequences=(counts[:, 0] > 0).astype(np.int32))
+    return dataclasses.replace(empty, **typed, num_sequences=(counts[:, 0] > 0).astype(np.int32))
 
 
 def config_of(**sections: dict[str, Any]) -> Config:

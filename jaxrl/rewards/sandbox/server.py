@@ -25,7 +25,6 @@ from jaxrl.rewards.sandbox.probe import find_means
 from jaxrl.rewards.sandbox.supervisor import Order, Supervisor
 
 HEADER = struct.Struct("!I")
-_MAX_ORDER = 1 << 20
 _PRELOADED = """
     abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc concurrent.futures
     concurrent.futures.thread contextlib copy csv ctypes dataclasses datetime decimal difflib enum fcntl fractions

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +30,13 @@ from jaxrl.config.declared import declared, walk
 from jaxrl.config.mapping import flatten
 from jaxrl.data.hub import data_paths, data_set_name, hub_name, used_files
 from jaxrl.models.loading import RANDOM, resolve_path
+from jaxrl.record.run_dir import versions
 from jaxrl.sharding.mesh import platform_of
 
 WHOLE_BYTES = 2**26
 NUM_SAMPLES = 64
 _HEAD_BYTES, _TAIL_BYTES, _SAMPLE_BYTES = 2**23, 2**20, 2**18
 _MOST_FILES = 64  # of a folder that has a fact for each
-_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym")
 _MODELS = ("model.path", "reward.judge.model")
 _OWN_OPTIONS = ("hosts.coordinator", "hosts.address", "trainer.run_dir", "trainer.compilation_cache_dir")
 _SETTINGS = (
@@ -73,14 +72,8 @@ def facts_of(config: Config, devices: Sequence[Any]) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"the version of jaxrl": jaxrl.__version__}
-    found["the version of Python"] = ".".join(platform.python_version_tuple()[:2])
-    for package in _PACKAGES:
-        try:
-            found[f"the version of {package}"] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[f"the version of {package}"] = "not installed"
-    return found
+    found = versions() | {"jaxrl": jaxrl.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
+    return {f"the version of {name}": version for name, version in found.items()}
 
 
 def _source() -> str:

@@ -21,16 +21,16 @@ is about Student's t with ν + ν₀ degrees of freedom. φ >= 1 is by how much 
 the weighted mean of 1, which counts as ν₀ = 8 rounds, and of an estimate that counts as ν = 2 (n - 1) / 3: half the
 mean square of the differences between successive counts, over the mean count. tp rises if X > E X, and t is beyond the
 quantile of 1 - α / 4 for one of w = 1, 2, 4, 8. So in a round of which nothing has changed, noise raises it with a
-chance of at most α = `planner_level` (by the union bound over the four; the rest is approximation, and
+chance of at most α = 1 in 10,000 (by the union bound over the four; the rest is approximation, and
 `scripts/bench_planner.py` measures it).
 
 All rounds of a kind at a degree are compared with, however long ago, so slow growth is found as well. Those that showed
 a rise are forgotten: later rounds at that degree are compared with what was normal there.
 
 **The way down.** As in the paper, `planner_quiet_rounds` without preemption lower tp. And a degree that was raised is
-left again after `planner_trial_rounds`, for the one that it was raised from. If preemptions there are still beyond what
+left again after `TRIAL_ROUNDS`, for the one that it was raised from. If preemptions there are still beyond what
 was normal, they raise tp again by the test above, and the next attempt waits twice as long; if they are not for
-`planner_trial_rounds`, the wait is forgotten. So a false rise, or one that has passed, is undone, and one that stays
+`TRIAL_ROUNDS`, the wait is forgotten. So a false rise, or one that has passed, is undone, and one that stays
 costs ever rarer trials. A lower degree that has no rounds of its own is compared with the one above it.
 
 Departures from RollPacker: the test, and the trials. Kinds of rounds, steps between degrees and what is not a clock are
@@ -52,6 +52,10 @@ from jaxrl.scheduling.layouts.tp_planner import check_preemptions, checked_degre
 
 WINDOWS = (1, 2, 4, 8)
 PRIOR_ROUNDS = 8.0
+LEVEL = 1e-4
+"""The chance per round that noise alone raises tp."""
+TRIAL_ROUNDS = 16
+"""Rounds after which a raised tp is lowered on trial; doubled each time that this fails."""
 
 
 def risen(counts: Sequence[int], window: int, rise: float, level: float) -> bool:
@@ -122,13 +126,17 @@ class ConfidentPlanner:
       options: `rollout.layout`.
       degrees: tp degrees that may be used, ascending, all of them inside one host.
       initial: the degree that the first round of each kind starts in.
+      trial_rounds: as `TRIAL_ROUNDS`.
     """
 
     RULE = "confident"
     SCHEMA = 1
 
-    def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
+    def __init__(
+        self, options: LayoutSection, degrees: Sequence[int], initial: int, trial_rounds: int = TRIAL_ROUNDS
+    ) -> None:
         self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
+        self._trial_rounds = trial_rounds
         self._kinds: dict[str, _Kind] = {}
 
     def degree(self, kind: str = "all") -> int:
@@ -148,7 +156,7 @@ class ConfidentPlanner:
         window = self._risen(level.counts) if state.at + 1 < len(self.degrees) else 0
         wait = 2**level.failed
         is_quiet = state.at > 0 and state.quiet >= options.planner_quiet_rounds * wait
-        is_tried = state.at > state.floor and state.here >= options.planner_trial_rounds * wait
+        is_tried = state.at > state.floor and state.here >= self._trial_rounds * wait
         if window:
             del level.counts[-window:]
             if state.came_down:
@@ -156,15 +164,14 @@ class ConfidentPlanner:
             state.move(state.at + 1, came_down=False)
         elif is_quiet or is_tried:
             self._come_down(state)
-        elif state.came_down and state.here >= options.planner_trial_rounds:
+        elif state.came_down and state.here >= self._trial_rounds:
             state.level(state.at + 1).failed, state.came_down = 0, False
         return self.degrees[state.at]
 
     def _risen(self, counts: Sequence[int]) -> int:
         """The longest window that shows a rise; 0: none does."""
-        options = self.options
-        level = options.planner_level / len(WINDOWS)
-        return max((w for w in WINDOWS if risen(counts, w, options.planner_rise, level)), default=0)
+        level = LEVEL / len(WINDOWS)
+        return max((w for w in WINDOWS if risen(counts, w, self.options.planner_rise, level)), default=0)
 
     def _come_down(self, state: _Kind) -> None:
         above, below = state.level(state.at), state.level(state.at - 1)

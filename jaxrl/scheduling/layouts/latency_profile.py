@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-SCHEMA, WITHOUT_VERIFY = 3, 2  # a table that lacks the newest part is written as it was before there was one
+SCHEMA = 3
 MIN_CONTEXT, DENSE_BELOW = 8, 512  # tokens of a row: the shortest measured, and where points begin to thin out
 NEW_PROFILE = "make a new one with `jaxrl profile`"
 
@@ -194,26 +194,24 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Plain mappings and lists, for `json.dump`."""
-        entry = {
-            "schema": SCHEMA if self.verify else WITHOUT_VERIFY,
+        return {
+            "schema": SCHEMA,
             "source": self.source,
             "identity": asdict(self.identity),
             "decode": [asdict(point) for point in self.decode],
             "prefill": [asdict(point) for point in self.prefill],
             "switches": [asdict(cost) for cost in self.switches],
             "row_sizes": [asdict(rows) | {"sizes": list(rows.sizes)} for rows in self.row_sizes],
+            "verify": [asdict(point) for point in self.verify],
         }
-        return entry | ({"verify": [asdict(point) for point in self.verify]} if self.verify else {})
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Profile:
         """The table that `to_json` wrote. Raises ValueError for another schema, or for anything missing or unknown."""
         schema = entry.get("schema")
-        if schema not in (SCHEMA, WITHOUT_VERIFY):
-            raise ValueError(
-                f"latency profile of schema {schema!r}: this version reads {WITHOUT_VERIFY} and {SCHEMA}: {NEW_PROFILE}"
-            )
-        names = {"schema", *(each.name for each in fields(cls))} - ({"verify"} if schema == WITHOUT_VERIFY else set())
+        if schema != SCHEMA:
+            raise ValueError(f"latency profile of schema {schema!r}: this version reads {SCHEMA}: {NEW_PROFILE}")
+        names = {"schema", *(each.name for each in fields(cls))}
         if set(entry) != names:
             raise ValueError(f"latency profile: its keys must be {sorted(names)}, and are {sorted(entry)}")
         return cls(
@@ -223,7 +221,7 @@ class Profile:
             switches=tuple(_read(SwitchCost, each, "switches") for each in entry["switches"]),
             row_sizes=tuple(_read_row_sizes(each) for each in entry["row_sizes"]),
             source=entry["source"],
-            verify=tuple(_read(VerifyMeasurement, each, "verify") for each in entry.get("verify", ())),
+            verify=tuple(_read(VerifyMeasurement, each, "verify") for each in entry["verify"]),
         )
 
 

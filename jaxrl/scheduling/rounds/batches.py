@@ -150,7 +150,7 @@ class FreshBatches:
       share: of groups that dynamic sampling filters.
     """
 
-    SCHEMA, AHEAD_SCHEMA = 2, 3  # 1: without queue and share; 3: with begun, where there is something in it
+    SCHEMA = 2
 
     def __init__(self, batch: BatchSettings, options: OverProvisioningSection | None = None) -> None:
         num_prompts, num_responses = batch.num_groups, batch.group_size
@@ -224,19 +224,16 @@ class FreshBatches:
         int64 [N, 2] (epoch, index)."""
         assert self._open is None, "state between rounds only"
         return {
-            "schema": self.AHEAD_SCHEMA if self.begun else self.SCHEMA,
+            "schema": self.SCHEMA,
             "num_rounds": self.num_rounds,
             "queue": pack_waiting(self.queue),
-            **({"begun": np.asarray(self.begun, np.int64).reshape(-1, 2)} if self.begun else {}),
+            "begun": np.asarray(self.begun, np.int64).reshape(-1, 2),
             "filtered_share": self.share.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["schema"] == 1:
-            return
-        if state["schema"] != self.AHEAD_SCHEMA:
-            check_schema("batches of new prompts", state, self.SCHEMA)
-        self.begun = deque((int(epoch), int(index)) for epoch, index in state.get("begun", ()))
+        check_schema("batches of new prompts", state, self.SCHEMA)
+        self.begun = deque((int(epoch), int(index)) for epoch, index in state["begun"])
         self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
         self.share = FilteredShare.of_state(state["filtered_share"])

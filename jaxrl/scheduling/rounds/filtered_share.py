@@ -62,5 +62,5 @@ class FilteredShare:
 
     @classmethod
     def of_state(cls, state: Sequence[float]) -> FilteredShare:
-        """The reverse of `state`; of nothing, as older checkpoints have it, a new estimate."""
+        """The reverse of `state`."""
         return cls(*map(float, state))

@@ -168,11 +168,6 @@ class HistoryStore:
         """The lengths of a prompt's last rollout; None where there was none. They stay when responses are dropped."""
         return self._lengths.get(index)
 
-    def median_length(self, index: int) -> float | None:
-        """Of a prompt's last responses, in tokens; None where there are none."""
-        lengths = self._lengths.get(index)
-        return None if lengths is None else lengths.median
-
     def growths(self) -> np.ndarray:
         """float64 [N]: by how much the median length of each prompt grew to its last rollout, as a factor; of those
         with two rollouts or more, in the order of their indices."""

@@ -341,7 +341,7 @@ class PartialRollout:
             members = tuple(samples.popleft() for _ in range(count))
             buffer.append(BufferedGroup((epoch, index), first_step, first_round, members))
         self.buffer, self.num_rounds = buffer, int(state["num_rounds"])
-        self.share = FilteredShare.of_state(state.get("filtered_share", ()))
+        self.share = FilteredShare.of_state(state["filtered_share"])
 
 
 # -- training on responses of several versions -------------------------------------------------------------------------

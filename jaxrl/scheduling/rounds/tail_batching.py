@@ -205,10 +205,8 @@ class TailBatching:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of another schema. Responses that a state of schema 1 may keep for a prompt of
-        its queue are drawn anew."""
-        if state["schema"] != 1:
-            check_schema("tail batching", state, SCHEMA)
+        """Raises ValueError for a state of another schema."""
+        check_schema("tail batching", state, SCHEMA)
         self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
-        self.share = FilteredShare.of_state(state.get("filtered_share", ()))
+        self.share = FilteredShare.of_state(state["filtered_share"])

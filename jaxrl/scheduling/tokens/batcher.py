@@ -31,12 +31,11 @@ import heapq
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.draft_rule import TOKENS_PER_STEP, DraftConfig, DraftRule
 from jaxrl.scheduling.tokens.plan import (
     Capacity,
@@ -167,12 +166,6 @@ class Batcher:
         """The next plan gets this number, because plans after it have been dropped; none may be in flight."""
         assert not self._flights, "plans are numbered anew while some are in flight"
         self.next_index = index
-
-    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
-        """What a request's drafts are taken from, from the next plan on; nothing for one that has ended."""
-        progress = self._requests.get(request_id)
-        if progress is not None:
-            progress.request = replace(progress.request, history=history)
 
     # Planning
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.order import Answer, Deal, End, Home, Ledger, Order, Place, Report
 from jaxrl.scheduling.tokens.past import Past
@@ -360,11 +359,6 @@ class PacedWorkers:
     def unfinished(self) -> tuple[int, ...]:
         """Ids of the live requests of all processes, in the order in which they were launched."""
         return self.ledger.live()
-
-    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
-        """What a request's drafts are taken from, from its worker's next plan on."""
-        for engine in self.engines:
-            engine.batcher.set_history(request_id, history)
 
     def tick(self, worker: int) -> int:
         """The logical time of a worker of this process."""

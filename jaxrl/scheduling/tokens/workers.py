@@ -34,7 +34,6 @@ from typing import Literal
 
 from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
 from jaxrl.scheduling.layouts.switch_rule import How
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
@@ -179,12 +178,6 @@ class Workers:
             samples.update(zip(own, engine.abort(own), strict=True))
             self._leave(own)
         return [samples[i] for i in ids]
-
-    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
-        """What a request's drafts are taken from, from its worker's next plan on; nothing for one that has ended."""
-        home = self._homes.get(request_id)
-        if home is not None:
-            self.engines[home.worker].batcher.set_history(request_id, history)
 
     @property
     def turn(self) -> int | None:

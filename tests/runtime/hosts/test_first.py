@@ -63,5 +63,5 @@ def test_all_hear_the_same(error: type[Exception] | None):
 
 
 def test_a_choice_is_told_whole():
-    for choice in (Choice(3), Choice(0, {7: "host/metadata is missing", 5: "it is empty"}, has_checksums=False)):
+    for choice in (Choice(3), Choice(0, {7: "host/metadata is missing", 5: "it is empty"})):
         assert Choice.from_json(choice.to_json()) == choice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -18,8 +17,8 @@ from jaxrl.scheduling.layouts.tp_planner import TpPlanner
 DEGREES = (1, 2, 4, 8)
 
 
-def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, **options: float) -> ConfidentPlanner:
-    return ConfidentPlanner(replace(LayoutSection(), **options), degrees, initial)  # pyright: ignore[reportArgumentType]
+def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, trial_rounds: int = 16) -> ConfidentPlanner:
+    return ConfidentPlanner(LayoutSection(), degrees, initial, trial_rounds)
 
 
 # ---------------------------------------------------------------- the test
@@ -114,7 +113,7 @@ def test_growth_that_no_single_round_shows_is_found():
 
 
 def test_a_rise_that_passes_is_undone():
-    planner = make_planner(planner_trial_rounds=3)
+    planner = make_planner(trial_rounds=3)
     assert [planner.observe(100) for _ in range(6)] == [2] * 6
     assert planner.observe(400) == 4
     assert [planner.observe(90) for _ in range(3)] == [4, 4, 2], "three rounds later it comes down"
@@ -122,7 +121,7 @@ def test_a_rise_that_passes_is_undone():
 
 
 def test_a_rise_that_stays_is_tried_ever_more_rarely():
-    planner = make_planner((2, 4), planner_trial_rounds=3)
+    planner = make_planner((2, 4), trial_rounds=3)
     for _ in range(6):
         planner.observe(100)
     degrees = [planner.observe(400 if planner.degree() == 2 else 250) for _ in range(60)]
@@ -132,7 +131,7 @@ def test_a_rise_that_stays_is_tried_ever_more_rarely():
 
 
 def test_a_trial_that_turns_out_well_is_the_last_of_its_kind():
-    planner = make_planner((2, 4), planner_trial_rounds=3)
+    planner = make_planner((2, 4), trial_rounds=3)
 
     def play(*counts: int) -> list[int]:
         return [planner.observe(count) for count in counts]
@@ -177,7 +176,7 @@ def test_kinds_of_rounds_are_compared_with_their_like():
     st.integers(0, 40),
 )
 def test_state_is_saved_and_a_step_is_one_degree(rounds: list[tuple[str, int]], cut: int):
-    whole, first, second = (make_planner(planner_trial_rounds=2) for _ in range(3))
+    whole, first, second = (make_planner(trial_rounds=2) for _ in range(3))
     for kind, count in rounds:
         before = whole.degree(kind)
         assert abs(DEGREES.index(whole.observe(count, kind)) - DEGREES.index(before)) <= 1

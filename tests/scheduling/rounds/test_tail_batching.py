@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_rollout import FakePrompts
 from rounds import (
@@ -274,12 +273,3 @@ def test_states_of_another_make_are_refused():
     state = rule.state_dict()
     with pytest.raises(ValueError, match="tail batching: state of schema 9"):
         rule.load_state_dict({**state, "schema": 9})
-
-
-def test_a_prompt_with_kept_responses_in_an_older_state_is_drawn_anew():
-    """Schema 1 counted responses of a deferred prompt that had ended in a sixth column, and held them."""
-    rule = tail_batching(1, 2)
-    rule.load_state_dict({"schema": 1, "num_rounds": 4, "queue": np.asarray([[0, 3, 1, 2, 4, 1]]), "kept": {}})
-    current = rule.plan(FakePrompts(10), RoundTime(5, 4))
-    assert current.kind == "long"
-    assert names(current.handle(START)) == [("launch", 3, key(3, 0, 2), key(3, 1, 2))]
