@@ -1,0 +1,100 @@
+"""What two runs of the same code write differently, and a recording therefore leaves out; each with its reason.
+
+A masked value stays as its name with `-` behind it, so that a metric which goes away is still missed. In simulated runs
+all seconds are computed, and only what the process itself is shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Values that are left out.
+
+    Attributes:
+      files: a pattern of file names.
+      what: of JSON a pattern of keys at any depth; of text a regular expression, of which the first group
+        stays, with `-` behind it.
+      why: the reason.
+    """
+
+    files: str
+    what: str
+    why: str
+
+
+BOTH_KEYS = (
+    Mask("metrics.jsonl", "time", "the wall clock at the step's end"),
+    Mask("run.json", "started", "a date"),
+    Mask("run.json", "commit", "the recorded commit differs by intent"),
+    Mask("run.json", "versions", "of Python and packages, which the machine has"),
+    Mask("run.json", "command", "begins with the folder of the code"),
+)
+REAL_KEYS = (
+    Mask("metrics.jsonl", "timing_s/*", "measured seconds"),
+    Mask("metrics.jsonl", "perf/*throughput", "tokens by measured seconds"),
+    Mask("metrics.jsonl", "reward/seconds", "measured"),
+    Mask("metrics.jsonl", "reward/num_scored", "a sample that its round drops may have been scored by then, or not"),
+    Mask("metrics.jsonl", "reward/errors", "as reward/num_scored"),
+    Mask("metrics.jsonl", "reward/*_s", "measured seconds"),
+)
+BOTH_TEXT = (
+    Mask("*", r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[+-]\d{4})?", "dates of a start"),
+    Mask("report.html", r"(<th scope=row>(?:command|commit|versions|folder)</th><td>)<code>[^<]*", "as in run.json"),
+    Mask("output.txt", r"(?m)^(wall clock per step +).*", "of the simulation itself"),
+    Mask("output.txt", r"(?m)^(report +|simulated run +|run +).*", "the folder's place on this machine"),
+)
+REAL_TEXT = (
+    Mask("*rewards.log", r'(File ").*(?=inputs/)', "the folder's place on this machine"),
+    Mask("output.txt", r"(?m)^step .*\n", "how often a line comes, and which phases it names, depends on seconds"),
+    Mask(
+        "output.txt",
+        r"(?m)^jaxrl\..*\n",
+        "of the errors of a reward so many a second are told, in the order of verdicts",
+    ),
+    Mask("output.txt", r"(?m)^(time +).*", "measured"),
+    Mask("output.txt", r"(?m)^(rewards +).*", "as reward/num_scored"),
+)
+REAL_ONLY_NAMED = {"report.html": "drawn from the other files, with seconds everywhere"}
+
+
+def masked(name: str, text: str, simulated: bool) -> str:
+    """The text of a file of a run directory as a recording keeps it."""
+    if not simulated and name in REAL_ONLY_NAMED:
+        return f"{REAL_ONLY_NAMED[name]}\n"
+    if name.endswith("timeline.json") and not simulated:
+        return _tracks(text)
+    if name.endswith("rewards.log"):  # which samples were scored before their round dropped them is the clock's
+        text = "".join(sorted(set(text.splitlines(keepends=True))))
+    keys = [mask.what for mask in (*BOTH_KEYS, *(() if simulated else REAL_KEYS)) if fnmatch(name, mask.files)]
+    if keys and name.endswith(".jsonl"):
+        text = "".join(f"{json.dumps(_without(json.loads(line), keys))}\n" for line in text.splitlines())
+    elif keys:
+        text = f"{json.dumps(_without(json.loads(text), keys), indent=1)}\n"
+    for mask in (*BOTH_TEXT, *(() if simulated else REAL_TEXT)):
+        if fnmatch(name, mask.files):
+            text = re.sub(mask.what, lambda found: f"{found[1]}-" if found.re.groups else "", text)
+    return text
+
+
+def _without(value: Any, keys: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: "-" if any(fnmatch(name, key) for key in keys) else _without(item, keys)
+            for name, item in value.items()
+        }
+    return [_without(item, keys) for item in value] if isinstance(value, list) else value
+
+
+def _tracks(text: str) -> str:
+    """A real run's timeline: which tracks it has, and what happens on each; when and how often is the clock's."""
+    events = json.loads(text.rstrip().removesuffix(",").removesuffix("]").rstrip().removesuffix(",") + "]")
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    drawn = {f"{names.get((event['pid'], event.get('tid')), '')}: {event['name']}" for event in events}
+    return f"{json.dumps(sorted(drawn), indent=0)}\n"
