@@ -88,7 +88,7 @@ def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None
     said += _ended(_start(name, spec, work, spec.options), name)
     _check_acts(run_dir, name, spec)
     shutil.rmtree(target, ignore_errors=True)
-    for file, text in recorded(run_dir, said, simulated=name.startswith("simulated/")):
+    for file, text in recorded(run_dir, said, name.startswith("simulated/"), killed=spec.killed_after > 0):
         place = target / file
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
@@ -134,8 +134,8 @@ def _first_start(name: str, spec: Spec, work: Path, run_dir: Path) -> str:
     process = _start(name, spec, work, (*spec.options, *spec.first))
     if not spec.killed_after:
         return _ended(process, name)
-    metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < spec.killed_after:
+    file = run_dir / "run.json"
+    while not file.exists() or json.loads(file.read_text()).get("checkpoint", 0) < spec.killed_after:
         if process.poll() is not None:
             raise RuntimeError(f"{name} was to be killed, and has ended:\n{_ended(process, name)}")
         time.sleep(0.01)
@@ -155,7 +155,7 @@ def _check_acts(run_dir: Path, name: str, spec: Spec) -> None:
 # ---------------------------------------------------------------- what is kept
 
 
-def recorded(run_dir: Path, said: str, simulated: bool) -> Iterator[tuple[str, str]]:
+def recorded(run_dir: Path, said: str, simulated: bool, killed: bool = False) -> Iterator[tuple[str, str]]:
     """Each file of a recording, by its name in it."""
     names = []
     for path in sorted(run_dir.rglob("*")):
@@ -166,6 +166,8 @@ def recorded(run_dir: Path, said: str, simulated: bool) -> Iterator[tuple[str, s
             names.append("/".join(name.split("/")[:2]))
             continue
         names.append(name)
+        if killed and name == "timeline.json":  # what the killed start had drawn by then is chance
+            continue
         yield name, masked(name, path.read_text(encoding="utf-8"), simulated)
     yield "output.txt", masked("output.txt", said, simulated)
     yield "files.txt", "".join(f"{name}\n" for name in dict.fromkeys(names))
@@ -225,7 +227,9 @@ def _difference(old: Path, new: Path, close: bool) -> str:
     theirs, ours = (file.read_text(encoding="utf-8").splitlines() for file in (old, new))
     for number, (before, after) in enumerate(zip(theirs, ours, strict=False), 1):
         if before != after:
-            return f"line {number}:\n  {before[:2000]}\n  {after[:2000]}"
+            at = next((i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before))
+            at = max(at - 100, 0)
+            return f"line {number}:\n  {before[at : at + 300]}\n  {after[at : at + 300]}"
     return f"{len(theirs)} lines, now {len(ours)}"
 
 

@@ -48,6 +48,7 @@ BOTH_TEXT = (
     Mask("*", r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[+-]\d{4})?", "dates of a start"),
     Mask("report.html", r"(<th scope=row>(?:command|commit|versions|folder)</th><td>)<code>[^<]*", "as in run.json"),
     Mask("output.txt", r"(?m)^(wall clock per step +).*", "of the simulation itself"),
+    Mask("output.txt", r"(?m)^(resuming ).*(?= after step)", "the folder's place on this machine"),
     Mask("output.txt", r"(?m)^(report +|simulated run +|run +).*", "the folder's place on this machine"),
 )
 REAL_TEXT = (

@@ -67,7 +67,7 @@ class Spec:
       options: on top of the small configuration.
       devices: virtual CPU devices of a real run, of each of its processes.
       first: a first start with these options, which the run then goes on from; none: one start.
-      killed_after: the first start is killed once so many steps are in `metrics.jsonl`; 0: it comes to its end.
+      killed_after: the first start is killed once the checkpoint of this step is complete; 0: it comes to its end.
       profile: whether a profile is made up first, by which the layout switches.
       acts: metrics that must be above 0 in some step, or the run would not show what it is for.
     """
@@ -148,7 +148,7 @@ SIMULATED = {
     "adaptive_timeouts": Spec(CODE, acts=("reward/timeouts/case",)),
     "judge": Spec(("simulate.task.scoring.device_s=0.05", "rollout.num_workers=2")),
     "two_workers": Spec(("rollout.num_workers=2", "rollout.deal=prompts", PARTIAL), acts=("rollout/resumed_share",)),
-    "two_hosts": Spec(("simulate.num_hosts=2", "simulate.host_spread=0.1", TAIL), acts=("hosts/order_wait_s",)),
+    "two_hosts": Spec(("simulate.num_hosts=2", "simulate.host_spread=0.1", TAIL), acts=("rollout/long_round",)),
     "four_hosts": Spec(
         ("simulate.num_hosts=4", "simulate.host_spread=0.2", PARTIAL, FILTER), acts=("hosts/order_wait_s",)
     ),
@@ -224,7 +224,11 @@ REAL = {
     "domains": Spec((*DOMAINS, "reward.num_workers=2"), acts=("critic/rewards/mean",)),
     "two_hosts": Spec((*TWO_HOSTS, TAIL), acts=("rollout/long_round", "hosts/exchange_bytes")),
     "stopped": Spec((TAIL, "trainer.total_training_steps=4"), first=("trainer.total_training_steps=2",)),
-    "killed": Spec((PARTIAL, OFF, "trainer.total_training_steps=5"), first=("trainer.save_freq=2",), killed_after=3),
+    "killed": Spec(
+        (PARTIAL, OFF, "trainer.total_training_steps=5", "trainer.save_freq=3"),
+        first=("trainer.total_training_steps=5",),
+        killed_after=3,
+    ),
 }
 RUNS = {f"simulated/{name}": spec for name, spec in SIMULATED.items()} | {
     f"real/{name}": spec for name, spec in REAL.items()
