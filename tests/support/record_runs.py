@@ -135,12 +135,14 @@ def _first_start(name: str, spec: Spec, work: Path, run_dir: Path) -> str:
     if not spec.killed_after:
         return _ended(process, name)
     file = run_dir / "run.json"
-    while not file.exists() or json.loads(file.read_text()).get("checkpoint", 0) < spec.killed_after:
-        if process.poll() is not None:
-            raise RuntimeError(f"{name} was to be killed, and has ended:\n{_ended(process, name)}")
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
+    try:
+        while not file.exists() or (json.loads(file.read_text()).get("checkpoint") or 0) < spec.killed_after:
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} was to be killed, and has ended:\n{_ended(process, name)}")
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.communicate()
     return ""
 
 

@@ -40,6 +40,16 @@ REAL_KEYS = (
     Mask("metrics.jsonl", "timing_s/*", "measured seconds"),
     Mask("metrics.jsonl", "perf/*throughput", "tokens by measured seconds"),
     Mask("metrics.jsonl", "reward/seconds", "measured"),
+    Mask("metrics.jsonl", "reward/code/anchor_s/*", "measured seconds"),
+    Mask("metrics.jsonl", "rollout/spec/build*_s", "measured"),
+    Mask("metrics.jsonl", "rollout/layout/cost_s", "measured"),
+    Mask("metrics.jsonl", "rollout/layout/step_s", "measured"),
+    Mask("layouts.jsonl", "cost_s", "measured"),
+    Mask("layouts.jsonl", "step_s", "measured"),
+    Mask("layouts.jsonl", "time*", "measured"),
+    Mask("layouts.jsonl", "points", "each begins with measured seconds; its rows and degree stay"),
+    Mask("samples.jsonl", "case_s", "seconds of a program's test cases"),
+    Mask("checkpoint.jsonl", "host.timeouts.seconds", "seconds of programs"),
     Mask("metrics.jsonl", "reward/num_scored", "a sample that its round drops may have been scored by then, or not"),
     Mask("metrics.jsonl", "reward/errors", "as reward/num_scored"),
     Mask("metrics.jsonl", "reward/*_s", "measured seconds"),
@@ -59,6 +69,7 @@ REAL_TEXT = (
         r"(?m)^jaxrl\..*\n",
         "of the errors of a reward so many a second are told, in the order of verdicts",
     ),
+    Mask("output.txt", r"(?m)^.* \.\.\.\n", "told where a start takes long"),
     Mask("output.txt", r"(?m)^(time +).*", "measured"),
     Mask("output.txt", r"(?m)^(rewards +).*", "as reward/num_scored"),
 )
@@ -87,10 +98,16 @@ def masked(name: str, text: str, simulated: bool) -> str:
 def _without(value: Any, keys: list[str]) -> Any:
     if isinstance(value, dict):
         return {
-            name: "-" if any(fnmatch(name, key) for key in keys) else _without(item, keys)
+            name: _blank(item) if any(fnmatch(name, key) for key in keys) else _without(item, keys)
             for name, item in value.items()
         }
     return [_without(item, keys) for item in value] if isinstance(value, list) else value
+
+
+def _blank(value: Any) -> Any:
+    """Nothing of a value; of a list of points nothing but their first numbers is left out."""
+    is_points = isinstance(value, list) and value and all(isinstance(point, list) for point in value)
+    return [["-", *point[1:]] for point in value] if is_points else "-"
 
 
 def _tracks(text: str) -> str:

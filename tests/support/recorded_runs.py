@@ -205,7 +205,10 @@ REAL = {
     "two_workers": Spec(("rollout.num_workers=2", "rollout.tensor_model_parallel_size=2"), devices=4),
     "switch": Spec(SWITCHES, devices=2, profile=True, acts=("rollout/layout/switches",)),
     "stream": Spec(
-        ("trainer.stream.enable=true", "rollout.num_workers=2", "rollout.max_num_seqs=16", "rollout.num_blocks=40"),
+        (
+            *("trainer.stream.enable=true", "rollout.num_workers=2", "actor.ppo_mini_batch_size=0"),
+            *("rollout.max_num_seqs=16", "rollout.num_blocks=40", "rollout.decode_steps=2"),
+        ),
         devices=4,
         acts=("rollout/scale_down/freed", "actor/streamed_share"),
     ),
