@@ -88,7 +88,7 @@ def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None
     said += _ended(_start(name, spec, work, spec.options), name)
     _check_acts(run_dir, name, spec)
     shutil.rmtree(target, ignore_errors=True)
-    for file, text in recorded(run_dir, said, name.startswith("simulated/"), killed=spec.killed_after > 0):
+    for file, text in recorded(run_dir, said, spec, name.startswith("simulated/")):
         place = target / file
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
@@ -157,7 +157,7 @@ def _check_acts(run_dir: Path, name: str, spec: Spec) -> None:
 # ---------------------------------------------------------------- what is kept
 
 
-def recorded(run_dir: Path, said: str, simulated: bool, killed: bool = False) -> Iterator[tuple[str, str]]:
+def recorded(run_dir: Path, said: str, spec: Spec, simulated: bool) -> Iterator[tuple[str, str]]:
     """Each file of a recording, by its name in it."""
     names = []
     for path in sorted(run_dir.rglob("*")):
@@ -168,9 +168,9 @@ def recorded(run_dir: Path, said: str, simulated: bool, killed: bool = False) ->
             names.append("/".join(name.split("/")[:2]))
             continue
         names.append(name)
-        if killed and name == "timeline.json":  # what the killed start had drawn by then is chance
+        if spec.killed_after and name == "timeline.json":  # what the killed start had drawn by then is chance
             continue
-        yield name, masked(name, path.read_text(encoding="utf-8"), simulated)
+        yield name, masked(name, path.read_text(encoding="utf-8"), simulated, spec.clocked)
     yield "output.txt", masked("output.txt", said, simulated)
     yield "files.txt", "".join(f"{name}\n" for name in dict.fromkeys(names))
     if not simulated:

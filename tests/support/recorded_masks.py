@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -57,6 +58,7 @@ REAL_KEYS = (
     Mask("layouts.jsonl", "points", "each begins with measured seconds; its rows and degree stay"),
     Mask("samples.jsonl", "case_s", "seconds of a program's test cases"),
     Mask("checkpoint.jsonl", "host.timeouts.seconds", "seconds of programs"),
+    Mask("checkpoint.jsonl", "train_s", "measured, of ranking groups"),
     Mask("metrics.jsonl", "reward/num_scored", "a sample that its round drops may have been scored by then, or not"),
     Mask("metrics.jsonl", "reward/errors", "as reward/num_scored"),
     Mask("metrics.jsonl", "reward/*_s", "measured seconds"),
@@ -83,8 +85,8 @@ REAL_TEXT = (
 REAL_ONLY_NAMED = {"report.html": "drawn from the other files, with seconds everywhere"}
 
 
-def masked(name: str, text: str, simulated: bool) -> str:
-    """The text of a file of a run directory as a recording keeps it."""
+def masked(name: str, text: str, simulated: bool, clocked: Sequence[str] = ()) -> str:
+    """The text of a file of a run directory as a recording keeps it; `clocked`: metrics of this run to leave out."""
     if not simulated and name in REAL_ONLY_NAMED:
         return f"{REAL_ONLY_NAMED[name]}\n"
     if name.endswith("timeline.json") and not simulated:
@@ -92,6 +94,7 @@ def masked(name: str, text: str, simulated: bool) -> str:
     if name.endswith("rewards.log"):  # which samples were scored before their round dropped them is the clock's
         text = "".join(sorted(set(text.splitlines(keepends=True))))
     keys = [mask.what for mask in (*BOTH_KEYS, *(() if simulated else REAL_KEYS)) if fnmatch(name, mask.files)]
+    keys += clocked if name == "metrics.jsonl" else ()
     if keys and name.endswith(".jsonl"):
         text = "".join(f"{json.dumps(_without(json.loads(line), keys))}\n" for line in text.splitlines())
     elif keys:

@@ -70,6 +70,7 @@ class Spec:
       killed_after: the first start is killed once the checkpoint of this step is complete; 0: it comes to its end.
       profile: whether a profile is made up first, by which the layout switches.
       acts: metrics that must be above 0 in some step, or the run would not show what it is for.
+      clocked: metrics (patterns) that the clock decides in this run alone, and that are not compared.
     """
 
     options: tuple[str, ...] = ()
@@ -78,6 +79,7 @@ class Spec:
     killed_after: int = 0
     profile: bool = False
     acts: tuple[str, ...] = ()
+    clocked: tuple[str, ...] = ()
 
 
 TAIL = "rollout.tail_batching.enable=true"
@@ -220,6 +222,11 @@ REAL = {
         (*RANKED, OFF, "rollout.num_devices=2", "rollout.num_workers=2", "trainer.total_training_steps=5"),
         devices=4,
         acts=("rollout/ranking/groups",),
+        # workers begin with the next round once they are free, so where a response is drawn is the clock's
+        clocked=(
+            *("rollout/bubble_ratio", "rollout/decode_steps", "rollout/prefill_tokens", "rollout/shared_tokens"),
+            "rollout/ranking/*",
+        ),
     ),
     "judge": Spec((*JUDGE, "rollout.num_workers=2"), devices=2, acts=("reward/judge/turns",)),
     "critic": Spec(GAE, acts=("critic/vf_loss",)),
