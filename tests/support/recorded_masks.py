@@ -91,8 +91,6 @@ def masked(name: str, text: str, simulated: bool, clocked: Sequence[str] = ()) -
         return f"{REAL_ONLY_NAMED[name]}\n"
     if name.endswith("timeline.json") and not simulated:
         return _tracks(text)
-    if name.endswith("rewards.log"):  # which samples were scored before their round dropped them is the clock's
-        text = "".join(sorted(set(text.splitlines(keepends=True))))
     keys = [mask.what for mask in (*BOTH_KEYS, *(() if simulated else REAL_KEYS)) if fnmatch(name, mask.files)]
     keys += clocked if name == "metrics.jsonl" else ()
     if keys and name.endswith(".jsonl"):
@@ -102,6 +100,8 @@ def masked(name: str, text: str, simulated: bool, clocked: Sequence[str] = ()) -
     for mask in (*BOTH_TEXT, *(() if simulated else REAL_TEXT)):
         if fnmatch(name, mask.files):
             text = re.sub(mask.what, lambda found: f"{found[1]}-" if found.re.groups else "", text)
+    if name.endswith("rewards.log"):  # which samples were scored before their round dropped them is the clock's
+        text = "".join(sorted(set(text.splitlines(keepends=True))))
     return text
 
 
