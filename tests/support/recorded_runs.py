@@ -215,7 +215,7 @@ REAL = {
         acts=("rollout/scale_down/freed", "actor/streamed_share"),
     ),
     "speculation": Spec(
-        (DRAFTS, "rollout.speculation.within_group=true", "rollout.temperature=0.06", "rollout.stop=[]"),
+        (DRAFTS, "rollout.temperature=0.06", "rollout.stop=[]"),
         acts=("rollout/spec/accept_rate",),
     ),
     "ranking": Spec(
