@@ -1,58 +1,28 @@
-"""Runs recorded at commit 04af1cb, before modules moved into rooms: a run directory of that commit resumes and reports
-today, and simulations give the same results.
+"""Whole runs over all mechanisms are as recorded: `tests/support/record_runs.py` says how, `recorded_runs.py` which.
 
-`data/recorded-runs.tar.xz` holds
-
-- `real/`: a training run of a tiny model in float64 (tail batching, a TP planner, evaluation), killed after step 5 with
-  a checkpoint of step 4, and in `expected/` what the same code wrote when it went on from there;
-- `simulated/`: the outputs of `jaxrl simulate` on `base.yaml` with the options in `OPTIONS`, and a run that stopped
-  after step 3 beside the same run gone on to the end.
-
-A change that is meant to alter what a simulation writes needs a new recording: `OPTIONS` says how each was made.
-Recorded again since: `tail_filter` and `rollout_scored` (dynamic sampling launches ahead of verdicts), `oneoff` (a
-round's seconds stand in the line of its batch), `adapt2` and `resumed` (all-reduces by one kernel, rows dealt evenly,
-an evaluation's place in the journal); the metrics of all of them (saving is the first thing in the next step),
-and their states (which carry a digest; `resumed-at-3` is as it was).
+`data/recorded-runs.tar.xz` is a recording. A run that is started twice goes on here from the directory that the
+recording's first start left, so a run directory of that commit resumes. A change that is meant to alter what runs write
+needs a new recording (the command is in `record_runs.py`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny import write_tiny_model
+from record_runs import compare, record
+from recorded_masks import masked
+from recorded_runs import RUNS
 
 from jaxrl.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
-ADAPTS = ("rollout.layout.switch=true", "rollout.layout.profile=modelled", "rollout.layout.min_gain=0.0")
-OPTIONS = {
-    "tail_filter": ("rollout.tail_batching.enable=true", "algorithm.filter_groups.enable=true"),
-    "partial": ("rollout.partial_rollout.enable=true", "rollout.partial_rollout.max_staleness=2"),
-    "oneoff": ("trainer.one_step_off=true", "rollout.num_devices=2"),
-    "adapt2": (
-        *ADAPTS,
-        "rollout.layout.direction=both",
-        "rollout.layout.bound=expected",
-        "rollout.tail_batching.enable=true",
-        "rollout.decode_steps=4",
-    ),
-    "rollout_scored": (
-        "reward.score_when=rollout",
-        "algorithm.filter_groups.enable=true",
-        "algorithm.filter_groups.max_unscored_groups=2",
-    ),
-}
-RESUMED = ("rollout.tail_batching.enable=true", "rollout.layout.planner=true")
-FILES = ("metrics.jsonl", "samples.jsonl", "layouts.jsonl", "state.json")
+QUICK = (
+    *("simulated/tail_filter", "simulated/partial", "simulated/one_step_off", "simulated/switch_both"),
+    *("simulated/rollout_scored", "simulated/stream", "simulated/two_hosts", "simulated/resumed", "real/stopped"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,82 +33,49 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def same(found: Any, expected: Any) -> bool:
-    """Equal, up to what another machine's logarithm may round differently, and to names that have been added since.
-    The wall clock ("time") is not compared."""
-    match expected:
-        case dict():
-            return found.keys() >= expected.keys() and all(
-                key == "time" or same(found[key], value) for key, value in expected.items()
-            )
-        case list():
-            return len(found) == len(expected) and all(map(same, found, expected))
-        case float():
-            return isinstance(found, float | int) and math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)
-        case _:
-            return found == expected
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
+def test_a_run_is_as_recorded(name: str, recorded: Path, tmp_path: Path):
+    assert not record(tmp_path, [name], first=recorded)
+    assert not compare(recorded, tmp_path, [name], close=True)
 
 
-def content(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+@pytest.mark.parametrize("name", ["simulated/resumed.first", "real/stopped.first"])
+def test_an_old_run_has_a_report(name: str, recorded: Path, tmp_path: Path):
+    assert main(["report", str(recorded / name), "--out", str(tmp_path / "page.html")]) == 0
+    assert "<svg" in (tmp_path / "page.html").read_text()
 
 
-def compare(run: Path, expected: Path) -> None:
-    names = [name for name in FILES if (expected / name).exists()]
-    assert {"metrics.jsonl", "samples.jsonl", "state.json"} <= set(names)
-    for name in names:
-        found, wanted = content(run / name), content(expected / name)
-        assert len(found) == len(wanted), f"{name}: {len(found)} lines, recorded {len(wanted)}"
-        for number, (line, other) in enumerate(zip(found, wanted, strict=True), 1):
-            assert same(line, other), f"{name}, line {number}:\n{line}\nrecorded:\n{other}"
+def test_what_changes_is_told(recorded: Path, tmp_path: Path):
+    name = "simulated/partial"
+    at = tmp_path / name
+    shutil.copytree(recorded / name, at)
+    assert compare(recorded, tmp_path, [name]) == []
+    lines = [json.loads(line) for line in (at / "metrics.jsonl").read_text().splitlines()]
+
+    def changed(**values: float) -> list[str]:
+        last = lines[-1] | values
+        (at / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines[:-1], last]))
+        return [*compare(recorded, tmp_path, [name]), *compare(recorded, tmp_path, [name], close=True)]
+
+    length = lines[-1]["response_length/mean"]
+    assert changed() == []
+    assert len(changed(**{"response_length/mean": length * (1 + 1e-12)})) == 1, "rounding is for another machine"
+    assert len(changed(new=1.0)) == 1
+    exact, close = changed(**{"response_length/mean": length + 1})
+    assert exact.startswith("simulated/partial: metrics.jsonl, line 9:")
+    assert close.startswith("simulated/partial: metrics.jsonl, /8/response_length/mean: ")
+    changed()
+    (at / "samples.jsonl").rename(at / "other.jsonl")
+    assert compare(recorded, tmp_path, [name], close=True) == [f"{name}: samples.jsonl is only in {recorded}"]
+    assert len(compare(recorded, tmp_path, [name])) == 2
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_simulated_runs_are_as_recorded(name: str, recorded: Path, tmp_path: Path):
-    run, base = tmp_path / "run", recorded / "simulated" / "base.yaml"
-    assert main(["simulate", "--config", str(base), f"simulate.run_dir={run}", *OPTIONS[name]]) == 0
-    compare(run, recorded / "simulated" / name)
-
-
-def test_an_old_simulated_run_goes_on_as_recorded(recorded: Path, tmp_path: Path):
-    run, base = tmp_path / "run", recorded / "simulated" / "base.yaml"
-    shutil.copytree(recorded / "simulated" / "resumed-at-3", run)
-    assert main(["simulate", "--config", str(base), f"simulate.run_dir={run}", *RESUMED]) == 0
-    compare(run, recorded / "simulated" / "resumed")
-
-
-def test_an_old_run_goes_on_as_recorded_and_reports(recorded: Path, tmp_path: Path):
-    """Sums are in float64: samples and rewards agree on any machine, and numbers closely."""
-    folder = tmp_path / "real"
-    shutil.copytree(recorded / "real", folder)
-    (folder / "run" / "journal.jsonl").unlink()  # of a schema that is not read any more; it had no decision
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    write_tiny_model(folder / "model", **sizes)
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(ROOT),
+def test_a_masked_value_keeps_its_name():
+    line = '{"step": 1, "time": 5.5, "timing_s/gen": 0.25, "rollout/preemptions": 3}\n'
+    assert json.loads(masked("metrics.jsonl", line, simulated=True)) == {
+        **{"step": 1, "time": "-", "timing_s/gen": 0.25},
+        "rollout/preemptions": 3,
     }
-
-    def jaxrl(*arguments: str) -> str:
-        command = [sys.executable, "-m", "jaxrl", *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    jaxrl("report", "run", "--out", "before.html")
-    assert "resuming" in jaxrl("train", "--config", "config.yaml")
-    jaxrl("report", "run", "--out", "after.html")
-    assert all("<svg" in (folder / page).read_text() for page in ("before.html", "after.html"))
-    assert same(content(folder / "run" / "samples.jsonl"), content(folder / "expected" / "samples.jsonl"))
-    found, wanted = (content(folder / part / "metrics.jsonl") for part in ("run", "expected"))
-    assert [line["step"] for line in found] == [line["step"] for line in wanted] == [1, 2, 3, 4, 5, 6]
-    for line, other in zip(found, wanted, strict=True):
-        # a sample that the round drops may have been scored by then, or not
-        clocked = ("timing_s/", "perf/", "reward/seconds", "reward/num_scored", "reward/errors", "rollout/recompiles")
-        assert line.keys() >= other.keys()
-        for metric in other.keys() - {"time"}:
-            if not metric.startswith(clocked):
-                # the mean reward of held-out prompts was called so
-                today = "val/reward" if metric == "val/accuracy" and "val/reward" in line else metric
-                assert line[today] == pytest.approx(other[metric], rel=1e-6, abs=1e-9), (line["step"], metric)
+    assert json.loads(masked("metrics.jsonl", line, simulated=False))["timing_s/gen"] == "-"

@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""Records whole runs over all mechanisms, and compares two recordings: a change that is to change nothing changes none.
+
+    python tests/support/record_runs.py record out/before
+    python tests/support/record_runs.py record out/after        # another commit, or the same one again
+    python tests/support/record_runs.py compare out/before out/after ['simulated/*' real/killed ...]
+
+`recorded_runs.py` has the table of runs. Of each, a recording holds every file of the run directory, its output, and
+each array of its last checkpoint, without what the clock, the machine and the commit put there (`recorded_masks.py`):
+what is left is the same to the byte, so `diff -r` compares as well. Where a run is started twice, the folder beside it,
+`<name>.first`, is the whole run directory in between; `record --first FOLDER` goes on from that of another recording.
+
+Recordings of two machines agree up to rounding: `compare --close` allows that, and names that have been added.
+`tests/commands/data/recorded-runs.tar.xz`, which the tests compare with, is made with
+
+    tar -C FOLDER --exclude=report.html --exclude=output.txt --sort=name --owner=0 --group=0 --numeric-owner \\
+        --mtime=2026-01-01 -cJf tests/commands/data/recorded-runs.tar.xz real simulated
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+from recorded_masks import masked
+from recorded_runs import RUNS, Spec, write_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(tempfile.gettempdir()) / f"jaxrl-recorded-xla-{os.getuid()}"
+QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Programs compile in half the time."""
+FIRST = ".first"
+PATIENCE_S = 900.0
+
+
+def chosen(patterns: Sequence[str]) -> list[str]:
+    """Names of runs, as `simulated/plain`, that match any pattern; without patterns all."""
+    found = [name for name in RUNS if not patterns or any(fnmatch(name, each) for each in patterns)]
+    if not found:
+        raise ValueError(f"no run is called {' or '.join(patterns)}: there are {', '.join(RUNS)}")
+    return found
+
+
+def record(folder: Path, names: Sequence[str], first: Path | None = None, jobs: int = 2) -> list[str]:
+    """Runs them, and writes what must not change to `folder/<name>`; returns what went wrong, of each run that did not
+    end well.
+
+    Args:
+      first: a recording to go on from, in the runs that are started twice; None: their first starts are run as well.
+      jobs: runs at the same time.
+    """
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(jobs) as pool:
+        work = Path(made)
+        write_inputs(work)
+        futures = [pool.submit(_record_one, name, work, folder, first) for name in names]
+        return [str(error) for future in futures if (error := future.exception())]
+
+
+def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None:
+    began, spec, run_dir, target = time.monotonic(), RUNS[name], work / name, folder / name
+    if spec.profile:
+        made_up = (str(ROOT / "scripts" / "made_up_profile.py"), "--out=inputs/profile.json")
+        _ended(_start(name, spec, work, spec.options, made_up), name)
+    said = ""
+    if spec.first:
+        kept = target.with_name(target.name + FIRST)
+        if first is None:
+            said = _first_start(name, spec, work, run_dir)
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(run_dir, kept)
+        else:
+            shutil.copytree(first / kept.relative_to(folder), run_dir)
+    said += _ended(_start(name, spec, work, spec.options), name)
+    _check_acts(run_dir, name, spec)
+    shutil.rmtree(target, ignore_errors=True)
+    for file, text in recorded(run_dir, said, spec, name.startswith("simulated/")):
+        place = target / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _start(
+    name: str, spec: Spec, work: Path, options: Sequence[str], program: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """A process in `work`, so that no path in what it writes is of this machine."""
+    kind = name.partition("/")[0]
+    command, place = {"simulated": ("simulate", "simulate.run_dir"), "real": ("train", "trainer.run_dir")}[kind]
+    variables = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={spec.devices} {QUICK_FLAGS}",
+        "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "120",
+    }
+    arguments = [*(program or ("-m", "jaxrl", command)), f"--config=inputs/{kind}.yaml", f"{place}={name}", *options]
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=work,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _ended(process: subprocess.Popen[str], name: str) -> str:
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    if process.returncode:
+        raise RuntimeError(f"{name} ended with status {process.returncode}:\n{output}")
+    return output
+
+
+def _first_start(name: str, spec: Spec, work: Path, run_dir: Path) -> str:
+    """What the start before the last one said; nothing of one that was killed, whose last words are chance."""
+    process = _start(name, spec, work, (*spec.options, *spec.first))
+    if not spec.killed_after:
+        return _ended(process, name)
+    file = run_dir / "run.json"
+    try:
+        while not file.exists() or (json.loads(file.read_text()).get("checkpoint") or 0) < spec.killed_after:
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} was to be killed, and has ended:\n{_ended(process, name)}")
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.communicate()
+    return ""
+
+
+def _check_acts(run_dir: Path, name: str, spec: Spec) -> None:
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for metric in spec.acts:
+        found = [step.get(metric) for step in steps]
+        if not any(found):
+            raise RuntimeError(f"{name}: {metric} was to be above 0 in some step, found {found}")
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def recorded(run_dir: Path, said: str, spec: Spec, simulated: bool) -> Iterator[tuple[str, str]]:
+    """Each file of a recording, by its name in it."""
+    names = []
+    for path in sorted(run_dir.rglob("*")):
+        name = path.relative_to(run_dir).as_posix()
+        if path.is_dir() or name == ".lock":
+            continue
+        if name.startswith("checkpoints/"):
+            names.append("/".join(name.split("/")[:2]))
+            continue
+        names.append(name)
+        if spec.killed_after and name == "timeline.json":  # what the killed start had drawn by then is chance
+            continue
+        yield name, masked(name, path.read_text(encoding="utf-8"), simulated, spec.clocked)
+    yield "output.txt", masked("output.txt", said, simulated)
+    yield "files.txt", "".join(f"{name}\n" for name in dict.fromkeys(names))
+    if not simulated:
+        yield "checkpoint.jsonl", checkpoint(run_dir)
+
+
+def checkpoint(run_dir: Path) -> str:
+    """The last checkpoint: the host's values, and of each array its type, shape, norm and digest."""
+    import jax
+    import numpy as np
+    from runs import state_of
+
+    with jax.enable_x64(True):
+        arrays, values = state_of(run_dir)
+    described = {
+        name: {
+            "type": str(array.dtype),
+            "shape": array.shape,
+            "norm": float(np.linalg.norm(array.astype(np.float64).ravel())),
+            "sha256": hashlib.sha256(array.tobytes()).hexdigest()[:16],
+        }
+        for name, array in sorted(arrays.items())
+    }
+    lines = [json.dumps({"host": values}), *(json.dumps({name: entry}) for name, entry in described.items())]
+    return masked("checkpoint.jsonl", "".join(f"{line}\n" for line in lines), False)
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def compare(old: Path, new: Path, names: Sequence[str], close: bool = False) -> list[str]:
+    """What differs, a sentence each.
+
+    Args:
+      close: `old` is of another machine, and perhaps an older commit: numbers may be rounded otherwise, names may have
+        been added, and files that `old` does not have are not compared.
+    """
+    found = []
+    for name in names:
+        ours, theirs = ({path.relative_to(at / name) for path in (at / name).rglob("*.*")} for at in (new, old))
+        if not theirs:
+            found.append(f"{name}: not in {old}")
+        found += [f"{name}: {file} is only in {old}" for file in sorted(theirs - ours)]
+        found += [f"{name}: {file} is only in {new}" for file in sorted(ours - theirs) if not close]
+        for file in sorted(ours & theirs):
+            difference = _difference(old / name / file, new / name / file, close)
+            found += [f"{name}: {file}, {difference}"] if difference else []
+    return found
+
+
+def _difference(old: Path, new: Path, close: bool) -> str:
+    if old.is_dir() or old.read_bytes() == new.read_bytes():
+        return ""
+    if close:
+        return "".join(islice(differing(_content(new), _content(old)), 1))
+    theirs, ours = (file.read_text(encoding="utf-8").splitlines() for file in (old, new))
+    for number, (before, after) in enumerate(zip(theirs, ours, strict=False), 1):
+        if before != after:
+            at = next((i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before))
+            at = max(at - 100, 0)
+            return f"line {number}:\n  {before[at : at + 300]}\n  {after[at : at + 300]}"
+    return f"{len(theirs)} lines, now {len(ours)}"
+
+
+def _content(file: Path) -> Any:
+    text = file.read_text(encoding="utf-8")
+    match file.suffix:
+        case ".jsonl":
+            return [json.loads(line) for line in text.splitlines()]
+        case ".json":
+            return json.loads(text)
+        case ".yaml":
+            return yaml.safe_load(text)
+    return text.splitlines()
+
+
+def differing(found: Any, expected: Any, where: str = "") -> Iterator[str]:
+    """Where the two differ, but for what another machine rounds differently and for names that have been added."""
+    match expected:
+        case dict() if isinstance(found, dict):
+            for name, value in expected.items():
+                if name not in found:
+                    yield f"{where}/{name} is gone"
+                elif name != "sha256":
+                    yield from differing(found[name], value, f"{where}/{name}")
+        case list() if isinstance(found, list) and len(found) == len(expected):
+            for number, value in enumerate(expected):
+                yield from differing(found[number], value, f"{where}/{number}")
+        case float() if isinstance(found, float | int) and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9):
+            return
+        case _:
+            if found != expected:
+                yield f"{where}: {expected!r:.1000}, now {found!r:.1000}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("record")
+    make.add_argument("folder", type=Path)
+    make.add_argument("--first", type=Path, metavar="FOLDER", help="a recording to go on from")
+    make.add_argument("--jobs", type=int, default=2, help="runs at the same time (2)")
+    check = commands.add_parser("compare")
+    check.add_argument("old", type=Path)
+    check.add_argument("new", type=Path)
+    check.add_argument("--close", action="store_true", help="numbers may be rounded as another machine does")
+    for command in (make, check):
+        command.add_argument("names", nargs="*", metavar="NAME", help="as real/plain or 'simulated/*' (all)")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    names = chosen(options.names)
+    if options.command == "record":
+        failures = record(options.folder, names, options.first, options.jobs)
+        print("\n".join(failures) or f"{len(names)} runs recorded")
+        return 1 if failures else 0
+    differences = compare(options.old, options.new, names, options.close)
+    print("\n".join(differences) or f"{len(names)} runs, every file equal")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
