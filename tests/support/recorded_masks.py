@@ -1,6 +1,6 @@
 """What two runs of the same code write differently, and a recording therefore leaves out; each with its reason.
 
-A masked value stays as its name with `-` behind it, so that a metric which goes away is still missed. In simulated runs
+The order of a JSON object's names says nothing. A masked value stays as its name with `-` behind it, so that a metric which goes away is still missed. In simulated runs
 all seconds are computed, and only what the process itself is shows.
 """
 
@@ -36,6 +36,7 @@ BOTH_KEYS = (
     Mask("run.json", "commit", "the recorded commit differs by intent"),
     Mask("run.json", "versions", "of Python and packages, which the machine has"),
     Mask("run.json", "command", "begins with the folder of the code"),
+    Mask("run.json", "written", "checksums of lines that have the wall clock in them"),
 )
 REAL_KEYS = (
     Mask("metrics.jsonl", "timing_s/*", "measured seconds"),
@@ -94,9 +95,9 @@ def masked(name: str, text: str, simulated: bool, clocked: Sequence[str] = ()) -
     keys = [mask.what for mask in (*BOTH_KEYS, *(() if simulated else REAL_KEYS)) if fnmatch(name, mask.files)]
     keys += clocked if name == "metrics.jsonl" else ()
     if keys and name.endswith(".jsonl"):
-        text = "".join(f"{json.dumps(_without(json.loads(line), keys))}\n" for line in text.splitlines())
+        text = "".join(f"{json.dumps(_without(json.loads(line), keys), sort_keys=True)}\n" for line in text.splitlines())
     elif keys:
-        text = f"{json.dumps(_without(json.loads(text), keys), indent=1)}\n"
+        text = f"{json.dumps(_without(json.loads(text), keys), indent=1, sort_keys=True)}\n"
     for mask in (*BOTH_TEXT, *(() if simulated else REAL_TEXT)):
         if fnmatch(name, mask.files):
             text = re.sub(mask.what, lambda found: f"{found[1]}-" if found.re.groups else "", text)
