@@ -72,7 +72,10 @@ def test_other_text_stays():
 def test_the_time_grows_with_the_length(text: str):
     hide, took_s = hider("sk-very-secret"), []
     for count in (1 << 14, 1 << 17):
-        began_s = time.perf_counter()
-        hide(text * (count // len(text)))
-        took_s.append(time.perf_counter() - began_s)
+        runs = []
+        for _ in range(3):
+            began_s = time.process_time()  # of this process alone, whatever else runs
+            hide(text * (count // len(text)))
+            runs.append(time.process_time() - began_s)
+        took_s.append(min(runs))
     assert took_s[1] < 40 * max(took_s[0], 1e-3)  # eight times the text
