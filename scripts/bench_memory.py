@@ -64,7 +64,7 @@ def watch(run_dir: Path, every: int, train: Sequence[str]) -> list[dict[str, int
     """Runs `jaxrl train`; the lowest figures of each `every` steps. Raises ValueError where it does not end well."""
     words = [sys.executable, "-m", "jaxrl", "train", *train, f"trainer.run_dir={run_dir}"]
     found: list[dict[str, int]] = []
-    with subprocess.Popen(words, stdout=sys.stderr) as process:
+    with subprocess.Popen(words, stdout=2) as process:
         lowest: Mapping[str, int] = {}
         done = 0
         while process.poll() is None:
