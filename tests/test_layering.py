@@ -22,7 +22,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "types",
         "config",
         "scheduling kernels sharding data record",
-        "models",
+        "models processes",
         "rollout train rewards sim",
         "loop report text",
         "runtime",

@@ -26,21 +26,21 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from jaxrl.rewards.frames import (
-    MAX_VERDICT_BYTES,
+from jaxrl.processes.messages import (
+    HEADROOM_BYTES,
+    MAX_ANSWER_BYTES,
     TASK_ID_BYTES,
-    BadFrame,
+    BadMessage,
     Channel,
-    message_of,
     read_message,
-    read_scored,
     read_task,
     to_bytes,
 )
+from jaxrl.processes.process_tree import adopt_orphans, descendants, kill, kill_descendants
 from jaxrl.rewards.places import ToldErrors
-from jaxrl.rewards.processes import adopt_orphans, descendants, kill, kill_descendants
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed, timed_out
+from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings, become_worker
 
 MAX_LOG_BYTES = 16 << 20
@@ -228,7 +228,7 @@ class Keeper:
                 self._understand(worker, read_message(frame))
                 if self._worker is not worker:
                     return
-        except BadFrame as bad:
+        except BadMessage as bad:
             self._lose(f"the scorer's process sent {bad}")
             return
         if worker.channel.ended or worker.exit_code is not None:
@@ -245,7 +245,7 @@ class Keeper:
         elif not worker.is_ready and message.get("ready") is False:
             self._not_started(str(message.get("error"))[:2000], final=True)
         elif task is not None and message.get("task") == task.id and task.scored is None:
-            task.scored = {**message_of(read_scored(message), task.id), "last": message.get("last") is True}
+            task.scored = {**verdict_message(read_scored(message), task.id), "last": message.get("last") is True}
             if task.scored["last"] and self._may_owe_it_to_others(worker, task):
                 task.scored = None
                 self._died("the scorer's process ran out of memory, in which earlier samples had left something")
@@ -257,7 +257,7 @@ class Keeper:
             else:
                 self._finish(task.scored)
         else:
-            raise BadFrame("a verdict that it was not asked for")
+            raise BadMessage("a verdict that it was not asked for")
 
     def _finish(self, message: dict[str, Any]) -> None:
         """Passes a verdict on; the worker lives, unless it asked to be replaced."""
@@ -337,7 +337,7 @@ class Keeper:
         assert task is not None
         self._end_worker()
         self._start_worker()
-        self._trainer.send(to_bytes(message_of(scored, task.id)))
+        self._trainer.send(to_bytes(verdict_message(scored, task.id)))
 
     def _restart(self, why: str) -> None:
         self._trainer.send(to_bytes({"restarted": why}))
@@ -356,7 +356,7 @@ class Keeper:
                 self._start_worker()
         elif final:
             self._task = None
-            self._trainer.send(to_bytes(message_of(("error", 0.0, {"error": error}, 0.0), task.id)))
+            self._trainer.send(to_bytes(verdict_message(("error", 0.0, {"error": error}, 0.0), task.id)))
         elif not self._try_again(task):
             self._start_worker()
 
@@ -368,7 +368,7 @@ class Keeper:
             become_worker(keeper, theirs, self._taken, self._told, self._output.sink, self._settings)
         theirs.close()
         deadline = time.monotonic() + self._settings.start_timeout_s
-        self._worker = _Worker(pid, Channel(ours, MAX_VERDICT_BYTES + 4096), deadline)
+        self._worker = _Worker(pid, Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES), deadline)
 
     def _end_worker(self) -> None:
         """Kills the worker and everything that it started."""

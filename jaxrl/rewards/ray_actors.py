@@ -29,10 +29,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from jaxrl.rewards.frames import BadFrame, Channel, message_of, read_frame, read_message, read_scored, to_bytes
+from jaxrl.processes.messages import BadMessage, Channel, read_message, receive_message, to_bytes
 from jaxrl.rewards.lanes import LaneQueue, Lanes
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed
+from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.workers import Workers
 from jaxrl.types import RunFailed
@@ -94,7 +95,7 @@ class RayHost:
         with contextlib.suppress(queue.Empty):
             while True:
                 retries.append(self._workers.retries.get_nowait())
-        return to_bytes({**message_of(scored, ""), "retries": retries})
+        return to_bytes({**verdict_message(scored, ""), "retries": retries})
 
     def drop(self) -> None:
         """Ends the scoring under way if it does not end by itself at once; `score` returns then, whatever it says."""
@@ -177,7 +178,7 @@ class RayActors:
             try:
                 message = read_message(self._ray.get(ref, timeout=GET_S))
                 scored = read_scored(message)
-            except (*self._failures, BadFrame) as error:
+            except (*self._failures, BadMessage) as error:
                 self._try_again(running, f"a ray actor failed: {type(error).__name__}")
                 continue
             for why in message.get("retries", ()):
@@ -205,7 +206,7 @@ class RayActors:
             actor, _ = self._starting.pop(ref)
             try:
                 report = read_message(self._ray.get(ref, timeout=GET_S))
-            except (*self._failures, BadFrame) as error:
+            except (*self._failures, BadMessage) as error:
                 self._lost(actor, f"a ray actor failed while it started: {type(error).__name__}")
                 continue
             if report.get("error"):
@@ -249,7 +250,7 @@ class RayActors:
 
     def _end(self, task: _Task, scored: Scored) -> None:
         self._waiting.done(task.lane)
-        self._say({"number": task.number, **message_of(scored, "")})
+        self._say({"number": task.number, **verdict_message(scored, "")})
 
     def _lost(self, actor: Any, why: str) -> None:
         """Another actor for one that is gone; all ends when none has come to anything for too long."""
@@ -283,7 +284,7 @@ def begin() -> tuple[socket.socket, Any]:
     sock.set_inheritable(False)
     os.set_inheritable(lifeline, False)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    return sock, pickle.loads(read_frame(sock) or b"")
+    return sock, pickle.loads(receive_message(sock) or b"")
 
 
 def connect(address: str | None) -> Any:

@@ -24,11 +24,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.rewards.frames import MAX_VERDICT_BYTES, BadFrame, Channel, read_message, read_scored
+from jaxrl.processes.messages import HEADROOM_BYTES, MAX_ANSWER_BYTES, BadMessage, Channel, read_message
 from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.ray_actors import RaySetup
 from jaxrl.rewards.scorers import ScoreRequest
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, in_words, verdict_of
+from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
@@ -140,7 +141,7 @@ class RayRewardPool:
         try:
             for message in driver.hear(timeout_s):
                 verdicts += self._understand(message)
-        except BadFrame as bad:
+        except BadMessage as bad:
             self._lost(f"it sent {bad}")
         else:
             if driver.problem is not None:
@@ -213,7 +214,7 @@ class RayProcess:
         )
         theirs.close()
         os.close(lifeline)
-        self._channel = Channel(ours, MAX_VERDICT_BYTES + 4096)
+        self._channel = Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES)
         self._heard_s = time.monotonic()
         self._channel.send(setup)
 

@@ -24,10 +24,8 @@ import time
 from collections.abc import Mapping
 from typing import IO, NoReturn
 
-from jaxrl.rewards.frames import Channel, read_frame, read_message
-from jaxrl.rewards.keeper import Keeper
-from jaxrl.rewards.places import ToldErrors
-from jaxrl.rewards.processes import (
+from jaxrl.processes.messages import Channel, read_message, receive_message
+from jaxrl.processes.process_tree import (
     PATIENCE_S,
     adopt_orphans,
     close_all_but,
@@ -35,6 +33,8 @@ from jaxrl.rewards.processes import (
     kill_descendants,
     wake_by_children,
 )
+from jaxrl.rewards.keeper import Keeper
+from jaxrl.rewards.places import ToldErrors
 from jaxrl.rewards.worker import WorkerSettings
 
 PID = struct.Struct("!I")
@@ -80,7 +80,7 @@ def main() -> NoReturn:
     sock.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when its pool ends
-    setup = read_frame(sock)
+    setup = receive_message(sock)
     if setup is not None:
         _Warden(sock, pickle.loads(setup)).run()
     os._exit(0)

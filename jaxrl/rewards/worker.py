@@ -24,18 +24,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxrl.data.limits import limit
-from jaxrl.rewards.frames import (
-    MAX_VERDICT_BYTES,
-    TASK_ID_BYTES,
-    message_of,
-    read_frame,
-    read_task,
-    to_bytes,
-    write_frame,
-)
+from jaxrl.processes.messages import MAX_ANSWER_BYTES, TASK_ID_BYTES, read_task, receive_message, send_message, to_bytes
+from jaxrl.processes.process_tree import close_all_but, die_with_parent
 from jaxrl.rewards.places import ToldErrors
-from jaxrl.rewards.processes import close_all_but, die_with_parent
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
+from jaxrl.rewards.verdict_messages import verdict_message
 
 GIB = 1 << 30
 
@@ -123,7 +116,7 @@ class _Worker:
             self._say({"ready": False, "error": problem[:2000]})
             os._exit(0)
         self._say({"ready": True, "has_jax": "jax" in sys.modules})
-        while (frame := read_frame(self._sock)) is not None:
+        while (frame := receive_message(self._sock)) is not None:
             task_id, _, request = read_task(frame)
             self._taken[:TASK_ID_BYTES] = task_id.encode()
             if self._settings.fresh_process:
@@ -143,7 +136,7 @@ class _Worker:
             scored = "error", 0.0, {"error": error}, scored[3]
         message = _sendable(task_id, scored)
         # what fills the memory may be kept by the scorer, so this process scores nothing more
-        write_frame(self._sock, message if not out_of_memory else to_bytes({**json.loads(message), "last": True}))
+        send_message(self._sock, message if not out_of_memory else to_bytes({**json.loads(message), "last": True}))
 
     def _score_in_fork(self, scorer: Scorer, task_id: str, request: bytes) -> None:
         self._forking = True
@@ -167,18 +160,18 @@ class _Worker:
                 self._sock.close()
 
     def _say(self, message: dict[str, Any]) -> None:
-        write_frame(self._sock, to_bytes(message))
+        send_message(self._sock, to_bytes(message))
 
 
 def _sendable(task_id: str, scored: Scored) -> bytes:
     """The verdict's JSON; that of an error if the scorer's values cannot be written so, or are too many."""
     duration_s = scored[3]
     try:
-        payload = to_bytes(message_of(scored, task_id))
-        if len(payload) <= MAX_VERDICT_BYTES:
+        payload = to_bytes(verdict_message(scored, task_id))
+        if len(payload) <= MAX_ANSWER_BYTES:
             return payload
-        of_info = len(payload) - len(to_bytes(message_of((*scored[:2], {}, duration_s), task_id)))
-        error = f"the scorer's info takes {of_info} bytes as JSON, above the {MAX_VERDICT_BYTES} that are recorded"
+        of_info = len(payload) - len(to_bytes(verdict_message((*scored[:2], {}, duration_s), task_id)))
+        error = f"the scorer's info takes {of_info} bytes as JSON, above the {MAX_ANSWER_BYTES} that are recorded"
     except (ValueError, RecursionError) as refused:  # a whole number of 5,000 digits
         error = f"the scorer's info cannot be written as JSON: {describe(refused)}"
-    return to_bytes(message_of(("error", 0.0, {"error": error}, duration_s), task_id))
+    return to_bytes(verdict_message(("error", 0.0, {"error": error}, duration_s), task_id))

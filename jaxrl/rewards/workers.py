@@ -25,19 +25,20 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from jaxrl.rewards.frames import (
-    MAX_VERDICT_BYTES,
+from jaxrl.processes.messages import (
+    HEADROOM_BYTES,
+    MAX_ANSWER_BYTES,
     TASK_ID_BYTES,
-    BadFrame,
+    BadMessage,
     Channel,
     read_message,
-    read_scored,
-    task_frame,
+    task_message,
     to_bytes,
 )
 from jaxrl.rewards.lanes import LaneQueue, Lanes
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, Ended, crashed
+from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.rewards.warden import PID, environment, start_warden
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.types import RunFailed
@@ -216,7 +217,7 @@ class Workers:
                 if request is None:
                     return
                 line.request, line.task_id = request, secrets.token_hex(TASK_ID_BYTES // 2)
-                line.channel.send(task_frame(line.task_id, request.limit_s, request.payload))
+                line.channel.send(task_message(line.task_id, request.limit_s, request.payload))
 
     def _tell_dropped(self) -> None:
         with self._lock:
@@ -253,14 +254,14 @@ class Workers:
     def _meet_keepers(self) -> None:
         for pid, sock in self._chain.new_keepers():
             self._num_asked -= 1
-            self._lines.append(_Line(pid, Channel(sock, MAX_VERDICT_BYTES + 4096), time.monotonic()))
+            self._lines.append(_Line(pid, Channel(sock, MAX_ANSWER_BYTES + HEADROOM_BYTES), time.monotonic()))
 
     def _hear(self, line: _Line) -> None:
         line.heard_s, line.asked_s = time.monotonic(), None
         try:
             for frame in line.channel.receive():
                 self._understand(line, read_message(frame))
-        except BadFrame as bad:
+        except BadMessage as bad:
             _log.warning("reward pool: a keeper sent %s", bad)
             line.channel.ended = True
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.processes.messages import BadMessage, read_message
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.frames import BadFrame, read_message, read_scored
 from jaxrl.rewards.keeper import Keeper, _Worker
 from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -238,7 +239,7 @@ def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
     ],
 )
 def test_what_is_no_verdict(text: bytes, problem: str):
-    with pytest.raises(BadFrame, match=problem):
+    with pytest.raises(BadMessage, match=problem):
         read_scored(read_message(text))
 
 

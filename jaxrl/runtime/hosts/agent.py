@@ -4,7 +4,7 @@ The launcher has one agent per host; with Ray an actor stands between them. Belo
 process of the run, each the parent of the next:
 
 - the agent ends when its socket or the guard does, and kills what is below it first, whatever that has started and
-  wherever it has moved (`jaxrl.rewards.processes`);
+  wherever it has moved (`jaxrl.processes.process_tree`);
 - the guard ends when the agent does, and kills what was below that; where the launcher is gone and the agent does not
   end (it may be stopped), the guard kills it after `GUARD_S`;
 - where both are killed at once, the kernel kills the process of the run, and who started the guard kills the rest.
@@ -37,8 +37,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.rewards.frames import Channel, read_message, to_bytes
-from jaxrl.rewards.processes import adopt_orphans, die_with_parent, kill, kill_descendants, wake_by_children
+from jaxrl.processes.messages import Channel, read_message, to_bytes
+from jaxrl.processes.process_tree import adopt_orphans, die_with_parent, kill, kill_descendants, wake_by_children
 
 MAX_MESSAGE_BYTES = 16 << 20  # both sides are trusted
 TAIL_LINES, _TAIL_BYTES = 20, 8192

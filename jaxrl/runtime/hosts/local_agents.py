@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.frames import BadFrame, Channel, read_message, to_bytes
-from jaxrl.rewards.processes import adopt_orphans, kill, kill_descendants
+from jaxrl.processes.messages import BadMessage, Channel, read_message, to_bytes
+from jaxrl.processes.process_tree import adopt_orphans, kill, kill_descendants
 from jaxrl.runtime.hosts.agent import MAX_MESSAGE_BYTES, Start
 from jaxrl.runtime.hosts.restarts import End, Ended, Lost, Refused
 
@@ -137,7 +137,7 @@ class AgentProcess:
         self._channel.flush()
         try:
             messages = [read_message(frame) for frame in self._channel.receive()]
-        except BadFrame:
+        except BadMessage:
             self._channel.ended = True
             return []
         for message in messages:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.frames import BadFrame
+from jaxrl.processes.messages import BadMessage
 from jaxrl.rewards.ray_pool import RayProcess
 from jaxrl.runtime.hosts.agent import Start
 from jaxrl.runtime.hosts.local_agents import Event, Note, events_of
@@ -65,7 +65,7 @@ class RayAgents:
         try:
             for message in self._process.hear(timeout_s):
                 found += _understood(message)
-        except BadFrame as bad:
+        except BadMessage as bad:
             problem = f"it sent {bad}"
         problem = problem or self._process.problem
         if problem is not None and not found:

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.frames import Channel, read_message, to_bytes
-from jaxrl.rewards.processes import adopt_orphans, kill_descendants
+from jaxrl.processes.messages import Channel, read_message, to_bytes
+from jaxrl.processes.process_tree import adopt_orphans, kill_descendants
 from jaxrl.rewards.ray_actors import MAX_FRAME, begin, connect
 from jaxrl.runtime.hosts.local_agents import END_S, AgentProcess, silence_s
 from jaxrl.runtime.hosts.local_devices import FLAGS, with_device_count

@@ -13,7 +13,7 @@ from runs import Runs, assert_same_end, end, num_steps
 
 from jaxrl.cli import main
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.processes import descendants
+from jaxrl.processes.process_tree import descendants
 from jaxrl.runtime.hosts.agent import Start
 from jaxrl.runtime.hosts.launch import Launch, Launcher
 from jaxrl.runtime.hosts.local_agents import Event, Note, Output, Ready, Saved
