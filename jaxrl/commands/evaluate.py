@@ -30,7 +30,7 @@ from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.stage import RewardStage
+from jaxrl.rewards.router import RewardRouter
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
@@ -157,7 +157,7 @@ def _responses(
     judge = None
     if judge_kind(config.reward) is not None:
         judge = build_judge(config, mesh, executor.wait_quiet)
-        assert isinstance(pool, RewardStage), "a judge scores in a stage"
+        assert isinstance(pool, RewardRouter), "a judge scores in a stage"
         pool.join("devices", judge)
     total = len(prompts) * val.n
     backend = RolloutBackend(

@@ -33,8 +33,8 @@ from jaxrl.record.summary import summary_of
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rewards.stage import RewardStage
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics as VerdictTally
+from jaxrl.rewards.router import RewardRouter as RewardStage
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.beginnings import refuse_other_data, refuse_other_init
 from jaxrl.runtime.build import (

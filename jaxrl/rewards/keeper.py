@@ -37,9 +37,9 @@ from jaxrl.processes.messages import (
     to_bytes,
 )
 from jaxrl.processes.process_tree import adopt_orphans, descendants, kill, kill_descendants
-from jaxrl.rewards.places import ToldErrors
+from jaxrl.rewards.pool_base import MAX_ATTEMPTS, crashed, timed_out
 from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed, timed_out
+from jaxrl.rewards.tracebacks import TracebackDeduper
 from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings, become_worker
 
@@ -74,17 +74,17 @@ class _Task:
 
 
 class Keeper:
-    """`told`: shared with the other keepers."""
+    """`tracebacks`: shared with the other keepers."""
 
     def __init__(
         self,
         trainer: socket.socket,
         warden: socket.socket,
         wakeup: socket.socket,
-        told: ToldErrors,
+        tracebacks: TracebackDeduper,
         settings: WorkerSettings,
     ):
-        self._trainer, self._told = Channel(trainer, _MAX_REQUEST_BYTES), told
+        self._trainer, self._tracebacks = Channel(trainer, _MAX_REQUEST_BYTES), tracebacks
         self._warden, self._wakeup, self._settings = warden, wakeup, settings
         self._taken = mmap.mmap(-1, TASK_ID_BYTES)
         self._output = _Output(settings.log)
@@ -365,7 +365,7 @@ class Keeper:
         keeper = os.getpid()
         pid = os.fork()
         if pid == 0:
-            become_worker(keeper, theirs, self._taken, self._told, self._output.sink, self._settings)
+            become_worker(keeper, theirs, self._taken, self._tracebacks, self._output.sink, self._settings)
         theirs.close()
         deadline = time.monotonic() + self._settings.start_timeout_s
         self._worker = _Worker(pid, Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES), deadline)

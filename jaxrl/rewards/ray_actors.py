@@ -30,12 +30,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from jaxrl.processes.messages import BadMessage, Channel, read_message, receive_message, to_bytes
-from jaxrl.rewards.lanes import LaneQueue, Lanes
+from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
+from jaxrl.rewards.pool_base import MAX_ATTEMPTS, crashed
 from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed
 from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.rewards.workers import Workers
+from jaxrl.rewards.worker_pool import WorkerPool
 from jaxrl.types import RunFailed
 
 SLACK_S = 60.0
@@ -57,7 +57,7 @@ class RaySetup:
     """What the process must know; `address`: of a cluster that the trainer itself uses, else ray finds one."""
 
     settings: WorkerSettings
-    lanes: Lanes
+    limits: DomainLimits
     env: Mapping[str, str]
     num_workers: int
     address: str | None = None
@@ -66,9 +66,9 @@ class RaySetup:
 class RayHost:
     """What one ray actor does: it has one worker process, and runs nothing of the user's itself."""
 
-    def __init__(self, settings: bytes, env: dict[str, str], lanes: bytes):
-        self._workers = Workers(
-            pickle.loads(settings), num_workers=1, env=env, lanes=pickle.loads(lanes), clock=time.monotonic
+    def __init__(self, settings: bytes, env: dict[str, str], limits: bytes):
+        self._workers = WorkerPool(
+            pickle.loads(settings), num_workers=1, env=env, limits=pickle.loads(limits), clock=time.monotonic
         )
         self._numbers = itertools.count()
         self._scoring = -1
@@ -106,7 +106,7 @@ class RayHost:
 class _Task:
     number: int
     source: str
-    lane: str
+    domain: str
     limit_s: float  # with which a worker may be replaced, and so load the scorer, before each scoring
     request: bytes
     losses: int = 0  # actors that were lost with it
@@ -130,14 +130,14 @@ class RayActors:
 
     def __init__(self, ray: Any, setup: RaySetup, say: Say):
         self._ray, self._say = ray, say
-        self._settings, self._lanes, self._num_workers = setup.settings, setup.lanes, setup.num_workers
+        self._settings, self._limits, self._num_workers = setup.settings, setup.limits, setup.num_workers
         # two calls at once: one that scores, and one that says that it is not wanted any more
         actor_class = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(RayHost)
         there = replace(setup.settings, log="")  # a path of the trainer's machine
-        arguments = pickle.dumps(there), dict(setup.env), pickle.dumps(setup.lanes)
+        arguments = pickle.dumps(there), dict(setup.env), pickle.dumps(setup.limits)
         self._new_actor = lambda: actor_class.remote(*arguments)
         self._start_limit_s = setup.settings.start_timeout_s + SLACK_S
-        self._waiting = LaneQueue[_Task](setup.lanes, setup.num_workers)
+        self._waiting = FairQueue[_Task](setup.limits, setup.num_workers)
         self._starting: dict[Any, tuple[Any, float]] = {}  # ref of start() -> actor, since when
         self._idle: list[Any] = []
         self._running: dict[Any, _Running] = {}  # by ref of score()
@@ -152,10 +152,10 @@ class RayActors:
         return bool(self._running or self._starting)
 
     def submit(self, number: int, source: str, request: bytes) -> None:
-        lane = self._lanes.lane(source)
-        once_s = (self._lanes.by_source[lane].timeout_s or math.inf) + self._settings.start_timeout_s
+        domain = self._limits.domain(source)
+        once_s = (self._limits.by_source[domain].timeout_s or math.inf) + self._settings.start_timeout_s
         limit_s = once_s * (1 + self._settings.max_retries) + SLACK_S
-        self._waiting.put(lane, _Task(number, source, lane, limit_s, request))
+        self._waiting.put(domain, _Task(number, source, domain, limit_s, request))
 
     def drop(self, numbers: Collection[int]) -> None:
         self._waiting.keep(lambda task: task.number not in numbers)
@@ -246,10 +246,10 @@ class RayActors:
             self._end(task, crashed(why, task.losses, is_silent=is_silent))
             return
         self._say({"retried": why})
-        self._waiting.put_back(task.lane, task)
+        self._waiting.put_back(task.domain, task)
 
     def _end(self, task: _Task, scored: Scored) -> None:
-        self._waiting.done(task.lane)
+        self._waiting.done(task.domain)
         self._say({"number": task.number, **verdict_message(scored, "")})
 
     def _lost(self, actor: Any, why: str) -> None:

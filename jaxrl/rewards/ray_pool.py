@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.processes.messages import HEADROOM_BYTES, MAX_ANSWER_BYTES, BadMessage, Channel, read_message
-from jaxrl.rewards.lanes import Lanes
+from jaxrl.rewards.domain_limits import DomainLimits
+from jaxrl.rewards.pool_base import MAX_ATTEMPTS, in_words, verdict_of
 from jaxrl.rewards.ray_actors import RaySetup
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, in_words, verdict_of
 from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.scheduling.rounds.events import Verdict
@@ -54,7 +55,7 @@ class RayRewardPool:
 
     Args:
       env: variables that the workers get besides those that they always get.
-      lanes: how samples wait, by their prompts' sources.
+      limits: how samples wait, by their prompts' sources.
       clock: stamps the verdicts.
       where: how warnings name a sample.
     """
@@ -65,15 +66,15 @@ class RayRewardPool:
         *,
         num_workers: int,
         env: Mapping[str, str],
-        lanes: Lanes,
+        limits: DomainLimits,
         clock: Callable[[], float] = time.monotonic,
         where: Callable[[SampleKey], str] = in_words,
     ):
         if importlib.util.find_spec("ray") is None:
             raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'")
-        self._setup = pickle.dumps(RaySetup(settings, lanes, dict(env), num_workers, _address_in_use()))
-        self._lanes, self._clock = lanes, clock
-        self._counts = VerdictCounts(where)
+        self._setup = pickle.dumps(RaySetup(settings, limits, dict(env), num_workers, _address_in_use()))
+        self._limits, self._clock = limits, clock
+        self._counts = PoolMetrics(where)
         self._numbers = itertools.count()
         self._pending: dict[int, _Task] = {}
         self._is_ready = False
@@ -159,7 +160,7 @@ class RayRewardPool:
             self._counts.restarted(str(message["restarted"]))
         elif (task := self._pending.pop(message.get("number", -1), None)) is not None:
             self._losses = 0
-            scored = self._lanes.named(task.source, read_scored(message))
+            scored = self._limits.named(task.source, read_scored(message))
             return [self._counts.add(verdict_of(self._clock(), task.key, scored))]
         return []
 

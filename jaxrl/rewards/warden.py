@@ -34,7 +34,7 @@ from jaxrl.processes.process_tree import (
     wake_by_children,
 )
 from jaxrl.rewards.keeper import Keeper
-from jaxrl.rewards.places import ToldErrors
+from jaxrl.rewards.tracebacks import TracebackDeduper
 from jaxrl.rewards.worker import WorkerSettings
 
 PID = struct.Struct("!I")
@@ -93,7 +93,7 @@ class _Warden:
             with contextlib.suppress(Exception):  # a worker finds the same, and can say so
                 importlib.import_module(module)
         self._control = Channel(sock, _COMMAND_BYTES)
-        self._settings, self._told = settings, ToldErrors()
+        self._settings, self._tracebacks = settings, TracebackDeduper()
         self._wakeup = wake_by_children()
         self._keepers: dict[int, socket.socket] = {}  # by process; it lives while its socket is open
 
@@ -123,7 +123,7 @@ class _Warden:
             with contextlib.suppress(BaseException):
                 os.setsid()
                 close_all_but({keepers.fileno(), lifeline.fileno()})
-                Keeper(keepers, lifeline, wake_by_children(), self._told, self._settings).run()
+                Keeper(keepers, lifeline, wake_by_children(), self._tracebacks, self._settings).run()
             os._exit(1)
         keepers.close()
         lifeline.close()

@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 from jaxrl.data.limits import limit
 from jaxrl.processes.messages import MAX_ANSWER_BYTES, TASK_ID_BYTES, read_task, receive_message, send_message, to_bytes
 from jaxrl.processes.process_tree import close_all_but, die_with_parent
-from jaxrl.rewards.places import ToldErrors
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
+from jaxrl.rewards.tracebacks import TracebackDeduper
 from jaxrl.rewards.verdict_messages import verdict_message
 
 GIB = 1 << 30
@@ -59,7 +59,12 @@ class WorkerSettings:
 
 
 def become_worker(
-    keeper: int, sock: socket.socket, taken: mmap.mmap, told: ToldErrors, output: int, settings: WorkerSettings
+    keeper: int,
+    sock: socket.socket,
+    taken: mmap.mmap,
+    tracebacks: TracebackDeduper,
+    output: int,
+    settings: WorkerSettings,
 ) -> NoReturn:
     """What a keeper's fork does: loads the scorer, says so, and scores until it is killed or its socket closes."""
     try:
@@ -77,7 +82,7 @@ def become_worker(
             for fd in (1, 2)
         )
         _limit_memory(settings.max_memory_gib)
-        _Worker(sock, taken, told, settings).run()
+        _Worker(sock, taken, tracebacks, settings).run()
     except BaseException:
         with contextlib.suppress(BaseException):
             import traceback
@@ -97,10 +102,10 @@ def _limit_memory(gib: float) -> None:
 
 
 class _Worker:
-    def __init__(self, sock: socket.socket, taken: mmap.mmap, told: ToldErrors, settings: WorkerSettings):
+    def __init__(self, sock: socket.socket, taken: mmap.mmap, tracebacks: TracebackDeduper, settings: WorkerSettings):
         sock.setblocking(True)
         self._sock = sock
-        self._taken, self._told = taken, told
+        self._taken, self._tracebacks = taken, tracebacks
         self._settings = settings
         self._pid = os.getpid()
         self._forking = False
@@ -127,7 +132,7 @@ class _Worker:
         os._exit(0)
 
     def _score(self, scorer: Scorer, task_id: str, request: bytes) -> None:
-        scored = score_safely(lambda: scorer, request, self._told)
+        scored = score_safely(lambda: scorer, request, self._tracebacks)
         if os.getpid() != self._pid:
             os._exit(0)  # a fork that the scorer made, which came back from it as well
         out_of_memory = scored[0] == "error" and scored[2]["error"].startswith(OUT_OF_MEMORY)

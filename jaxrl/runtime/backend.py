@@ -30,7 +30,7 @@ from typing import Any
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics as VerdictTally
 from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanTimeline

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxrl.rewards.judge_tokens import Reading, verdict_key
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest, describe
-from jaxrl.rewards.tasks import VerdictCounts
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.judge_turns import JudgeTurns
 from jaxrl.scheduling.tokens.engine import Engine
@@ -95,7 +95,7 @@ class JudgePool:
         self._judged: dict[SampleKey, _Judged] = {}
         self._sample_of: dict[int, SampleKey] = {}
         self._ready: list[Verdict] = []
-        self._counts = VerdictCounts()
+        self._counts = PoolMetrics()
         self._turns = self._gap_turns = self._unparsed = self._written = 0
         self._seconds, self._tokens, self._recompiles = 0.0, 0, 0
 

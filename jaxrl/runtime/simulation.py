@@ -22,7 +22,7 @@ from jaxrl.config import Config
 from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Kept, Loop
 from jaxrl.record.layouts import LayoutLog
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics as VerdictTally
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.pool_base import verdict_of
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.tasks import verdict_of
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
 from jaxrl.types import Prompt, SampleKey
 

@@ -16,8 +16,8 @@ from jaxrl.config import from_mapping
 from jaxrl.config.domains import domains
 from jaxrl.processes.messages import to_bytes
 from jaxrl.rewards import ray_actors, ray_pool
+from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.ray_actors import RayActors, RaySetup
 from jaxrl.rewards.verdict_messages import verdict_message
@@ -90,10 +90,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def actors(ray: FakeRay, max_retries: int = 2) -> tuple[RayActors, list[dict[str, Any]]]:
-    lanes = Lanes.of(domains(from_mapping({"model": {"path": "x"}, "reward": {"timeout_s": 0.2}}).reward))
+    limits = DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": {"timeout_s": 0.2}}).reward))
     settings = WorkerSettings(b"", "", (), 0.2, max_retries)
     said: list[dict[str, Any]] = []
-    return RayActors(ray, RaySetup(settings, lanes, {}, 2), said.append), said
+    return RayActors(ray, RaySetup(settings, limits, {}, 2), said.append), said
 
 
 def ended(made: RayActors, said: list[dict[str, Any]], count: int, limit_s: float = 9.0) -> list[dict[str, Any]]:

@@ -162,7 +162,7 @@ def test_what_the_reward_file_started_stays(tmp_path: Path):
 
 def test_a_keeper_that_says_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("ASK_AFTER_S", "ANSWER_S"):
-        monkeypatch.setattr(f"jaxrl.rewards.workers.{name}", 0.5)
+        monkeypatch.setattr(f"jaxrl.rewards.worker_pool.{name}", 0.5)
     pool = make(tmp_path, num_workers=1, max_retries=0)
     silent, right = score(pool, "os.kill(os.getppid(), 19); time.sleep(300)", "")
     assert (silent.status, silent.info["timeouts"]) == ("crash", {"watchdog": 1})

@@ -1,8 +1,8 @@
 """Where a scorer failed: the line in the user's file, and each traceback once in `rewards.log`.
 
-Purpose: `place_of(error)` is for the sentence that a failed sample gets, `ToldErrors` for the whole traceback. Its
-memory is shared by all processes that are forked after it is made, so workers, and forks of a worker, tell of the same
-error once.
+Purpose: `error_location(error)` is for the sentence that a failed sample gets, `TracebackDeduper` for the whole
+traceback. Its memory is shared by all processes that are forked after it is made, so workers, and forks of a worker,
+write the same error once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HASH_BYTES = 8
 _MAX_CHARS = 16_000  # of one traceback
 
 
-def place_of(error: BaseException) -> str:
+def error_location(error: BaseException) -> str:
     """`my_reward.py, line 2, in compute_score`: the innermost frame in a file of the user's, or else the innermost of
     all. Empty for a ValueError of ours, whose sentence says what is wrong, and where there is no traceback."""
     found, last = None, error.__traceback__
@@ -52,16 +52,16 @@ def _is_users(at: TracebackType) -> bool:
     return is_ours and at.tb_frame.f_code.co_filename == names.get("__file__")
 
 
-class ToldErrors:
+class TracebackDeduper:
     """Writes tracebacks to the standard error, one for each type and place of an error."""
 
     def __init__(self) -> None:
         self._seen = mmap.mmap(-1, _MOST * _HASH_BYTES)
 
-    def tell(self, error: BaseException) -> None:
-        """Never raises: what is told of is a user's error, whose own methods may fail."""
+    def write_once(self, error: BaseException) -> None:
+        """Never raises: it is a user's error, whose own methods may fail."""
         with contextlib.suppress(BaseException):
-            if self._is_new(f"{type(error).__name__} {place_of(error)}"):
+            if self._is_new(f"{type(error).__name__} {error_location(error)}"):
                 first = error.__traceback__
                 while first is not None and not _is_users(first):
                     first = first.tb_next
@@ -72,7 +72,7 @@ class ToldErrors:
                 os.write(2, text.encode("utf-8", "backslashreplace"))
 
     def _is_new(self, name: str) -> bool:
-        """Notes it. Two processes that ask at the same moment may both be told so; beyond the room nothing is new."""
+        """Notes it. Two processes that ask at the same moment may both hear yes; beyond the room nothing is new."""
         wanted = hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=_HASH_BYTES).digest()
         for at in range(0, len(self._seen), _HASH_BYTES):
             found = self._seen[at : at + _HASH_BYTES]

@@ -1,22 +1,27 @@
 """A step's counts of verdicts: in all, and by the domain of the prompt.
 
-Purpose: `VerdictTally` counts each verdict once, when the round hears of it. That order is logical time, and verdicts
-that the journal gives come in it like all others: a step that runs again has the same counts. What a pool does that no
-verdict tells of (replaced workers, retries, seconds), it counts itself.
+Purpose: `RewardMetrics` counts each verdict once, when the round receives it. That order is logical time, and verdicts
+that the journal gives come in it like all others: a step that runs again has the same counts. `PoolMetrics` counts what
+a pool does, also what no verdict tells of (replaced workers, retries, seconds), and warns of failed samples.
 
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
+from jaxrl.rewards.pool_base import in_words
 from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import SampleKey
+
+_log = logging.getLogger(__name__)
 
 TIMEOUTS = {
     "case": "a test case's adaptive limit",
@@ -30,10 +35,11 @@ TIMEOUTS = {
 `reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: `reward.code.max_failing_s`;
 `sample`: `reward.timeout_s`, that of a domain or of math; `endpoint`: `reward.judge.request_timeout_s`; `watchdog`: a
 worker's keeper, or an actor, said nothing."""
+_COUNTED_AS = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}  # in warnings
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 
 
-class VerdictTally:
+class RewardMetrics:
     """Counts verdicts since `take` was last called.
 
     Args:
@@ -51,7 +57,7 @@ class VerdictTally:
         self._clear()
 
     @classmethod
-    def configured(cls, config: Config) -> VerdictTally:
+    def configured(cls, config: Config) -> RewardMetrics:
         """That of a run: by domain where there are domains, parts, or other scorers than worker processes."""
         return cls(domains(config.reward) if is_staged(config.reward) else None)
 
@@ -107,6 +113,58 @@ class VerdictTally:
             measured["reward/own/mean"] = float(np.mean(self._own))
         self._clear()
         return measured
+
+
+class PoolMetrics:
+    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status.
+
+    `where`: how a warning names a sample.
+    """
+
+    def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
+        self._where = where
+        self._since_last = Counter[str]()
+        self._seconds = 0.0
+        self._restarts = self._retries = 0
+        self._ever = Counter[str]()
+
+    def add(self, verdict: Verdict) -> Verdict:
+        self._since_last[verdict.status] += 1
+        self._seconds += verdict.duration_s
+        if verdict.status != "ok":
+            self._ever[verdict.status] += 1
+            count = self._ever[verdict.status]
+            if count & (count - 1) == 0:
+                so_far = f" ({count} {_COUNTED_AS[verdict.status]} so far)" if count > 1 else ""
+                why = verdict.info.get("error", verdict.status)
+                _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), why, so_far)
+        return verdict
+
+    def restarted(self, why: str) -> None:
+        self._restarts += 1
+        _log.warning("reward pool: %s", why)
+
+    def retried(self, why: str) -> None:
+        """A sample is scored again; warned of as failed verdicts are."""
+        self._retries += 1
+        self._ever["retry"] += 1
+        count = self._ever["retry"]
+        if count & (count - 1) == 0:
+            _log.warning("reward pool: a sample is scored again, number %d: %s", count, why)
+
+    def take(self) -> dict[str, float]:
+        n = self._since_last
+        metrics = {
+            "reward/num_scored": float(n.total()),
+            "reward/errors": float(n["error"]),
+            "reward/timeouts": float(n["timeout"]),
+            "reward/crashes": float(n["crash"]),
+            "reward/pool_restarts": float(self._restarts),
+            "reward/retries": float(self._retries),
+            "reward/seconds": self._seconds,
+        }
+        self._since_last, self._seconds, self._restarts, self._retries = Counter(), 0.0, 0, 0
+        return metrics
 
 
 def _counts(prefix: str, status: Counter[str]) -> dict[str, float]:

@@ -1,12 +1,12 @@
-"""The reward stage: one pool over several, by domain, with one verdict for each sample.
+"""The reward router: one pool over several, by domain, with one verdict for each sample.
 
 Purpose: a prompt's source names its domain (`reward.domains`), and a domain's kind says where its samples are scored:
-in worker processes, by an endpoint, or by a model on the run's devices. `RewardStage` sends each sample there, adds the
-parts of its reward (`reward.parts`), and scores it again after a fault of the infrastructure.
+in worker processes, by an endpoint, or by a model on the run's devices. `RewardRouter` sends each sample there, adds
+the parts of its reward (`reward.parts`), and scores it again after a fault of the infrastructure.
 
-How other pools plug in: `stage.join("endpoint", pool)` and `stage.join("devices", pool)`, before the first sample. Such
-a pool is a `RewardPool` that knows nothing of domains, weights and parts: it returns the scorer's own reward. A verdict
-of it with the status `crash` says that nothing was learnt of the response, and is asked for again, at most
+How other pools plug in: `router.join("endpoint", pool)` and `router.join("devices", pool)`, before the first sample.
+Such a pool is a `RewardPool` that knows nothing of domains, weights and parts: it returns the scorer's own reward. A
+verdict of it with the status `crash` says that nothing was learnt of the response, and is asked for again, at most
 `reward.max_retries` times; pools of worker processes do that themselves.
 
 Source: RollPacker §4.3 (rewards of several kinds beside the rollout). Departure: its workers belong to a kind of reward
@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from jaxrl.config.domains import Domain, Place
-from jaxrl.rewards.tally import timeouts_of
-from jaxrl.rewards.tasks import RewardPool
+from jaxrl.rewards.pool_base import RewardPool
+from jaxrl.rewards.reward_metrics import timeouts_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -41,8 +41,8 @@ class _Pending:
     retries: int = 0
 
 
-class RewardStage:
-    """Implements `jaxrl.rewards.tasks.RewardPool`.
+class RewardRouter:
+    """Implements `jaxrl.rewards.pool_base.RewardPool`.
 
     Args:
       domains: by source, that of other sources under the empty name (`jaxrl.config.domains.domains`).
@@ -60,7 +60,7 @@ class RewardStage:
         self._retries = 0  # since `take_metrics` was last called
 
     def join(self, place: Place, pool: RewardPool) -> None:
-        """Has `pool` score the domains of this place. It is closed with the stage."""
+        """Has `pool` score the domains of this place. It is closed with the router."""
         assert place not in self._pools, f"{place} has a pool"
         self._pools[place] = pool
 
@@ -110,8 +110,8 @@ class RewardStage:
         return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:
-        """What the pools count together, and the stage's own retries. A sample whose parts another pool adds has a
-        verdict of each; whole verdicts are counted by `jaxrl.rewards.tally`."""
+        """What the pools count together, and the router's own retries. A sample whose parts another pool adds has a
+        verdict of each; whole verdicts are counted by `jaxrl.rewards.reward_metrics`."""
         measured: dict[str, float] = {}
         for pool in self._pools.values():
             for name, value in pool.take_metrics().items():

@@ -1,4 +1,4 @@
-"""The stage over fake pools: who scores what, what becomes of several verdicts on one sample, and what is counted."""
+"""The router over fake pools: who scores what, what becomes of several verdicts on one sample, and what is counted."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -8,8 +8,8 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import Place, domains
-from jaxrl.rewards.stage import RewardStage
-from jaxrl.rewards.tally import timeouts_of
+from jaxrl.rewards.reward_metrics import timeouts_of
+from jaxrl.rewards.router import RewardRouter
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -56,19 +56,19 @@ class FakePool:
         self.is_closed = True
 
 
-def make(parts: bool = False, **reward: Any) -> tuple[RewardStage, FakePool, FakePool]:
+def make(parts: bool = False, **reward: Any) -> tuple[RewardRouter, FakePool, FakePool]:
     judge = {"endpoint": "http://localhost:1/v1", "endpoint_model": "m"}
     options = {"domains": DOMAINS, "judge": judge, "parts": {"tags": {"pattern": "x"}} if parts else {}, **reward}
     config = from_mapping({"model": {"path": "x"}, "reward": options}).reward
     workers, endpoint = FakePool(), FakePool()
-    stage = RewardStage(domains(config), workers, parts=config.parts, max_retries=config.max_retries)
-    stage.join("endpoint", endpoint)
-    return stage, workers, endpoint
+    router = RewardRouter(domains(config), workers, parts=config.parts, max_retries=config.max_retries)
+    router.join("endpoint", endpoint)
+    return router, workers, endpoint
 
 
-def submit(stage: RewardStage, *sources: str) -> None:
+def submit(router: RewardRouter, *sources: str) -> None:
     for index, source in enumerate(sources):
-        stage.submit(Prompt(0, index, (1,), "?", source), Sample.empty(SampleKey(0, index, 0)))
+        router.submit(Prompt(0, index, (1,), "?", source), Sample.empty(SampleKey(0, index, 0)))
 
 
 def indices(keys: list[SampleKey]) -> list[int]:
@@ -76,111 +76,111 @@ def indices(keys: list[SampleKey]) -> list[int]:
 
 
 def test_each_domain_is_scored_in_its_place():
-    stage, workers, endpoint = make()
-    submit(stage, "math", "judged", "unknown", "model")
+    router, workers, endpoint = make()
+    submit(router, "math", "judged", "unknown", "model")
     assert (indices(workers.asked), indices(endpoint.asked)) == ([0, 2], [1, 3])
-    assert stage.places == {"workers", "endpoint"}
+    assert router.places == {"workers", "endpoint"}
     workers.say(2, 0.25)
     endpoint.say(1, 0.5, why="well")
     endpoint.say(3, 0.5)
-    found = {verdict.key.prompt_index: verdict for verdict in stage.completed()}
+    found = {verdict.key.prompt_index: verdict for verdict in router.completed()}
     assert {index: verdict.reward for index, verdict in found.items()} == {2: 0.25, 1: 0.25, 3: 0.5}
     assert found[1].info == {"acc": 0.5, "why": "well", "own_reward": 0.5}, "weighted here"
     assert found[1].unshaped.reward == 0.5
     assert found[3].info == {}
-    assert stage.num_pending == 1
+    assert router.num_pending == 1
 
 
 def test_a_pool_that_has_not_joined_is_no_one():
-    stage, *_ = make(judge={"model": "a/folder"})
+    router, *_ = make(judge={"model": "a/folder"})
     with pytest.raises(AssertionError, match=r"nothing scores what reward\.domains\.judged\.kind=judge asks for"):
-        submit(stage, "judged")
+        submit(router, "judged")
 
 
 @pytest.mark.parametrize("first", ["workers", "endpoint"])
 def test_parts_of_what_an_endpoint_scores(first: Place):
-    stage, workers, endpoint = make(parts=True)
-    submit(stage, "judged")
+    router, workers, endpoint = make(parts=True)
+    submit(router, "judged")
     assert indices(workers.asked) == indices(endpoint.asked) == [0]
     say = {"workers": lambda: workers.say(0, 0.1, parts={"tags": 1.0}), "endpoint": lambda: endpoint.say(0, 1.0)}
     say.pop(first)()
-    assert stage.completed() == []
-    assert stage.num_pending == 1
+    assert router.completed() == []
+    assert router.num_pending == 1
     next(iter(say.values()))()
-    (verdict,) = stage.completed()
+    (verdict,) = router.completed()
     assert verdict.reward == 0.6
     assert verdict.info == {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 1.0}}
 
 
 @pytest.mark.parametrize("failed", ["workers", "endpoint"])
 def test_half_a_verdict_is_none(failed: str):
-    stage, workers, endpoint = make(parts=True)
-    submit(stage, "judged")
+    router, workers, endpoint = make(parts=True)
+    submit(router, "judged")
     for place, pool in {"workers": workers, "endpoint": endpoint}.items():
         if place == failed:
             pool.say(0, 0.0, "timeout", error="late")
         else:
             pool.say(0, 1.0)
-    (verdict,) = stage.completed()
+    (verdict,) = router.completed()
     assert (verdict.status, verdict.reward, verdict.info["error"]) == ("timeout", 0.0, "late")
     assert timeouts_of(verdict) == {"sample": 1}
 
 
 def test_the_limits_that_ended_both_halves():
-    stage, workers, endpoint = make(parts=True)
-    submit(stage, "judged", "judged")
+    router, workers, endpoint = make(parts=True)
+    submit(router, "judged", "judged")
     endpoint.say(0, 1.0, timeouts={"endpoint": 2})
     workers.say(0, 0.0, "timeout", error="late")
     endpoint.say(1, 1.0, timeouts={"endpoint": 1})
     workers.say(1, 0.5)
-    first, second = stage.completed()
+    first, second = router.completed()
     assert (first.status, timeouts_of(first)) == ("timeout", {"endpoint": 2, "sample": 1})
     assert (second.status, timeouts_of(second)) == ("ok", {"endpoint": 1})
 
 
 def test_what_an_endpoint_says_is_from_outside():
-    stage, workers, endpoint = make(parts=True)
-    submit(stage, "judged")
+    router, workers, endpoint = make(parts=True)
+    submit(router, "judged")
     workers.say(0, 0.0, parts={"tags": 0.0})
     endpoint.verdicts.append(replace(Verdict(5.0, SampleKey(0, 0, 0), 1.0), outside=True))
-    (verdict,) = stage.completed()
+    (verdict,) = router.completed()
     assert (verdict.outside, verdict.time_s) == (True, 5.0)
 
 
 def test_a_fault_of_the_infrastructure_is_asked_again():
-    stage, workers, endpoint = make(max_retries=2)
-    submit(stage, "judged", "math", "judged")
+    router, workers, endpoint = make(max_retries=2)
+    submit(router, "judged", "math", "judged")
     endpoint.say(0, 0.0, "crash", error="unreachable")
     endpoint.say(2, 0.0, "error", error="nonsense")
     workers.say(1, 0.0, "crash", error="died twice")
-    assert [(v.key.prompt_index, v.status) for v in stage.completed()] == [(1, "crash"), (2, "error")]
+    assert [(v.key.prompt_index, v.status) for v in router.completed()] == [(1, "crash"), (2, "error")]
     assert indices(endpoint.asked) == [0, 2, 0]
     endpoint.say(0, 0.0, "crash")
-    assert stage.completed() == []
+    assert router.completed() == []
     endpoint.say(0, 0.0, "crash", error="unreachable")
-    assert [verdict.status for verdict in stage.completed()] == ["crash"], "two retries, and no more"
-    metrics = stage.take_metrics()
+    assert [verdict.status for verdict in router.completed()] == ["crash"], "two retries, and no more"
+    metrics = router.take_metrics()
     assert metrics["reward/retries"] == 2 + 1 + 1, "its own, and those that the pools have counted"
-    assert stage.take_metrics()["reward/retries"] == 2
+    assert router.take_metrics()["reward/retries"] == 2
 
 
 def test_cancelled_samples():
-    stage, workers, endpoint = make(parts=True)
-    submit(stage, "judged", "math")
-    stage.cancel({SampleKey(0, 0, 0)})
+    router, workers, endpoint = make(parts=True)
+    submit(router, "judged", "math")
+    router.cancel({SampleKey(0, 0, 0)})
     endpoint.say(0)
     workers.say(0)
     workers.say(1)
-    assert indices([verdict.key for verdict in stage.wait(1.0)]) == [1]
-    assert stage.num_pending == 0
+    assert indices([verdict.key for verdict in router.wait(1.0)]) == [1]
+    assert router.num_pending == 0
 
 
 def test_what_the_pools_count_is_added_up():
-    stage, *_ = make()
-    assert stage.take_metrics() == {"reward/num_scored": 198.0, "reward/retries": 2.0, "reward/seconds": 4.0}
+    router, *_ = make()
+    assert router.take_metrics() == {"reward/num_scored": 198.0, "reward/retries": 2.0, "reward/seconds": 4.0}
 
 
 def test_closing_closes_all():
-    stage, workers, endpoint = make()
-    stage.close()
+    router, workers, endpoint = make()
+    router.close()
     assert (workers.is_closed, endpoint.is_closed) == (True, True)

@@ -35,9 +35,9 @@ from jaxrl.processes.messages import (
     task_message,
     to_bytes,
 )
-from jaxrl.rewards.lanes import LaneQueue, Lanes
+from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
+from jaxrl.rewards.pool_base import MAX_ATTEMPTS, Ended, crashed
 from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, Ended, crashed
 from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.rewards.warden import PID, environment, start_warden
 from jaxrl.rewards.worker import WorkerSettings
@@ -56,7 +56,7 @@ _CLOSE_S = 7.0
 class _Request:
     number: int
     payload: bytes
-    lane: str
+    domain: str
     limit_s: float
     losses: int = 0  # keepers that were lost with it
 
@@ -74,12 +74,12 @@ class _Line:
     asked_s: float | None = None
 
 
-class Workers:
+class WorkerPool:
     """Processes that score; used from one thread besides its own.
 
     Args:
       env: variables that the workers get besides those that they always get.
-      lanes: how requests wait, and their time limits.
+      limits: how requests wait, and their time limits.
 
     Attributes:
       ended: (number, what scoring came to, time) of requests, in the order in which they ended.
@@ -93,15 +93,15 @@ class Workers:
         *,
         num_workers: int,
         env: Mapping[str, str],
-        lanes: Lanes,
+        limits: DomainLimits,
         clock: Callable[[], float],
     ):
         self.ended: Ended = queue.SimpleQueue()
         self.restarts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.retries: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._settings, self._num_workers, self._clock = settings, num_workers, clock
-        self._lanes = lanes
-        self._waiting = LaneQueue[_Request](lanes, num_workers)
+        self._limits = limits
+        self._waiting = FairQueue[_Request](limits, num_workers)
         self._dropped: set[int] = set()  # requests that a worker has and that are not wanted any more
         self._lock = threading.Lock()  # of _waiting and _dropped
         self._reported = threading.Condition()
@@ -119,10 +119,10 @@ class Workers:
         self._thread.start()
 
     def submit(self, number: int, payload: bytes, source: str) -> None:
-        """Queues a request. `source`: of its prompt, for the lane in which it waits and the time that it may take."""
-        lane = self._lanes.lane(source)
+        """Queues a request. `source`: of its prompt, for the domain in which it waits and the time that it may take."""
+        domain = self._limits.domain(source)
         with self._lock:
-            self._waiting.put(lane, _Request(number, payload, lane, self._lanes.by_source[lane].timeout_s))
+            self._waiting.put(domain, _Request(number, payload, domain, self._limits.by_source[domain].timeout_s))
         self._wake()
 
     def drop(self, numbers: Collection[int]) -> None:
@@ -284,7 +284,7 @@ class Workers:
 
     def _end(self, request: _Request, scored: Scored) -> None:
         with self._lock:
-            self._waiting.done(request.lane)
+            self._waiting.done(request.domain)
         self.ended.put((request.number, scored, self._clock()))
 
     def _see_that_it_lives(self, line: _Line) -> None:
@@ -313,7 +313,7 @@ class Workers:
         else:
             self.retries.put(why)
             with self._lock:
-                self._waiting.put_back(request.lane, request)
+                self._waiting.put_back(request.domain, request)
 
 
 class _Chain:

@@ -1,13 +1,11 @@
-"""What the reward pools share: what a pool is, the ways in which a sample fails, and a step's counts."""
+"""What the reward pools share: what a pool is, and the ways in which a sample fails."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import queue
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -15,9 +13,6 @@ from jaxrl.rewards.scorers import Scored
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
-_log = logging.getLogger(__name__)
-
-_MANY = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}
 MAX_ATTEMPTS = 3
 """Workers that may end while they start, or before they have begun with one sample, before that is held to be the
 reason. What dies with a sample that it had begun with is `reward.max_retries`' business."""
@@ -92,58 +87,6 @@ def in_words(key: SampleKey) -> str:
     """A sample of a run, as warnings name it."""
     text = f"epoch {key.epoch}, prompt {key.prompt_index}, sample {key.sample_index}"
     return f"{text}, attempt {key.attempt}" if key.attempt else text
-
-
-class VerdictCounts:
-    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status.
-
-    `where`: how a warning names a sample.
-    """
-
-    def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
-        self._where = where
-        self._since_last = Counter[str]()
-        self._seconds = 0.0
-        self._restarts = self._retries = 0
-        self._ever = Counter[str]()
-
-    def add(self, verdict: Verdict) -> Verdict:
-        self._since_last[verdict.status] += 1
-        self._seconds += verdict.duration_s
-        if verdict.status != "ok":
-            self._ever[verdict.status] += 1
-            count = self._ever[verdict.status]
-            if count & (count - 1) == 0:
-                so_far = f" ({count} {_MANY[verdict.status]} so far)" if count > 1 else ""
-                why = verdict.info.get("error", verdict.status)
-                _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), why, so_far)
-        return verdict
-
-    def restarted(self, why: str) -> None:
-        self._restarts += 1
-        _log.warning("reward pool: %s", why)
-
-    def retried(self, why: str) -> None:
-        """A sample is scored again; warned of as failed verdicts are."""
-        self._retries += 1
-        self._ever["retry"] += 1
-        count = self._ever["retry"]
-        if count & (count - 1) == 0:
-            _log.warning("reward pool: a sample is scored again, number %d: %s", count, why)
-
-    def take(self) -> dict[str, float]:
-        n = self._since_last
-        metrics = {
-            "reward/num_scored": float(n.total()),
-            "reward/errors": float(n["error"]),
-            "reward/timeouts": float(n["timeout"]),
-            "reward/crashes": float(n["crash"]),
-            "reward/pool_restarts": float(self._restarts),
-            "reward/retries": float(self._retries),
-            "reward/seconds": self._seconds,
-        }
-        self._since_last, self._seconds, self._restarts, self._retries = Counter(), 0.0, 0, 0
-        return metrics
 
 
 Ended = queue.SimpleQueue[tuple[int, Scored, float]]

@@ -1,4 +1,4 @@
-"""Lanes of domains: who is next, and that a slow domain leaves workers to the others."""
+"""Limits of domains: who is next, and that a slow domain leaves workers to the others."""
 
 from typing import Any
 
@@ -6,29 +6,29 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import domains
-from jaxrl.rewards.lanes import Lane, LaneQueue, Lanes
+from jaxrl.rewards.domain_limits import DomainLimit, DomainLimits, FairQueue
 
 
-def lanes(**most: int) -> Lanes:
-    return Lanes({"": Lane(0, 1.0)} | {name: Lane(count, 1.0) for name, count in most.items()})
+def limits(**most: int) -> DomainLimits:
+    return DomainLimits({"": DomainLimit(0, 1.0)} | {name: DomainLimit(count, 1.0) for name, count in most.items()})
 
 
-def filled(num_workers: int, most: dict[str, int], waiting: dict[str, int]) -> LaneQueue[str]:
-    queue = LaneQueue[str](lanes(**most), num_workers)
-    for lane, count in waiting.items():
+def filled(num_workers: int, most: dict[str, int], waiting: dict[str, int]) -> FairQueue[str]:
+    queue = FairQueue[str](limits(**most), num_workers)
+    for domain, count in waiting.items():
         for i in range(count):
-            queue.put(lane, f"{lane}{i}")
+            queue.put(domain, f"{domain}{i}")
     return queue
 
 
-def popped(queue: LaneQueue[str], count: int) -> list[str | None]:
+def popped(queue: FairQueue[str], count: int) -> list[str | None]:
     return [queue.pop() for _ in range(count)]
 
 
 @pytest.mark.parametrize(
     ("num_workers", "most", "waiting", "order"),
     [
-        (2, {}, {"": 4}, ["0", "1"]),  # one lane: the order of arrival, on all workers
+        (2, {}, {"": 4}, ["0", "1"]),  # one domain: the order of arrival, on all workers
         (3, {"a": 0, "b": 0}, {"a": 3, "b": 3}, ["a0", "b0", "a1"]),  # in turns
         (4, {"a": 0, "b": 0}, {"a": 9, "b": 1}, ["a0", "b0", "a1", "a2"]),  # a may have all but one
         (4, {"a": 0, "b": 0, "c": 0}, {"a": 9, "b": 0, "c": 0}, ["a0", "a1", "a2", "a3"]),  # b and c are not in use
@@ -71,19 +71,19 @@ def test_what_is_put_back_comes_first_and_frees_its_place():
         queue.done("a")
 
 
-def test_lanes_of_a_configuration():
+def test_limits_of_a_configuration():
     reward = {
         "timeout_s": 3.0,
         "math_timeout_s": 0,
         "domains": {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}},
     }
-    found = Lanes.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward))
+    found = DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward))
     assert found.by_source == {
-        "": Lane(0, 3.0, "reward.timeout_s"),
-        "gsm8k": Lane(2, 3.0, "reward.timeout_s"),
-        "prime": Lane(0, 0.0, "reward.domains.prime.timeout_s"),
+        "": DomainLimit(0, 3.0, "reward.timeout_s"),
+        "gsm8k": DomainLimit(2, 3.0, "reward.timeout_s"),
+        "prime": DomainLimit(0, 0.0, "reward.domains.prime.timeout_s"),
     }
-    assert [found.lane(source) for source in ("gsm8k", "other")] == ["gsm8k", ""]
+    assert [found.domain(source) for source in ("gsm8k", "other")] == ["gsm8k", ""]
     late = ("timeout", 0.0, {"error": "?"}, 4.0)
     assert found.named("prime", late)[2] == {"error": "no score within reward.domains.prime.timeout_s (4 s)"}
     assert found.named("gsm8k", ("ok", 1.0, {}, 4.0)) == ("ok", 1.0, {}, 4.0)
@@ -92,14 +92,16 @@ def test_lanes_of_a_configuration():
 def test_math_has_a_limit_of_its_own():
     """Two seconds, unless the limit of all is shorter, or a domain has its own."""
 
-    def lane(source: str, **reward: Any) -> tuple[float, str]:
-        found = Lanes.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward)).by_source[source]
+    def limit(source: str, **reward: Any) -> tuple[float, str]:
+        found = DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward)).by_source[
+            source
+        ]
         return found.timeout_s, found.option
 
-    assert lane("") == lane("", kind="math") == lane("", timeout_s=0) == (2.0, "reward.math_timeout_s")
-    assert lane("", timeout_s=1.0) == (1.0, "reward.timeout_s")
-    assert lane("", math_timeout_s=0) == (10.0, "reward.timeout_s")
-    assert lane("", kind="custom", path="a.py") == (10.0, "reward.timeout_s")
+    assert limit("") == limit("", kind="math") == limit("", timeout_s=0) == (2.0, "reward.math_timeout_s")
+    assert limit("", timeout_s=1.0) == (1.0, "reward.timeout_s")
+    assert limit("", math_timeout_s=0) == (10.0, "reward.timeout_s")
+    assert limit("", kind="custom", path="a.py") == (10.0, "reward.timeout_s")
     domain = {"gsm8k": {"kind": "math"}, "own": {"kind": "math", "timeout_s": 5.0}}
-    assert lane("gsm8k", domains=domain, kind="custom", path="a.py") == (2.0, "reward.math_timeout_s")
-    assert lane("own", domains=domain) == (5.0, "reward.domains.own.timeout_s")
+    assert limit("gsm8k", domains=domain, kind="custom", path="a.py") == (2.0, "reward.math_timeout_s")
+    assert limit("own", domains=domain) == (5.0, "reward.domains.own.timeout_s")

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.report import rewards as report
-from jaxrl.rewards.tally import TIMEOUTS, VerdictTally, timeouts_of
+from jaxrl.rewards.reward_metrics import TIMEOUTS, RewardMetrics, timeouts_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import SampleKey
 
@@ -24,7 +24,7 @@ def verdict(reward: float = 1.0, status: Any = "ok", seconds: float = 0.5, **inf
 
 def test_a_run_without_domains():
     """Its pool counts, and what the journal gave is added."""
-    tally = VerdictTally.configured(config())
+    tally = RewardMetrics.configured(config())
     for status in ("ok", "error", "timeout", "timeout", "crash"):
         tally.add("math", replace(verdict(status=status), is_replayed=status in ("timeout", "crash")))
     pool = {"reward/num_scored": 3.0, "reward/errors": 1.0, "reward/timeouts": 1.0, "reward/seconds": 7.0}
@@ -36,7 +36,7 @@ def test_a_run_without_domains():
 
 
 def test_by_domain():
-    tally = VerdictTally.configured(config(**STAGED))
+    tally = RewardMetrics.configured(config(**STAGED))
     for status, seconds in (("ok", 1.0), ("timeout", 3.0), ("ok", 2.0)):
         tally.add("math", verdict(0.5, status, seconds))
     tally.add("judged", verdict(0.5, seconds=9.0, own_reward=1.0, parts={"tags": 1.0}))
@@ -59,7 +59,7 @@ def test_by_domain():
 
 
 def test_what_the_journal_gives_counts_but_its_seconds_are_not_known():
-    tally = VerdictTally.configured(config(**STAGED))
+    tally = RewardMetrics.configured(config(**STAGED))
     tally.add("math", replace(verdict(status="timeout", seconds=0.0), is_replayed=True))
     tally.add("math", verdict(seconds=2.0))
     metrics = tally.take({})
@@ -68,7 +68,7 @@ def test_what_the_journal_gives_counts_but_its_seconds_are_not_known():
 
 
 def test_a_round_that_is_dropped_counts_nothing():
-    tally = VerdictTally.configured(config(**STAGED))
+    tally = RewardMetrics.configured(config(**STAGED))
     tally.add("math", verdict())
     tally.clear()
     assert not any(tally.take({}).values())
