@@ -78,14 +78,14 @@ def _worker_pool(
 ) -> RewardPool:
     reward = config.reward
     settings = WorkerSettings(
-        pickle.dumps(scorer),
-        scorer.loads,
-        scorer.preload,
-        reward.start_timeout_s,
-        reward.max_retries,
-        reward.max_memory_gib,
-        reward.fresh_process,
-        str(log.resolve()) if log is not None else "",
+        scorer=pickle.dumps(scorer),
+        loads=scorer.loads,
+        preload=scorer.preload,
+        start_timeout_s=reward.start_timeout_s,
+        max_retries=reward.max_retries,
+        max_memory_gib=reward.max_memory_gib,
+        fresh_process=reward.fresh_process,
+        log=str(log.resolve()) if log is not None else "",
     )
     pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
     limits = DomainLimits.of(domains(reward))

@@ -13,10 +13,6 @@ from jaxrl.rewards.scorers import Scored
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
-MAX_ATTEMPTS = 3
-"""Workers that may end while they start, or before they have begun with one sample, before that is held to be the
-reason. What dies with a sample that it had begun with is `reward.max_retries`' business."""
-
 
 def timed_out(limit_s: float) -> Scored:
     return "timeout", 0.0, {"error": f"no score within {limit_s:g} s"}, limit_s

@@ -30,8 +30,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from jaxrl.processes.messages import BadMessage, Channel, read_message, receive_message, to_bytes
+from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
-from jaxrl.rewards.pool_base import MAX_ATTEMPTS, crashed
+from jaxrl.rewards.pool_base import crashed
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings
@@ -95,7 +96,7 @@ class RayHost:
         with contextlib.suppress(queue.Empty):
             while True:
                 retries.append(self._workers.retries.get_nowait())
-        return to_bytes({**verdict_message(scored, ""), "retries": retries})
+        return to_bytes({**verdict_message(scored), "retries": retries})
 
     def drop(self) -> None:
         """Ends the scoring under way if it does not end by itself at once; `score` returns then, whatever it says."""
@@ -250,7 +251,7 @@ class RayActors:
 
     def _end(self, task: _Task, scored: Scored) -> None:
         self._waiting.done(task.domain)
-        self._say({"number": task.number, **verdict_message(scored, "")})
+        self._say({"number": task.number, **verdict_message(scored)})
 
     def _lost(self, actor: Any, why: str) -> None:
         """Another actor for one that is gone; all ends when none has come to anything for too long."""

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.processes.messages import HEADROOM_BYTES, MAX_ANSWER_BYTES, BadMessage, Channel, read_message
+from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits
-from jaxrl.rewards.pool_base import MAX_ATTEMPTS, in_words, verdict_of
+from jaxrl.rewards.pool_base import in_words, verdict_of
 from jaxrl.rewards.ray_actors import RaySetup
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest

@@ -32,9 +32,9 @@ def read_scored(message: dict[str, Any]) -> Scored:
     return status, float(cast(float, reward)), info, float(cast(float, duration_s))
 
 
-def verdict_message(scored: Scored, task_id: str) -> dict[str, Any]:
+def verdict_message(scored: Scored) -> dict[str, Any]:
     status, reward, info, duration_s = scored
-    return {"task": task_id, "status": status, "reward": reward, "info": info, "duration_s": duration_s}
+    return {"status": status, "reward": reward, "info": info, "duration_s": duration_s}
 
 
 def _is_finite(value: Any) -> bool:

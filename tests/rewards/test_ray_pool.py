@@ -45,7 +45,7 @@ class FakeRay(types.ModuleType):
         return lambda _: types.SimpleNamespace(remote=self._actor)
 
     def _actor(self, *_: Any) -> Any:
-        ok = to_bytes(verdict_message(("ok", 1.0, {}, 0.1), ""))
+        ok = to_bytes(verdict_message(("ok", 1.0, {}, 0.1)))
         return types.SimpleNamespace(
             start=Ref(self.starts, b'{"error": ""}'),
             score=Ref(self.scores, ok),
@@ -91,7 +91,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 def actors(ray: FakeRay, max_retries: int = 2) -> tuple[RayActors, list[dict[str, Any]]]:
     limits = DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": {"timeout_s": 0.2}}).reward))
-    settings = WorkerSettings(b"", "", (), 0.2, max_retries)
+    settings = WorkerSettings(scorer=b"", loads="", preload=(), start_timeout_s=0.2, max_retries=max_retries)
     said: list[dict[str, Any]] = []
     return RayActors(ray, RaySetup(settings, limits, {}, 2), said.append), said
 
@@ -222,7 +222,7 @@ while (frame := receive_message(sock)) is not None:
         number, source, request = values
         sample = pickle.loads(request)
         {each}
-        say({{"number": number, **verdict_message(("ok", float(sample.response), {{"lives": lives}}, 0.1), "")}})
+        say({{"number": number, **verdict_message(("ok", float(sample.response), {{"lives": lives}}, 0.1))}})
 """
 
 

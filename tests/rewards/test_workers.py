@@ -14,8 +14,8 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.processes.messages import BadMessage, read_message
+from jaxrl.processes.worker_supervisor import WorkerSupervisor, _Worker
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.keeper import Keeper, _Worker
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.scheduling.rounds.events import Verdict
@@ -266,15 +266,15 @@ def test_a_json_of_the_users_in_the_working_folder(tmp_path: Path, monkeypatch: 
 
 def test_a_worker_that_is_stopped_and_goes_on_keeps_its_time():
     """With `timeout_s` 0."""
-    keeper = Keeper.__new__(Keeper)
+    supervisor = WorkerSupervisor.__new__(WorkerSupervisor)
     with subprocess.Popen(["sleep", "60"]) as child:
         worker = _Worker(child.pid, None, math.inf, is_ready=True)  # pyright: ignore
-        keeper.__dict__ |= {"_worker": worker, "_task": object(), "_has_taken": lambda _: True}
+        supervisor.__dict__ |= {"_worker": worker, "_task": object(), "_has_taken": lambda _: True}
         for number, is_stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)) * 2:
             os.kill(child.pid, number)
             deadline = time.monotonic() + 5
             while math.isfinite(worker.deadline) != is_stopped and time.monotonic() < deadline:
-                keeper._reap()
+                supervisor._reap()
                 time.sleep(0.01)
             assert math.isfinite(worker.deadline) == is_stopped
         child.kill()

@@ -1,17 +1,19 @@
-"""The process between the trainer and one worker: it forks the worker, hands it samples, keeps the time, and ends it.
+"""The process between a pool and one worker: it forks the worker, hands it tasks, keeps the time, and ends it.
 
-It runs no code of the user's, and has one thread. It reads the worker's frames, and passes on what is a verdict on the
-sample that the worker has; anything else costs the worker its life, and that sample. When a sample has ended, every
-process that its scoring started is killed (what the reward file started while it was imported stays, until the worker
-ends). A worker that ended is replaced at once, by a fork of a process that has the scorer's libraries loaded.
+It runs no code of the user's, and has one thread. It reads the worker's messages, and passes on what is an answer to
+the task that the worker has; anything else costs the worker its life, and that task. When a task has ended, every
+process that it started is killed (what the worker started before its first task stays, until the worker ends). A worker
+that ended is replaced at once, by a fork of a process that has its libraries loaded.
 
-Which sample is to blame for a death: the worker writes the sample's id into shared memory when it takes it, before any
-foreign code sees it. A worker that ended with that mark costs the sample one of its `reward.max_retries`; one that
-ended without it costs an attempt, of which a sample has `MAX_ATTEMPTS`. A worker that runs out of memory after it has
-scored other samples may owe that to them, so the sample is scored again in a new one: that counts as a death.
+Which task is to blame for a death: the worker writes the task's id into shared memory when it takes it, before any
+foreign code sees it. A worker that ended with that mark costs the task one of its `max_retries`; one that ended without
+it costs an attempt, of which a task has `MAX_ATTEMPTS`. A worker that runs out of memory after it has done other tasks
+may owe that to them, so the task is done again in a new one: that counts as a death.
 
-A worker that is stopped (SIGSTOP) while it has nothing to do is replaced. With a sample, its time limit counts; without
-a limit it has `STOPPED_S` to go on.
+A worker that is stopped (SIGSTOP) while it has nothing to do is replaced. With a task, its time limit counts; without a
+limit it has `STOPPED_S` to go on.
+
+Tasks are samples to score (`jaxrl.rewards.worker` has the `Work`), so sentences say "sample".
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import os
 import select
 import socket
 import time
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 from jaxrl.processes.messages import (
     HEADROOM_BYTES,
@@ -37,29 +39,27 @@ from jaxrl.processes.messages import (
     to_bytes,
 )
 from jaxrl.processes.process_tree import adopt_orphans, descendants, kill, kill_descendants
-from jaxrl.rewards.pool_base import MAX_ATTEMPTS, crashed, timed_out
-from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.tracebacks import TracebackDeduper
-from jaxrl.rewards.verdict_messages import read_scored, verdict_message
-from jaxrl.rewards.worker import WorkerSettings, become_worker
 
+MAX_ATTEMPTS = 3
+"""Workers that may end while they start, or before they have begun with one task, before that is held to be the reason.
+What dies with a task that it had begun with is `max_retries`' business."""
 MAX_LOG_BYTES = 16 << 20
 STOPPED_S = 10.0
 DROP_S = 1.0
 _EXIT_S = 0.5  # for a worker whose socket has closed to be gone by itself
-_SLICE_S = 5.0  # the longest that a keeper sleeps
-_MAX_REQUEST_BYTES = (1 << 32) - 1  # the trainer is trusted
+_SLICE_S = 5.0  # the longest that a supervisor sleeps
+_MAX_REQUEST_BYTES = (1 << 32) - 1  # the pool is trusted
 
 
 @dataclass
 class _Worker:
     pid: int
     channel: Channel
-    deadline: float  # for loading the scorer, then for the sample that it has
+    deadline: float  # for getting ready, then for the task that it has
     is_ready: bool = False
-    kept: frozenset[int] = frozenset()  # processes that loading the scorer started
+    kept: frozenset[int] = frozenset()  # processes that it started before it was ready
     exit_code: int | None = None  # of one that has ended
-    num_scored: int = 0
+    num_done: int = 0
     is_stopped: bool = False  # its deadline is then for going on, where there was none
 
 
@@ -67,53 +67,114 @@ class _Worker:
 class _Task:
     id: str
     limit_s: float  # 0: none
-    frame: bytes
+    payload: bytes
     attempts: int = 0  # workers that ended before they had begun with it
     deaths: int = 0  # of workers that had
-    scored: dict[str, Any] | None = field(default=None)  # a verdict whose process has still to end
+    answer: dict[str, Any] | None = None  # one whose process has still to end
+    is_last: bool = False  # whether the worker asked to be replaced after it
 
 
-class Keeper:
-    """`tracebacks`: shared with the other keepers."""
+@dataclass(frozen=True, kw_only=True)
+class SupervisorSettings:
+    """What a supervisor must know of its worker.
+
+    Attributes:
+      loads: what getting ready is, for errors.
+      start_timeout_s: for getting ready.
+      max_retries: times that a task is done again whose worker died.
+      fresh_process: whether each task has a process of its own, a fork of the worker.
+      log: the file for what workers print; empty: it is dropped.
+    """
+
+    loads: str
+    start_timeout_s: float
+    max_retries: int
+    fresh_process: bool = False
+    log: str = ""
+
+
+class Work(Protocol):
+    """What workers do. Answers are JSON objects.
+
+    Attributes:
+      name: of what runs in the worker, for errors: its process is `<name>'s process`.
+      start_option: the option that sets `start_timeout_s`, for errors.
+    """
+
+    name: str
+    start_option: str
+
+    def run(self, supervisor: int, sock: socket.socket, taken: mmap.mmap, output: int) -> NoReturn:
+        """The worker itself, in a fork of the supervisor: says `ready`, then answers each task that comes.
+
+        Args:
+          supervisor: the process that it ends with.
+          taken: shared memory that gets the id of the task that it has begun with.
+          output: the file descriptor for what it prints.
+        """
+        ...
+
+    def checked(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer in a worker's message. Raises BadMessage for anything else."""
+        ...
+
+    def failed(self, why: str) -> dict[str, Any]:
+        """The answer to a task for which no worker gets ready."""
+        ...
+
+    def crashed(self, why: str, times: int = 1) -> dict[str, Any]:
+        """To one whose workers have died, so many times."""
+        ...
+
+    def timed_out(self, limit_s: float) -> dict[str, Any]: ...
+
+
+class WorkerSupervisor:
+    """Implements one worker's supervision.
+
+    Args:
+      pool: the socket to it. server: one that closes with the fork server.
+      wakeup: can be read when a child has ended or stopped (`wake_by_children`).
+    """
 
     def __init__(
         self,
-        trainer: socket.socket,
-        warden: socket.socket,
+        pool: socket.socket,
+        server: socket.socket,
         wakeup: socket.socket,
-        tracebacks: TracebackDeduper,
-        settings: WorkerSettings,
+        work: Work,
+        settings: SupervisorSettings,
     ):
-        self._trainer, self._tracebacks = Channel(trainer, _MAX_REQUEST_BYTES), tracebacks
-        self._warden, self._wakeup, self._settings = warden, wakeup, settings
+        self._pool = Channel(pool, _MAX_REQUEST_BYTES)
+        self._server, self._wakeup, self._work, self._settings = server, wakeup, work, settings
         self._taken = mmap.mmap(-1, TASK_ID_BYTES)
         self._output = _Output(settings.log)
         self._worker: _Worker | None = None
         self._task: _Task | None = None
-        self._is_dropped = False  # whether the verdict on the task is not wanted any more
+        self._is_dropped = False  # whether the answer to the task is not wanted any more
         self._failed_starts = 0  # in a row
         self._was_ready = False
 
     def run(self) -> NoReturn:
-        """Returns when the trainer or the warden is gone, with no process left below."""
+        """Returns when the pool or the fork server is gone, with no process left below."""
         adopt_orphans()
         self._start_worker()
         try:
-            while not self._trainer.ended:
+            while not self._pool.ended:
                 self._listen()
                 self._keep_time()
         finally:
             self._end_worker()
             os._exit(0)
 
-    # -- waiting -----------------------------------------------------------------------------------------------------
+    # -- waiting -------------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         worker, poll = self._worker, select.poll()
-        channels = [self._trainer] + ([worker.channel] if worker is not None else [])
+        channels = [self._pool] + ([worker.channel] if worker is not None else [])
         for channel in channels:
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.wants_write else 0))
-        for other in (self._warden, self._wakeup):
+        for other in (self._server, self._wakeup):
             poll.register(other, select.POLLIN)
         if self._output.source >= 0:
             poll.register(self._output.source, select.POLLIN)
@@ -125,8 +186,8 @@ class Keeper:
                 channel.flush()
         if self._output.source in ready:
             self._output.drain()
-        if self._warden.fileno() in ready:  # it says nothing: it has ended
-            self._trainer.close()
+        if self._server.fileno() in ready:  # it says nothing: it has ended
+            self._pool.close()
             return
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(4096)
@@ -136,10 +197,10 @@ class Keeper:
             and worker is self._worker
             and (worker.channel.fileno() in ready or worker.exit_code is not None)
         ):
-            self._hear(worker)
-        if self._trainer.fileno() in ready:
-            for frame in self._trainer.receive():
-                self._take(frame)
+            self._receive(worker)
+        if self._pool.fileno() in ready:
+            for payload in self._pool.receive():
+                self._obey(payload)
 
     def _reap(self) -> None:
         """Notes which children have ended, stopped or gone on: the worker, and orphans of its making."""
@@ -176,28 +237,28 @@ class Keeper:
             return
         if not worker.is_ready:
             limit = f"{self._settings.start_timeout_s:g} s"
-            error = f"{self._settings.loads} did not end within reward.start_timeout_s ({limit})"
+            error = f"{self._settings.loads} did not end within {self._work.start_option} ({limit})"
             self._not_started(error, final=not self._was_ready)
         elif self._is_dropped:
-            self._settle(crashed("its verdict is not wanted any more"))
+            self._settle(self._work.crashed("its verdict is not wanted any more"))
         elif not worker.is_stopped:
-            assert self._task is not None, "a worker without a sample has no time limit"
-            self._settle(timed_out(self._task.limit_s))
+            assert self._task is not None, "a worker without a task has no time limit"
+            self._settle(self._work.timed_out(self._task.limit_s))
         else:
-            self._died(f"the scorer's process was stopped (SIGSTOP) for {STOPPED_S:g} s")
+            self._died(f"{self._work.name}'s process was stopped (SIGSTOP) for {STOPPED_S:g} s")
 
-    # -- from the trainer --------------------------------------------------------------------------------------------
+    # -- from the pool -------------------------------------------------------------------------------------------------
 
-    def _take(self, frame: bytes) -> None:
-        if not frame:  # is this process alive?
-            self._trainer.send(to_bytes({"alive": True}))
+    def _obey(self, payload: bytes) -> None:
+        if not payload:  # is this process alive?
+            self._pool.send(to_bytes({"alive": True}))
             return
-        if len(frame) == TASK_ID_BYTES:  # the verdict on this task is not wanted any more
-            self._drop(frame.decode())
+        if len(payload) == TASK_ID_BYTES:  # the answer to this task is not wanted any more
+            self._drop(payload.decode())
             return
-        assert self._task is None, "the trainer hands over one task at a time"
-        task_id, limit_s, _ = read_task(frame)
-        self._task, self._is_dropped = _Task(task_id, limit_s, frame), False
+        assert self._task is None, "the pool hands over one task at a time"
+        task_id, limit_s, _ = read_task(payload)
+        self._task, self._is_dropped = _Task(task_id, limit_s, payload), False
         if self._worker is None:
             self._failed_starts = 0
             self._start_worker()
@@ -210,67 +271,70 @@ class Keeper:
             self._taken[:] = bytes(TASK_ID_BYTES)
             worker.deadline = time.monotonic() + (task.limit_s or math.inf)
             worker.is_stopped = False
-            worker.channel.send(task.frame)
+            worker.channel.send(task.payload)
 
     def _drop(self, task_id: str) -> None:
-        """Ends the scoring of a task that takes longer than `DROP_S` from here on; starting a worker costs as much."""
+        """Ends a task that takes longer than `DROP_S` from here on; starting a worker costs as much."""
         worker, task = self._worker, self._task
         if worker is None or not worker.is_ready or task is None or task.id != task_id:
             return
         self._is_dropped = True
         worker.deadline = min(worker.deadline, time.monotonic() + DROP_S)
 
-    # -- from the worker ---------------------------------------------------------------------------------------------
+    # -- from the worker -----------------------------------------------------------------------------------------------
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
-            for frame in worker.channel.receive():
-                self._understand(worker, read_message(frame))
+            for payload in worker.channel.receive():
+                self._handle(worker, read_message(payload))
                 if self._worker is not worker:
                     return
         except BadMessage as bad:
-            self._lose(f"the scorer's process sent {bad}")
+            self._lose(f"{self._work.name}'s process sent {bad}")
             return
         if worker.channel.ended or worker.exit_code is not None:
             self._lose(self._last_words(worker))
 
-    def _understand(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _handle(self, worker: _Worker, message: dict[str, Any]) -> None:
         task = self._task
         if not worker.is_ready and message.get("ready") is True:
             worker.is_ready, worker.deadline = True, math.inf
             worker.kept = frozenset(descendants(os.getpid(), {worker.pid})) | frozenset(descendants(worker.pid))
             self._failed_starts, self._was_ready = 0, True
-            self._trainer.send(to_bytes({"ready": True, "has_jax": message.get("has_jax") is True}))
+            self._pool.send(to_bytes({"ready": True, "has_jax": message.get("has_jax") is True}))
             self._hand_over()
         elif not worker.is_ready and message.get("ready") is False:
             self._not_started(str(message.get("error"))[:2000], final=True)
-        elif task is not None and message.get("task") == task.id and task.scored is None:
-            task.scored = {**verdict_message(read_scored(message), task.id), "last": message.get("last") is True}
-            if task.scored["last"] and self._may_owe_it_to_others(worker, task):
-                task.scored = None
-                self._died("the scorer's process ran out of memory, in which earlier samples had left something")
-            elif not self._settings.fresh_process:
-                self._finish(task.scored)
+        elif task is not None and message.get("task") == task.id and task.answer is None:
+            answer, task.is_last = self._work.checked(message), message.get("last") is True
+            if task.is_last and self._may_owe_it_to_others(worker, task):
+                self._died(
+                    f"{self._work.name}'s process ran out of memory, in which earlier samples had left something"
+                )
+                return
+            task.answer = answer
+            if not self._settings.fresh_process:
+                self._finish(task, answer)
         elif task is not None and message.get("ended") == task.id and self._settings.fresh_process:
-            if task.scored is None:
-                self._died(_ended(message.get("code")))
+            if task.answer is None:
+                self._died(self._ended(message.get("code")))
             else:
-                self._finish(task.scored)
+                self._finish(task, task.answer)
         else:
             raise BadMessage("a verdict that it was not asked for")
 
-    def _finish(self, message: dict[str, Any]) -> None:
-        """Passes a verdict on; the worker lives, unless it asked to be replaced."""
+    def _finish(self, task: _Task, answer: dict[str, Any]) -> None:
+        """Passes an answer on; the worker lives, unless it asked to be replaced."""
         worker = self._worker
         assert worker is not None
         worker.deadline = math.inf
-        worker.num_scored += 1
-        if message.pop("last", False) and not self._settings.fresh_process:
+        worker.num_done += 1
+        if task.is_last and not self._settings.fresh_process:
             self._end_worker()
         else:
             kill_descendants({worker.pid, *worker.kept}, below=(worker.pid,))
         self._task = None
-        self._trainer.send(to_bytes(message))
+        self._answer(task, answer)
         if self._worker is None:
             self._start_worker()
 
@@ -281,10 +345,13 @@ class Keeper:
             self._reap()
             time.sleep(0.001)
         if worker.exit_code is None:
-            return "the scorer closed its process's connection to the pool"
-        return _ended(worker.exit_code)
+            return f"{self._work.name} closed its process's connection to the pool"
+        return self._ended(worker.exit_code)
 
-    # -- ends and beginnings of workers ------------------------------------------------------------------------------
+    def _ended(self, code: Any) -> str:
+        return f"{self._work.name}'s process ended with exit code {code}"
+
+    # -- ends and beginnings of workers --------------------------------------------------------------------------------
 
     def _lose(self, why: str) -> None:
         """The worker ended, or is not to be listened to any more."""
@@ -294,78 +361,81 @@ class Keeper:
             self._not_started(f"{self._settings.loads} failed: {why}", final=False)
         elif task is None:
             self._restart(f"a worker without a sample was ended: {why}")
-        elif task.scored is not None:  # of its own process; the worker died before it could say that it had ended
-            self._settle(read_scored(task.scored))
+        elif task.answer is not None:  # of its own process; the worker died before it could say that it had ended
+            self._settle(task.answer)
         elif self._has_taken(task):
             self._died(why)
         elif not self._try_again(task):
             self._restart(f"a worker ended before it had taken its sample: {why}")
 
     def _has_taken(self, task: _Task) -> bool:
-        """Whether the worker has begun with the sample."""
+        """Whether the worker has begun with the task."""
         return self._taken[:] == task.id.encode()
 
     def _try_again(self, task: _Task) -> bool:
-        """Counts an attempt; True if it was the last, and the sample has its verdict."""
+        """Counts an attempt; True if it was the last, and the task has its answer."""
         task.attempts += 1
         if task.attempts < MAX_ATTEMPTS:
             return False
-        self._settle(crashed(f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample"))
+        self._settle(self._work.crashed(f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample"))
         return True
 
     def _may_owe_it_to_others(self, worker: _Worker, task: _Task) -> bool:
-        """Whether a worker may have run out of memory for what it keeps of samples before this one."""
-        alone = self._settings.fresh_process or not worker.num_scored
+        """Whether a worker may have run out of memory for what it keeps of tasks before this one."""
+        alone = self._settings.fresh_process or not worker.num_done
         return not alone and task.deaths < self._settings.max_retries
 
     def _died(self, why: str) -> None:
-        """The worker is of no use any more, and its sample may be the reason: it is scored again in another, or has its
-        verdict."""
+        """The worker is of no use any more, and its task may be the reason: it is done again in another, or has its
+        answer."""
         task = self._task
         assert task is not None
         task.deaths += 1
         if task.deaths > self._settings.max_retries or self._is_dropped:
-            self._settle(crashed(why, task.deaths))
+            self._settle(self._work.crashed(why, task.deaths))
             return
-        self._trainer.send(to_bytes({"retried": why}))
+        self._pool.send(to_bytes({"retried": why}))
         self._end_worker()
         self._start_worker()
 
-    def _settle(self, scored: Scored) -> None:
-        """A verdict with which the worker goes."""
+    def _settle(self, answer: dict[str, Any]) -> None:
+        """An answer with which the worker goes."""
         task, self._task = self._task, None
         assert task is not None
         self._end_worker()
         self._start_worker()
-        self._trainer.send(to_bytes(verdict_message(scored, task.id)))
+        self._answer(task, answer)
+
+    def _answer(self, task: _Task, answer: dict[str, Any]) -> None:
+        self._pool.send(to_bytes({"task": task.id, **answer}))
 
     def _restart(self, why: str) -> None:
-        self._trainer.send(to_bytes({"restarted": why}))
+        self._pool.send(to_bytes({"restarted": why}))
         self._end_worker()
         self._start_worker()
 
     def _not_started(self, error: str, *, final: bool) -> None:
-        """The scorer was not loaded. Unless that is `final`, another worker tries, `MAX_ATTEMPTS` of them in a row."""
+        """The worker did not get ready. Unless that is `final`, another one tries, `MAX_ATTEMPTS` of them in a row."""
         self._end_worker()
         self._failed_starts += 1
         task = self._task
         if task is None:
             if final or self._failed_starts >= MAX_ATTEMPTS:
-                self._trainer.send(to_bytes({"ready": False, "error": error}))
+                self._pool.send(to_bytes({"ready": False, "error": error}))
             else:
                 self._start_worker()
         elif final:
             self._task = None
-            self._trainer.send(to_bytes(verdict_message(("error", 0.0, {"error": error}, 0.0), task.id)))
+            self._answer(task, self._work.failed(error))
         elif not self._try_again(task):
             self._start_worker()
 
     def _start_worker(self) -> None:
         ours, theirs = socket.socketpair()
-        keeper = os.getpid()
+        supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            become_worker(keeper, theirs, self._taken, self._tracebacks, self._output.sink, self._settings)
+            self._work.run(supervisor, theirs, self._taken, self._output.sink)
         theirs.close()
         deadline = time.monotonic() + self._settings.start_timeout_s
         self._worker = _Worker(pid, Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES), deadline)
@@ -402,7 +472,3 @@ class _Output:
                 if room > 0:
                     over = b"\n(the log is full: what reward workers print is dropped from here on)\n"
                     os.write(self._log, data if len(data) < room else data[:room] + over)
-
-
-def _ended(code: Any) -> str:
-    return f"the scorer's process ended with exit code {code}"
