@@ -149,11 +149,11 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only the actors of the reward pool on ray import ray."""
+    """Only what starts and begins a process that uses ray imports it."""
     return [
         f"{module} imports {name}"
         for module in sources
-        if module != "jaxrl.rewards.ray_actors"
+        if module != "jaxrl.processes.ray_process"
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]

@@ -1,15 +1,11 @@
 """Ray's side of the reward pool on Ray: a process of its own, which has the actors.
 
-Purpose: ray ends the process that uses it when it has lost the cluster's head for a minute ("The program will
-terminate"), and installs handlers of signals. In the trainer that would be the end of a run, without a word and without
-a checkpoint. So the trainer starts this process (`jaxrl.rewards.ray_pool`), and starts it again if it ends. It runs
-nothing of the user's: actors do, in worker processes below them.
+Purpose: the trainer starts this process (`jaxrl.rewards.ray_pool`; `jaxrl.processes.ray_process` says why), and starts
+it again if it ends. It runs nothing of the user's: actors do, in worker processes below them.
 
 An actor that dies was not ended by a scorer, so its sample is scored again elsewhere, at most `reward.max_retries`
 times. Actors that the cluster has no room for are waited for while others work; where none works, it ends with a
 sentence. Nothing here waits without a limit.
-
-Source: ray 2.60, of which a killed head was tried; https://github.com/ray-project/ray/issues/45570.
 """
 
 from __future__ import annotations
@@ -20,16 +16,13 @@ import math
 import os
 import pickle
 import queue
-import signal
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from jaxrl.processes.messages import BadMessage, Channel, read_message, receive_message, to_bytes
+from jaxrl.processes.messages import BadMessage, Channel, read_message, to_bytes
+from jaxrl.processes.ray_process import MAX_MESSAGE_BYTES, begin, connect
 from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
 from jaxrl.rewards.pool_base import crashed
@@ -44,11 +37,8 @@ SLACK_S = 60.0
 GET_S = 30.0
 """For a value that ray says is there."""
 ALIVE_EVERY_S = 5.0
-END_S = 10.0
-"""For the actors to be ended when the trainer has gone."""
 _LOOK_EVERY_S = 1.0  # whether an actor's workers can still answer
 _POLL_S = 0.02
-MAX_FRAME = (1 << 32) - 1  # the trainer is trusted
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -276,33 +266,11 @@ class RayActors:
         return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
 
 
-def begin() -> tuple[socket.socket, Any]:
-    """What a process that uses ray does first: the socket to the process that started it, and the setup that came.
-
-    `argv` holds the path, and the numbers of the socket and of a pipe that closes with the other process.
-    """
-    sock, lifeline = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
-    sock.set_inheritable(False)
-    os.set_inheritable(lifeline, False)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    return sock, pickle.loads(receive_message(sock) or b"")
-
-
-def connect(address: str | None) -> Any:
-    """The module ray, which uses the cluster at `address` from here on; None: one that it finds or makes."""
-    import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
-
-    ray.init(address=address, include_dashboard=False, log_to_driver=False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the other process decides when this one ends
-    return ray
-
-
 def main() -> NoReturn:
     sock, setup = begin()
     assert isinstance(setup, RaySetup)
     ray = connect(setup.address)
-    channel = Channel(sock, MAX_FRAME)
+    channel = Channel(sock, MAX_MESSAGE_BYTES)
 
     def say(message: dict[str, Any]) -> None:
         channel.send(to_bytes(message))
@@ -318,13 +286,6 @@ def main() -> NoReturn:
             channel.flush()
     ray.shutdown()
     os._exit(0)
-
-
-def _end_with(lifeline: int) -> None:
-    """Ends the process, whatever call of ray it is in, some time after the trainer has."""
-    os.read(lifeline, 1)
-    time.sleep(END_S)
-    os._exit(1)
 
 
 def _serve(actors: RayActors, channel: Channel, say: Say) -> None:

@@ -1,6 +1,6 @@
 """The reward pool on Ray (`pip install jaxrl[ray]`), from the trainer's side.
 
-Purpose: `RayRewardPool` starts a process that uses ray (`jaxrl.rewards.ray_actors`, which says why), sends it samples
+Purpose: `RayRewardPool` starts a process that uses ray (`jaxrl.rewards.ray_actors`), sends it samples
 and reads verdicts. A process that ends, as ray makes it when the cluster's head is gone, or that says nothing for
 `SILENT_S`, is started again after a pause, and gets all samples again that have no verdict: a head that has come back
 by then is a way on. After `MAX_ATTEMPTS` of them in a row without a verdict the run ends with `RunFailed`.
@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import math
-import os
 import pickle
-import select
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.processes.messages import HEADROOM_BYTES, MAX_ANSWER_BYTES, BadMessage, Channel, read_message
+from jaxrl.processes.messages import BadMessage
+from jaxrl.processes.ray_process import RayProcess
 from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.pool_base import in_words, verdict_of
@@ -36,12 +31,8 @@ from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
-SILENT_S = 150.0
-"""Longer than ray may be busy with one call; the process says every few seconds that it lives."""
 PAUSES_S = (0.0, 15.0, 45.0)
 """Before it is started again, by how often it ended in a row."""
-_CLOSE_S = 15.0
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from MODULE import main; main()"
 
 
 @dataclass(slots=True)
@@ -81,7 +72,7 @@ class RayRewardPool:
         self._is_ready = False
         self._losses = 0  # in a row
         self._again_s = 0.0  # when the process is started again, where there is none
-        self._driver: RayProcess | None = RayProcess(self._setup)
+        self._driver: RayProcess | None = RayProcess("jaxrl.rewards.ray_actors", self._setup)
 
     def warm(self) -> None:
         while not self._is_ready:
@@ -136,7 +127,7 @@ class RayRewardPool:
             if pause_s > 0:
                 time.sleep(min(pause_s, timeout_s))
                 return []
-            self._driver = RayProcess(self._setup)
+            self._driver = RayProcess("jaxrl.rewards.ray_actors", self._setup)
             for number, task in self._pending.items():
                 self._driver.tell("score", number, task.source, task.request)
         driver, verdicts = self._driver, list[Verdict]()
@@ -183,89 +174,3 @@ def _address_in_use() -> str | None:
     """Of the cluster that this process uses itself; None where it uses none."""
     ray = sys.modules.get("ray")
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
-
-
-class RayProcess:
-    """A process that uses ray, and the way to it.
-
-    Args:
-      setup: what it is sent first.
-      module: whose `main` it runs.
-    """
-
-    def __init__(self, setup: bytes, module: str = "jaxrl.rewards.ray_actors") -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
-        ours, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        path = [os.getcwd() if entry == "" else entry for entry in sys.path]
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _BOOT.replace("MODULE", module),
-                json.dumps(path),
-                str(theirs.fileno()),
-                str(lifeline),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=[theirs.fileno(), lifeline],
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(lifeline)
-        self._channel = Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES)
-        self._heard_s = time.monotonic()
-        self._channel.send(setup)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, *message: Any) -> None:
-        self._channel.send(pickle.dumps(message))
-
-    def hear(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What it has said; waits so long for something."""
-        self._channel.flush()
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.wants_write else 0))
-        deadline = time.monotonic() + timeout_s
-        while not self._channel.ended:
-            ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000)
-            self._channel.flush()
-            found = [read_message(frame) for frame in self._channel.receive()]
-            if found:
-                self._heard_s = time.monotonic()
-                return found
-            if not ready or time.monotonic() >= deadline:
-                break
-        return []
-
-    @property
-    def problem(self) -> str | None:
-        """Why it is of no use any more; None if it is."""
-        if self._channel.ended:
-            return f"it ended ({self._last_words()})"
-        if time.monotonic() - self._heard_s > SILENT_S:
-            return f"it said nothing for {SILENT_S:.0f} s"
-        return None
-
-    def _last_words(self) -> str:
-        size = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(size - 4096, 0))
-        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1][-500:] if lines else "it said nothing"
-
-    def end(self) -> None:
-        """Closes the socket, on which it ends the actors and itself; kills it if it does not."""
-        self._channel.close()
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._lifeline)
-        self._stderr.close()

@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import domains
+from jaxrl.processes import python_child, ray_process
 from jaxrl.processes.messages import to_bytes
 from jaxrl.rewards import ray_actors, ray_pool
 from jaxrl.rewards.domain_limits import DomainLimits
@@ -231,9 +232,9 @@ def pool_on(
 ) -> RewardPool:
     lives = folder / "lives"
     lives.mkdir()
-    monkeypatch.setattr(ray_pool, "_BOOT", driver.format(folder=str(lives), code=code, each=each))
+    monkeypatch.setattr(python_child, "_BOOT", driver.format(folder=str(lives), code=code, each=each))
     monkeypatch.setattr(ray_pool, "PAUSES_S", (0.0, 0.1, 0.1))
-    monkeypatch.setattr(ray_pool, "SILENT_S", 20.0)
+    monkeypatch.setattr(ray_process, "SILENT_S", 20.0)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     config = from_mapping({"model": {"path": "x"}, "reward": {"pool": "ray", "kind": "math"}})
     return build_pool(config, build_scorer(config))
@@ -281,10 +282,10 @@ def test_a_process_that_ends_again_and_again_ends_the_run(tmp_path: Path, monkey
 def test_a_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pool = pool_on(DRIVER, tmp_path, monkeypatch, each="time.sleep(99 if lives == 0 else 0)")
     pool.warm()
-    monkeypatch.setattr(ray_pool, "SILENT_S", 0.5)
-    monkeypatch.setattr(ray_pool, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(ray_process, "SILENT_S", 0.5)
+    monkeypatch.setattr(ray_process, "_CLOSE_S", 0.1)
     submit(pool, 5.0)
-    monkeypatch.setattr(ray_pool, "SILENT_S", 3.0)
+    monkeypatch.setattr(ray_process, "SILENT_S", 3.0)
     assert collect(pool)[0].info == {"lives": 1}
     pool.close()
 

@@ -1,9 +1,9 @@
 """Launching: the command that starts a run's processes, watches them, and starts them again when one dies.
 
 The launcher is this command itself, with `hosts.launcher` local or ray. It never loads jax. On each host it has an
-agent (`agent`), which starts the ordinary command with `hosts.launcher=none`; a **world** is one such start of all of
-them. What becomes of the run when a process ends is `restarts`' to say. At the first death all others are killed at
-once, and a new world begins, with new agents, another port, and the last checkpoint.
+agent (`jaxrl.processes.process_supervisor`), which starts the ordinary command with `hosts.launcher=none`; a **world**
+is one such start of all of them. What becomes of the run when a process ends is `restarts`' to say. At the first death
+all others are killed at once, and a new world begins, with new agents, another port, and the last checkpoint.
 
 What processes find in their environment: `JAXRL_PROCESS_ID`, `JAXRL_NUM_PROCESSES` and, where they are several,
 `JAXRL_COORDINATOR` (`host:port` of process 0).
@@ -29,9 +29,9 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
+from jaxrl.processes.process_supervisor import Start, newest_checkpoint
 from jaxrl.record.files import refuse_folder
 from jaxrl.record.run_dir import RUN_FILE
-from jaxrl.runtime.hosts.agent import Start, newest_checkpoint
 from jaxrl.runtime.hosts.local_agents import Agents, Asked, Event, LocalAgents, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.local_devices import environments
 from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, signal_of, told

@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxrl.config.hosts import HostsSection
 from jaxrl.processes.messages import BadMessage
-from jaxrl.rewards.ray_pool import RayProcess
-from jaxrl.runtime.hosts.agent import Start
+from jaxrl.processes.process_supervisor import Start
+from jaxrl.processes.ray_process import RayProcess
 from jaxrl.runtime.hosts.local_agents import Event, Note, events_of
 from jaxrl.runtime.hosts.local_devices import PLATFORMS
 from jaxrl.runtime.hosts.restarts import Lost
@@ -54,7 +54,7 @@ class RayAgents:
         env = forwarded(os.environ)
         on_cpu = env.get(PLATFORMS, "").split(",")[0].strip().lower() == "cpu"
         setup = HostsSetup(hosts, run_dir, env, on_cpu, again)
-        self._process = RayProcess(pickle.dumps(setup), "jaxrl.runtime.hosts.ray_hosts")
+        self._process = RayProcess("jaxrl.runtime.hosts.ray_hosts", pickle.dumps(setup))
 
     def events(self, timeout_s: float) -> list[Event]:
         if self._is_lost:

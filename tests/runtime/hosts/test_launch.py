@@ -13,8 +13,8 @@ from runs import Runs, assert_same_end, end, num_steps
 
 from jaxrl.cli import main
 from jaxrl.config.hosts import HostsSection
+from jaxrl.processes.process_supervisor import Start
 from jaxrl.processes.process_tree import descendants
-from jaxrl.runtime.hosts.agent import Start
 from jaxrl.runtime.hosts.launch import Launch, Launcher
 from jaxrl.runtime.hosts.local_agents import Event, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.restarts import Ended, Lost, Refused

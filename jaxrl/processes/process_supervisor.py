@@ -1,20 +1,20 @@
-"""The process beside each of a run's processes: starts it, watches it, and ends it with everything below it.
+"""The supervisor of one process: starts it, watches it, and ends it with everything below it.
 
-The launcher has one agent per host; with Ray an actor stands between them. Below stand a guard, the agent, and the
-process of the run, each the parent of the next:
+A launcher has one per host, as its agent; with Ray an actor stands between them (`SupervisorProcess` is their side of
+it). Below stand a guard, the supervisor, and the process, each the parent of the next:
 
-- the agent ends when its socket or the guard does, and kills what is below it first, whatever that has started and
+- the supervisor ends when its socket or the guard does, and kills what is below it first, whatever that has started and
   wherever it has moved (`jaxrl.processes.process_tree`);
-- the guard ends when the agent does, and kills what was below that; where the launcher is gone and the agent does not
-  end (it may be stopped), the guard kills it after `GUARD_S`;
-- where both are killed at once, the kernel kills the process of the run, and who started the guard kills the rest.
+- the guard ends when the supervisor does, and kills what was below that; where the launcher is gone and the supervisor
+  does not end (it may be stopped), the guard kills it after `GUARD_S`;
+- where both are killed at once, the kernel kills the process, and who started the guard kills the rest.
 
 So each of them may be killed at any moment, the launcher too, and nothing is left. On other systems than Linux only the
 process's group is killed.
 
-SIGTERM to a guard is passed on to its agent, and an agent tells the launcher of it, which stops the run at a boundary.
+SIGTERM to a guard is passed on to its supervisor, which reports it to the launcher, which stops the run at a boundary.
 
-An agent reports what happens as it happens: it sleeps until its socket, an output or a child wakes it. It imports
+A supervisor reports what happens as it happens: it sleeps until its socket, an output or a child wakes it. It imports
 nothing heavy, and nothing of the user's runs in it.
 """
 
@@ -37,29 +37,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.processes.messages import Channel, read_message, to_bytes
+from jaxrl.processes.messages import BadMessage, Channel, read_message, to_bytes
 from jaxrl.processes.process_tree import adopt_orphans, die_with_parent, kill, kill_descendants, wake_by_children
+from jaxrl.processes.python_child import start_python
 
 MAX_MESSAGE_BYTES = 16 << 20  # both sides are trusted
 TAIL_LINES, _TAIL_BYTES = 20, 8192
 LOCK_S = 120.0
 """For the lock of a run whose process was killed to be dropped: a file server keeps a lost client's for a while."""
 ALIVE_EVERY_S = 1.0
-"""How often an agent says that it lives, and looks for a new checkpoint."""
+"""How often a supervisor says that it lives, and looks for a new checkpoint."""
 GUARD_S = 5.0
+END_S = 10.0
+"""For a supervisor, or the guard of one that does not (`GUARD_S`), to have ended everything below it."""
+_GONE_S = 5.0
 _LOCK_EVERY_S = 0.2
 _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an agent is told to start.
+    """What a supervisor is told to start.
 
     Attributes:
       arguments: of Python.
-      environment: on top of the agent's own; `without`: names that are taken out of that first.
+      environment: on top of the supervisor's own; `without`: names that are taken out of that first.
       folder: to run in.
-      log: file that gets the output; empty: it goes where the agent's own goes, or to the launcher.
+      log: file that gets the output; empty: it goes where the supervisor's own goes, or to the launcher.
       relay: whether it goes to the launcher.
       lock: file that must be free first; empty: none.
     """
@@ -78,7 +82,7 @@ class Start:
 
 @dataclass
 class _Process:
-    """The process of the run."""
+    """The process that is supervised."""
 
     popen: subprocess.Popen[bytes]
     log: str
@@ -87,7 +91,7 @@ class _Process:
     last: dict[int, bytes] = field(default_factory=dict)  # of what was relayed, by stream
 
 
-class _Agent:
+class _Supervisor:
     def __init__(self, channel: Channel, guard: int, run_dir: str, host: str) -> None:
         self._channel, self._guard, self._run_dir, self._host = channel, guard, run_dir, host
         self._process: _Process | None = None
@@ -128,8 +132,8 @@ class _Agent:
             self._channel.close()
             return
         self._channel.flush()
-        for frame in self._channel.receive():
-            self._obey(read_message(frame))
+        for payload in self._channel.receive():
+            self._obey(read_message(payload))
         if self._waiting is not None:
             self._await_lock(*self._waiting)
         for source in ready & outputs.keys():
@@ -221,7 +225,7 @@ class _Agent:
             self._say({"output": data.decode("latin-1"), "stream": stream})
 
     def _reap(self) -> None:
-        """Buries what has ended below, and tells of the process of the run."""
+        """Reaps what has ended below, and reports the end of the process."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -239,7 +243,7 @@ class _Agent:
                 self._end_all()  # nothing that it started outlives it
 
     def _look(self) -> None:
-        """Tells of a new checkpoint."""
+        """Reports a new checkpoint."""
         step = newest_checkpoint(self._run_dir)
         if step != self._seen and step is not None:
             self._seen = step
@@ -249,6 +253,80 @@ class _Agent:
         if self._process is not None and self._process.popen.returncode is None:
             kill(self._process.popen.pid, group=True)
         kill_descendants(())
+
+
+class SupervisorProcess:
+    """A supervisor on this machine, from the side of who starts it.
+
+    Args:
+      run_dir: whose checkpoints it looks for.
+      host: the address that the port it finds is to be free on; empty: all of the machine's.
+    """
+
+    def __init__(self, run_dir: str, host: str) -> None:
+        ours, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        self.pid = 0  # of the supervisor itself, once it has said so
+        fds = theirs.fileno(), lifeline
+        self._process = start_python(__name__, [*map(str, fds), run_dir, host], fds, stdout=None)
+        theirs.close()
+        os.close(lifeline)
+        self._channel = Channel(ours, MAX_MESSAGE_BYTES)
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def guard(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._channel.ended
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._channel.send(to_bytes(message))
+
+    def hear(self) -> list[dict[str, Any]]:
+        """What it has said by now."""
+        self._channel.flush()
+        try:
+            messages = [read_message(payload) for payload in self._channel.receive()]
+        except BadMessage:
+            self._channel.ended = True
+            return []
+        for message in messages:
+            self.pid = message.get("ready", self.pid)
+        return messages
+
+    def begin_end(self) -> None:
+        """Asks it to end."""
+        os.close(self._lifeline)
+        with contextlib.suppress(OSError):
+            self._channel.sock.shutdown(socket.SHUT_WR)
+
+    def finish_end(self, deadline_s: float) -> None:
+        """Returns when it is gone with all below it; kills it at `deadline_s`, by `time.monotonic`."""
+        if not self._gone(deadline_s):
+            for pid in filter(None, (self.pid, self.guard)):  # what is below the one is killed by the other
+                kill(pid)
+            self._gone(time.monotonic() + _GONE_S)
+        self._channel.close()
+
+    def _gone(self, deadline_s: float) -> bool:
+        """Whether both the supervisor and its guard end by then."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        while not self._channel.ended:
+            poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000)
+            self.hear()
+            if time.monotonic() >= deadline_s and not self._channel.ended:
+                return False
+        try:
+            self._process.wait(max(deadline_s - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 def newest_checkpoint(run_dir: str) -> int | None:
@@ -303,8 +381,8 @@ def _tail(process: _Process) -> list[str]:
 
 
 def main() -> NoReturn:
-    """The guard, and the agent below it. `argv`: the path, the numbers of the socket and of a pipe that closes with the
-    launcher, the run directory, the host."""
+    """The guard, and the supervisor below it. `argv`: the path, the numbers of the socket and of a pipe that closes
+    with the launcher, the run directory, the host."""
     sock, launcher = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
     sock.set_inheritable(False)
     os.set_inheritable(launcher, False)
@@ -313,18 +391,18 @@ def main() -> NoReturn:
             signal.signal(number, lambda *_: None)  # the launcher decides when it ends
     adopt_orphans()
     lifeline, held = os.pipe()
-    agent = os.fork()
-    if agent == 0:
-        os.setpgid(0, 0)  # who kills the guard's group has not killed the agent
+    supervisor = os.fork()
+    if supervisor == 0:
+        os.setpgid(0, 0)  # who kills the guard's group has not killed the supervisor
         os.close(held)
         os.close(launcher)
-        own = _Agent(Channel(sock, MAX_MESSAGE_BYTES), lifeline, *sys.argv[4:6])
+        own = _Supervisor(Channel(sock, MAX_MESSAGE_BYTES), lifeline, *sys.argv[4:6])
         _on_sigterm(own.ask)
         own.run()
-    _on_sigterm(lambda: os.kill(agent, signal.SIGTERM))
+    _on_sigterm(lambda: os.kill(supervisor, signal.SIGTERM))
     sock.close()
     os.close(lifeline)
-    _guard(agent, launcher)
+    _guard(supervisor, launcher)
 
 
 def _on_sigterm(act: Callable[[], None]) -> None:
@@ -332,17 +410,17 @@ def _on_sigterm(act: Callable[[], None]) -> None:
         signal.signal(signal.SIGTERM, lambda *_: act())
 
 
-def _guard(agent: int, launcher: int) -> NoReturn:
-    """Ends when the agent has, with nothing left below."""
+def _guard(supervisor: int, launcher: int) -> NoReturn:
+    """Ends when the supervisor has, with nothing left below."""
     woken, deadline_s = wake_by_children(), math.inf
     poll = select.poll()
     poll.register(woken, select.POLLIN)
     poll.register(launcher, select.POLLIN)
-    while os.waitpid(agent, os.WNOHANG) == (0, 0):
+    while os.waitpid(supervisor, os.WNOHANG) == (0, 0):
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            kill(agent)
-            os.waitpid(agent, 0)
+            kill(supervisor)
+            os.waitpid(supervisor, 0)
             break
         ready = {fd for fd, _ in poll.poll(None if math.isinf(left_s) else math.ceil(left_s * 1000))}
         if launcher in ready:
