@@ -57,7 +57,7 @@ WITHOUT_JAX = {
     "jaxrl.report.page",
     "jaxrl.rewards.pool",
     "jaxrl.runtime.backend",
-    "jaxrl.runtime.hosts.gate",
+    "jaxrl.runtime.hosts.liveness",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
     "jaxrl.runtime.streaming",

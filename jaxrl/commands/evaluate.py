@@ -46,7 +46,7 @@ from jaxrl.runtime.build import (
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.hosts.single import refuse_several
+from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
@@ -78,7 +78,7 @@ def evaluate(
       ValueError: what a user can mend.
       RunFailed: every reward failed, so that the figures would say nothing about the model.
     """
-    refuse_several("eval")
+    require_single_process("eval")
     if out:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out", inputs_of(config))

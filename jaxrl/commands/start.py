@@ -124,31 +124,31 @@ def _start(
 
         watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it
-        from jaxrl.runtime.hosts.joined import Joined
+        from jaxrl.runtime.hosts.process_group import ProcessGroup
 
         told = say if run_dir.leads else _silent
-        joined = Joined(world, stop, watchdog.beat)
+        group = ProcessGroup(world, stop, watchdog.beat)
         begun = Start(
-            config, rule, run_dir, earlier, problems, held_out, pool, stop, watchdog, told, began_s, joined, stages
+            config, rule, run_dir, earlier, problems, held_out, pool, stop, watchdog, told, began_s, group, stages
         )
         return Run(begun).go()
 
 
 def _watchdog(config: Config, world: World | None, stages: Stages) -> Watchdog:
-    """The run's watchdog. Of several processes it ends all, and what it hears of progress counts for the gate too."""
+    """The run's watchdog. Of several processes it ends all, and what it hears of progress counts for them too."""
     timeout_s = config.trainer.hang_timeout_s
     if world is None or world.num_processes == 1:
         return Watchdog(timeout_s, partial(end, status=1), lambda doing: stages.begin(doing) if doing else None)
-    gate = world.gate
+    barrier = world.barrier
 
     def heard(doing: str) -> None:
         if doing:
-            gate.at(doing)
+            barrier.at(doing)
             stages.begin(doing)
         else:
-            gate.beat()
+            barrier.beat()
 
-    return Watchdog(timeout_s, gate.fail, heard, lambda: gate.waits)
+    return Watchdog(timeout_s, barrier.fail, heard, lambda: barrier.waits)
 
 
 def _silent(line: str) -> None:

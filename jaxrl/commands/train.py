@@ -56,7 +56,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.drafting import asks_profile, unmeasured_note
 from jaxrl.runtime.history import HistorySession, history_session
-from jaxrl.runtime.hosts.joined import Joined
+from jaxrl.runtime.hosts.process_group import ProcessGroup as Joined
 from jaxrl.runtime.judge import JudgePool
 from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.runtime.layout_session import LayoutSessions

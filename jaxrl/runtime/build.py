@@ -28,7 +28,8 @@ from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.drafting import drafting_of, step_costs
-from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts
+from jaxrl.runtime.hosts.process_devices import DeviceMemory, devices_of_hosts
+from jaxrl.runtime.hosts.process_devices import ProcessDevices as HostPlace
 from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,

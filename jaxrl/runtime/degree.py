@@ -16,7 +16,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.runtime.build import memory_of
-from jaxrl.runtime.hosts.place import DeviceMemory
+from jaxrl.runtime.hosts.process_devices import DeviceMemory
 from jaxrl.runtime.memory import plan_num_blocks
 from jaxrl.runtime.profile import checked_profile, load_profile
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.runtime.hosts.place import HostPlace
+from jaxrl.runtime.hosts.process_devices import ProcessDevices
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.types import RunFailed, Sample
 
@@ -76,7 +76,7 @@ class TokenExchange:
 
     def __init__(
         self,
-        place: HostPlace,
+        place: ProcessDevices,
         max_bytes: int = DEFAULT_MAX_BYTES,
         meet: Meet = alone,
         dispatched: Callable[[str], None] = alone,

@@ -3,7 +3,7 @@
 `open_world` starts `jax.distributed` before anything else touches a device. Where process 0 is and which number this
 process has come from the environment variables that a launcher sets (`JAXRL_COORDINATOR`, `JAXRL_PROCESS_ID`), from
 `hosts.coordinator`, or from what jax detects (Slurm, Kubernetes, Open MPI). One process without a coordinator is a
-world too, with a board in memory and nothing to wait for; with one, it is `jax.distributed` with a single process,
+world too, with a store in memory and nothing to wait for; with one, it is `jax.distributed` with a single process,
 whose sums on a CPU have the order of those of several (its collectives are gloo's as well).
 
 jax's own ways to end a process have no sentence: it aborts with stacks, after waiting for hosts that are not there
@@ -29,8 +29,14 @@ import jax
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.runtime.hosts.board import Board, CoordinationBoard, Disagreement, MemoryBoard, MissingHosts
-from jaxrl.runtime.hosts.gate import GRACE_S, Gate
+from jaxrl.runtime.hosts.key_value_store import (
+    CoordinationStore,
+    Disagreement,
+    KeyValueStore,
+    MemoryStore,
+    MissingHosts,
+)
+from jaxrl.runtime.hosts.liveness import GRACE_S, PhaseBarrier
 from jaxrl.runtime.stop import Stop, end
 
 COORDINATOR, PROCESS_ID = "JAXRL_COORDINATOR", "JAXRL_PROCESS_ID"
@@ -47,25 +53,25 @@ class World:
     """The processes of a run and their devices.
 
     Attributes:
-      board: what they write for each other. gate: what keeps them together.
+      store: what they write for each other. barrier: what keeps them together.
       host: the name of this machine.
       devices: of all processes, in the order of the processes, as many of each.
       local_devices: those of this process, in the same order.
     """
 
-    board: Board
-    gate: Gate
+    store: KeyValueStore
+    barrier: PhaseBarrier
     host: str
     devices: list[Any]
     local_devices: list[Any]
 
     @property
     def process(self) -> int:
-        return self.board.process
+        return self.store.process
 
     @property
     def num_processes(self) -> int:
-        return self.board.num_processes
+        return self.store.num_processes
 
 
 @contextmanager
@@ -84,21 +90,21 @@ def open_world(hosts: HostsSection, stop: Stop | None = None) -> Iterator[World]
     _prepare_devices(hosts)
     host = socket.gethostname()
     if found is None:
-        gate = Gate(MemoryBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
-        yield World(gate.board, gate, host, *_devices(hosts))
+        barrier = PhaseBarrier(MemoryStore(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
+        yield World(barrier.store, barrier, host, *_devices(hosts))
         return
     _connect(hosts, *found)
-    gate = Gate(CoordinationBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
-    with gate.failing(), stop.ending_by(gate.fail):
+    barrier = PhaseBarrier(CoordinationStore(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
+    with barrier.failing(), stop.ending_by(barrier.fail):
         if jax.process_count() != hosts.num:
             raise Disagreement(
                 f"hosts.num ({hosts.num}) must be the number of processes that were started ({jax.process_count()})"
             )
-        gate.at("looking for devices")
+        barrier.at("looking for devices")
         everyone, local = _devices(hosts)
-        _refuse_unequal(gate, local)
-        yield World(gate.board, gate, host, everyone, local)
-        gate.close()
+        _refuse_unequal(barrier, local)
+        yield World(barrier.store, barrier, host, everyone, local)
+        barrier.close()
     _disconnect()
 
 
@@ -261,15 +267,15 @@ def _devices(hosts: HostsSection) -> tuple[list[Any], list[Any]]:
     return [device for process in sorted(of) for device in of[process][:most]], local
 
 
-def _refuse_unequal(gate: Gate, local: list[Any]) -> None:
+def _refuse_unequal(barrier: PhaseBarrier, local: list[Any]) -> None:
     """Raises Disagreement, on all, where a process has another number of devices than process 0."""
-    board, timeout_s = gate.board, gate.stall_timeout_s
-    board.put(f"{_VERDICT}/{board.process}", json.dumps([gate.host, len(local)]).encode())
-    with gate.waiting("the devices of all hosts"):
-        board.barrier(_VERDICT, timeout_s)
-        if board.process == 0:
-            board.put("world verdict", _unequal(dict(board.folder(_VERDICT))).encode())
-        said = board.get("world verdict", timeout_s)
+    store, timeout_s = barrier.store, barrier.stall_timeout_s
+    store.put(f"{_VERDICT}/{store.process}", json.dumps([barrier.host, len(local)]).encode())
+    with barrier.waiting("the devices of all hosts"):
+        store.barrier(_VERDICT, timeout_s)
+        if store.process == 0:
+            store.put("world verdict", _unequal(dict(store.folder(_VERDICT))).encode())
+        said = store.get("world verdict", timeout_s)
     if said is None:
         raise MissingHosts("the comparison of devices", (0,), timeout_s)
     if said:

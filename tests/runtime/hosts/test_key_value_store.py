@@ -1,12 +1,12 @@
-"""The board in memory. `test_world.py` runs the same checks on the one of jax.distributed."""
+"""The store in memory. `test_world.py` runs the same checks on the one of jax.distributed."""
 
 import threading
 from pathlib import Path
 
 import pytest
-from boards import check_board
+from stores import check_store
 
-from jaxrl.runtime.hosts.board import CoordinationBoard, MemoryBoard, MissingHosts, _missing_processes
+from jaxrl.runtime.hosts.key_value_store import CoordinationStore, MemoryStore, MissingHosts, _missing_processes
 from jaxrl.types import RunFailed
 
 
@@ -14,13 +14,13 @@ from jaxrl.types import RunFailed
 def test_what_a_board_does(num: int):
     errors: list[BaseException] = []
 
-    def run(board: MemoryBoard) -> None:
+    def run(store: MemoryStore) -> None:
         try:
-            check_board(board)
+            check_store(store)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(board,), daemon=True) for board in MemoryBoard.of(num)]
+    threads = [threading.Thread(target=run, args=(store,), daemon=True) for store in MemoryStore.of(num)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -29,10 +29,10 @@ def test_what_a_board_does(num: int):
 
 
 def test_who_comes_late_finds_the_barrier_broken():
-    a, b = MemoryBoard.of(2)
-    for board in (a, b):
+    a, b = MemoryStore.of(2)
+    for store in (a, b):
         with pytest.raises(MissingHosts) as caught:
-            board.barrier("broken", 0.05)
+            store.barrier("broken", 0.05)
         assert caught.value.processes == (1,)
 
 
@@ -91,10 +91,10 @@ class Failing:
         raise RuntimeError(self.errors.pop(0))
 
 
-def board_with(client: Failing) -> CoordinationBoard:
-    board = CoordinationBoard.__new__(CoordinationBoard)
-    board.process, board.num_processes, board._client = 1, 2, client
-    return board
+def board_with(client: Failing) -> CoordinationStore:
+    store = CoordinationStore.__new__(CoordinationStore)
+    store.process, store.num_processes, store._client = 1, 2, client
+    return store
 
 
 @pytest.mark.parametrize("lost", ["", "heard "])
@@ -133,4 +133,4 @@ def test_one_file_alone_knows_the_client():
     root = Path(__file__).resolve().parents[3] / "jaxrl"
     private = "from jax._src import distributed"
     users = [file.name for file in root.rglob("*.py") if private in file.read_text(encoding="utf-8")]
-    assert users == ["board.py"]
+    assert users == ["key_value_store.py"]

@@ -1,13 +1,13 @@
-"""The board: small values that the processes of a run write for each other, and barriers.
+"""The key-value store: small values that the processes of a run write for each other, and barriers.
 
-`Board` is what the rest sees. `CoordinationBoard` keeps it in the key-value store of `jax.distributed`, which lives in
-process 0; its client is a private part of jax, and no other file imports it. `MemoryBoard` is for a run of one process,
-and for several threads that stand for processes.
+`KeyValueStore` is what the rest sees. `CoordinationStore` keeps it in the key-value store of `jax.distributed`, which
+lives in process 0; its client is a private part of jax, and no other file imports it. `MemoryStore` is for a run of one
+process, and for several threads that stand for processes.
 
 Departures from the store: a value of more than `PIECE_BYTES` is written in pieces, because one call with a very large
 value keeps the connection from heartbeats until the world is given up. Nothing waits without end: `get` and `barrier`
 have a time of their own; a call that has none (`put`, `folder`, `delete`) hangs where process 0 is suspended, until a
-heartbeat is missed and the process ends (`jaxrl.runtime.hosts.gate` before that, with a sentence).
+heartbeat is missed and the process ends (`jaxrl.runtime.hosts.liveness` before that, with a sentence).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _RETRY_AFTER_S = (0.05, 0.2, 0.8)
 _MISSING = re.compile(r"task names:\n(.*?)(?:\n\n|\Z)", re.DOTALL)
 
 
-class BoardFailed(RunFailed):
-    """The board cannot be read or written: process 0, which keeps it, has gone or does not answer."""
+class StoreFailed(RunFailed):
+    """The store cannot be read or written: process 0, which keeps it, has gone or does not answer."""
 
 
 class KeyTaken(Exception):
@@ -58,7 +58,7 @@ class Disagreement(ConfigError):
     """What the hosts were given does not go together. Each process raises it, with the same sentence."""
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """What the processes of a run write for each other.
 
     Attributes:
@@ -94,8 +94,8 @@ class Board(Protocol):
         ...
 
 
-class CoordinationBoard:
-    """The board of the world that `jax.distributed` has opened (the client's calls are those of jax 0.10 and 0.11)."""
+class CoordinationStore:
+    """The store of the world that `jax.distributed` has opened (the client's calls are those of jax 0.10 and 0.11)."""
 
     def __init__(self) -> None:
         from jax._src import distributed
@@ -139,7 +139,7 @@ class CoordinationBoard:
         except Exception as error:
             code, text = _said(error)
             if code != "DEADLINE_EXCEEDED":
-                raise BoardFailed(f"the barrier {name} failed: {_short(text)}") from error
+                raise StoreFailed(f"the barrier {name} failed: {_short(text)}") from error
             raise MissingHosts(name, _missing_processes(text), timeout_s) from None
 
     def _write(self, key: str, value: bytes) -> None:
@@ -171,7 +171,7 @@ class CoordinationBoard:
             return found[1:]
         pieces = [self._read(f"{_OURS}{key}{_PIECES}{i}", 0) for i in range(int.from_bytes(found[1:]))]
         if any(piece is None for piece in pieces):
-            raise BoardFailed(f"reading {key}: it was removed meanwhile")
+            raise StoreFailed(f"reading {key}: it was removed meanwhile")
         return b"".join(piece for piece in pieces if piece is not None)
 
     def _call(self, what: str, call: Callable[[], T], tries: int = 4) -> T | None:
@@ -186,7 +186,7 @@ class CoordinationBoard:
                 if code == "ALREADY_EXISTS":
                     raise KeyTaken(what) from None
                 if code not in _TRANSIENT or wait_s is None:
-                    raise BoardFailed(f"process 0 does not answer ({what}: {_short(text)})") from error
+                    raise StoreFailed(f"process 0 does not answer ({what}: {_short(text)})") from error
                 time.sleep(wait_s)
         raise AssertionError
 
@@ -215,17 +215,17 @@ def _missing_processes(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"(\d+)\s*$", found[1], re.MULTILINE)] if found else []
 
 
-class MemoryBoard:
-    """A board in memory, for threads of this process; `MemoryBoard.of(4)` makes one for each of four."""
+class MemoryStore:
+    """A store in memory, for threads of this process; `MemoryStore.of(4)` makes one for each of four."""
 
     def __init__(self, process: int = 0, num_processes: int = 1, shared: _Shared | None = None) -> None:
         self.process, self.num_processes = process, num_processes
         self._shared = shared or _Shared()
 
     @staticmethod
-    def of(num_processes: int) -> list[MemoryBoard]:
+    def of(num_processes: int) -> list[MemoryStore]:
         shared = _Shared()
-        return [MemoryBoard(i, num_processes, shared) for i in range(num_processes)]
+        return [MemoryStore(i, num_processes, shared) for i in range(num_processes)]
 
     def put(self, key: str, value: bytes) -> None:
         with self._shared.changed:
@@ -273,7 +273,7 @@ class MemoryBoard:
 
 
 class _Shared:
-    """What the boards of one `MemoryBoard.of` have in common."""
+    """What the stores of one `MemoryStore.of` have in common."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

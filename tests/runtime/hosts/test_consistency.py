@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boards import Hosts
+from stores import Hosts
 
 from jaxrl.config import Config
-from jaxrl.runtime.hosts.agreement import Agreement, agree
-from jaxrl.runtime.hosts.board import Disagreement
-from jaxrl.runtime.hosts.gate import Gate
+from jaxrl.runtime.hosts.consistency import check_consistency
+from jaxrl.runtime.hosts.key_value_store import Disagreement
+from jaxrl.runtime.hosts.liveness import PhaseBarrier
 
 FACTS = {"the version of jax": "1", "the option rollout.n": "8", "the content of model.path": "abc"}
 
@@ -37,36 +37,36 @@ def compare(
     facts: list[dict[str, str]],
     run_dirs: list[Any],
     memory: list[int | None] | None = None,
-) -> tuple[list[str], list[Agreement]]:
+) -> tuple[list[str], list[int | None]]:
     """What the hosts said, and what they have in common; all of one or all of the other."""
     hosts = Hosts(num=len(facts))
     memory = memory or [None] * len(facts)
 
-    def does(gate: Gate) -> Agreement | str:
-        i = gate.board.process
+    def does(barrier: PhaseBarrier) -> int | str | None:
+        i = barrier.store.process
         try:
-            return agree(gate, config(run_dirs[i]), [Device(memory[i])], facts[i])
+            return check_consistency(barrier, config(run_dirs[i]), [Device(memory[i])], facts[i])
         except Disagreement as error:
             return str(error)
 
     returned = hosts.run(does)
     hosts.close()
     found = [returned[i] for i in range(len(facts))]
-    return [each for each in found if isinstance(each, str)], [each for each in found if isinstance(each, Agreement)]
+    return [each for each in found if isinstance(each, str)], [each for each in found if not isinstance(each, str)]
 
 
 def test_they_agree(tmp_path: Path):
     said, agreed = compare([FACTS] * 3, [tmp_path] * 3)
-    assert (said, agreed) == ([], [Agreement(None)] * 3)
+    assert (said, agreed) == ([], [None] * 3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_least_memory_counts(tmp_path: Path):
-    assert compare([FACTS] * 3, [tmp_path] * 3, [80, 40, 60])[1] == [Agreement(40)] * 3
+    assert compare([FACTS] * 3, [tmp_path] * 3, [80, 40, 60])[1] == [40] * 3
 
 
 def test_memory_that_one_does_not_tell(tmp_path: Path):
-    assert compare([FACTS] * 2, [tmp_path] * 2, [80, None])[1] == [Agreement(None)] * 2
+    assert compare([FACTS] * 2, [tmp_path] * 2, [80, None])[1] == [None] * 2
 
 
 @pytest.mark.parametrize(
@@ -139,4 +139,4 @@ def test_a_run_directory_that_is_not_there_yet(tmp_path: Path):
 
 
 def test_one_process_agrees_with_itself(tmp_path: Path):
-    assert compare([FACTS], [tmp_path], [7]) == ([], [Agreement(7)])
+    assert compare([FACTS], [tmp_path], [7]) == ([], [7])

@@ -12,7 +12,7 @@ import pytest
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.build import host_problem
-from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts
+from jaxrl.runtime.hosts.process_devices import DeviceMemory, ProcessDevices, devices_of_hosts
 from jaxrl.runtime.memory import MemoryPlan, memory_plan
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.sharding.mesh import make_mesh, submeshes
@@ -62,7 +62,7 @@ def test_unequal_hosts_are_refused():
 def test_minor_axes_lie_inside_hosts(hosts: int, per_host: int, shape: dict[str, int]):
     devices = tuple(jax.devices()[: hosts * per_host])
     places = [
-        HostPlace(i, hosts, devices[i * per_host : (i + 1) * per_host], devices, DeviceMemory("cpu", None, 1))
+        ProcessDevices(i, hosts, devices[i * per_host : (i + 1) * per_host], devices, DeviceMemory("cpu", None, 1))
         for i in range(hosts)
     ]
     whole = places[0].mesh
@@ -74,7 +74,7 @@ def test_minor_axes_lie_inside_hosts(hosts: int, per_host: int, shape: dict[str,
 
 def test_the_least_memory_counts():
     def told(memory: DeviceMemory, reported: int | None) -> DeviceMemory:
-        return HostPlace(0, 2, (), (), memory).with_least(reported).memory
+        return ProcessDevices(0, 2, (), (), memory).with_least(reported).memory
 
     assert told(DeviceMemory("gpu", 80, 80), 79) == DeviceMemory("gpu", 79, 79)
     assert told(DeviceMemory("cpu", None, 9), None) == DeviceMemory("cpu", None, 9)

@@ -51,7 +51,7 @@ _VARIABLES = (
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_gpu_per_fusion_autotune_cache_dir")
 
 
-def facts_of(config: Config, devices: Sequence[Any]) -> dict[str, str]:
+def fingerprint(config: Config, devices: Sequence[Any]) -> dict[str, str]:
     """The facts by name, those first that explain others.
 
     Args:
@@ -196,7 +196,7 @@ def _sampled_hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """(mine, theirs) of the facts that are not the same, in order; a fact that one side lacks is `not there`."""
     names = list(dict.fromkeys((*theirs, *mine)))
     found = {name: (mine.get(name, "not there"), theirs.get(name, "not there")) for name in names}

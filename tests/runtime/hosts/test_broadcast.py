@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxrl.runtime.hosts.first import alone, first_of
+from jaxrl.runtime.hosts.broadcast import broadcast_from_rank0, local_broadcast
 from jaxrl.train.steps import Choice
 from jaxrl.types import RunFailed
 
 
 class Wall:
-    """A board of threads."""
+    """A store of threads."""
 
     def __init__(self, process: int, values: dict[str, bytes], written: threading.Condition) -> None:
         self.process, self._values, self._written = process, values, written
@@ -48,7 +48,7 @@ def test_all_hear_the_same(error: type[Exception] | None):
 
     with ThreadPoolExecutor(3) as threads:
         jobs = [
-            threads.submit(first_of(Wall(process, values, written), beat), "a checkpoint", found)
+            threads.submit(broadcast_from_rank0(Wall(process, values, written), beat), "a checkpoint", found)
             for process in range(3)
         ]
         for job in jobs:
@@ -59,7 +59,7 @@ def test_all_hear_the_same(error: type[Exception] | None):
                     job.result()
     assert len(asked) == 1
     assert beats
-    assert alone("a checkpoint", lambda: "step 7") == "step 7"
+    assert local_broadcast("a checkpoint", lambda: "step 7") == "step 7"
 
 
 def test_a_choice_is_told_whole():

@@ -21,7 +21,7 @@ _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _NUMBERS = ("JOB_COMPLETION_INDEX",)  # of a Kubernetes Job's pods; that of a single one is 0
 
 
-def refuse_several(command: str) -> None:
+def require_single_process(command: str) -> None:
     """Raises ConfigError where this process is one of several, by its environment or by jax."""
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise ConfigError(f"{_why(command)} (jax has {jax.process_count()}): call it where jax has one")

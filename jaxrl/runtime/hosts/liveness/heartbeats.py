@@ -1,6 +1,7 @@
-"""Where each process is, as it tells once in a while (a pulse), and who has stopped telling.
+"""Heartbeats: where each process is, as it says every second or so, and which one has fallen silent.
 
-Process 0 hears of all; the others hear of process 0, which also shows them that the board, which it keeps, answers.
+Process 0 reads those of all; the others read that of process 0, which also shows them that the store, which it keeps,
+answers.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrl.runtime.hosts.board import Board, BoardFailed
+from jaxrl.runtime.hosts.key_value_store import KeyValueStore, StoreFailed
 
 Kind = Literal["local", "waiting", "gate", "global"]
 PROGRAM = "program"
-"""The kind of digest (`Gate.note`) whose entries are programs of all hosts."""
+"""The kind of digest (`PhaseBarrier.note`) whose entries are programs of all hosts."""
 _FOLDER = "pulse"
 _MOST_NAMED = 4  # processes of a sentence, and places
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a process is.
 
     Attributes:
       name: of the phase, or of what is waited for.
-      kind: `local`: at work by itself; `waiting`: for other hosts; `gate`: before a phase; `global`: in one.
-      gate: how many gates it has passed.
+      kind: `local`: at work by itself; `waiting`: for other hosts; `gate`: at a barrier; `global`: in a phase.
+      passed: how many barriers it has passed.
       host: its machine's name.
       counts: entries of each digest so far.
     """
 
     name: str
     kind: Kind
-    gate: int = 0
+    passed: int = 0
     host: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
 
@@ -44,33 +45,35 @@ class Place:
         return self.counts.get(PROGRAM, 0)
 
 
-class Pulses:
+class Heartbeats:
     """Posts where this process is, and keeps what the others post.
 
     Args:
-      heartbeat_s: a process whose pulse has not changed for so long is silent.
+      heartbeat_s: a process whose heartbeat has not changed for so long is silent.
     """
 
-    def __init__(self, board: Board, heartbeat_s: float) -> None:
-        self._board, self._heartbeat_s, self._number = board, heartbeat_s, 0
-        self._heard: dict[int, tuple[int, float, Place]] = {}  # number of the pulse, when it was new, what it said
+    def __init__(self, store: KeyValueStore, heartbeat_s: float) -> None:
+        self._store, self._heartbeat_s, self._number = store, heartbeat_s, 0
+        self._heard: dict[
+            int, tuple[int, float, Location]
+        ] = {}  # number of the heartbeat, when it was new, what it said
 
-    def exchange(self, here: Place) -> None:
-        """Posts this process's pulse and reads those that concern it. Raises BoardFailed."""
-        board = self._board
+    def exchange(self, here: Location) -> None:
+        """Posts this process's heartbeat and reads those that concern it. Raises StoreFailed."""
+        store = self._store
         self._number += 1
-        fields = [self._number, here.name, here.kind, here.gate, here.host, dict(here.counts)]
-        board.replace(f"{_FOLDER}/{board.process}", json.dumps(fields, separators=(",", ":")).encode())
-        if board.process == 0:
-            found = [(int(key.rpartition("/")[2]), value) for key, value in board.folder(_FOLDER)]
+        fields = [self._number, here.name, here.kind, here.passed, here.host, dict(here.counts)]
+        store.replace(f"{_FOLDER}/{store.process}", json.dumps(fields, separators=(",", ":")).encode())
+        if store.process == 0:
+            found = [(int(key.rpartition("/")[2]), value) for key, value in store.folder(_FOLDER)]
         else:
-            value = board.get(f"{_FOLDER}/0", 0)
+            value = store.get(f"{_FOLDER}/0", 0)
             found = [] if value is None else [(0, value)]
         now_s = time.monotonic()
         for process, value in found:
             number, place = _decoded(value)
             before = self._heard.get(process)
-            if process != board.process and (before is None or before[0] != number):
+            if process != store.process and (before is None or before[0] != number):
                 self._heard[process] = number, now_s, place
 
     def silent(self) -> list[int]:
@@ -83,13 +86,13 @@ class Pulses:
         for process, (number, heard_s, place) in tuple(self._heard.items()):
             self._heard[process] = number, heard_s + seconds, place
 
-    def skipped(self, here: Place) -> str | None:
-        """A sentence about a process that waits at a gate with fewer programs of all hosts than process 0 has
-        dispatched since the gate before, or the other way round: the collective of the others would never end."""
+    def skipped(self, here: Location) -> str | None:
+        """A sentence about a process that waits at a barrier with fewer programs of all hosts than process 0 has
+        dispatched since the barrier before, or the other way round: the collective of the others would never end."""
         for process, (_, _, there) in sorted(self._heard.items()):
-            pair = ((self._board.process, here), (process, there))
+            pair = ((self._store.process, here), (process, there))
             for (early, waits), (late, works) in (pair, pair[::-1]):
-                if waits.kind == "gate" and waits.gate == works.gate and waits.num_programs < works.num_programs:
+                if waits.kind == "gate" and waits.passed == works.passed and waits.num_programs < works.num_programs:
                     return (
                         f"process {early} ({waits.host}) has skipped a program of all hosts: it is at {waits.name} and "
                         f"has dispatched {waits.num_programs}, while process {late} ({works.host}) is in {works.name} "
@@ -97,23 +100,23 @@ class Pulses:
                     )
         return None
 
-    def fresh(self) -> dict[int, Place]:
-        """Where all processes are; what was heard last where the board does not answer."""
-        with suppress(BoardFailed):
-            return {int(key.rpartition("/")[2]): _decoded(value)[1] for key, value in self._board.folder(_FOLDER)}
+    def fresh(self) -> dict[int, Location]:
+        """Where all processes are; what was heard last where the store does not answer."""
+        with suppress(StoreFailed):
+            return {int(key.rpartition("/")[2]): _decoded(value)[1] for key, value in self._store.folder(_FOLDER)}
         return {process: place for process, (_, _, place) in tuple(self._heard.items())}
 
-    def last_heard(self, process: int) -> Place | None:
+    def last_heard(self, process: int) -> Location | None:
         found = self._heard.get(process)
         return None if found is None else found[2]
 
 
-def named(process: int, place: Place | None) -> str:
+def named(process: int, place: Location | None) -> str:
     """`process 1 (host-b)`."""
     return f"process {process}" + (f" ({place.host})" if place is not None and place.host else "")
 
 
-def listed(processes: Sequence[int], places: Mapping[int, Place]) -> str:
+def listed(processes: Sequence[int], places: Mapping[int, Location]) -> str:
     """`process 1 (host-b), last heard in rollout; process 3 (host-d), ...`, and how many more there are."""
     said = [
         named(each, place) + (f", last heard in {place.name}" if place else ", never heard")
@@ -124,7 +127,7 @@ def listed(processes: Sequence[int], places: Mapping[int, Place]) -> str:
     return "; ".join(said) + (f"; and {more} more" if more else "")
 
 
-def grouped(places: Mapping[int, Place]) -> str:
+def grouped(places: Mapping[int, Location]) -> str:
     """Who is where, the rarest place first: `process 1 (host-b) in rollout; process 0 (host-a) and 2 more in sync`. Who
     has dispatched fewer programs of all hosts than others, which may wait in one of them, is so many behind."""
     groups: dict[tuple[str, int], list[int]] = {}
@@ -139,6 +142,6 @@ def grouped(places: Mapping[int, Place]) -> str:
     return "; ".join(said[:_MOST_NAMED])
 
 
-def _decoded(value: bytes) -> tuple[int, Place]:
-    number, name, kind, gate, host, counts = json.loads(value)
-    return number, Place(name, kind, gate, host, counts)
+def _decoded(value: bytes) -> tuple[int, Location]:
+    number, name, kind, passed, host, counts = json.loads(value)
+    return number, Location(name, kind, passed, host, counts)

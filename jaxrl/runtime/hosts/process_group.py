@@ -1,8 +1,8 @@
 """What a run of several processes has of the others, as the parts of a run want it; a run of one process has nothing.
 
-Purpose: `Joined` gives the stream, the exchange of tokens, the gates of the loop's phases, the common stop and the
-least memory to `jaxrl.commands.train`, from a world that is open. Each of them is there for a run of one process too,
-and then waits for nobody, so that a run is built and goes on alike.
+Purpose: `ProcessGroup` gives the stream, the exchange of tokens, the barriers of the loop's phases, the common stop and
+the least memory to `jaxrl.commands.train`, from a world that is open. Each of them is there for a run of one process
+too, and then waits for nobody, so that a run is built and goes on alike.
 
 Source: docs/architecture.md (several processes).
 """
@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 from jaxrl.config import Config
 from jaxrl.record.journal import Tell
 from jaxrl.record.metrics import UPDATE_PHASES
-from jaxrl.runtime.hosts.agreement import agree
-from jaxrl.runtime.hosts.first import First, alone, first_of
-from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
-from jaxrl.runtime.hosts.place import HostPlace
+from jaxrl.runtime.hosts.broadcast import Broadcast, broadcast_from_rank0, local_broadcast
+from jaxrl.runtime.hosts.consistency import check_consistency
+from jaxrl.runtime.hosts.liveness import PROGRAM, STREAM
+from jaxrl.runtime.hosts.process_devices import ProcessDevices
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.hosts.world import World
@@ -31,7 +31,7 @@ GLOBAL_PHASES = frozenset({"sync", "save", *UPDATE_PHASES} - {"adv"})
 _LATER_S = 10.0  # process 0 speaks first, which knows for whom it waits
 
 
-class Joined:
+class ProcessGroup:
     """The other processes of a run.
 
     Args:
@@ -47,17 +47,17 @@ class Joined:
     def __init__(self, world: World | None, asked: Callable[[], bool], beat: Callable[[], None] = lambda: None) -> None:
         self._world = world if world is not None and world.num_processes > 1 else None
         self._asked = asked
-        self.first: First = alone
+        self.first: Broadcast = local_broadcast
         self.stream: HostStream | None = None
         self._exchange: TokenExchange | None = None
         self._num_boundaries = 0
         self._metrics: dict[str, float] = {}
         if self._world is not None:
-            gate = self._world.gate
-            self.first = first_of(gate.board, beat)
+            barrier = self._world.barrier
+            self.first = broadcast_from_rank0(barrier.store, beat)
             later_s = 0.0 if self._world.process == 0 else _LATER_S
-            limit_s = gate.stall_timeout_s + later_s
-            self.stream = HostStream(gate.board, stalls_s=limit_s, stalled=self._stalled, waited=beat)
+            limit_s = barrier.stall_timeout_s + later_s
+            self.stream = HostStream(barrier.store, stalls_s=limit_s, stalled=self._stalled, waited=beat)
 
     @property
     def hosts(self) -> Hosts | None:
@@ -71,7 +71,7 @@ class Joined:
 
     # -- the start ---------------------------------------------------------------------------------------------------
 
-    def compare(self, config: Config, place: HostPlace) -> HostPlace:
+    def compare(self, config: Config, place: ProcessDevices) -> ProcessDevices:
         """Compares this process with the others, before anything compiles; `place` with the least memory of all.
 
         Raises:
@@ -79,17 +79,17 @@ class Joined:
         """
         if self._world is None:
             return place
-        agreed = agree(self._world.gate, config, place.local_devices)
+        least_bytes = check_consistency(self._world.barrier, config, place.local_devices)
         self._exchange = TokenExchange(place, meet=self.meet, dispatched=self.dispatched)
-        return place.with_least(agreed.device_bytes)
+        return place.with_least(least_bytes)
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
         """All are about to run programs of all hosts, for `phase`."""
         if self._world is not None:
-            self._count("hosts/gate_s", self._world.gate.enter(phase))
-            self._world.gate.note(PROGRAM, phase)
+            self._count("hosts/gate_s", self._world.barrier.enter(phase))
+            self._world.barrier.note(PROGRAM, phase)
 
     def meet(self, name: str) -> None:
         """All have compiled the program of a name, and are about to run it for the first time."""
@@ -98,12 +98,12 @@ class Joined:
     def dispatched(self, name: str) -> None:
         """A program of all hosts is about to run: all run the same ones in the same order."""
         if self._world is not None:
-            self._world.gate.note(PROGRAM, name)
+            self._world.barrier.note(PROGRAM, name)
 
     def leave(self) -> None:
         """This process goes on by itself."""
         if self._world is not None:
-            self._world.gate.leave()
+            self._world.barrier.leave()
 
     def on_phase(self, step: int, name: str) -> None:
         """A phase of the loop has begun."""
@@ -112,27 +112,27 @@ class Joined:
         if name in GLOBAL_PHASES:
             self.enter(f"{name} of step {step}")
         else:
-            self._world.gate.at(f"{name} of step {step}")
+            self._world.barrier.at(f"{name} of step {step}")
 
     def handled(self, event: Event) -> None:
         """An event has been handed to the round: all handle the same ones."""
         if self._world is not None:
-            self._world.gate.note(STREAM, _told(event))
+            self._world.barrier.note(STREAM, _told(event))
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Inside, this process waits for what all do together."""
-        return nullcontext() if self._world is None else self._world.gate.waiting(what)
+        return nullcontext() if self._world is None else self._world.barrier.waiting(what)
 
     def stops(self) -> bool:
         """Whether the run stops at this boundary; the same on every host."""
         if self._world is None:
             return self._asked()
         self._num_boundaries += 1
-        return self._world.gate.stop_at(f"boundary {self._num_boundaries}")
+        return self._world.barrier.stop_at(f"boundary {self._num_boundaries}")
 
     def is_asked(self) -> bool:
         """Whether this process knows that the run was asked to stop."""
-        return self._asked() if self._world is None else self._world.gate.stop_asked
+        return self._asked() if self._world is None else self._world.barrier.stop_asked
 
     def exchange(self, samples: Sequence[Sample], owners: Sequence[int]) -> None:
         """Brings the tokens of samples that other hosts have drawn."""
@@ -145,7 +145,7 @@ class Joined:
         self._count("hosts/exchange_bytes", float(moved.num_bytes))
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call, of this host: seconds at gates (`hosts/gate_s`) and in exchanges of tokens
+        """Since the last call, of this host: seconds at barriers (`hosts/gate_s`) and in exchanges of tokens
         (`hosts/exchange_s`), and the bytes that these brought. (A round's metrics have those of the stream.)"""
         found, self._metrics = self._metrics, {}
         return found
@@ -155,7 +155,7 @@ class Joined:
 
     def _stalled(self, process: int, seconds: float) -> None:
         assert self._world is not None
-        self._world.gate.miss(process, seconds)
+        self._world.barrier.miss(process, seconds)
 
 
 def _told(event: Event) -> str:

@@ -12,7 +12,15 @@ import pytest
 from tiny import write_tiny_model
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.runtime.hosts.facts import NUM_SAMPLES, WHOLE_BYTES, _flags, _hash, _sampled_hash, differing, facts_of
+from jaxrl.runtime.hosts.fingerprint import (
+    NUM_SAMPLES,
+    WHOLE_BYTES,
+    _flags,
+    _hash,
+    _sampled_hash,
+    differences,
+    fingerprint,
+)
 
 
 @pytest.fixture
@@ -37,11 +45,11 @@ def values(tmp_path: Path) -> dict[str, Any]:
 
 
 def facts(values: dict[str, Any]) -> dict[str, str]:
-    return facts_of(from_mapping(values), jax.local_devices()[:2])
+    return fingerprint(from_mapping(values), jax.local_devices()[:2])
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    return list(differing(before, after))
+    return list(differences(before, after))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_a_file(values, tmp_path: Path, file: str, name: str):
 def test_a_file_that_is_not_there(values, tmp_path: Path):
     before = facts(values)
     (tmp_path / "more.jsonl").unlink()
-    found = differing(before, facts(values))
+    found = differences(before, facts(values))
     assert list(found) == ["the content of data.train_files[1]"]
     assert found["the content of data.train_files[1]"][1] == "not there"
 
@@ -116,7 +124,7 @@ def test_a_host_s_own_does_not_count(values, tmp_path: Path):
 def test_x64(values):
     before = facts(values)
     with jax.enable_x64(True):
-        found = differing(before, facts(values))
+        found = differences(before, facts(values))
     assert found == {"the setting jax_enable_x64": ("False", "True")}
 
 
@@ -145,7 +153,7 @@ def test_flags_count_in_any_order(text: str, same: bool):
 
 def test_devices(values):
     config = from_mapping(values)
-    found = differing(facts_of(config, jax.local_devices()[:2]), facts_of(config, jax.local_devices()[:1]))
+    found = differences(fingerprint(config, jax.local_devices()[:2]), fingerprint(config, jax.local_devices()[:1]))
     assert found == {"the number of devices": ("2", "1")}
 
 

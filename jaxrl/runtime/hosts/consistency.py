@@ -1,8 +1,9 @@
-"""Agreement, before anything compiles: all hosts were given the same, and share the run directory.
+"""The consistency check at the start, before anything compiles: all hosts were given the same, and share the run
+directory.
 
-Process 0 posts its facts (`jaxrl.runtime.hosts.facts`), every other process compares its own with them and posts what
-differs, and process 0 publishes one sentence, or none. So a process reads one set of facts, however many there are. The
-sentence names the first fact that differs: facts that explain others come first.
+Process 0 posts its facts (`jaxrl.runtime.hosts.fingerprint`), every other process compares its own with them and posts
+what differs, and process 0 publishes one sentence, or none. So a process reads one set of facts, however many there
+are. The sentence names the first fact that differs: facts that explain others come first.
 
 Memory need not be equal: the least counts, for all hosts.
 """
@@ -23,9 +24,9 @@ from typing import Any
 from jaxrl.config import Config, ConfigError
 from jaxrl.record.files import refuse_folder, takes_files
 from jaxrl.runtime.build import device_bytes
-from jaxrl.runtime.hosts.board import Disagreement, MissingHosts
-from jaxrl.runtime.hosts.facts import differing, facts_of
-from jaxrl.runtime.hosts.gate import Gate
+from jaxrl.runtime.hosts.fingerprint import differences, fingerprint
+from jaxrl.runtime.hosts.key_value_store import Disagreement, MissingHosts
+from jaxrl.runtime.hosts.liveness import PhaseBarrier
 
 _FOLDER, _FACTS, _VERDICT = "agreement", "agreement facts", "agreement verdict"
 _SEEN_WITHIN_S = 5.0
@@ -34,19 +35,8 @@ _MOST_VALUES, _MOST_LENGTH = 3, 300  # different values in a sentence, and chara
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all hosts have in common.
-
-    Attributes:
-      device_bytes: memory of one device, the least of all hosts; None if the platform does not tell.
-    """
-
-    device_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Report:
-    """What one process has found, as it stands on the board."""
+    """What one process has found, as it stands on the store."""
 
     host: str
     memory: int | None
@@ -54,60 +44,65 @@ class _Report:
     differences: dict[str, tuple[str, str]]
 
 
-def agree(gate: Gate, config: Config, devices: Sequence[Any], facts: Mapping[str, str] | None = None) -> Agreement:
+def check_consistency(
+    barrier: PhaseBarrier, config: Config, devices: Sequence[Any], facts: Mapping[str, str] | None = None
+) -> int | None:
     """Compares this process with the others.
 
     Args:
       devices: of this process.
       facts: in place of those that `config` and `devices` give.
 
+    Returns:
+      Bytes of one device's memory, the least of all hosts; None if the platform does not tell.
+
     Raises:
       Disagreement: on every process, with the same sentence.
     """
-    board = gate.board
-    gate.at("comparing the hosts")
-    facts = facts_of(config, devices) if facts is None else facts
+    store = barrier.store
+    barrier.at("comparing the hosts")
+    facts = fingerprint(config, devices) if facts is None else facts
     memory = device_bytes(devices)
-    if board.num_processes == 1:
-        return Agreement(memory)
+    if store.num_processes == 1:
+        return memory
     folder = config.trainer.run_dir
-    with _written(folder if board.process == 0 else "") as mark:
-        if board.process == 0:
-            board.put(_FACTS, zlib.compress(json.dumps([facts, mark]).encode()))
-            report = _Report(gate.host, memory, "", {})
+    with _written(folder if store.process == 0 else "") as mark:
+        if store.process == 0:
+            store.put(_FACTS, zlib.compress(json.dumps([facts, mark]).encode()))
+            report = _Report(barrier.host, memory, "", {})
         else:
-            theirs, mark = json.loads(zlib.decompress(_awaited(gate, _FACTS)))
-            report = _Report(gate.host, memory, _unseen(folder, mark), differing(facts, theirs))
+            theirs, mark = json.loads(zlib.decompress(_awaited(barrier, _FACTS)))
+            report = _Report(barrier.host, memory, _unseen(folder, mark), differences(facts, theirs))
         fields = [report.host, report.memory, report.run_dir, report.differences]
-        board.put(f"{_FOLDER}/{board.process}", json.dumps(fields).encode())
-        if board.process == 0:
-            reports = _reports(gate)
+        store.put(f"{_FOLDER}/{store.process}", json.dumps(fields).encode())
+        if store.process == 0:
+            reports = _reports(barrier)
             known = [each.memory for each in reports.values() if each.memory is not None]
             least = min(known) if len(known) == len(reports) else None
-            board.put(_VERDICT, json.dumps([_sentence(reports, folder), least]).encode())
-        said, least = json.loads(_awaited(gate, _VERDICT))  # before the mark is removed: all have looked for it
+            store.put(_VERDICT, json.dumps([_sentence(reports, folder), least]).encode())
+        said, least = json.loads(_awaited(barrier, _VERDICT))  # before the mark is removed: all have looked for it
     if said:
         raise Disagreement(said)
-    return Agreement(least)
+    return least
 
 
-def _awaited(gate: Gate, key: str) -> bytes:
-    with gate.waiting("the comparison with process 0"):
-        found = gate.board.get(key, gate.stall_timeout_s)
+def _awaited(barrier: PhaseBarrier, key: str) -> bytes:
+    with barrier.waiting("the comparison with process 0"):
+        found = barrier.store.get(key, barrier.stall_timeout_s)
         if found is None:
-            raise MissingHosts("the comparison of the hosts", (0,), gate.stall_timeout_s)
+            raise MissingHosts("the comparison of the hosts", (0,), barrier.stall_timeout_s)
     return found
 
 
-def _reports(gate: Gate) -> dict[int, _Report]:
+def _reports(barrier: PhaseBarrier) -> dict[int, _Report]:
     """Of all processes, on process 0."""
     reports: dict[int, _Report] = {}
-    until_s = time.monotonic() + gate.stall_timeout_s
-    with gate.waiting("the other hosts' facts"):
-        for process in range(gate.board.num_processes):
-            found = gate.board.get(f"{_FOLDER}/{process}", max(until_s - time.monotonic(), 0.001))
+    until_s = time.monotonic() + barrier.stall_timeout_s
+    with barrier.waiting("the other hosts' facts"):
+        for process in range(barrier.store.num_processes):
+            found = barrier.store.get(f"{_FOLDER}/{process}", max(until_s - time.monotonic(), 0.001))
             if found is None:
-                raise MissingHosts("the comparison of the hosts", (process,), gate.stall_timeout_s)
+                raise MissingHosts("the comparison of the hosts", (process,), barrier.stall_timeout_s)
             host, memory, run_dir, differences = json.loads(found)
             reports[process] = _Report(host, memory, run_dir, {n: (a, b) for n, (a, b) in differences.items()})
     return reports

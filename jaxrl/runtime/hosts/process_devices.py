@@ -1,7 +1,7 @@
 """Where this process stands among the run's hosts: its devices and everyone's, the meshes over both, their memory.
 
-Purpose: `HostPlace` is what the parts of a run are built from, and `place_of` finds it. With one process the two meshes
-are one.
+Purpose: `ProcessDevices` is what the parts of a run are built from, and `prepare_hosts` finds it. With one process the
+two meshes are one.
 
 Source: docs/architecture.md (several processes). Training spans all devices, in the order of processes, and its minor
 axes lie inside hosts; a rollout stays inside its host. A device's id is no index: ids of a second process may begin
@@ -36,7 +36,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlace:
+class ProcessDevices:
     """A process among the run's, one per host.
 
     Attributes:
@@ -62,7 +62,7 @@ class HostPlace:
         """The mesh of this host: a part of `mesh`, with its minor axes."""
         return make_mesh(self.local_devices)
 
-    def with_least(self, reported: int | None) -> HostPlace:
+    def with_least(self, reported: int | None) -> ProcessDevices:
         """The same with the memory that a device has on every host, as the hosts have agreed: plans and programs must
         be the same on all. None: not every platform reports it."""
         share = self.memory.share if reported is None else reported

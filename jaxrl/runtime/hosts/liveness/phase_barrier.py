@@ -1,24 +1,26 @@
-"""The gate: all hosts enter a global phase together, and when one fails, all end with the same sentence.
+"""A barrier with a watchdog: all processes enter a global phase together, and when one fails, all end with the same
+sentence.
 
 A collective that one process does not enter hangs without a word, and one that another process enters with another
 program computes nonsense or aborts. So before each global phase (weight sync, token exchange, update, checkpoint,
-compilation) every process comes to the gate: a barrier with a timeout, which process 0 opens only for those that have
-handled the same stream and dispatched the same programs of all hosts as itself (`Gate.note`: a running digest of each
-kind), and that are about to enter the same phase.
+compilation) every process comes to the barrier (sentences and metrics call it the gate). It has a timeout, and process
+0 opens it only for those that have handled the same stream and dispatched the same programs of all hosts as itself
+(`PhaseBarrier.note`: a running digest of each kind), and that are about to enter the same phase.
 
 What else ends a run of several hosts:
 
-- An exception (`Gate.failing`): its host publishes a sentence, an exit status and the phase, and every process ends
-  with them (`jaxrl.runtime.hosts.ending`).
+- An exception (`PhaseBarrier.failing`): its host publishes a sentence, an exit status and the phase, and every process
+  ends with them (`failure_propagation`).
 - Silence: process 0 misses those that have not told where they are for `hosts.heartbeat_s`, and the others miss
-  process 0 (`jaxrl.runtime.hosts.pulses`). jax's own heartbeats are set to miss a process `GRACE_S` later: they abort
-  without a sentence. It is a thread of Python that tells, so a process in which native code keeps the interpreter's
-  lock for so long counts as silent too.
+  process 0 (`heartbeats`). jax's own heartbeats are set to miss a process `GRACE_S` later: they abort without a
+  sentence. It is a thread of Python that tells, so a process in which native code keeps the interpreter's lock for so
+  long counts as silent too.
 - A stall: a phase, or a wait for others, of more than `hosts.stall_timeout_s` without a `beat`. A process that has
-  skipped a program and waits at the next gate is found at its next pulse.
+  skipped a program and waits at the next barrier is found at its next heartbeat.
 
 SIGTERM and Ctrl-C are wishes while a run can save: process 0 turns one of any host into a stop at a boundary that all
-agree on (`Gate.stop_at`). Before that, and the second time, a signal ends its process at once, and all others with it.
+agree on (`PhaseBarrier.stop_at`). Before that, and the second time, a signal ends its process at once, and all others
+with it.
 
 All threads are daemons and none is waited for without a limit, so none of them keeps a process alive.
 """
@@ -34,29 +36,28 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NoReturn
 
-from jaxrl.runtime.hosts.board import Board, BoardFailed, KeyTaken, MissingHosts
-from jaxrl.runtime.hosts.ending import End, Ending, within
-from jaxrl.runtime.hosts.pulses import PROGRAM, Kind, Place, Pulses, grouped, listed, named
+from jaxrl.runtime.hosts.key_value_store import KeyTaken, KeyValueStore, MissingHosts, StoreFailed
+from jaxrl.runtime.hosts.liveness.failure_propagation import End, FailurePropagation, within
+from jaxrl.runtime.hosts.liveness.heartbeats import Heartbeats, Kind, Location, grouped, listed, named
 from jaxrl.runtime.stop import end as end_process
 
 STREAM = "stream"
 """The kind of digest whose entries are batches of the stream of events."""
-__all__ = ["GRACE_S", "PROGRAM", "STREAM", "Gate"]
 GRACE_S = 5.0
 """jax's heartbeats miss a process so much later than ours: what aborts without a sentence comes second."""
-_PULSE_S = 1.0
-_PULSES_PER_S = 512  # that process 0 hears at the most
+_HEARTBEAT_S = 1.0
+_HEARTBEATS_PER_S = 512  # that process 0 hears at the most
 _LOOK_S = 0.2
 _SUSPENDED_LOOKS = 10  # between two looks: this process was suspended, and could not hear the others
 _LATER_S = 3.0  # the clock of a wait leaves the sentence to what waits, which knows who is missing
 _ASK_S = 1.0  # for reading where all are, before a sentence about it
 
 
-class Gate:
+class PhaseBarrier:
     """What keeps the processes of a run together. With one process it waits for nothing and has no threads.
 
     Args:
-      board: of this process.
+      store: of this process.
       host: the name of its machine.
       heartbeat_s: as `hosts.heartbeat_s`. stall_timeout_s: as `hosts.stall_timeout_s`.
       wish: whether this process was asked to stop (`jaxrl.runtime.stop.Stop`).
@@ -65,26 +66,28 @@ class Gate:
 
     def __init__(
         self,
-        board: Board,
+        store: KeyValueStore,
         host: str,
         heartbeat_s: float,
         stall_timeout_s: float,
         wish: Callable[[], bool] = lambda: False,
         end: End = end_process,
     ) -> None:
-        self.board, self.host = board, host
+        self.store, self.host = store, host
         self.heartbeat_s, self.stall_timeout_s = heartbeat_s, stall_timeout_s
         self._wish = wish
-        self._place, self._beat_s = Place("the start", "local", 0, host), time.monotonic()
-        self._passed = 0  # gates
+        self._place, self._beat_s = Location("the start", "local", 0, host), time.monotonic()
+        self._passed = 0  # barriers
         self._digests: dict[str, tuple[int, Any]] = {}
         self._wished = self._stops = False
         self._boundaries: list[str] = []
         self._closed = threading.Event()
-        self._pulses = Pulses(board, heartbeat_s)
-        self._period_s = max(min(_PULSE_S, heartbeat_s / 4, stall_timeout_s / 4), board.num_processes / _PULSES_PER_S)
-        self._ending = Ending(board, end, self._lost)
-        watches = (self._tell, self._watch) if board.num_processes > 1 else ()
+        self._heartbeats = Heartbeats(store, heartbeat_s)
+        self._period_s = max(
+            min(_HEARTBEAT_S, heartbeat_s / 4, stall_timeout_s / 4), store.num_processes / _HEARTBEATS_PER_S
+        )
+        self._failures = FailurePropagation(store, end, self._lost)
+        watches = (self._tell, self._watch) if store.num_processes > 1 else ()
         self._threads = [threading.Thread(target=each, name=f"hosts{each.__name__}", daemon=True) for each in watches]
         for thread in self._threads:
             thread.start()
@@ -98,7 +101,7 @@ class Gate:
         programs or is about to enter another phase than process 0.
         """
         began_s = time.monotonic()
-        if self.board.num_processes > 1:
+        if self.store.num_processes > 1:
             self._move(f"the gate before {phase}", "gate")
             try:
                 self._pass(f"gate/{self._passed + 1}", phase)
@@ -110,19 +113,19 @@ class Gate:
 
     def _pass(self, key: str, phase: str) -> None:
         """Process 0 writes what a process must have done to pass; whoever finds another thing does not come."""
-        board, mine = self.board, self._digest(phase)
-        if board.process == 0:
-            board.put(key, mine)
+        store, mine = self.store, self._digest(phase)
+        if store.process == 0:
+            store.put(key, mine)
         else:
-            theirs = board.get(key, self.stall_timeout_s)
+            theirs = store.get(key, self.stall_timeout_s)
             if theirs is None:
                 raise MissingHosts(key, (0,), self.stall_timeout_s)
             if theirs != mine:
-                self._ending.of_all(self._difference(json.loads(mine), json.loads(theirs)))
-        board.barrier(key, self.stall_timeout_s)
-        if board.process == 0:  # all are here, so all have read what was written for them before
+                self._failures.end_all(self._difference(json.loads(mine), json.loads(theirs)))
+        store.barrier(key, self.stall_timeout_s)
+        if store.process == 0:  # all are here, so all have read what was written for them before
             for old in (f"gate/{self._passed}", *self._boundaries):
-                board.delete(old)
+                store.delete(old)
             self._boundaries.clear()
 
     def leave(self) -> None:
@@ -149,7 +152,7 @@ class Gate:
 
     @property
     def waits(self) -> bool:
-        """Whether this process waits for others now, at a gate or elsewhere."""
+        """Whether this process waits for others now, at a barrier or elsewhere."""
         return self._place.kind in ("gate", "waiting")
 
     def beat(self) -> None:
@@ -167,10 +170,10 @@ class Gate:
 
     def _move(self, name: str, kind: Kind) -> None:
         self._beat_s = time.monotonic()
-        self._place = Place(name, kind, self._passed, self.host)
+        self._place = Location(name, kind, self._passed, self.host)
 
-    def _here(self) -> Place:
-        """The place with its counts, from any thread: no entry is added at a gate, so both fit together."""
+    def _here(self) -> Location:
+        """The place with its counts, from any thread: no entry is added at a barrier, so both fit together."""
         while True:
             place = self._place
             counts = {kind: count for kind, (count, _) in tuple(self._digests.items())}
@@ -182,9 +185,9 @@ class Gate:
         return json.dumps({"phase": phase, "kinds": kinds}).encode()
 
     def _difference(self, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-        """A sentence about this process and process 0, which have written different things at a gate."""
+        """A sentence about this process and process 0, which have written different things at a barrier."""
         first = self._fresh().get(0)
-        us, them = named(self.board.process, self._place), named(0, first)
+        us, them = named(self.store.process, self._place), named(0, first)
         if mine["phase"] != theirs["phase"]:
             return (
                 f"{us} and {them} are not in step: at gate {self._passed + 1} one is about to enter {mine['phase']}, "
@@ -203,23 +206,23 @@ class Gate:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether this process knows that a host was asked to stop; process 0 hears of all within a pulse."""
+        """Whether this process knows that a host was asked to stop; process 0 hears of all within a heartbeat."""
         return self._stops or self._wished or self._wish()
 
     def stop_at(self, boundary: str) -> bool:
         """Whether the run stops at `boundary`: what process 0 says, the same on every host. A name is used once."""
-        board = self.board
-        if board.num_processes == 1 or self._stops:
+        store = self.store
+        if store.num_processes == 1 or self._stops:
             return self._stops or self._wish()
         key = f"stop/{boundary}"
-        if board.process == 0:
-            self._stops = self.stop_asked or bool(board.folder("wish"))
-            board.put(key, b"1" if self._stops else b"0")
+        if store.process == 0:
+            self._stops = self.stop_asked or bool(store.folder("wish"))
+            store.put(key, b"1" if self._stops else b"0")
             self._boundaries.append(key)
             return self._stops
         self._post_wish()
         with self.waiting(f"process 0 at {boundary}"):
-            said = board.get(key, self.stall_timeout_s)
+            said = store.get(key, self.stall_timeout_s)
             if said is None:
                 self._end_without(MissingHosts(boundary, (0,), self.stall_timeout_s), boundary)
         self._stops = said == b"1"
@@ -229,7 +232,7 @@ class Gate:
         if self._wish() and not self._wished:
             self._wished = True
             with suppress(KeyTaken):  # by another thread
-                self.board.put(f"wish/{self.board.process}", b"")
+                self.store.put(f"wish/{self.store.process}", b"")
 
     # ------------------------------------------------------------ ending together
 
@@ -240,15 +243,15 @@ class Gate:
         try:
             yield
         except BaseException as error:
-            if self.board.num_processes == 1:
+            if self.store.num_processes == 1:
                 raise
             if isinstance(error, MissingHosts):
                 self._end_without(error, self._place.name)
-            self._ending.by(error, self._who_failed())
+            self._failures.end_all_for(error, self._who_failed())
 
     def fail(self, sentence: str, status: int = 1) -> NoReturn:
         """Ends the run on all hosts: this process failed, where it is, and why."""
-        self._ending.of_all(f"{self._who_failed()}: {sentence}", status)
+        self._failures.end_all(f"{self._who_failed()}: {sentence}", status)
 
     def miss(self, process: int, seconds: float) -> NoReturn:
         """Ends the run on all hosts: another one has kept this one waiting for so long, where it is."""
@@ -256,35 +259,35 @@ class Gate:
 
     def close(self) -> None:
         """Waits until all processes have come to the end, without an error. Afterwards nobody is watched."""
-        if self.board.num_processes == 1:
+        if self.store.num_processes == 1:
             return
         self.enter("the end")
         self._closed.set()
-        self._ending.close()
+        self._failures.close()
         for thread in self._threads:
             thread.join(self._period_s + _LOOK_S + _ASK_S)
 
     def _who_failed(self) -> str:
-        return f"{named(self.board.process, self._place)} failed in {self._place.name}"
+        return f"{named(self.store.process, self._place)} failed in {self._place.name}"
 
     def _end_without(self, missing: MissingHosts, where: str) -> NoReturn:
         """Ends the run because others did not come."""
         places = self._fresh()
-        there = [p for p, place in places.items() if place.gate >= self._passed and place.kind == "gate"]
-        unknown = [p for p in range(self.board.num_processes) if p not in (self.board.process, *there)]
+        there = [p for p, place in places.items() if place.passed >= self._passed and place.kind == "gate"]
+        unknown = [p for p in range(self.store.num_processes) if p not in (self.store.process, *there)]
         who = list(missing.processes) or unknown
-        self._ending.of_all(
+        self._failures.end_all(
             f"waited {missing.timeout_s:g} s at {where} (hosts.stall_timeout_s) for {listed(who, places)}"
         )
 
     def _lost(self, why: str) -> str:
-        """A sentence for a process that cannot read the board any more."""
-        return f"the run has lost {listed([0], {0: place} if (place := self._pulses.last_heard(0)) else {})}; {why}"
+        """A sentence for a process that cannot read the store any more."""
+        return f"the run has lost {listed([0], {0: place} if (place := self._heartbeats.last_heard(0)) else {})}; {why}"
 
-    def _fresh(self) -> dict[int, Place]:
+    def _fresh(self) -> dict[int, Location]:
         """Where all are, this process as it knows itself."""
-        found = within(_ASK_S, self._pulses.fresh) or {}
-        return found | {self.board.process: self._here()}
+        found = within(_ASK_S, self._heartbeats.fresh) or {}
+        return found | {self.store.process: self._here()}
 
     # ------------------------------------------------------------ threads
 
@@ -293,13 +296,13 @@ class Gate:
         while not self._closed.is_set():
             try:
                 here = self._here()
-                self._pulses.exchange(here)
+                self._heartbeats.exchange(here)
                 self._post_wish()
-                if self.board.process == 0:
-                    self._wished = self._wished or bool(self.board.folder("wish"))
-                    if (skipped := self._pulses.skipped(here)) is not None:
-                        self._ending.of_all(skipped)
-            except BoardFailed:
+                if self.store.process == 0:
+                    self._wished = self._wished or bool(self.store.folder("wish"))
+                    if (skipped := self._heartbeats.skipped(here)) is not None:
+                        self._failures.end_all(skipped)
+            except StoreFailed:
                 return  # what listens for failures hears it as well
             self._closed.wait(self._period_s)
 
@@ -309,15 +312,15 @@ class Gate:
         while not self._closed.wait(_LOOK_S):
             before_s, looked_s = looked_s, time.monotonic()
             if looked_s - before_s > _SUSPENDED_LOOKS * _LOOK_S:
-                self._pulses.forgive(looked_s - before_s)
+                self._heartbeats.forgive(looked_s - before_s)
                 self._beat_s = min(self._beat_s + looked_s - before_s, looked_s)
-            if silent := self._pulses.silent():
-                places = {p: place for p in silent if (place := self._pulses.last_heard(p)) is not None}
+            if silent := self._heartbeats.silent():
+                places = {p: place for p in silent if (place := self._heartbeats.last_heard(p)) is not None}
                 said = f"silent for {self.heartbeat_s:g} s (hosts.heartbeat_s): {listed(silent, places)}"
-                self._ending.of_all(said, without=tuple(silent))
+                self._failures.end_all(said, without=tuple(silent))
             place, still_s = self._place, looked_s - self._beat_s
             limit_s = self.stall_timeout_s + (0 if place.kind == "global" else _LATER_S)
             if place.kind != "local" and still_s > limit_s:
-                self._ending.of_all(
+                self._failures.end_all(
                     f"no progress for {still_s:.3g} s in {place.name} (hosts.stall_timeout_s): {grouped(self._fresh())}"
                 )

@@ -1,4 +1,4 @@
-"""The gate, the pulses and the common end, with threads for processes. `test_world.py` has real ones."""
+"""The barrier, the heartbeats and the common end, with threads for processes. `test_world.py` has real ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from boards import Hosts
+from stores import Hosts
 
 from jaxrl.config import ConfigError
-from jaxrl.runtime.hosts.board import Disagreement, MemoryBoard
-from jaxrl.runtime.hosts.gate import PROGRAM, STREAM, Gate
-from jaxrl.runtime.hosts.pulses import Place, grouped, listed
+from jaxrl.runtime.hosts.key_value_store import Disagreement, MemoryStore
+from jaxrl.runtime.hosts.liveness import PROGRAM, STREAM, PhaseBarrier
+from jaxrl.runtime.hosts.liveness.heartbeats import Location, grouped, listed
 from jaxrl.types import RunFailed
 
 
@@ -38,11 +38,11 @@ def host_world(made: list[Hosts]):
 def test_all_enter_together(host_world):
     hosts, came_s, entered_s = host_world(num=3), {}, {}
 
-    def does(gate: Gate) -> float:
-        me = gate.board.process
+    def does(barrier: PhaseBarrier) -> float:
+        me = barrier.store.process
         time.sleep(0.4 if me == 1 else 0)
         came_s[me] = time.monotonic()
-        with gate.phase("update") as waited_s:
+        with barrier.phase("update") as waited_s:
             entered_s[me] = time.monotonic()
         return waited_s
 
@@ -54,23 +54,23 @@ def test_all_enter_together(host_world):
 
 
 def test_what_is_written_is_removed(host_world):
-    """A long run leaves no more on the board than a short one."""
+    """A long run leaves no more on the store than a short one."""
     hosts = host_world()
 
-    def does(gate: Gate) -> None:
+    def does(barrier: PhaseBarrier) -> None:
         for i in range(20):
-            assert not gate.stop_at(f"step {i}")
-            gate.enter("update")
+            assert not barrier.stop_at(f"step {i}")
+            barrier.enter("update")
 
     hosts.run(does)
-    keys = [key for key in hosts.boards[0]._shared.values if key.startswith(("gate", "stop"))]
+    keys = [key for key in hosts.stores[0]._shared.values if key.startswith(("gate", "stop"))]
     assert keys == ["gate/20"]
 
 
-def both(gate: Gate, *notes: tuple[str, str], phase: str = "update") -> None:
+def both(barrier: PhaseBarrier, *notes: tuple[str, str], phase: str = "update") -> None:
     for kind, entry in notes:
-        gate.note(kind, entry)
-    gate.enter(phase)
+        barrier.note(kind, entry)
+    barrier.enter(phase)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_who_is_not_in_step_does_not_pass(host_world, first, second, words):
     hosts = host_world(num=2)
     passed: list[int] = []
 
-    def does(gate: Gate) -> None:
-        mine = dict((first, second)[gate.board.process])
-        both(gate, *mine.pop("notes"), **mine)
-        passed.append(gate.board.process)
+    def does(barrier: PhaseBarrier) -> None:
+        mine = dict((first, second)[barrier.store.process])
+        both(barrier, *mine.pop("notes"), **mine)
+        passed.append(barrier.store.process)
 
     hosts.run(does)
     end = hosts.all_ended()
@@ -119,20 +119,20 @@ def test_who_is_not_in_step_does_not_pass(host_world, first, second, words):
 def test_equal_notes_pass(host_world):
     hosts = host_world(num=3)
     for notes in ([(STREAM, "a"), (PROGRAM, "sync")], [(STREAM, "b")]):
-        hosts.run(partial(lambda gate, notes: both(gate, *notes), notes=notes))
+        hosts.run(partial(lambda barrier, notes: both(barrier, *notes), notes=notes))
     assert hosts.ends == {}
 
 
 def test_who_does_not_come_is_named(host_world):
     hosts = host_world(num=4, stall_timeout_s=1.0)
 
-    def does(gate: Gate) -> None:
-        gate.enter("weight sync")
-        gate.leave()
-        gate.at("rollout")
-        if gate.board.process in (1, 2):
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.enter("weight sync")
+        barrier.leave()
+        barrier.at("rollout")
+        if barrier.store.process in (1, 2):
             time.sleep(30)
-        gate.enter("update")
+        barrier.enter("update")
 
     began_s = time.monotonic()
     hosts.run(does)
@@ -147,7 +147,13 @@ def test_who_does_not_come_is_named(host_world):
 
 def test_process_0_does_not_come(host_world):
     hosts = host_world(num=3, stall_timeout_s=0.5)
-    hosts.run([lambda gate: time.sleep(20), lambda gate: gate.enter("update"), lambda gate: gate.enter("update")])
+    hosts.run(
+        [
+            lambda barrier: time.sleep(20),
+            lambda barrier: barrier.enter("update"),
+            lambda barrier: barrier.enter("update"),
+        ]
+    )
     assert "for process 0 (host-a), last heard in the start" in hosts.all_ended().sentence
 
 
@@ -155,16 +161,16 @@ def test_process_0_does_not_come(host_world):
 def test_a_skipped_program_is_found_at_once(host_world, skips: int):
     """The others' collective would not end before the time of a stall."""
     hosts = host_world(num=2, stall_timeout_s=2.0)
-    hosts.gates[0].stall_timeout_s = hosts.gates[1].stall_timeout_s = 30.0  # pulses come as often as with 2 s
+    hosts.barriers[0].stall_timeout_s = hosts.barriers[1].stall_timeout_s = 30.0  # heartbeats come as often as with 2 s
 
-    def does(gate: Gate) -> None:
-        gate.enter("update")
-        gate.note(PROGRAM, "forward")
-        if gate.board.process != skips:
-            gate.note(PROGRAM, "backward")
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.enter("update")
+        barrier.note(PROGRAM, "forward")
+        if barrier.store.process != skips:
+            barrier.note(PROGRAM, "backward")
             time.sleep(20)  # in the collective
-        gate.leave()
-        gate.enter("checkpoint")
+        barrier.leave()
+        barrier.enter("checkpoint")
 
     began_s = time.monotonic()
     hosts.run(does)
@@ -192,12 +198,12 @@ def test_a_skipped_program_is_found_at_once(host_world, skips: int):
 def test_an_error_ends_all_alike(host_world, capsys, process: int, error: BaseException, said: str, status: int):
     hosts = host_world(num=3)
 
-    def does(gate: Gate) -> None:
-        with gate.failing():
-            gate.enter("update")
-            if gate.board.process == process:
+    def does(barrier: PhaseBarrier) -> None:
+        with barrier.failing():
+            barrier.enter("update")
+            if barrier.store.process == process:
                 raise error
-            gate.enter("checkpoint")
+            barrier.enter("checkpoint")
 
     began_s = time.monotonic()
     hosts.run(does)
@@ -212,9 +218,9 @@ def test_an_error_ends_all_alike(host_world, capsys, process: int, error: BaseEx
 def test_the_first_failure_counts(host_world):
     hosts = host_world(num=4)
 
-    def does(gate: Gate) -> None:
-        gate.at("rollout")
-        gate.fail(f"cause {gate.board.process}")
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.at("rollout")
+        barrier.fail(f"cause {barrier.store.process}")
 
     hosts.run(does)
     assert "failed in rollout: cause " in hosts.all_ended().sentence
@@ -225,17 +231,17 @@ def test_a_stop_is_for_all(host_world):
     hosts = host_world(num=3)
     answers: dict[int, list[bool]] = {0: [], 1: [], 2: []}
 
-    def does(gate: Gate) -> None:
-        me = gate.board.process
+    def does(barrier: PhaseBarrier) -> None:
+        me = barrier.store.process
         for step in range(40):
             if (me, step) == (2, 15):
                 hosts.wishes.add(2)
-            answers[me].append(gate.stop_at(f"step {step}"))
+            answers[me].append(barrier.stop_at(f"step {step}"))
             if answers[me][-1]:
-                assert gate.stop_at("once more")
-                assert gate.stop_asked
+                assert barrier.stop_at("once more")
+                assert barrier.stop_asked
                 return
-            gate.enter("update")
+            barrier.enter("update")
             time.sleep(0.001 * me)
 
     hosts.run(does)
@@ -248,7 +254,7 @@ def test_process_0_hears_of_a_wish_by_itself(host_world):
     hosts = host_world(num=2, stall_timeout_s=1.0)
     hosts.wishes.add(1)
     until_s = time.monotonic() + 20
-    while not hosts.gates[0].stop_asked:
+    while not hosts.barriers[0].stop_asked:
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
@@ -256,10 +262,10 @@ def test_process_0_hears_of_a_wish_by_itself(host_world):
 def test_a_phase_that_hangs_ends(host_world):
     hosts = host_world(num=3, stall_timeout_s=0.6)
 
-    def does(gate: Gate) -> None:
-        gate.enter("update")
-        if gate.board.process == 1:
-            gate.at("nowhere")
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.enter("update")
+        if barrier.store.process == 1:
+            barrier.at("nowhere")
         time.sleep(20)
 
     hosts.run(does)
@@ -273,10 +279,10 @@ def test_a_phase_that_hangs_ends(host_world):
 def test_a_wait_that_is_too_long_ends(host_world):
     hosts = host_world(num=2, stall_timeout_s=0.3)
 
-    def does(gate: Gate) -> None:
-        gate.at("rollout")
-        if gate.board.process == 1:
-            with gate.waiting("events"):
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.at("rollout")
+        if barrier.store.process == 1:
+            with barrier.waiting("events"):
                 time.sleep(20)
         time.sleep(20)
 
@@ -287,26 +293,26 @@ def test_a_wait_that_is_too_long_ends(host_world):
 def test_progress_is_no_stall(host_world):
     hosts = host_world(num=2, stall_timeout_s=0.5)
 
-    def does(gate: Gate) -> None:
-        gate.enter("update")
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.enter("update")
         for _ in range(10):
             time.sleep(0.1)
-            gate.beat()
-        gate.leave()
+            barrier.beat()
+        barrier.leave()
         time.sleep(1.0)  # at work by itself
-        gate.enter("checkpoint")
+        barrier.enter("checkpoint")
 
     assert hosts.run(does) == {0: None, 1: None}
 
 
 class Freezing:
-    """A board of a process that is suspended on demand: its calls do not return."""
+    """A store of a process that is suspended on demand: its calls do not return."""
 
-    def __init__(self, board: MemoryBoard) -> None:
-        self._board, self.frozen = board, threading.Event()
+    def __init__(self, store: MemoryStore) -> None:
+        self._store, self.frozen = store, threading.Event()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._board, name)
+        found = getattr(self._store, name)
         if not callable(found):
             return found
 
@@ -321,12 +327,12 @@ class Freezing:
 def test_a_silent_process_is_named(host_world):
     hosts = host_world(num=3, heartbeat_s=1.0, wrap=Freezing)
 
-    def does(gate: Gate) -> None:
-        gate.at("rollout")
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.at("rollout")
         time.sleep(0.6)  # until it was heard there
-        if gate.board.process == 1:
-            hosts.gates[1]._closed.set()  # its threads stand still as well
-            hosts.boards[1].frozen.set()
+        if barrier.store.process == 1:
+            hosts.barriers[1]._closed.set()  # its threads stand still as well
+            hosts.stores[1].frozen.set()
             time.sleep(2.5)
             hosts.ends[1] = hosts.ends[0]
         time.sleep(20)
@@ -338,16 +344,16 @@ def test_a_silent_process_is_named(host_world):
 
 
 def test_process_0_is_silent(host_world):
-    """Its board goes with it: nobody can be told, and each says the same by itself."""
+    """Its store goes with it: nobody can be told, and each says the same by itself."""
     hosts = host_world(num=3, heartbeat_s=1.0, wrap=Freezing)
 
-    def does(gate: Gate) -> None:
-        gate.at("rollout")
+    def does(barrier: PhaseBarrier) -> None:
+        barrier.at("rollout")
         time.sleep(0.6)
-        for board in hosts.boards:  # nobody gets an answer
-            board.frozen.set()
-        if gate.board.process == 0:
-            gate._closed.set()
+        for store in hosts.stores:  # nobody gets an answer
+            store.frozen.set()
+        if barrier.store.process == 0:
+            barrier._closed.set()
             time.sleep(2.5)
             hosts.ends[0] = hosts.ends[1]
         time.sleep(20)
@@ -360,38 +366,38 @@ def test_process_0_is_silent(host_world):
 
 def test_nothing_is_left_after_a_close(made):
     hosts = Hosts(num=2)
-    mine = [thread for gate in hosts.gates for thread in (*gate._threads, gate._ending._listener)]
+    mine = [thread for barrier in hosts.barriers for thread in (*barrier._threads, barrier._failures._listener)]
     assert all(thread.is_alive() and thread.daemon for thread in mine)
-    hosts.run(Gate.close)
+    hosts.run(PhaseBarrier.close)
     assert not any(thread.is_alive() for thread in mine)
 
 
 def test_one_process_waits_for_nothing():
     wishes: list[bool] = []
     before = threading.active_count()
-    gate = Gate(MemoryBoard(), "here", 1.0, 1.0, lambda: bool(wishes))
+    barrier = PhaseBarrier(MemoryStore(), "here", 1.0, 1.0, lambda: bool(wishes))
     assert threading.active_count() == before
-    gate.note(STREAM, b"a")
-    with gate.phase("update") as waited_s:
+    barrier.note(STREAM, b"a")
+    with barrier.phase("update") as waited_s:
         assert waited_s < 0.1
-    assert not gate.stop_at("step 1")
+    assert not barrier.stop_at("step 1")
     wishes.append(True)
-    assert gate.stop_at("step 2")
-    with pytest.raises(ConfigError, match="mine"), gate.failing():
+    assert barrier.stop_at("step 2")
+    with pytest.raises(ConfigError, match="mine"), barrier.failing():
         raise ConfigError("mine")
-    gate.close()
+    barrier.close()
 
 
 def test_sentences_stay_short():
-    places = {i: Place("update", "global", 1, f"host-{i}") for i in range(100)}
+    places = {i: Location("update", "global", 1, f"host-{i}") for i in range(100)}
     assert listed(list(range(100)), places).endswith("process 3 (host-3), last heard in update; and 96 more")
     assert listed([7], {}) == "process 7, never heard"
-    assert grouped(places | {50: Place("rollout", "local", 0, "slow")}) == (
+    assert grouped(places | {50: Location("rollout", "local", 0, "slow")}) == (
         "process 50 (slow) in rollout; process 0 (host-0) and 98 more in update"
     )
 
 
 def test_who_is_behind_is_named():
     """All are in the same phase, and one of them has not dispatched what the others wait in."""
-    places = {i: Place("update", "global", 4, f"host-{i}", {"program": 9 - 2 * (i == 2)}) for i in range(4)}
+    places = {i: Location("update", "global", 4, f"host-{i}", {"program": 9 - 2 * (i == 2)}) for i in range(4)}
     assert grouped(places) == "process 2 (host-2) in update, 2 programs behind; process 0 (host-0) and 2 more in update"
