@@ -38,14 +38,13 @@ from jaxrl.runtime.build import (
     build_engine,
     build_executor,
     load_weights,
-    memory_of,
-    prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
     share_notes,
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.devices import memory_of, prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.scheduling.rounds.events import Verdict

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from annotated_types import Interval
 
 from jaxrl.config import Config
+from jaxrl.config.checks import host_problem
 from jaxrl.config.declared import Declared, number_problem
 from jaxrl.config.devices import MAX_DEVICES
 from jaxrl.config.options import total_steps
@@ -20,17 +21,9 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rewards.explained import part_lines, reward_rows
-from jaxrl.runtime.build import (
-    DEFAULT_SHARE,
-    device_bytes,
-    host_problem,
-    memory_of,
-    memory_share,
-    prepare_jax,
-    share_notes,
-    share_variable,
-)
+from jaxrl.runtime.build import DEFAULT_SHARE, memory_share, share_notes, share_variable
 from jaxrl.runtime.degree import planned_degree
+from jaxrl.runtime.devices import device_bytes, memory_of, prepare_jax
 from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.streaming import refuse_devices

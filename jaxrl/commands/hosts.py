@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxrl
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.checks import host_problem
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
-from jaxrl.runtime.build import device_bytes, host_problem
+from jaxrl.runtime.devices import device_bytes
 from jaxrl.runtime.hosts.consistency import check_consistency
 from jaxrl.runtime.hosts.liveness import PROGRAM
 from jaxrl.runtime.hosts.world import World, open_world

@@ -27,12 +27,11 @@ from jaxrl.rollout.profiler import Profiler, pairs
 from jaxrl.runtime.build import (
     build_executor,
     load_weights,
-    memory_of,
-    prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
     use_compilation_cache,
 )
+from jaxrl.runtime.devices import memory_of, prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.profile import identity_of, load_profile

@@ -33,6 +33,7 @@ from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.cache_folder import with_cache_folder
+from jaxrl.runtime.hosts.environment import COORDINATOR
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
 from jaxrl.train.steps import find_step
@@ -78,7 +79,7 @@ def start(
       progress: shows a line of what takes long before the first step; called from another thread.
     """
     stop = stop or Stop()
-    if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get("JAXRL_COORDINATOR")):
+    if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get(COORDINATOR)):
         return _start(config, say, stop, None, progress)
     from jaxrl.runtime.hosts.world import open_world  # loads jax
 

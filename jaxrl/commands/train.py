@@ -44,7 +44,6 @@ from jaxrl.runtime.build import (
     build_stream,
     build_workers,
     load_weights,
-    prepare_hosts,
     read_tokenizer_and_model,
     refuse_too_large,
     retuning_note,
@@ -54,6 +53,7 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.devices import prepare_hosts
 from jaxrl.runtime.drafting import asks_profile, unmeasured_note
 from jaxrl.runtime.history import HistorySession, history_session
 from jaxrl.runtime.hosts.process_group import ProcessGroup as Joined

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import uuid
@@ -16,8 +15,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.checks import host_problem
-from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
@@ -27,9 +24,9 @@ from jaxrl.models.loading import checked_path, config_of, load_model, resolve_pa
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.runtime.devices import DeviceMemory, device_bytes
+from jaxrl.runtime.devices import ProcessDevices as HostPlace
 from jaxrl.runtime.drafting import drafting_of, step_costs
-from jaxrl.runtime.hosts.process_devices import DeviceMemory, devices_of_hosts
-from jaxrl.runtime.hosts.process_devices import ProcessDevices as HostPlace
 from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,
@@ -66,52 +63,6 @@ _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 DEFAULT_SHARE = 0.75
 """Of a GPU's memory, that JAX is given unless the environment says otherwise."""
 _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
-
-
-def prepare_jax(config: Config) -> list[Any]:
-    """Sets what must be set before the first computation; returns the devices that a run uses of this process. Writes
-    nothing."""
-    _set_types(config)
-    devices = jax.local_devices()
-    option, wanted = "trainer.num_devices", config.trainer.num_devices
-    if not wanted:
-        option, wanted = "hosts.devices_per_host", config.hosts.devices_per_host or len(devices)
-    if wanted > len(devices):
-        raise ConfigError(f"{option} ({wanted}) must be at most the devices there are ({len(devices)})")
-    problem = host_problem(config, wanted)
-    if problem is not None:
-        raise ConfigError(problem)
-    return devices[:wanted]
-
-
-def prepare_hosts(config: Config) -> HostPlace:
-    """`prepare_jax` for a run that may have several processes: where this one stands among them, with the memory of its
-    own devices.
-
-    Raises:
-      ConfigError: another number of processes than `hosts.num` has been started, or their devices do not fit.
-    """
-    count = jax.process_count()
-    if count != config.hosts.num:
-        raise ConfigError(f"hosts.num ({config.hosts.num}) must be the number of processes, found {count}")
-    if count == 1:
-        devices = tuple(prepare_jax(config))
-        return HostPlace(0, 1, devices, devices, memory_of(devices))
-    _set_types(config)
-    hosts = devices_of_hosts(jax.devices(), count, config.hosts.devices_per_host)
-    own = hosts[jax.process_index()]
-    problem = host_problem(config, len(own))
-    if problem is not None:
-        raise ConfigError(problem)
-    sharing = len(own) * (count if config.hosts.launcher == "local" else 1)
-    everyone = tuple(device for devices in hosts for device in devices)
-    return HostPlace(jax.process_index(), count, own, everyone, memory_of(own, sharing))
-
-
-def _set_types(config: Config) -> None:
-    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
-    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
-        jax.config.update("jax_enable_x64", True)
 
 
 def use_compilation_cache(config: Config) -> str:
@@ -160,13 +111,6 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
     )
 
 
-def device_bytes(devices: Sequence[Any]) -> int | None:
-    """Memory of one of this process's devices; None if the backend does not report it (a CPU's memory is the host's).
-    No other process's device can be asked."""
-    stats = devices[0].memory_stats()
-    return None if not stats else stats.get("bytes_limit")
-
-
 def memory_share(platform: str) -> float | None:
     """The share of a GPU's memory that JAX takes at its start; None on other platforms, which give all.
 
@@ -193,26 +137,6 @@ def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
         f"rollout.memory_fraction ({config.rollout.memory_fraction:g}) is of that: for a larger KV pool, set "
         f"{share_variable()}=0.92 in the environment"
     ]
-
-
-def host_bytes() -> int:
-    """Memory of this machine, or of the part of it (a control group) that this process may use."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # not there, or no limit: `max`
-            found.append(int(Path(file).read_text()))
-    return min(found)
-
-
-def memory_of(devices: Sequence[Any], sharing: int = 0) -> DeviceMemory:
-    """The memory of this process's devices, which are alike.
-
-    Args:
-      sharing: how many devices have a share of this machine's memory, where they are CPUs; 0: these.
-    """
-    reported = device_bytes(devices)
-    share = host_bytes() // (sharing or len(devices)) if reported is None else reported
-    return DeviceMemory(platform_of(devices[0]), reported, share)
 
 
 def refuse_too_large(

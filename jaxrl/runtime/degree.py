@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 from jaxrl.config import Config, ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.runtime.build import memory_of
-from jaxrl.runtime.hosts.process_devices import DeviceMemory
+from jaxrl.runtime.devices import DeviceMemory, memory_of
 from jaxrl.runtime.memory import plan_num_blocks
 from jaxrl.runtime.profile import checked_profile, load_profile
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree

@@ -20,7 +20,7 @@ from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.build import host_bytes
+from jaxrl.runtime.devices import host_bytes
 from jaxrl.runtime.judge import JudgePool
 from jaxrl.runtime.judge_memory import JudgeMemory, judge_length, judge_memory
 from jaxrl.runtime.memory import in_bytes

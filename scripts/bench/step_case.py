@@ -108,12 +108,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
     from jaxrl.runtime.backend import RolloutBackend, text_by
-    from jaxrl.runtime.build import (
-        build_engine,
-        build_executor,
-        load_weights,
-        read_tokenizer_and_model,
-    )
+    from jaxrl.runtime.build import build_engine, build_executor, load_weights, read_tokenizer_and_model
     from jaxrl.runtime.rules import batch_rule
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh

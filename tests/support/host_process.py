@@ -23,8 +23,8 @@ from jaxrl.config import Config, from_mapping
 from jaxrl.models import decoder
 from jaxrl.record.files import write_whole
 from jaxrl.record.state import join_arrays, split_arrays
-from jaxrl.runtime.build import build_workers, prepare_hosts
-from jaxrl.runtime.hosts.process_devices import ProcessDevices
+from jaxrl.runtime.build import build_workers
+from jaxrl.runtime.devices import ProcessDevices, prepare_hosts
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.workers import WorkerSet

@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.record.files import refuse_folder, takes_files
-from jaxrl.runtime.build import device_bytes
+from jaxrl.runtime.devices import device_bytes
 from jaxrl.runtime.hosts.fingerprint import differences, fingerprint
 from jaxrl.runtime.hosts.key_value_store import Disagreement, MissingHosts
 from jaxrl.runtime.hosts.liveness import PhaseBarrier

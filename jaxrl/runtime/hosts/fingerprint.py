@@ -31,6 +31,7 @@ from jaxrl.config.declared import declared, walk
 from jaxrl.config.mapping import flatten
 from jaxrl.data.hub import data_paths, data_set_name, hub_name, used_files
 from jaxrl.models.loading import RANDOM, resolve_path
+from jaxrl.runtime.hosts.environment import COUNT_FLAG, FLAGS
 from jaxrl.sharding.mesh import platform_of
 
 WHOLE_BYTES = 2**26
@@ -45,10 +46,10 @@ _SETTINGS = (
     *("jax_use_shardy_partitioner", "jax_disable_most_optimizations", "jax_disable_jit", "jax_debug_nans"),
 )
 _VARIABLES = (
-    *("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS"),
+    *(FLAGS, "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS"),
     *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE"),
 )
-_OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_gpu_per_fusion_autotune_cache_dir")
+_OWN_FLAGS = ("--xla_dump", COUNT_FLAG, "--xla_gpu_per_fusion_autotune_cache_dir")
 
 
 def fingerprint(config: Config, devices: Sequence[Any]) -> dict[str, str]:
@@ -65,7 +66,6 @@ def fingerprint(config: Config, devices: Sequence[Any]) -> dict[str, str]:
         | {f"the setting {name}": str(getattr(jax.config, name, None)) for name in _SETTINGS}
         | {f"the variable {name}": _flags(os.environ.get(name, "")) for name in _VARIABLES}
         | {
-            "the number of devices": str(len(devices)),
             "the kind of devices": f"{platform_of(devices[0])} {devices[0].device_kind}",
             "the platform's version": " ".join(devices[0].client.platform_version.split()),
         }

@@ -5,8 +5,7 @@ agent (`jaxrl.processes.process_supervisor`), which starts the ordinary command 
 is one such start of all of them. What becomes of the run when a process ends is `restarts`' to say. At the first death
 all others are killed at once, and a new world begins, with new agents, another port, and the last checkpoint.
 
-What processes find in their environment: `JAXRL_PROCESS_ID`, `JAXRL_NUM_PROCESSES` and, where they are several,
-`JAXRL_COORDINATOR` (`host:port` of process 0).
+What processes find in their environment: `PROCESS_ID` and, where they are several, `COORDINATOR` (`environment`).
 
 Process 0 owns the terminal: on this machine it writes to the launcher's own streams, so that it has its live view; from
 another one its output is passed on as it comes. The others write to `hosts/<process>.log` in the run directory.
@@ -32,12 +31,12 @@ from jaxrl.config.hosts import HostsSection
 from jaxrl.processes.process_supervisor import Start, newest_checkpoint
 from jaxrl.record.files import refuse_folder
 from jaxrl.record.run_dir import RUN_FILE
+from jaxrl.runtime.hosts.environment import COORDINATOR, PROCESS_ID
 from jaxrl.runtime.hosts.local_agents import Agents, Asked, Event, LocalAgents, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.local_devices import environments
 from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, signal_of, told
 from jaxrl.runtime.stop import WISH, WORDS, Stop
 
-PROCESS, NUM_PROCESSES, COORDINATOR = "JAXRL_PROCESS_ID", "JAXRL_NUM_PROCESSES", "JAXRL_COORDINATOR"
 LOGS = "hosts"
 """The folder in the run directory that has the logs of all processes but 0."""
 READY_S = 120.0
@@ -67,7 +66,7 @@ class Launch:
     def start(self, process: int, coordinator: str, world: int) -> Start:
         """What agent `process` is told in world number `world`, from 0."""
         log = "" if self.run_dir is None or process == 0 else str(self.run_dir / LOGS / f"{process}.log")
-        own = {PROCESS: str(process), NUM_PROCESSES: str(self.hosts.num)}
+        own = {PROCESS_ID: str(process)}
         if self.hosts.num > 1:  # one process alone needs no world, and computes faster without
             own[COORDINATOR] = coordinator
         given = self.environments[process] if self.environments else {}

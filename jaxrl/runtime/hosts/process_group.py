@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 from jaxrl.config import Config
 from jaxrl.record.journal import Tell
 from jaxrl.record.metrics import UPDATE_PHASES
+from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.hosts.broadcast import Broadcast, broadcast_from_rank0, local_broadcast
 from jaxrl.runtime.hosts.consistency import check_consistency
 from jaxrl.runtime.hosts.liveness import PROGRAM, STREAM
-from jaxrl.runtime.hosts.process_devices import ProcessDevices
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.hosts.world import World

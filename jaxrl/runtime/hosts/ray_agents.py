@@ -18,8 +18,8 @@ from jaxrl.config.hosts import HostsSection
 from jaxrl.processes.messages import BadMessage
 from jaxrl.processes.process_supervisor import Start
 from jaxrl.processes.ray_process import RayProcess
+from jaxrl.runtime.hosts.environment import PLATFORMS
 from jaxrl.runtime.hosts.local_agents import Event, Note, events_of
-from jaxrl.runtime.hosts.local_devices import PLATFORMS
 from jaxrl.runtime.hosts.restarts import Lost
 from jaxrl.types import RunFailed
 

@@ -34,8 +34,9 @@ from jaxrl.processes.messages import Channel, read_message, to_bytes
 from jaxrl.processes.process_supervisor import END_S, SupervisorProcess
 from jaxrl.processes.process_tree import adopt_orphans, kill_descendants
 from jaxrl.processes.ray_process import MAX_MESSAGE_BYTES, begin, connect
+from jaxrl.runtime.hosts.environment import FLAGS
 from jaxrl.runtime.hosts.local_agents import silence_s
-from jaxrl.runtime.hosts.local_devices import FLAGS, with_device_count
+from jaxrl.runtime.hosts.local_devices import with_device_count
 from jaxrl.types import RunFailed
 
 UNREACHABLE_S = 1.0

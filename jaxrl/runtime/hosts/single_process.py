@@ -4,7 +4,7 @@ Purpose: `eval`, `export` and `profile` use the devices of one host, read a run 
 for `hosts`. Started on several hosts, as a run is, each process would do the whole work and write the same files; and
 one that is in a world of jax already would meet the others in no collective.
 
-What tells: the variable of `jaxrl.runtime.hosts.world`, and those that launchers set for several tasks. Under Slurm
+What tells: the variable that our launcher sets, and those that launchers set for several tasks. Under Slurm
 that is inside a step of several tasks (`srun`), so a batch script may run these commands by themselves.
 """
 
@@ -15,7 +15,7 @@ import os
 import jax
 
 from jaxrl.config import ConfigError
-from jaxrl.runtime.hosts.world import PROCESS_ID
+from jaxrl.runtime.hosts.environment import PROCESS_ID
 
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _NUMBERS = ("JOB_COMPLETION_INDEX",)  # of a Kubernetes Job's pods; that of a single one is 0

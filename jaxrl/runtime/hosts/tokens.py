@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.runtime.hosts.process_devices import ProcessDevices
+from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.types import RunFailed, Sample
 

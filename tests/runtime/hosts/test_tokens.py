@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from host_worlds import assert_same_bits, of, run_world
 
-from jaxrl.runtime.hosts.process_devices import DeviceMemory, ProcessDevices
+from jaxrl.runtime.devices import DeviceMemory, ProcessDevices
 from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange, _header, _packed, _unpack
 from jaxrl.types import RunFailed, Sample, SampleKey
 

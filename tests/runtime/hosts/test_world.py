@@ -13,7 +13,8 @@ from worlds import Done, ended, free_port, script, started, wait_for
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.runtime.hosts.world import COORDINATOR, PROCESS_ID, open_world
+from jaxrl.runtime.hosts.environment import COORDINATOR, PROCESS_ID
+from jaxrl.runtime.hosts.world import open_world
 
 WHOLE = """
 sys.path.insert(0, "tests/support")

@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config.checks import host_problem
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.build import host_problem
-from jaxrl.runtime.hosts.process_devices import DeviceMemory, ProcessDevices, devices_of_hosts
+from jaxrl.runtime.devices import DeviceMemory, ProcessDevices, devices_by_process, refuse_few, unequal_problem
 from jaxrl.runtime.memory import MemoryPlan, memory_plan
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.sharding.mesh import make_mesh, submeshes
@@ -29,23 +29,25 @@ DEVICES = [Device(0, 0), Device(1, 0), Device(2048, 1), Device(2049, 1)]
 
 def test_devices_come_in_the_order_of_processes():
     mixed = [DEVICES[i] for i in (2, 0, 3, 1)]
-    assert devices_of_hosts(mixed, 2) == ((DEVICES[0], DEVICES[1]), (DEVICES[2], DEVICES[3]))
-    assert devices_of_hosts(DEVICES, 2, per_host=1) == ((DEVICES[0],), (DEVICES[2],))
+    assert devices_by_process(mixed, 2) == ((DEVICES[0], DEVICES[1]), (DEVICES[2], DEVICES[3]))
+    assert devices_by_process(DEVICES, 2, per_process=1) == ((DEVICES[0],), (DEVICES[2],))
+    assert devices_by_process(DEVICES[:3], 2, per_process=2) == ((DEVICES[0], DEVICES[1]), (DEVICES[2],))
 
 
-def test_unequal_hosts_are_refused():
-    with pytest.raises(
-        ConfigError,
-        match=r"all hosts must have as many devices, found 2 of process 0, 1 of process 1: set hosts.devices_per_host "
-        "to 1",
-    ):
-        devices_of_hosts(DEVICES[:3], 2)
-    assert devices_of_hosts(DEVICES[:3], 2, per_host=1) == ((DEVICES[0],), (DEVICES[2],))
-    with pytest.raises(
-        ConfigError,
-        match=r"hosts.devices_per_host \(2\) must be at most the devices of each process, found 2 of process 0, 1 of",
-    ):
-        devices_of_hosts(DEVICES[:3], 2, per_host=2)
+def test_what_is_said_of_unequal_processes():
+    assert unequal_problem([2, 2, 2], []) == ""
+    assert unequal_problem([2, 1, 2, 3], ["a", "b", "c", "d"]) == (
+        "all hosts must have as many devices: process 0 (a) has 2, process 1 (b) has 1 (and 1 more differ); set "
+        "hosts.devices_per_host"
+    )
+
+
+def test_too_few_devices_are_refused():
+    refuse_few("hosts.devices_per_host", 2, 2)
+    with pytest.raises(ConfigError, match=r"^trainer.num_devices \(3\) must be at most the devices there are \(2\)$"):
+        refuse_few("trainer.num_devices", 3, 2)
+    with pytest.raises(ConfigError, match=r"must be at most the devices that there are on host-b \(2\)$"):
+        refuse_few("hosts.devices_per_host", 3, 2, "host-b")
 
 
 @pytest.mark.parametrize(
