@@ -1,7 +1,6 @@
 """Worker processes: what they get of the trainer, what of them reaches it, and that nothing of them is left."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.processes.messages import BadMessage, read_message
-from jaxrl.processes.worker_supervisor import WorkerSupervisor, _Worker
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.verdict_messages import read_scored
@@ -262,19 +260,3 @@ def test_a_json_of_the_users_in_the_working_folder(tmp_path: Path, monkeypatch: 
     pool = make(tmp_path, num_workers=1)
     assert [verdict.status for verdict in score(pool, "")] == ["ok"]
     pool.close()
-
-
-def test_a_worker_that_is_stopped_and_goes_on_keeps_its_time():
-    """With `timeout_s` 0."""
-    supervisor = WorkerSupervisor.__new__(WorkerSupervisor)
-    with subprocess.Popen(["sleep", "60"]) as child:
-        worker = _Worker(child.pid, None, math.inf, is_ready=True)  # pyright: ignore
-        supervisor.__dict__ |= {"_worker": worker, "_task": object(), "_has_taken": lambda _: True}
-        for number, is_stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)) * 2:
-            os.kill(child.pid, number)
-            deadline = time.monotonic() + 5
-            while math.isfinite(worker.deadline) != is_stopped and time.monotonic() < deadline:
-                supervisor._reap()
-                time.sleep(0.01)
-            assert math.isfinite(worker.deadline) == is_stopped
-        child.kill()

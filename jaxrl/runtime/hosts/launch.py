@@ -34,7 +34,7 @@ from jaxrl.record.run_dir import RUN_FILE
 from jaxrl.runtime.hosts.environment import COORDINATOR, PROCESS_ID
 from jaxrl.runtime.hosts.local_agents import Agents, Asked, Event, LocalAgents, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.local_devices import environments
-from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, signal_of, told
+from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, described, signal_of
 from jaxrl.runtime.stop import WISH, WORDS, Stop
 
 LOGS = "hosts"
@@ -155,8 +155,8 @@ class Launcher:
                     kept = self._restarts.newest
                     source = "the beginning" if kept is None else f"the checkpoint of step {kept}"
                     say(
-                        f"{told(cause)} after {lived_s:.0f} s; all are started again from {source} (restart {number} "
-                        f"of {self._what.hosts.max_restarts} without a checkpoint in between)"
+                        f"{described(cause)} after {lived_s:.0f} s; all are started again from {source} (restart "
+                        f"{number} of {self._what.hosts.max_restarts} without a checkpoint in between)"
                     )
             world += 1
 
@@ -172,7 +172,7 @@ class Launcher:
         """The last words of a process that the terminal has not seen."""
         _show_cursor()
         if isinstance(cause, Refused):
-            say(told(cause))
+            say(described(cause))
         if not isinstance(cause, Ended) or cause.process == 0 or not cause.tail:
             return
         last = cause.tail[-1]
@@ -182,7 +182,7 @@ class Launcher:
         for line in cause.tail:
             print(f"[host {cause.process}] {line}", file=sys.stderr)
         if signal_of(cause.status) is None:
-            say(told(cause))
+            say(described(cause))
 
 
 class _World:

@@ -71,17 +71,17 @@ class ProcessGroup:
 
     # -- the start ---------------------------------------------------------------------------------------------------
 
-    def compare(self, config: Config, place: ProcessDevices) -> ProcessDevices:
-        """Compares this process with the others, before anything compiles; `place` with the least memory of all.
+    def compare(self, config: Config, devices: ProcessDevices) -> ProcessDevices:
+        """Compares this process with the others, before anything compiles; `devices` with the least memory of all.
 
         Raises:
           Disagreement: on every process, with the same sentence.
         """
         if self._world is None:
-            return place
-        least_bytes = check_consistency(self._world.barrier, config, place.local_devices)
-        self._exchange = TokenExchange(place, meet=self.meet, dispatched=self.dispatched)
-        return place.with_least(least_bytes)
+            return devices
+        least_bytes = check_consistency(self._world.barrier, config, devices.local_devices)
+        self._exchange = TokenExchange(devices, meet=self.meet, dispatched=self.dispatched)
+        return devices.with_least(least_bytes)
 
     # -- the run -----------------------------------------------------------------------------------------------------
 

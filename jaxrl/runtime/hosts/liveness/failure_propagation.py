@@ -51,10 +51,10 @@ class FailurePropagation:
           without: processes that are known to be gone or suspended, which are not waited for.
         """
         self._take()
-        told = {"sentence": one_line(sentence), "status": status, "without": list(without)}
+        failure = {"sentence": one_line(sentence), "status": status, "without": list(without)}
         if self._store.num_processes > 1 and 0 not in without:  # the store goes with process 0
-            told = within(_ANSWER_S, lambda: self._publish(told)) or told
-        self._end_as(told)
+            failure = within(_ANSWER_S, lambda: self._publish(failure)) or failure
+        self._end_as(failure)
 
     def end_all_for(self, error: BaseException, who: str) -> NoReturn:
         """Ends all processes with what an error says on the command line; a bug's traceback stays on this one.
@@ -90,28 +90,28 @@ class FailurePropagation:
         if not self._taken.acquire(blocking=False):
             threading.Event().wait()
 
-    def _publish(self, told: dict[str, Any]) -> dict[str, Any]:
+    def _publish(self, failure: dict[str, Any]) -> dict[str, Any]:
         """Writes why all end; returns what was written first."""
         try:
-            self._store.put(_KEY, json.dumps(told).encode())
+            self._store.put(_KEY, json.dumps(failure).encode())
         except KeyTaken:
             first = self._store.get(_KEY, 0)
-            return json.loads(first) if first else told
+            return json.loads(first) if first else failure
         except StoreFailed:
             pass
-        return told
+        return failure
 
-    def _end_as(self, told: Mapping[str, Any]) -> NoReturn:
+    def _end_as(self, failure: Mapping[str, Any]) -> NoReturn:
         store = self._store
-        if store.num_processes > 1 and 0 not in told["without"]:
+        if store.num_processes > 1 and 0 not in failure["without"]:
             within(_ANSWER_S, lambda: store.replace(f"{_GONE}/{store.process}", b""))
             if store.process == 0:
-                others = set(range(1, store.num_processes)) - set(told["without"])
+                others = set(range(1, store.num_processes)) - set(failure["without"])
                 until_s = time.monotonic() + _LINGER_S
                 while time.monotonic() < until_s and not others <= self._gone():
                     time.sleep(0.02)
                 time.sleep(_LEAVE_S if others else 0)
-        self._end(told["sentence"], told["status"])
+        self._end(failure["sentence"], failure["status"])
         raise AssertionError("the process goes on after its end")
 
     def _gone(self) -> set[int]:

@@ -71,10 +71,10 @@ class Heartbeats:
             found = [] if value is None else [(0, value)]
         now_s = time.monotonic()
         for process, value in found:
-            number, place = _decoded(value)
+            number, location = _decoded(value)
             before = self._heard.get(process)
             if process != store.process and (before is None or before[0] != number):
-                self._heard[process] = number, now_s, place
+                self._heard[process] = number, now_s, location
 
     def silent(self) -> list[int]:
         """Processes that were heard once, and not for the time of a heartbeat."""
@@ -83,8 +83,8 @@ class Heartbeats:
 
     def forgive(self, seconds: float) -> None:
         """This process was suspended for so long, and could hear nobody."""
-        for process, (number, heard_s, place) in tuple(self._heard.items()):
-            self._heard[process] = number, heard_s + seconds, place
+        for process, (number, heard_s, location) in tuple(self._heard.items()):
+            self._heard[process] = number, heard_s + seconds, location
 
     def skipped(self, here: Location) -> str | None:
         """A sentence about a process that waits at a barrier with fewer programs of all hosts than process 0 has
@@ -104,41 +104,41 @@ class Heartbeats:
         """Where all processes are; what was heard last where the store does not answer."""
         with suppress(StoreFailed):
             return {int(key.rpartition("/")[2]): _decoded(value)[1] for key, value in self._store.folder(_FOLDER)}
-        return {process: place for process, (_, _, place) in tuple(self._heard.items())}
+        return {process: location for process, (_, _, location) in tuple(self._heard.items())}
 
     def last_heard(self, process: int) -> Location | None:
         found = self._heard.get(process)
         return None if found is None else found[2]
 
 
-def named(process: int, place: Location | None) -> str:
+def named(process: int, location: Location | None) -> str:
     """`process 1 (host-b)`."""
-    return f"process {process}" + (f" ({place.host})" if place is not None and place.host else "")
+    return f"process {process}" + (f" ({location.host})" if location is not None and location.host else "")
 
 
-def listed(processes: Sequence[int], places: Mapping[int, Location]) -> str:
+def listed(processes: Sequence[int], locations: Mapping[int, Location]) -> str:
     """`process 1 (host-b), last heard in rollout; process 3 (host-d), ...`, and how many more there are."""
     said = [
-        named(each, place) + (f", last heard in {place.name}" if place else ", never heard")
+        named(each, location) + (f", last heard in {location.name}" if location else ", never heard")
         for each in processes[:_MOST_NAMED]
-        for place in (places.get(each),)
+        for location in (locations.get(each),)
     ]
     more = len(processes) - len(said)
     return "; ".join(said) + (f"; and {more} more" if more else "")
 
 
-def grouped(places: Mapping[int, Location]) -> str:
+def grouped(locations: Mapping[int, Location]) -> str:
     """Who is where, the rarest place first: `process 1 (host-b) in rollout; process 0 (host-a) and 2 more in sync`. Who
     has dispatched fewer programs of all hosts than others, which may wait in one of them, is so many behind."""
     groups: dict[tuple[str, int], list[int]] = {}
-    most = max((place.num_programs for place in places.values()), default=0)
-    for process, place in sorted(places.items()):
-        groups.setdefault((place.name, most - place.num_programs), []).append(process)
+    most = max((location.num_programs for location in locations.values()), default=0)
+    for process, location in sorted(locations.items()):
+        groups.setdefault((location.name, most - location.num_programs), []).append(process)
     said = []
     for (name, behind), processes in sorted(groups.items(), key=lambda item: (len(item[1]), -item[0][1], item[1])):
         more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
         left = f", {behind} program{'s' if behind > 1 else ''} behind" if behind else ""
-        said.append(f"{named(processes[0], places[processes[0]])}{more} in {name}{left}")
+        said.append(f"{named(processes[0], locations[processes[0]])}{more} in {name}{left}")
     return "; ".join(said[:_MOST_NAMED])
 
 

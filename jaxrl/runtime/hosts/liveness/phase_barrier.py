@@ -76,7 +76,7 @@ class PhaseBarrier:
         self.store, self.host = store, host
         self.heartbeat_s, self.stall_timeout_s = heartbeat_s, stall_timeout_s
         self._wish = wish
-        self._place, self._beat_s = Location("the start", "local", 0, host), time.monotonic()
+        self._location, self._beat_s = Location("the start", "local", 0, host), time.monotonic()
         self._passed = 0  # barriers
         self._digests: dict[str, tuple[int, Any]] = {}
         self._wished = self._stops = False
@@ -130,7 +130,7 @@ class PhaseBarrier:
 
     def leave(self) -> None:
         """The global phase is over for this process; it goes on by itself."""
-        self.at(f"the work after {self._place.name}")
+        self.at(f"the work after {self._location.name}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[float]:
@@ -138,14 +138,14 @@ class PhaseBarrier:
         yield self.enter(name)
         self.leave()
 
-    def at(self, place: str) -> None:
-        """This process works at `place` by itself: no clock runs."""
-        self._move(place, "local")
+    def at(self, location: str) -> None:
+        """This process works at `location` by itself: no clock runs."""
+        self._move(location, "local")
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Inside, this process waits for other hosts; `beat` says that something came."""
-        before = self._place
+        before = self._location
         self._move(what, "waiting")
         yield
         self._move(before.name, before.kind)
@@ -153,7 +153,7 @@ class PhaseBarrier:
     @property
     def waits(self) -> bool:
         """Whether this process waits for others now, at a barrier or elsewhere."""
-        return self._place.kind in ("gate", "waiting")
+        return self._location.kind in ("gate", "waiting")
 
     def beat(self) -> None:
         """The phase, or the wait, has made progress. Costs less than 1 µs."""
@@ -170,15 +170,15 @@ class PhaseBarrier:
 
     def _move(self, name: str, kind: Kind) -> None:
         self._beat_s = time.monotonic()
-        self._place = Location(name, kind, self._passed, self.host)
+        self._location = Location(name, kind, self._passed, self.host)
 
     def _here(self) -> Location:
-        """The place with its counts, from any thread: no entry is added at a barrier, so both fit together."""
+        """The location with its counts, from any thread: no entry is added at a barrier, so both fit together."""
         while True:
-            place = self._place
+            location = self._location
             counts = {kind: count for kind, (count, _) in tuple(self._digests.items())}
-            if place is self._place:
-                return replace(place, counts=counts)
+            if location is self._location:
+                return replace(location, counts=counts)
 
     def _digest(self, phase: str) -> bytes:
         kinds = {kind: [count, digest.hexdigest()] for kind, (count, digest) in sorted(self._digests.items())}
@@ -187,7 +187,7 @@ class PhaseBarrier:
     def _difference(self, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
         """A sentence about this process and process 0, which have written different things at a barrier."""
         first = self._fresh().get(0)
-        us, them = named(self.store.process, self._place), named(0, first)
+        us, them = named(self.store.process, self._location), named(0, first)
         if mine["phase"] != theirs["phase"]:
             return (
                 f"{us} and {them} are not in step: at gate {self._passed + 1} one is about to enter {mine['phase']}, "
@@ -246,7 +246,7 @@ class PhaseBarrier:
             if self.store.num_processes == 1:
                 raise
             if isinstance(error, MissingHosts):
-                self._end_without(error, self._place.name)
+                self._end_without(error, self._location.name)
             self._failures.end_all_for(error, self._who_failed())
 
     def fail(self, sentence: str, status: int = 1) -> NoReturn:
@@ -255,7 +255,7 @@ class PhaseBarrier:
 
     def miss(self, process: int, seconds: float) -> NoReturn:
         """Ends the run on all hosts: another one has kept this one waiting for so long, where it is."""
-        self._end_without(MissingHosts(self._place.name, (process,), round(seconds, 1)), self._place.name)
+        self._end_without(MissingHosts(self._location.name, (process,), round(seconds, 1)), self._location.name)
 
     def close(self) -> None:
         """Waits until all processes have come to the end, without an error. Afterwards nobody is watched."""
@@ -268,21 +268,22 @@ class PhaseBarrier:
             thread.join(self._period_s + _LOOK_S + _ASK_S)
 
     def _who_failed(self) -> str:
-        return f"{named(self.store.process, self._place)} failed in {self._place.name}"
+        return f"{named(self.store.process, self._location)} failed in {self._location.name}"
 
     def _end_without(self, missing: MissingHosts, where: str) -> NoReturn:
         """Ends the run because others did not come."""
-        places = self._fresh()
-        there = [p for p, place in places.items() if place.passed >= self._passed and place.kind == "gate"]
+        locations = self._fresh()
+        there = [p for p, location in locations.items() if location.passed >= self._passed and location.kind == "gate"]
         unknown = [p for p in range(self.store.num_processes) if p not in (self.store.process, *there)]
         who = list(missing.processes) or unknown
         self._failures.end_all(
-            f"waited {missing.timeout_s:g} s at {where} (hosts.stall_timeout_s) for {listed(who, places)}"
+            f"waited {missing.timeout_s:g} s at {where} (hosts.stall_timeout_s) for {listed(who, locations)}"
         )
 
     def _lost(self, why: str) -> str:
         """A sentence for a process that cannot read the store any more."""
-        return f"the run has lost {listed([0], {0: place} if (place := self._heartbeats.last_heard(0)) else {})}; {why}"
+        first = self._heartbeats.last_heard(0)
+        return f"the run has lost {listed([0], {0: first} if first else {})}; {why}"
 
     def _fresh(self) -> dict[int, Location]:
         """Where all are, this process as it knows itself."""
@@ -315,12 +316,13 @@ class PhaseBarrier:
                 self._heartbeats.forgive(looked_s - before_s)
                 self._beat_s = min(self._beat_s + looked_s - before_s, looked_s)
             if silent := self._heartbeats.silent():
-                places = {p: place for p in silent if (place := self._heartbeats.last_heard(p)) is not None}
-                said = f"silent for {self.heartbeat_s:g} s (hosts.heartbeat_s): {listed(silent, places)}"
+                locations = {p: location for p in silent if (location := self._heartbeats.last_heard(p)) is not None}
+                said = f"silent for {self.heartbeat_s:g} s (hosts.heartbeat_s): {listed(silent, locations)}"
                 self._failures.end_all(said, without=tuple(silent))
-            place, still_s = self._place, looked_s - self._beat_s
-            limit_s = self.stall_timeout_s + (0 if place.kind == "global" else _LATER_S)
-            if place.kind != "local" and still_s > limit_s:
+            location, still_s = self._location, looked_s - self._beat_s
+            limit_s = self.stall_timeout_s + (0 if location.kind == "global" else _LATER_S)
+            if location.kind != "local" and still_s > limit_s:
                 self._failures.end_all(
-                    f"no progress for {still_s:.3g} s in {place.name} (hosts.stall_timeout_s): {grouped(self._fresh())}"
+                    f"no progress for {still_s:.3g} s in {location.name} (hosts.stall_timeout_s): "
+                    f"{grouped(self._fresh())}"
                 )
