@@ -16,13 +16,14 @@ import secrets
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.record.files import refuse_folder, takes_files
+from jaxrl.record.run_dir import remove_empty
 from jaxrl.runtime.devices import device_bytes
 from jaxrl.runtime.hosts.fingerprint import differences, fingerprint
 from jaxrl.runtime.hosts.key_value_store import Disagreement, MissingHosts
@@ -163,9 +164,7 @@ def _written(folder: str) -> Iterator[str]:
         raise ConfigError(f"trainer.run_dir: {path}: {(error.strerror or str(error)).lower()}") from None
     finally:
         file.unlink(missing_ok=True)
-        for each in made:
-            with suppress(OSError):  # something else is in it by now
-                each.rmdir()
+        remove_empty(made)
 
 
 def _unseen(folder: str, mark: str) -> str:

@@ -30,7 +30,7 @@ from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
 from jaxrl.processes.process_supervisor import Start, newest_checkpoint
 from jaxrl.record.files import refuse_folder
-from jaxrl.record.run_dir import RUN_FILE
+from jaxrl.record.run_dir import RUN_FILE, cut_to, remove_empty, sizes_of
 from jaxrl.runtime.hosts.environment import COORDINATOR, PROCESS_ID
 from jaxrl.runtime.hosts.local_agents import Agents, Asked, Event, LocalAgents, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.local_devices import environments
@@ -132,7 +132,7 @@ class Launcher:
         self._what, self._open, self._stop, self._clock = what, agents, stop, clock
         hosts = what.hosts
         self._restarts = Restarts(hosts.num, hosts.max_restarts, hosts.stall_timeout_s)
-        self._before = _Before(what)
+        self._restore = _restorer(what)
 
     def run(self) -> int:
         """Returns the exit status. Raises ValueError or RunFailed where the hosts are not to be had."""
@@ -166,7 +166,7 @@ class Launcher:
         if over.sentence:
             say(over.sentence)
         if over.status == 2:
-            self._before.restore()
+            self._restore()
 
     def _tell(self, cause: End) -> None:
         """The last words of a process that the terminal has not seen."""
@@ -262,39 +262,28 @@ class _World:
             self._agents.start(process, self._what.start(process, f"{address}:{first.port}", self._world))
 
 
-class _Before:
-    """What of the run directory was there before; a run that is refused leaves it as it was."""
+def _restorer(what: Launch) -> Callable[[], None]:
+    """A function that leaves the run directory as it is now, for a run that is refused; one that has begun stays."""
+    if what.run_dir is None:
+        return lambda: None
+    logs, record = what.run_dir / LOGS, what.run_dir / RUN_FILE
+    made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+    sizes, written_ns = sizes_of([logs / f"{process}.log" for process in range(1, what.hosts.num)]), _written_ns(record)
 
-    def __init__(self, what: Launch) -> None:
-        self._sizes: dict[Path, int | None] = {}
-        self._made: list[Path] = []
-        self._run: Path | None = None if what.run_dir is None else what.run_dir / RUN_FILE
-        self._recorded = self._last_record()
-        if what.run_dir is None:
-            return
-        logs = what.run_dir / LOGS
-        self._made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
-        for process in range(1, what.hosts.num):
-            file = logs / f"{process}.log"
-            self._sizes[file] = file.stat().st_size if file.exists() else None
-
-    def _last_record(self) -> int | None:
-        with suppress(OSError):
-            return None if self._run is None else self._run.stat().st_mtime_ns
-        return None
-
-    def restore(self) -> None:
-        if self._last_record() != self._recorded:
-            return  # it had begun
-        for file, size in self._sizes.items():
+    def restore() -> None:
+        if _written_ns(record) == written_ns:
             with suppress(OSError):
-                if size is None:
-                    file.unlink(missing_ok=True)
-                else:
-                    os.truncate(file, size)
-        for folder in self._made:
-            with suppress(OSError):  # it was not made, or the run has something in it
-                folder.rmdir()
+                cut_to(sizes)
+            remove_empty(made)
+
+    return restore
+
+
+def _written_ns(file: Path) -> int | None:
+    """When a file was last written; None: there is none."""
+    with suppress(OSError):
+        return file.stat().st_mtime_ns
+    return None
 
 
 def say(text: str) -> None:
