@@ -126,11 +126,13 @@ class Work(Protocol):
         """To one whose workers have died, so many times."""
         ...
 
-    def timed_out(self, limit_s: float) -> dict[str, Any]: ...
+    def timed_out(self, limit_s: float) -> dict[str, Any]:
+        """To one that took longer than it may."""
+        ...
 
 
 class WorkerSupervisor:
-    """Implements one worker's supervision.
+    """One worker's supervisor; `run` is all that its process does.
 
     Args:
       pool: the socket to it. server: one that closes with the fork server.
