@@ -158,12 +158,12 @@ def _play(options: argparse.Namespace, folder: Path) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     hosts = HostsSection(num=options.processes, devices_per_host=1, stall_timeout_s=_START_S)
     with open_world(hosts) as world:
-        latency_s, call_s = probed(world.board)
+        latency_s, call_s = probed(world.store)
         config = configured(options.processes, options.spread, options.steps)
-        told = one_process(world.board, config, options.step_s)
+        told = one_process(world.store, config, options.step_s)
         text = json.dumps({"latency_s": latency_s, "call_s": call_s, "told": asdict(told)})
         (folder / f"{world.process}.json").write_text(text)
-        world.board.barrier("told", _START_S)
+        world.store.barrier("told", _START_S)
 
 
 def _end_with(parent: int) -> None:

@@ -26,7 +26,8 @@ from jaxrl.commands.profile import adaptive
 from jaxrl.config import files as config_files
 from jaxrl.rollout.profiler import Profiler
 from jaxrl.rollout.profiles import identity_of, load_profile
-from jaxrl.runtime.build import build_executor, load_weights, prepare_jax, read_tokenizer_and_model
+from jaxrl.runtime.build import build_executor, load_weights, read_tokenizer_and_model
+from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile

@@ -25,7 +25,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "config",
         "scheduling kernels sharding data record",
         "mechanisms.rules",
-        "models",
+        "models processes",
         "rollout train rewards sim",
         "loop report text",
         "mechanisms",
@@ -65,7 +65,7 @@ WITHOUT_JAX = {
     "jaxrl.report.page",
     "jaxrl.rewards.pool",
     "jaxrl.runtime.backend",
-    "jaxrl.runtime.hosts.gate",
+    "jaxrl.runtime.hosts.liveness",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
     "jaxrl.mechanisms.stream_trainer.session",
@@ -184,11 +184,11 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only the actors of the reward pool on ray import ray."""
+    """Only what starts and begins a process that uses ray imports it."""
     return [
         f"{module} imports {name}"
         for module in sources
-        if module != "jaxrl.rewards.ray_actors"
+        if module != "jaxrl.processes.ray_process"
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]

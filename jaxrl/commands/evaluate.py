@@ -39,14 +39,14 @@ from jaxrl.runtime.build import (
     build_engine,
     build_executor,
     load_weights,
-    prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
     share_notes,
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.hosts.single import refuse_several
+from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
@@ -79,7 +79,7 @@ def evaluate(
       ValueError: what a user can mend.
       RunFailed: every reward failed, so that the figures would say nothing about the model.
     """
-    refuse_several("eval")
+    require_single_process("eval")
     if out:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out", inputs_of(config))

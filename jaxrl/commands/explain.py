@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from annotated_types import Interval
 
 from jaxrl.config import Config
+from jaxrl.config.checks import host_problem
 from jaxrl.config.options import total_steps
 from jaxrl.mechanisms.table import batch_rule, refuse_devices
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rewards.explained import part_lines, reward_rows
-from jaxrl.runtime.build import host_problem, prepare_jax, share_notes
+from jaxrl.runtime.build import share_notes
 from jaxrl.runtime.degree import planned_degree
+from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem
 from jaxrl.runtime.update_memory import full_microbatch
 from jaxrl.schema.declared import Declared, number_problem

@@ -19,7 +19,7 @@ from jaxrl.record.disk import system_error
 from jaxrl.record.files import draft_of, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
 from jaxrl.runtime.build import abstract_params
-from jaxrl.runtime.hosts.single import refuse_several
+from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import restore_params
@@ -36,7 +36,7 @@ def export(
     `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer. `stop`: the
     program's signals, if it has any.
     """
-    refuse_several("export")
+    require_single_process("export")
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
         raise ValueError(_taken(target))

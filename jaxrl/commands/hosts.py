@@ -1,8 +1,8 @@
 """`jaxrl hosts`: who is there, do they agree, and how fast they hear each other; trains nothing.
 
 Every process of the run is started with it, as with `jaxrl train`. Process 0 prints; a disagreement is the same
-sentence on all of them. Times are what a run pays: of the board (`jaxrl.runtime.hosts.board`) for notices and gates, of
-collectives over all devices for weights, tokens and gradients.
+sentence on all of them. Times are what a run pays: of the key-value store (`jaxrl.runtime.hosts.key_value_store`)
+for notices and barriers, of collectives over all devices for weights, tokens and gradients.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from jax.sharding import PartitionSpec as P
 
 import jaxrl
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.checks import host_problem
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
-from jaxrl.runtime.build import host_problem
-from jaxrl.runtime.hosts.agreement import agree
-from jaxrl.runtime.hosts.gate import PROGRAM
+from jaxrl.runtime.hosts.consistency import check_consistency
+from jaxrl.runtime.hosts.liveness import PROGRAM
 from jaxrl.runtime.hosts.world import World, open_world
 from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.memory import device_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
 
-_CALLS = 50  # of the board, of each kind
+_CALLS = 50  # of the store, of each kind
 _REPEATS = 5  # of a collective; the median counts
 _BYTES = {"cpu": 2**22}
 _BYTES_ELSEWHERE = 2**27
@@ -71,7 +71,8 @@ class HostsReport:
       hosts: a row for each process.
       device_bytes: memory of one device, the least of all; None if the platform does not tell.
       start_s: until the world was open. agreement_s: for the comparison.
-      board: latencies by call; empty with one process. collectives: by name; empty with one device.
+      board: latencies of the key-value store by call; empty with one process.
+      collectives: by name; empty with one device.
     """
 
     hosts: list[dict[str, Any]]
@@ -125,12 +126,12 @@ def hosts(
         started_s = time.monotonic()
         if (problem := host_problem(config, len(world.local_devices))) is not None:
             raise ConfigError(problem)
-        agreed = agree(world.gate, config, world.local_devices)
+        least_bytes = check_consistency(world.barrier, config, world.local_devices)
         agreed_s = time.monotonic()
         rows = _rows(world)
-        board = _board_latencies(world) if world.num_processes > 1 else {}
+        latencies = _store_latencies(world) if world.num_processes > 1 else {}
         collectives = _bandwidths(world) if len(world.devices) > 1 else {}
-        report = HostsReport(rows, agreed.device_bytes, started_s - began_s, agreed_s - started_s, board, collectives)
+        report = HostsReport(rows, least_bytes, started_s - began_s, agreed_s - started_s, latencies, collectives)
         if world.process == 0:
             if out:
                 write_whole(out, json.dumps(asdict(report), indent=2) + "\n", removing=removing)
@@ -141,7 +142,7 @@ def hosts(
 
 def _rows(world: World) -> list[dict[str, Any]]:
     """What the table says of each process; on other processes than 0 nothing."""
-    device, board = world.local_devices[0], world.board
+    device, store = world.local_devices[0], world.store
     row = {
         "process": world.process,
         "host": world.host,
@@ -150,35 +151,35 @@ def _rows(world: World) -> list[dict[str, Any]]:
         "device_bytes": device_bytes(world.local_devices),
         "versions": [jaxrl.__version__, jax.__version__],
     }
-    board.put(f"row/{board.process}", json.dumps(row).encode())
-    world.gate.enter("showing who is there")
-    world.gate.leave()
+    store.put(f"row/{store.process}", json.dumps(row).encode())
+    world.barrier.enter("showing who is there")
+    world.barrier.leave()
     if world.process:
         return []
-    return sorted((json.loads(value) for _, value in board.folder("row")), key=lambda row: row["process"])
+    return sorted((json.loads(value) for _, value in store.folder("row")), key=lambda row: row["process"])
 
 
-def _board_latencies(world: World) -> dict[str, Latency]:
+def _store_latencies(world: World) -> dict[str, Latency]:
     """All processes at once, as in a run; process 0's times."""
-    board, gate = world.board, world.gate
-    own = f"latency/{board.process}"
+    store, barrier = world.store, world.barrier
+    own = f"latency/{store.process}"
 
     def read_of_next(i: int) -> None:
         """A value that another process has just written, as the stream's are."""
-        assert board.get(f"latency/{(board.process + 1) % board.num_processes}/{i}", gate.stall_timeout_s)
+        assert store.get(f"latency/{(store.process + 1) % store.num_processes}/{i}", barrier.stall_timeout_s)
 
     calls: dict[str, Callable[[int], object]] = {
-        "put 1 KiB": lambda i: board.put(f"{own}/{i}", _VALUE),
+        "put 1 KiB": lambda i: store.put(f"{own}/{i}", _VALUE),
         "get 1 KiB": read_of_next,
-        "barrier": lambda i: board.barrier(f"latency {i}", gate.stall_timeout_s),
-        "gate": lambda i: gate.enter("measuring the gate"),
+        "barrier": lambda i: store.barrier(f"latency {i}", barrier.stall_timeout_s),
+        "gate": lambda i: barrier.enter("measuring the gate"),
     }
     found = {}
     for name, call in calls.items():
-        gate.enter(f"measuring {name}")
+        barrier.enter(f"measuring {name}")
         found[name] = _latency(partial(_timed, call))
-    board.delete(own)
-    gate.leave()
+    store.delete(own)
+    barrier.leave()
     return found
 
 
@@ -204,7 +205,7 @@ def _bandwidths(world: World) -> dict[str, Bandwidth]:
     total = _BYTES.get(world.devices[0].platform, _BYTES_ELSEWHERE)
     length = max(total // 4 // count, 1) * count
     cut, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
-    world.gate.enter("measuring collectives")
+    world.barrier.enter("measuring collectives")
     # each program and its argument: an all-gather of shards, and a sum of a whole array of each device
     make = jax.jit(lambda: jax.numpy.ones(length, jax.numpy.float32), out_shardings=cut)
     make_all = jax.jit(lambda: jax.numpy.ones((count, length), jax.numpy.float32), out_shardings=cut)
@@ -218,7 +219,7 @@ def _bandwidths(world: World) -> dict[str, Bandwidth]:
         seconds = statistics.median(_collective_times(world, name, program, argument))
         received = passes * 4 * length * (count - 1) / count
         found[name] = Bandwidth(4 * length, seconds, received / seconds)
-    world.gate.leave()
+    world.barrier.leave()
     return found
 
 
@@ -226,8 +227,8 @@ def _collective_times(world: World, name: str, program: Callable[[Any], Any], ar
     jax.block_until_ready(program(argument))  # compiles
     times = []
     for _ in range(_REPEATS):
-        world.gate.enter(f"measuring an {name}")  # all begin at once
-        world.gate.note(PROGRAM, name)
+        world.barrier.enter(f"measuring an {name}")  # all begin at once
+        world.barrier.note(PROGRAM, name)
         began_s = time.perf_counter()
         jax.block_until_ready(program(argument))
         times.append(time.perf_counter() - began_s)

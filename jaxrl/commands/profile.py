@@ -27,12 +27,12 @@ from jaxrl.rollout.profiles import identity_of, load_profile
 from jaxrl.runtime.build import (
     build_executor,
     load_weights,
-    prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
     use_compilation_cache,
 )
-from jaxrl.runtime.hosts.single import refuse_several
+from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.scheduling.layouts.latency_profile import (
     Profile,
@@ -84,7 +84,7 @@ def profile(
     removing: Removing = nullcontext,
 ) -> Profile:
     """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
-    refuse_several("profile")
+    require_single_process("profile")
     refuse_file(out, "--out")
     refuse_overwriting(out, "--out", inputs_of(config))
     config = adaptive(config)

@@ -22,8 +22,8 @@ from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.pool_base import RewardPool
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.tasks import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample
 

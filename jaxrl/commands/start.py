@@ -1,6 +1,15 @@
 """`jaxrl train` up to the first import of jax: what can be refused at once is refused here, and nothing is written.
 
-The order of a start, here and in `jaxrl.commands.train`, stands in docs/architecture.md, "Starting a run".
+The order of a start, here and in `jaxrl.commands.train`:
+
+1. the options (`jaxrl.config` and `batch_rule`);
+2. the run directory: locked, and what an earlier start left there read;
+3. everything else that needs no weights: data, loggers, folders, the reward function, then, with jax loaded, devices,
+   tokenizer, model config, prompts, latency profile, memory plan; then the checkpoints, which are compared with their
+   checksums, and the reward workers;
+4. weights, then the checkpoint of a resumed run and its queues;
+5. what `trainer.logger` names, which may wait for the network;
+6. the record: the first write. From here on, nothing about the start can be refused.
 """
 
 from __future__ import annotations
@@ -9,12 +18,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.followed import FollowedRun
@@ -23,13 +30,13 @@ from jaxrl.record.run_record import RunOutcome, refuse_damaged
 from jaxrl.record.sinks import sink_package
 from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.rewards.domains import build_scorer, refuse_fields, refuse_tests
+from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.cache_folder import with_cache_folder
+from jaxrl.runtime.hosts.environment import COORDINATOR
 from jaxrl.runtime.stop import Stop, end
 from jaxrl.train.steps import find_step
-from jaxrl.types import Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
     from jaxrl.runtime.hosts.world import World
@@ -53,19 +60,6 @@ def launched(config: Config, arguments: Sequence[str], stop: Stop | None, *, wri
     return launch(config, arguments, stop or Stop(), writes=writes)
 
 
-def _refuse_rows(config: Config, problems: Sequence[Problem]) -> None:
-    """Raises ValueError for data that the reward cannot score, whatever is answered."""
-    nothing = replace(Sample.empty(SampleKey(0, 0, 0)), finish_reason="stop")
-
-    def request(of: Problem) -> ScoreRequest:
-        prompt = Prompt(0, of.index, (), of.question, of.source, of.answer, of.extra, of.question)
-        return ScoreRequest.of(prompt, nothing)
-
-    for problem in problems:
-        refuse_tests(config, problem.where, request(problem))
-    refuse_fields(config, map(request, problems))
-
-
 def _refuse_no_folder(config: Config) -> None:
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
@@ -85,7 +79,7 @@ def start(
       progress: shows a line of what takes long before the first step; called from another thread.
     """
     stop = stop or Stop()
-    if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get("JAXRL_COORDINATOR")):
+    if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get(COORDINATOR)):
         return _start(config, say, stop, None, progress)
     from jaxrl.runtime.hosts.world import open_world  # loads jax
 
@@ -120,7 +114,9 @@ def _start(
         problems = list(load_train(config))
         refuse_sources(config, problems)
         held_out = load_validation(config, problems)
-        _refuse_rows(config, [*problems, *held_out])
+        for each in (*problems, *held_out):
+            extra = {"question": each.question, **each.extra}
+            refuse_tests(config, each.where, ScoreRequest(each.source, "", each.answer, extra))
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")
@@ -129,31 +125,31 @@ def _start(
 
         watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it
-        from jaxrl.runtime.hosts.joined import Joined
+        from jaxrl.runtime.hosts.process_group import ProcessGroup
 
         told = say if run_dir.leads else _silent
-        joined = Joined(world, stop, watchdog.beat)
+        group = ProcessGroup(world, stop, watchdog.beat)
         begun = Start(
-            config, rule, run_dir, earlier, problems, held_out, pool, stop, watchdog, told, began_s, joined, stages
+            config, rule, run_dir, earlier, problems, held_out, pool, stop, watchdog, told, began_s, group, stages
         )
         return Run(begun).go()
 
 
 def _watchdog(config: Config, world: World | None, stages: Stages) -> Watchdog:
-    """The run's watchdog. Of several processes it ends all, and what it hears of progress counts for the gate too."""
+    """The run's watchdog. Of several processes it ends all, and what it hears of progress counts for them too."""
     timeout_s = config.trainer.hang_timeout_s
     if world is None or world.num_processes == 1:
         return Watchdog(timeout_s, partial(end, status=1), lambda doing: stages.begin(doing) if doing else None)
-    gate = world.gate
+    barrier = world.barrier
 
     def heard(doing: str) -> None:
         if doing:
-            gate.at(doing)
+            barrier.at(doing)
             stages.begin(doing)
         else:
-            gate.beat()
+            barrier.beat()
 
-    return Watchdog(timeout_s, gate.fail, heard, lambda: gate.waits)
+    return Watchdog(timeout_s, barrier.fail, heard, lambda: barrier.waits)
 
 
 def _silent(line: str) -> None:

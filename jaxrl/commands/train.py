@@ -34,7 +34,7 @@ from jaxrl.record.summary import summary_of
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.rollout.profiles import checked_profile
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.beginnings import refuse_other_data, refuse_other_init
@@ -44,7 +44,6 @@ from jaxrl.runtime.build import (
     build_engines,
     build_workers,
     load_weights,
-    prepare_hosts,
     read_tokenizer_and_model,
     refuse_too_large,
     retuning_note,
@@ -54,7 +53,8 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.hosts.joined import Joined
+from jaxrl.runtime.devices import prepare_hosts
+from jaxrl.runtime.hosts.process_group import ProcessGroup
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
@@ -86,7 +86,7 @@ class Start:
     watchdog: Watchdog
     say: Callable[[str], None]
     began_s: float
-    joined: Joined
+    joined: ProcessGroup
     stages: Stages
 
 
@@ -365,7 +365,7 @@ class Run:
                 on_progress=record.on_progress,
                 beat=self.watchdog.beat,
                 interrupted=self.joined.is_asked,
-                tally=VerdictTally.configured(config),
+                tally=RewardMetrics.configured(config),
             ),
             self.joined.hosts,
         )

@@ -1,7 +1,7 @@
 """Rewards on a run's page: what scoring took, by domain, what of it the rollout hid, what failed, and of what parts a
 reward is made.
 
-Purpose: `rewards_section` turns a run's metrics (`jaxrl.rewards.stage` names them) into charts and a table of domains;
+Purpose: `rewards_section` turns a run's metrics (`jaxrl.rewards.router` names them) into charts and a table of domains;
 empty for a run without any of them.
 """
 
@@ -27,7 +27,7 @@ TIMEOUTS = (
     ("endpoint", "requests to the endpoint", "c4"),
     ("watchdog", "silent workers", "c5"),
 )
-"""Kinds of limits (`jaxrl.rewards.tally`)."""
+"""Kinds of limits (`jaxrl.rewards.reward_metrics`)."""
 _OF_DOMAIN = "/num_scored"
 COLUMNS = ("Domain", "Samples", "p50", "p95", "Max", "Time-outs", "Crashes", "Errors")
 

@@ -2,9 +2,10 @@
 
 Purpose: `build_scorer(config)` is what the pool's workers load. A process holds the scorers of all domains, and a
 sample's source says which of them is asked: so any free worker takes any sample, and n domains on w workers are w
-processes, not n times w. What keeps a slow domain from taking all of them are the pool's lanes (`jaxrl.rewards.lanes`).
+processes, not n times w. What keeps a slow domain from taking all of them are the pool's limits
+(`jaxrl.rewards.domain_limits`).
 
-Domains that an endpoint or the devices score (`jaxrl.rewards.stage`) have only their parts here.
+Domains that an endpoint or the devices score (`jaxrl.rewards.router`) have only their parts here.
 """
 
 from __future__ import annotations

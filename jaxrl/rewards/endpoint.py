@@ -7,7 +7,7 @@ among the rewards). One thread sends the requests, at most `max_requests` at onc
 Whatever the endpoint does costs the samples at hand, and never the run:
 
 - It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash` (nothing
-  was learnt of the response, so the stage may ask once more).
+  was learnt of the response, so the router may ask once more).
 - It does not answer in time: sent again, then a `timeout`.
 - It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
 - Its text holds no score: an `error`, counted as unparsed.
@@ -34,8 +34,9 @@ from typing import Any
 from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.endpoint_client import Client, Failed, Refused, UnderWay, request_body
 from jaxrl.rewards.judge import JudgeText
+from jaxrl.rewards.pool_base import Ended, awaited, in_words, taken, verdict_of
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
-from jaxrl.rewards.tasks import Ended, VerdictCounts, awaited, in_words, taken, verdict_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
@@ -44,7 +45,7 @@ _WORST = ("crash", "timeout", "error")  # of failed requests, what the sample's 
 
 
 class EndpointPool:
-    """Implements `jaxrl.rewards.tasks.RewardPool`.
+    """Implements `jaxrl.rewards.pool_base.RewardPool`.
 
     Args:
       judge: `reward.judge`, with an endpoint.
@@ -69,7 +70,7 @@ class EndpointPool:
         self._judge, self._seed, self._clock = judge, seed, clock
         self._text = JudgeText(judge)
         self._client = Client(judge, api_key(judge.api_key_env), sleep)
-        self._counts = VerdictCounts(where)
+        self._counts = PoolMetrics(where)
         self._unparsed = 0
         self._has_asked = False
         self._numbers = itertools.count()

@@ -24,17 +24,17 @@ from pathlib import Path
 
 from jaxrl.config import Config
 from jaxrl.config.domains import domains, is_staged, needs_workers
+from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.endpoint import EndpointPool
-from jaxrl.rewards.lanes import Lanes
+from jaxrl.rewards.pool_base import RewardPool, in_words
 from jaxrl.rewards.process_pool import ProcessRewardPool
 from jaxrl.rewards.ray_pool import RayRewardPool
+from jaxrl.rewards.router import RewardRouter
 from jaxrl.rewards.scorers import Scorer
-from jaxrl.rewards.stage import RewardStage
-from jaxrl.rewards.tasks import RewardPool, in_words
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.types import SampleKey
 
-__all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardStage", "build_pool"]
+__all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardRouter", "build_pool"]
 
 
 def build_pool(
@@ -43,12 +43,12 @@ def build_pool(
     clock: Callable[[], float] = time.monotonic,
     log: Path | None = None,
     where: Callable[[SampleKey], str] = in_words,
-) -> RewardPool | RewardStage:
-    """What scores a run's samples: the pool that `reward.pool` asks for, or a stage over it where domains or parts are
+) -> RewardPool | RewardRouter:
+    """What scores a run's samples: the pool that `reward.pool` asks for, or a router over it where domains or parts are
     configured. It begins to start its workers, and does not wait for them.
 
-    An endpoint has joined the stage where one is asked. What scores on the run's devices is built later, and joins
-    then (`RewardStage.join`).
+    An endpoint has joined the router where one is asked. What scores on the run's devices is built later, and joins
+    then (`RewardRouter.join`).
 
     Args:
       scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
@@ -63,10 +63,10 @@ def build_pool(
     if not is_staged(reward):
         return _worker_pool(config, scorer, clock, log, where)
     pool = _worker_pool(config, scorer, clock, log, where) if needs_workers(reward) else None
-    stage = RewardStage(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
-    if "endpoint" in stage.places:
-        stage.join("endpoint", EndpointPool(reward.judge, seed=config.trainer.seed, clock=clock, where=where))
-    return stage
+    router = RewardRouter(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
+    if "endpoint" in router.places:
+        router.join("endpoint", EndpointPool(reward.judge, seed=config.trainer.seed, clock=clock, where=where))
+    return router
 
 
 def _worker_pool(
@@ -78,18 +78,20 @@ def _worker_pool(
 ) -> RewardPool:
     reward = config.reward
     settings = WorkerSettings(
-        pickle.dumps(scorer),
-        scorer.loads,
-        scorer.preload,
-        reward.start_timeout_s,
-        reward.max_retries,
-        reward.max_memory_gib,
-        reward.fresh_process,
-        str(log.resolve()) if log is not None else "",
+        scorer=pickle.dumps(scorer),
+        loads=scorer.loads,
+        preload=scorer.preload,
+        start_timeout_s=reward.start_timeout_s,
+        max_retries=reward.max_retries,
+        max_memory_gib=reward.max_memory_gib,
+        fresh_process=reward.fresh_process,
+        log=str(log.resolve()) if log is not None else "",
     )
     pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
-    lanes = Lanes.of(domains(reward))
-    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), lanes=lanes, clock=clock, where=where)
+    limits = DomainLimits.of(domains(reward))
+    return pool(
+        settings, num_workers=reward.num_workers, env=_named(reward.env), limits=limits, clock=clock, where=where
+    )
 
 
 def _named(names: Sequence[str]) -> dict[str, str]:

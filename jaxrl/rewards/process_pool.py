@@ -1,4 +1,4 @@
-"""The reward pool of this machine: samples to worker processes (`jaxrl.rewards.workers`), verdicts back."""
+"""The reward pool of this machine: samples to worker processes (`jaxrl.rewards.worker_pool`), verdicts back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import queue
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from jaxrl.rewards.lanes import Lanes
+from jaxrl.rewards.domain_limits import DomainLimits
+from jaxrl.rewards.pool_base import awaited, in_words, taken, verdict_of
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import Scored, ScoreRequest
-from jaxrl.rewards.tasks import VerdictCounts, awaited, in_words, taken, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.rewards.workers import Workers
+from jaxrl.rewards.worker_pool import WorkerPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -23,7 +24,7 @@ class ProcessRewardPool:
 
     Args:
       env: variables that the workers get besides those that they always get.
-      lanes: how samples wait, by their prompts' sources.
+      limits: how samples wait, by their prompts' sources.
       clock: stamps the verdicts.
       where: how warnings name a sample.
     """
@@ -34,15 +35,15 @@ class ProcessRewardPool:
         *,
         num_workers: int,
         env: Mapping[str, str],
-        lanes: Lanes,
+        limits: DomainLimits,
         clock: Callable[[], float] = time.monotonic,
         where: Callable[[SampleKey], str] = in_words,
     ):
-        self._counts = VerdictCounts(where)
+        self._counts = PoolMetrics(where)
         self._numbers = itertools.count()
-        self._lanes = lanes
+        self._limits = limits
         self._pending: dict[int, tuple[SampleKey, str]] = {}  # with the source
-        self._workers = Workers(settings, num_workers=num_workers, env=env, lanes=lanes, clock=clock)
+        self._workers = WorkerPool(settings, num_workers=num_workers, env=env, limits=limits, clock=clock)
 
     def warm(self) -> None:
         self._workers.wait_ready()
@@ -87,4 +88,4 @@ class ProcessRewardPool:
         if pending is None:
             return []
         key, source = pending
-        return [self._counts.add(verdict_of(time_s, key, self._lanes.named(source, scored)))]
+        return [self._counts.add(verdict_of(time_s, key, self._limits.named(source, scored)))]

@@ -1,15 +1,11 @@
 """Ray's side of the reward pool on Ray: a process of its own, which has the actors.
 
-Purpose: ray ends the process that uses it when it has lost the cluster's head for a minute ("The program will
-terminate"), and installs handlers of signals. In the trainer that would be the end of a run, without a word and without
-a checkpoint. So the trainer starts this process (`jaxrl.rewards.ray_pool`), and starts it again if it ends. It runs
-nothing of the user's: actors do, in worker processes below them.
+Purpose: the trainer starts this process (`jaxrl.rewards.ray_pool`; `jaxrl.processes.ray_process` says why), and starts
+it again if it ends. It runs nothing of the user's: actors do, in worker processes below them.
 
 An actor that dies was not ended by a scorer, so its sample is scored again elsewhere, at most `reward.max_retries`
 times. Actors that the cluster has no room for are waited for while others work; where none works, it ends with a
 sentence. Nothing here waits without a limit.
-
-Source: ray 2.60, of which a killed head was tried; https://github.com/ray-project/ray/issues/45570.
 """
 
 from __future__ import annotations
@@ -20,21 +16,20 @@ import math
 import os
 import pickle
 import queue
-import signal
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from jaxrl.rewards.frames import BadFrame, Channel, message_of, read_frame, read_message, read_scored, to_bytes
-from jaxrl.rewards.lanes import LaneQueue, Lanes
+from jaxrl.processes.messages import BadMessage, Channel, read_message, to_bytes
+from jaxrl.processes.ray_process import MAX_MESSAGE_BYTES, begin, connect
+from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
+from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
+from jaxrl.rewards.pool_base import crashed
 from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed
+from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.rewards.workers import Workers
+from jaxrl.rewards.worker_pool import WorkerPool
 from jaxrl.types import RunFailed
 
 SLACK_S = 60.0
@@ -42,11 +37,8 @@ SLACK_S = 60.0
 GET_S = 30.0
 """For a value that ray says is there."""
 ALIVE_EVERY_S = 5.0
-END_S = 10.0
-"""For the actors to be ended when the trainer has gone."""
 _LOOK_EVERY_S = 1.0  # whether an actor's workers can still answer
 _POLL_S = 0.02
-MAX_FRAME = (1 << 32) - 1  # the trainer is trusted
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -56,7 +48,7 @@ class RaySetup:
     """What the process must know; `address`: of a cluster that the trainer itself uses, else ray finds one."""
 
     settings: WorkerSettings
-    lanes: Lanes
+    limits: DomainLimits
     env: Mapping[str, str]
     num_workers: int
     address: str | None = None
@@ -65,9 +57,9 @@ class RaySetup:
 class RayHost:
     """What one ray actor does: it has one worker process, and runs nothing of the user's itself."""
 
-    def __init__(self, settings: bytes, env: dict[str, str], lanes: bytes):
-        self._workers = Workers(
-            pickle.loads(settings), num_workers=1, env=env, lanes=pickle.loads(lanes), clock=time.monotonic
+    def __init__(self, settings: bytes, env: dict[str, str], limits: bytes):
+        self._workers = WorkerPool(
+            pickle.loads(settings), num_workers=1, env=env, limits=pickle.loads(limits), clock=time.monotonic
         )
         self._numbers = itertools.count()
         self._scoring = -1
@@ -94,7 +86,7 @@ class RayHost:
         with contextlib.suppress(queue.Empty):
             while True:
                 retries.append(self._workers.retries.get_nowait())
-        return to_bytes({**message_of(scored, ""), "retries": retries})
+        return to_bytes({**verdict_message(scored), "retries": retries})
 
     def drop(self) -> None:
         """Ends the scoring under way if it does not end by itself at once; `score` returns then, whatever it says."""
@@ -105,7 +97,7 @@ class RayHost:
 class _Task:
     number: int
     source: str
-    lane: str
+    domain: str
     limit_s: float  # with which a worker may be replaced, and so load the scorer, before each scoring
     request: bytes
     losses: int = 0  # actors that were lost with it
@@ -129,14 +121,14 @@ class RayActors:
 
     def __init__(self, ray: Any, setup: RaySetup, say: Say):
         self._ray, self._say = ray, say
-        self._settings, self._lanes, self._num_workers = setup.settings, setup.lanes, setup.num_workers
+        self._settings, self._limits, self._num_workers = setup.settings, setup.limits, setup.num_workers
         # two calls at once: one that scores, and one that says that it is not wanted any more
         actor_class = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(RayHost)
         there = replace(setup.settings, log="")  # a path of the trainer's machine
-        arguments = pickle.dumps(there), dict(setup.env), pickle.dumps(setup.lanes)
+        arguments = pickle.dumps(there), dict(setup.env), pickle.dumps(setup.limits)
         self._new_actor = lambda: actor_class.remote(*arguments)
         self._start_limit_s = setup.settings.start_timeout_s + SLACK_S
-        self._waiting = LaneQueue[_Task](setup.lanes, setup.num_workers)
+        self._waiting = FairQueue[_Task](setup.limits, setup.num_workers)
         self._starting: dict[Any, tuple[Any, float]] = {}  # ref of start() -> actor, since when
         self._idle: list[Any] = []
         self._running: dict[Any, _Running] = {}  # by ref of score()
@@ -151,10 +143,10 @@ class RayActors:
         return bool(self._running or self._starting)
 
     def submit(self, number: int, source: str, request: bytes) -> None:
-        lane = self._lanes.lane(source)
-        once_s = (self._lanes.by_source[lane].timeout_s or math.inf) + self._settings.start_timeout_s
+        domain = self._limits.domain(source)
+        once_s = (self._limits.by_source[domain].timeout_s or math.inf) + self._settings.start_timeout_s
         limit_s = once_s * (1 + self._settings.max_retries) + SLACK_S
-        self._waiting.put(lane, _Task(number, source, lane, limit_s, request))
+        self._waiting.put(domain, _Task(number, source, domain, limit_s, request))
 
     def drop(self, numbers: Collection[int]) -> None:
         self._waiting.keep(lambda task: task.number not in numbers)
@@ -177,7 +169,7 @@ class RayActors:
             try:
                 message = read_message(self._ray.get(ref, timeout=GET_S))
                 scored = read_scored(message)
-            except (*self._failures, BadFrame) as error:
+            except (*self._failures, BadMessage) as error:
                 self._try_again(running, f"a ray actor failed: {type(error).__name__}")
                 continue
             for why in message.get("retries", ()):
@@ -205,7 +197,7 @@ class RayActors:
             actor, _ = self._starting.pop(ref)
             try:
                 report = read_message(self._ray.get(ref, timeout=GET_S))
-            except (*self._failures, BadFrame) as error:
+            except (*self._failures, BadMessage) as error:
                 self._lost(actor, f"a ray actor failed while it started: {type(error).__name__}")
                 continue
             if report.get("error"):
@@ -245,11 +237,11 @@ class RayActors:
             self._end(task, crashed(why, task.losses, is_silent=is_silent))
             return
         self._say({"retried": why})
-        self._waiting.put_back(task.lane, task)
+        self._waiting.put_back(task.domain, task)
 
     def _end(self, task: _Task, scored: Scored) -> None:
-        self._waiting.done(task.lane)
-        self._say({"number": task.number, **message_of(scored, "")})
+        self._waiting.done(task.domain)
+        self._say({"number": task.number, **verdict_message(scored)})
 
     def _lost(self, actor: Any, why: str) -> None:
         """Another actor for one that is gone; all ends when none has come to anything for too long."""
@@ -274,33 +266,11 @@ class RayActors:
         return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
 
 
-def begin() -> tuple[socket.socket, Any]:
-    """What a process that uses ray does first: the socket to the process that started it, and the setup that came.
-
-    `argv` holds the path, and the numbers of the socket and of a pipe that closes with the other process.
-    """
-    sock, lifeline = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
-    sock.set_inheritable(False)
-    os.set_inheritable(lifeline, False)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    return sock, pickle.loads(read_frame(sock) or b"")
-
-
-def connect(address: str | None) -> Any:
-    """The module ray, which uses the cluster at `address` from here on; None: one that it finds or makes."""
-    import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
-
-    ray.init(address=address, include_dashboard=False, log_to_driver=False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the other process decides when this one ends
-    return ray
-
-
 def main() -> NoReturn:
     sock, setup = begin()
     assert isinstance(setup, RaySetup)
     ray = connect(setup.address)
-    channel = Channel(sock, MAX_FRAME)
+    channel = Channel(sock, MAX_MESSAGE_BYTES)
 
     def say(message: dict[str, Any]) -> None:
         channel.send(to_bytes(message))
@@ -316,13 +286,6 @@ def main() -> NoReturn:
             channel.flush()
     ray.shutdown()
     os._exit(0)
-
-
-def _end_with(lifeline: int) -> None:
-    """Ends the process, whatever call of ray it is in, some time after the trainer has."""
-    os.read(lifeline, 1)
-    time.sleep(END_S)
-    os._exit(1)
 
 
 def _serve(actors: RayActors, channel: Channel, say: Say) -> None:

@@ -1,6 +1,6 @@
 """The reward pool on Ray (`pip install jaxrl[ray]`), from the trainer's side.
 
-Purpose: `RayRewardPool` starts a process that uses ray (`jaxrl.rewards.ray_actors`, which says why), sends it samples
+Purpose: `RayRewardPool` starts a process that uses ray (`jaxrl.rewards.ray_actors`), sends it samples
 and reads verdicts. A process that ends, as ray makes it when the cluster's head is gone, or that says nothing for
 `SILENT_S`, is started again after a pause, and gets all samples again that have no verdict: a head that has come back
 by then is a way on. After `MAX_ATTEMPTS` of them in a row without a verdict the run ends with `RunFailed`.
@@ -10,35 +10,29 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import math
-import os
 import pickle
-import select
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.rewards.frames import MAX_VERDICT_BYTES, BadFrame, Channel, read_message, read_scored
-from jaxrl.rewards.lanes import Lanes
+from jaxrl.processes.messages import BadMessage
+from jaxrl.processes.ray_process import RayProcess
+from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
+from jaxrl.rewards.domain_limits import DomainLimits
+from jaxrl.rewards.pool_base import in_words, verdict_of
 from jaxrl.rewards.ray_actors import RaySetup
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, in_words, verdict_of
+from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
-SILENT_S = 150.0
-"""Longer than ray may be busy with one call; the process says every few seconds that it lives."""
 PAUSES_S = (0.0, 15.0, 45.0)
 """Before it is started again, by how often it ended in a row."""
-_CLOSE_S = 15.0
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from MODULE import main; main()"
 
 
 @dataclass(slots=True)
@@ -53,7 +47,7 @@ class RayRewardPool:
 
     Args:
       env: variables that the workers get besides those that they always get.
-      lanes: how samples wait, by their prompts' sources.
+      limits: how samples wait, by their prompts' sources.
       clock: stamps the verdicts.
       where: how warnings name a sample.
     """
@@ -64,21 +58,21 @@ class RayRewardPool:
         *,
         num_workers: int,
         env: Mapping[str, str],
-        lanes: Lanes,
+        limits: DomainLimits,
         clock: Callable[[], float] = time.monotonic,
         where: Callable[[SampleKey], str] = in_words,
     ):
         if importlib.util.find_spec("ray") is None:
             raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'")
-        self._setup = pickle.dumps(RaySetup(settings, lanes, dict(env), num_workers, _address_in_use()))
-        self._lanes, self._clock = lanes, clock
-        self._counts = VerdictCounts(where)
+        self._setup = pickle.dumps(RaySetup(settings, limits, dict(env), num_workers, _address_in_use()))
+        self._limits, self._clock = limits, clock
+        self._counts = PoolMetrics(where)
         self._numbers = itertools.count()
         self._pending: dict[int, _Task] = {}
         self._is_ready = False
         self._losses = 0  # in a row
         self._again_s = 0.0  # when the process is started again, where there is none
-        self._driver: RayProcess | None = RayProcess(self._setup)
+        self._driver: RayProcess | None = RayProcess("jaxrl.rewards.ray_actors", self._setup)
 
     def warm(self) -> None:
         while not self._is_ready:
@@ -133,14 +127,14 @@ class RayRewardPool:
             if pause_s > 0:
                 time.sleep(min(pause_s, timeout_s))
                 return []
-            self._driver = RayProcess(self._setup)
+            self._driver = RayProcess("jaxrl.rewards.ray_actors", self._setup)
             for number, task in self._pending.items():
                 self._driver.tell("score", number, task.source, task.request)
         driver, verdicts = self._driver, list[Verdict]()
         try:
             for message in driver.hear(timeout_s):
                 verdicts += self._understand(message)
-        except BadFrame as bad:
+        except BadMessage as bad:
             self._lost(f"it sent {bad}")
         else:
             if driver.problem is not None:
@@ -158,7 +152,7 @@ class RayRewardPool:
             self._counts.restarted(str(message["restarted"]))
         elif (task := self._pending.pop(message.get("number", -1), None)) is not None:
             self._losses = 0
-            scored = self._lanes.named(task.source, read_scored(message))
+            scored = self._limits.named(task.source, read_scored(message))
             return [self._counts.add(verdict_of(self._clock(), task.key, scored))]
         return []
 
@@ -180,89 +174,3 @@ def _address_in_use() -> str | None:
     """Of the cluster that this process uses itself; None where it uses none."""
     ray = sys.modules.get("ray")
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
-
-
-class RayProcess:
-    """A process that uses ray, and the way to it.
-
-    Args:
-      setup: what it is sent first.
-      module: whose `main` it runs.
-    """
-
-    def __init__(self, setup: bytes, module: str = "jaxrl.rewards.ray_actors") -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
-        ours, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        path = [os.getcwd() if entry == "" else entry for entry in sys.path]
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _BOOT.replace("MODULE", module),
-                json.dumps(path),
-                str(theirs.fileno()),
-                str(lifeline),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=[theirs.fileno(), lifeline],
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(lifeline)
-        self._channel = Channel(ours, MAX_VERDICT_BYTES + 4096)
-        self._heard_s = time.monotonic()
-        self._channel.send(setup)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, *message: Any) -> None:
-        self._channel.send(pickle.dumps(message))
-
-    def hear(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What it has said; waits so long for something."""
-        self._channel.flush()
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.wants_write else 0))
-        deadline = time.monotonic() + timeout_s
-        while not self._channel.ended:
-            ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000)
-            self._channel.flush()
-            found = [read_message(frame) for frame in self._channel.receive()]
-            if found:
-                self._heard_s = time.monotonic()
-                return found
-            if not ready or time.monotonic() >= deadline:
-                break
-        return []
-
-    @property
-    def problem(self) -> str | None:
-        """Why it is of no use any more; None if it is."""
-        if self._channel.ended:
-            return f"it ended ({self._last_words()})"
-        if time.monotonic() - self._heard_s > SILENT_S:
-            return f"it said nothing for {SILENT_S:.0f} s"
-        return None
-
-    def _last_words(self) -> str:
-        size = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(size - 4096, 0))
-        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1][-500:] if lines else "it said nothing"
-
-    def end(self) -> None:
-        """Closes the socket, on which it ends the actors and itself; kills it if it does not."""
-        self._channel.close()
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._lifeline)
-        self._stderr.close()

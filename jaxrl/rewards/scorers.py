@@ -32,8 +32,8 @@ from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
 from jaxrl.rewards.code import CodeScorer
-from jaxrl.rewards.places import ToldErrors, place_of, shown_path
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.tracebacks import TracebackDeduper, error_location, shown_path
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
@@ -215,11 +215,11 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
     return AutoScorer(by_task, by_math) if data.val_files else by_task
 
 
-def score_safely(scorer: Callable[[], Scorer], request: bytes, told: ToldErrors | None = None) -> Scored:
+def score_safely(scorer: Callable[[], Scorer], request: bytes, tracebacks: TracebackDeduper | None = None) -> Scored:
     """Scores one pickled request; returns plain values only, whatever the scorer does (unless it ends the process).
 
     Plain values, because the result leaves this process as JSON. The error of a scorer that raised names the line;
-    `told` gets the whole traceback.
+    `tracebacks` gets the whole traceback.
     """
     start = time.perf_counter()
     try:
@@ -230,8 +230,8 @@ def score_safely(scorer: Callable[[], Scorer], request: bytes, told: ToldErrors 
         return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
     except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too
         duration_s = time.perf_counter() - start
-        if told is not None:
-            told.tell(error)
+        if tracebacks is not None:
+            tracebacks.write_once(error)
         return "error", 0.0, {"error": _with_place(error)}, duration_s
 
 
@@ -245,7 +245,7 @@ def describe(error: BaseException) -> str:
 
 def _with_place(error: BaseException) -> str:
     try:
-        place = place_of(error)
+        place = error_location(error)
     except BaseException:  # the frames' names are the user's, too
         place = ""
     return f"{describe(error)} ({place})" if place else describe(error)

@@ -1,8 +1,8 @@
 """The process that runs the scorer: foreign code, on the model's text. Neither this module nor its imports use jax.
 
-A keeper (`jaxrl.rewards.keeper`) forks it, hands it one sample at a time, and ends it. It leads a session and a process
-group of its own, has the limits of `reward.max_memory_gib`, and no descriptor but its own socket, which no process that
-it starts inherits.
+A supervisor (`jaxrl.processes.worker_supervisor`) forks it, hands it one sample at a time, and ends it. It leads a
+session and a process group of its own, has the limits of `reward.max_memory_gib`, and no descriptor but its own socket,
+which no process that it starts inherits.
 
 With `reward.fresh_process` it loads the scorer and scores nothing itself: each sample is scored in a fork of it, so
 what a sample leaves behind in the interpreter ends with the fork. Threads that a reward file starts while it is
@@ -24,54 +24,75 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxrl.data.limits import limit
-from jaxrl.rewards.frames import (
-    MAX_VERDICT_BYTES,
-    TASK_ID_BYTES,
-    message_of,
-    read_frame,
-    read_task,
-    to_bytes,
-    write_frame,
-)
-from jaxrl.rewards.places import ToldErrors
-from jaxrl.rewards.processes import close_all_but, die_with_parent
+from jaxrl.processes.fork_server import Supervise
+from jaxrl.processes.messages import MAX_ANSWER_BYTES, TASK_ID_BYTES, read_task, receive_message, send_message, to_bytes
+from jaxrl.processes.process_tree import close_all_but, die_with_parent
+from jaxrl.processes.worker_supervisor import SupervisorSettings, WorkerSupervisor
+from jaxrl.rewards.pool_base import crashed, timed_out
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
+from jaxrl.rewards.tracebacks import TracebackDeduper
+from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 
 GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What wardens, keepers and workers must know.
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(SupervisorSettings):
+    """What fork server, supervisors and workers must know (implements `jaxrl.processes.fork_server.Service`).
 
     Attributes:
       scorer: pickled.
-      loads: what loading the scorer does, for errors.
       preload: modules that are imported once, before workers are forked.
-      max_retries: times that a sample is scored again whose worker died.
-      start_timeout_s: for loading the scorer.
       max_memory_gib: of one worker; 0: no limit.
-      fresh_process: whether each sample has a process of its own.
-      log: the file for what workers print; empty: it is dropped.
     """
 
     scorer: bytes
-    loads: str
     preload: tuple[str, ...]
-    start_timeout_s: float
-    max_retries: int
     max_memory_gib: float = 0.0
-    fresh_process: bool = False
-    log: str = ""
+
+    def prepare(self) -> Supervise:
+        tracebacks = TracebackDeduper()
+        return lambda pool, server, wakeup: WorkerSupervisor(
+            pool, server, wakeup, _Scoring(tracebacks, self), self
+        ).run()
 
 
-def become_worker(
-    keeper: int, sock: socket.socket, taken: mmap.mmap, told: ToldErrors, output: int, settings: WorkerSettings
+class _Scoring:
+    """The work of the processes: `jaxrl.processes.worker_supervisor.Work`."""
+
+    name, start_option = "the scorer", "reward.start_timeout_s"
+
+    def __init__(self, tracebacks: TracebackDeduper, settings: WorkerSettings):
+        self._tracebacks, self._settings = tracebacks, settings
+
+    def run(self, supervisor: int, sock: socket.socket, taken: mmap.mmap, output: int) -> NoReturn:
+        _become_worker(supervisor, sock, taken, self._tracebacks, output, self._settings)
+
+    def checked(self, message: dict[str, Any]) -> dict[str, Any]:
+        return verdict_message(read_scored(message))
+
+    def failed(self, why: str) -> dict[str, Any]:
+        return verdict_message(("error", 0.0, {"error": why}, 0.0))
+
+    def crashed(self, why: str, times: int = 1) -> dict[str, Any]:
+        return verdict_message(crashed(why, times))
+
+    def timed_out(self, limit_s: float) -> dict[str, Any]:
+        return verdict_message(timed_out(limit_s))
+
+
+def _become_worker(
+    supervisor: int,
+    sock: socket.socket,
+    taken: mmap.mmap,
+    tracebacks: TracebackDeduper,
+    output: int,
+    settings: WorkerSettings,
 ) -> NoReturn:
-    """What a keeper's fork does: loads the scorer, says so, and scores until it is killed or its socket closes."""
+    """What a supervisor's fork does: loads the scorer, says so, and scores until it is killed or its socket closes."""
     try:
         os.setsid()
-        die_with_parent(keeper)
+        die_with_parent(supervisor)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
@@ -84,7 +105,7 @@ def become_worker(
             for fd in (1, 2)
         )
         _limit_memory(settings.max_memory_gib)
-        _Worker(sock, taken, told, settings).run()
+        _Worker(sock, taken, tracebacks, settings).run()
     except BaseException:
         with contextlib.suppress(BaseException):
             import traceback
@@ -104,10 +125,10 @@ def _limit_memory(gib: float) -> None:
 
 
 class _Worker:
-    def __init__(self, sock: socket.socket, taken: mmap.mmap, told: ToldErrors, settings: WorkerSettings):
+    def __init__(self, sock: socket.socket, taken: mmap.mmap, tracebacks: TracebackDeduper, settings: WorkerSettings):
         sock.setblocking(True)
         self._sock = sock
-        self._taken, self._told = taken, told
+        self._taken, self._tracebacks = taken, tracebacks
         self._settings = settings
         self._pid = os.getpid()
         self._forking = False
@@ -123,7 +144,7 @@ class _Worker:
             self._say({"ready": False, "error": problem[:2000]})
             os._exit(0)
         self._say({"ready": True, "has_jax": "jax" in sys.modules})
-        while (frame := read_frame(self._sock)) is not None:
+        while (frame := receive_message(self._sock)) is not None:
             task_id, _, request = read_task(frame)
             self._taken[:TASK_ID_BYTES] = task_id.encode()
             if self._settings.fresh_process:
@@ -134,7 +155,7 @@ class _Worker:
         os._exit(0)
 
     def _score(self, scorer: Scorer, task_id: str, request: bytes) -> None:
-        scored = score_safely(lambda: scorer, request, self._told)
+        scored = score_safely(lambda: scorer, request, self._tracebacks)
         if os.getpid() != self._pid:
             os._exit(0)  # a fork that the scorer made, which came back from it as well
         out_of_memory = scored[0] == "error" and scored[2]["error"].startswith(OUT_OF_MEMORY)
@@ -143,7 +164,7 @@ class _Worker:
             scored = "error", 0.0, {"error": error}, scored[3]
         message = _sendable(task_id, scored)
         # what fills the memory may be kept by the scorer, so this process scores nothing more
-        write_frame(self._sock, message if not out_of_memory else to_bytes({**json.loads(message), "last": True}))
+        send_message(self._sock, message if not out_of_memory else to_bytes({**json.loads(message), "last": True}))
 
     def _score_in_fork(self, scorer: Scorer, task_id: str, request: bytes) -> None:
         self._forking = True
@@ -167,18 +188,18 @@ class _Worker:
                 self._sock.close()
 
     def _say(self, message: dict[str, Any]) -> None:
-        write_frame(self._sock, to_bytes(message))
+        send_message(self._sock, to_bytes(message))
 
 
 def _sendable(task_id: str, scored: Scored) -> bytes:
     """The verdict's JSON; that of an error if the scorer's values cannot be written so, or are too many."""
     duration_s = scored[3]
     try:
-        payload = to_bytes(message_of(scored, task_id))
-        if len(payload) <= MAX_VERDICT_BYTES:
+        payload = to_bytes({"task": task_id, **verdict_message(scored)})
+        if len(payload) <= MAX_ANSWER_BYTES:
             return payload
-        of_info = len(payload) - len(to_bytes(message_of((*scored[:2], {}, duration_s), task_id)))
-        error = f"the scorer's info takes {of_info} bytes as JSON, above the {MAX_VERDICT_BYTES} that are recorded"
+        of_info = len(payload) - len(to_bytes({"task": task_id, **verdict_message((*scored[:2], {}, duration_s))}))
+        error = f"the scorer's info takes {of_info} bytes as JSON, above the {MAX_ANSWER_BYTES} that are recorded"
     except (ValueError, RecursionError) as refused:  # a whole number of 5,000 digits
         error = f"the scorer's info cannot be written as JSON: {describe(refused)}"
-    return to_bytes(message_of(("error", 0.0, {"error": error}, duration_s), task_id))
+    return to_bytes({"task": task_id, **verdict_message(("error", 0.0, {"error": error}, duration_s))})

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.events import DirectEvents, RoundEvents
 from jaxrl.runtime.lanes import PlanTimeline
 from jaxrl.runtime.ordered import OrderedEvents
@@ -94,7 +94,7 @@ class Surroundings:
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None
     beat: Callable[[], None] = lambda: None
     interrupted: Callable[[], bool] = lambda: False
-    tally: VerdictTally | None = None
+    tally: RewardMetrics | None = None
 
 
 def text_by(tokenizer: TextDecoder) -> Callable[[Sample], str]:
@@ -131,7 +131,7 @@ class RolloutBackend:
         self.executors = executors
         self.mechanisms = tuple(mechanisms)
         self._around = around = around or Surroundings()
-        self._tally = around.tally or VerdictTally()
+        self._tally = around.tally or RewardMetrics()
         self._weights = weights
         self._sources: dict[SampleKey, str] = {}  # of samples whose verdict the round has still to hear
         self._request_ids = itertools.count()

@@ -13,8 +13,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.checks import host_problem
-from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
@@ -27,7 +25,7 @@ from jaxrl.models.loading import checked_path, config_of, load_model, resolve_pa
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.hosts.place import HostPlace, devices_of_hosts
+from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config, workers_of
 from jaxrl.runtime.update_memory import plan_chunk, plan_remat
@@ -45,7 +43,6 @@ from jaxrl.sharding.memory import (
     DeviceMemory,
     device_bytes,
     in_bytes,
-    memory_of,
     memory_share,
     share_variable,
 )
@@ -54,52 +51,6 @@ from jaxrl.sharding.rules import train_shardings
 
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
 _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
-
-
-def prepare_jax(config: Config) -> list[Any]:
-    """Sets what must be set before the first computation; returns the devices that a run uses of this process. Writes
-    nothing."""
-    _set_types(config)
-    devices = jax.local_devices()
-    option, wanted = "trainer.num_devices", config.trainer.num_devices
-    if not wanted:
-        option, wanted = "hosts.devices_per_host", config.hosts.devices_per_host or len(devices)
-    if wanted > len(devices):
-        raise ConfigError(f"{option} ({wanted}) must be at most the devices there are ({len(devices)})")
-    problem = host_problem(config, wanted)
-    if problem is not None:
-        raise ConfigError(problem)
-    return devices[:wanted]
-
-
-def prepare_hosts(config: Config) -> HostPlace:
-    """`prepare_jax` for a run that may have several processes: where this one stands among them, with the memory of its
-    own devices.
-
-    Raises:
-      ConfigError: another number of processes than `hosts.num` has been started, or their devices do not fit.
-    """
-    count = jax.process_count()
-    if count != config.hosts.num:
-        raise ConfigError(f"hosts.num ({config.hosts.num}) must be the number of processes, found {count}")
-    if count == 1:
-        devices = tuple(prepare_jax(config))
-        return HostPlace(0, 1, devices, devices, memory_of(devices))
-    _set_types(config)
-    hosts = devices_of_hosts(jax.devices(), count, config.hosts.devices_per_host)
-    own = hosts[jax.process_index()]
-    problem = host_problem(config, len(own))
-    if problem is not None:
-        raise ConfigError(problem)
-    sharing = len(own) * (count if config.hosts.launcher == "local" else 1)
-    everyone = tuple(device for devices in hosts for device in devices)
-    return HostPlace(jax.process_index(), count, own, everyone, memory_of(own, sharing))
-
-
-def _set_types(config: Config) -> None:
-    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
-    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
-        jax.config.update("jax_enable_x64", True)
 
 
 def use_compilation_cache(config: Config) -> str:
@@ -239,7 +190,7 @@ def build_workers(
     model: ModelConfig,
     mesh: Mesh,
     weights: Callable[[], Any] | None = None,
-    place: HostPlace | None = None,
+    place: ProcessDevices | None = None,
     meet: Meet = alone,
 ) -> WorkerSet:
     """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`.

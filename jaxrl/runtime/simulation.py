@@ -26,7 +26,7 @@ from jaxrl.mechanisms.simulated_parts import SimulatedParts
 from jaxrl.mechanisms.stream_trainer.session import GradientStream
 from jaxrl.mechanisms.table import batch_rule, is_timeless, of_simulation
 from jaxrl.record.layouts import LayoutLog
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
@@ -139,7 +139,7 @@ def build(
             timeline=phases,
             on_progress=on_progress,
             interrupted=hooks.stop,
-            tally=VerdictTally.configured(config),
+            tally=RewardMetrics.configured(config),
         ),
         others.hosts if others is not None else hosts,
     )

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from bench.hostile import Attack
+from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
-from jaxrl.rewards.processes import descendants
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import SandboxFailed
 

@@ -161,7 +161,7 @@ def configured(processes: int, spread: float, steps: int, **simulate: Any) -> Co
 
 
 class LoggedBoard:
-    """A board that notes when each value was written and read here. `board`: any (`jaxrl.runtime.hosts.board`)."""
+    """A store that notes when each value was written and read here. `board`: any key-value store."""
 
     def __init__(self, board: Any, told: Told) -> None:
         self.process, self.num_processes = board.process, board.num_processes

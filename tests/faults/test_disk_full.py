@@ -25,7 +25,7 @@ def assert_ends_well(disk: SmallDisk, runs: Runs, run_dir: Path, command: str, w
     assert status == 1, output
     *warnings, said = output.splitlines()
     assert SENTENCE.fullmatch(said), output
-    assert all(line.startswith("jaxrl.rewards.tasks: ") for line in warnings), output
+    assert all(line.startswith("jaxrl.rewards.reward_metrics: ") for line in warnings), output
     left = [name for name in disk.names() if re.search(r"draft|partial|orbax-checkpoint-tmp|removed", name)]
     assert left == [], said
     disk.make_room()

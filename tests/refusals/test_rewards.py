@@ -413,8 +413,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardPo
     path = folder / "reward.py"
     path.write_text(SCORER.format(folder=str(folder)))
     patch = pytest.MonkeyPatch()
-    patch.setattr("jaxrl.rewards.workers.ASK_AFTER_S", 0.3)
-    patch.setattr("jaxrl.rewards.workers.ANSWER_S", 0.5)
+    patch.setattr("jaxrl.rewards.worker_pool.ASK_AFTER_S", 0.3)
+    patch.setattr("jaxrl.rewards.worker_pool.ANSWER_S", 0.5)
     reward = {"kind": "custom", "path": str(path), "num_workers": 2, "timeout_s": 2.0, "max_memory_gib": 1.0}
     config = from_mapping({"model": {"path": "x"}, "reward": reward})
     pool = build_pool(config, build_scorer(config), log=folder / "rewards.log")

@@ -9,7 +9,7 @@ import pytest
 from refusals import Refusal
 
 from jaxrl.config import ConfigError
-from jaxrl.runtime.hosts.single import refuse_several
+from jaxrl.runtime.hosts.single_process import require_single_process
 
 MODEL = ("model.path=random:{model}", "data.task=leg_counting")
 COMMANDS = {
@@ -54,11 +54,11 @@ def test_one_of_several_is_refused(
 def test_one_process_of_its_own_is_not(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
     """A Slurm batch script is no task of a step, and its first line may be such a command."""
     monkeypatch.setenv(name, value)
-    refuse_several("eval")
+    require_single_process("eval")
 
 
 def test_a_world_of_jax_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"eval runs in one process, and this is one of several \(jax has 2\)"):
-        refuse_several("eval")
+        require_single_process("eval")

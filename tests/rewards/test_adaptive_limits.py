@@ -10,8 +10,8 @@ import pytest
 from jaxrl.config.rewards import CodeSection
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.pool_base import verdict_of
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.tasks import verdict_of
 from jaxrl.types import Prompt, SampleKey
 
 TESTS = {"inputs": ["1", "2"], "outputs": ["1", "2"]}

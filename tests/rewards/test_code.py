@@ -14,10 +14,10 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.config.rewards import CodeSection
+from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
-from jaxrl.rewards.processes import descendants
 from jaxrl.rewards.programs import checks_of, last_block, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.types import Prompt, Sample, SampleKey

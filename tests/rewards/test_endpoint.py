@@ -30,7 +30,7 @@ from jaxrl.config import ConfigError, from_mapping
 from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.endpoint import EndpointPool, api_key, verdict_seed
-from jaxrl.rewards.pool import RewardStage, build_pool
+from jaxrl.rewards.pool import RewardRouter, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
@@ -421,15 +421,15 @@ def test_a_field_that_no_prompt_has_is_refused_with_the_first_sample():
 
 
 def test_in_a_stage():
-    """A configuration with an endpoint has a stage that asks it; no worker process is started for it."""
+    """A configuration with an endpoint has a router that asks it; no worker process is started for it."""
     with chat_server() as server:
         judge = {"endpoint": server.url, "endpoint_model": "m"}
         config = from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
-        stage = build_pool(config, build_scorer(config))
-        assert isinstance(stage, RewardStage)
-        stage.warm()
-        stage.submit(*sample(0))
-        (verdict,) = stage.wait(60)
+        router = build_pool(config, build_scorer(config))
+        assert isinstance(router, RewardRouter)
+        router.warm()
+        router.submit(*sample(0))
+        (verdict,) = router.wait(60)
         assert (verdict.reward, verdict.outside) == (0.7, True)
-        assert stage.take_metrics()["reward/judge/requests"] == 2
-        stage.close()
+        assert router.take_metrics()["reward/judge/requests"] == 2
+        router.close()

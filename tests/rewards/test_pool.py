@@ -279,7 +279,7 @@ def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr("jaxrl.rewards.workers.start_warden", refuse)
+    monkeypatch.setattr("jaxrl.processes.fork_server.start_fork_server", refuse)
     pool = make(tmp_path, num_workers=1)
     with pytest.raises(RunFailed, match=r"end while they start \(no process can be started: no more processes\)"):
         pool.warm()

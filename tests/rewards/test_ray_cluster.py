@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from reward_pools import collect, make, submit
 
-from jaxrl.rewards.processes import descendants
+from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.ray_pool import RayRewardPool
 
 pytestmark = pytest.mark.slow

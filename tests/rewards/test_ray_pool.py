@@ -14,12 +14,14 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import domains
+from jaxrl.processes import python_child, ray_process
+from jaxrl.processes.messages import to_bytes
 from jaxrl.rewards import ray_actors, ray_pool
+from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.frames import message_of, to_bytes
-from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.ray_actors import RayActors, RaySetup
+from jaxrl.rewards.verdict_messages import verdict_message
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
@@ -44,7 +46,7 @@ class FakeRay(types.ModuleType):
         return lambda _: types.SimpleNamespace(remote=self._actor)
 
     def _actor(self, *_: Any) -> Any:
-        ok = to_bytes(message_of(("ok", 1.0, {}, 0.1), ""))
+        ok = to_bytes(verdict_message(("ok", 1.0, {}, 0.1)))
         return types.SimpleNamespace(
             start=Ref(self.starts, b'{"error": ""}'),
             score=Ref(self.scores, ok),
@@ -89,10 +91,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def actors(ray: FakeRay, max_retries: int = 2) -> tuple[RayActors, list[dict[str, Any]]]:
-    lanes = Lanes.of(domains(from_mapping({"model": {"path": "x"}, "reward": {"timeout_s": 0.2}}).reward))
-    settings = WorkerSettings(b"", "", (), 0.2, max_retries)
+    limits = DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": {"timeout_s": 0.2}}).reward))
+    settings = WorkerSettings(scorer=b"", loads="", preload=(), start_timeout_s=0.2, max_retries=max_retries)
     said: list[dict[str, Any]] = []
-    return RayActors(ray, RaySetup(settings, lanes, {}, 2), said.append), said
+    return RayActors(ray, RaySetup(settings, limits, {}, 2), said.append), said
 
 
 def ended(made: RayActors, said: list[dict[str, Any]], count: int, limit_s: float = 9.0) -> list[dict[str, Any]]:
@@ -122,7 +124,7 @@ def test_an_actor_that_dies_is_replaced(ray: FakeRay):
     (verdict,) = ended(made, said, 1)
     assert (verdict["status"], verdict["info"]["error"]) == (
         "crash",
-        "a ray actor failed: BadFrame (3 times in a row)",
+        "a ray actor failed: BadMessage (3 times in a row)",
     )
 
 
@@ -205,22 +207,23 @@ def test_an_actor_whose_workers_are_gone_does_not_wait_for_ever():
 DRIVER = """
 import json, os, pickle, socket, sys, time
 sys.path[:] = json.loads(sys.argv[1])
-from jaxrl.rewards.frames import message_of, read_frame, to_bytes, write_frame
+from jaxrl.processes.messages import receive_message, to_bytes, send_message
+from jaxrl.rewards.verdict_messages import verdict_message
 sock = socket.socket(fileno=int(sys.argv[2]))
-read_frame(sock)
-say = lambda message: write_frame(sock, to_bytes(message))
+receive_message(sock)
+say = lambda message: send_message(sock, to_bytes(message))
 folder = {folder!r}
 lives = len(os.listdir(folder))
 open(folder + "/" + str(lives), "w").close()
 {code}
 say({{"ready": True}})
-while (frame := read_frame(sock)) is not None:
+while (frame := receive_message(sock)) is not None:
     what, *values = pickle.loads(frame)
     if what == "score":
         number, source, request = values
         sample = pickle.loads(request)
         {each}
-        say({{"number": number, **message_of(("ok", float(sample.response), {{"lives": lives}}, 0.1), "")}})
+        say({{"number": number, **verdict_message(("ok", float(sample.response), {{"lives": lives}}, 0.1))}})
 """
 
 
@@ -229,9 +232,9 @@ def pool_on(
 ) -> RewardPool:
     lives = folder / "lives"
     lives.mkdir()
-    monkeypatch.setattr(ray_pool, "_BOOT", driver.format(folder=str(lives), code=code, each=each))
+    monkeypatch.setattr(python_child, "_BOOT", driver.format(folder=str(lives), code=code, each=each))
     monkeypatch.setattr(ray_pool, "PAUSES_S", (0.0, 0.1, 0.1))
-    monkeypatch.setattr(ray_pool, "SILENT_S", 20.0)
+    monkeypatch.setattr(ray_process, "SILENT_S", 20.0)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     config = from_mapping({"model": {"path": "x"}, "reward": {"pool": "ray", "kind": "math"}})
     return build_pool(config, build_scorer(config))
@@ -279,10 +282,10 @@ def test_a_process_that_ends_again_and_again_ends_the_run(tmp_path: Path, monkey
 def test_a_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pool = pool_on(DRIVER, tmp_path, monkeypatch, each="time.sleep(99 if lives == 0 else 0)")
     pool.warm()
-    monkeypatch.setattr(ray_pool, "SILENT_S", 0.5)
-    monkeypatch.setattr(ray_pool, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(ray_process, "SILENT_S", 0.5)
+    monkeypatch.setattr(ray_process, "_CLOSE_S", 0.1)
     submit(pool, 5.0)
-    monkeypatch.setattr(ray_pool, "SILENT_S", 3.0)
+    monkeypatch.setattr(ray_process, "SILENT_S", 3.0)
     assert collect(pool)[0].info == {"lives": 1}
     pool.close()
 
@@ -297,7 +300,7 @@ def test_what_ends_the_pool_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_garbage_costs_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    garbage = "write_frame(sock, pickle.dumps(3)) if lives == 0 else None"
+    garbage = "send_message(sock, pickle.dumps(3)) if lives == 0 else None"
     pool = pool_on(DRIVER, tmp_path, monkeypatch, each=garbage)
     submit(pool, 4.0)
     assert collect(pool)[0].info == {"lives": 1}

@@ -15,8 +15,8 @@ from bench.canaries import Canaries, attack_once, trivial
 from bench.hostile import ATTACKS, Attack
 
 from jaxrl.config.rewards import CodeSection
+from jaxrl.processes.process_tree import descendants, kill
 from jaxrl.rewards.code import CodeScorer
-from jaxrl.rewards.processes import descendants, kill
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox import filters, syscalls
 from jaxrl.rewards.sandbox.client import Sandbox
@@ -103,7 +103,7 @@ from jaxrl.rewards.sandbox.locks import Limits
 sandbox = Sandbox(Limits(256, 32, 0, 64))
 sandbox.means = sandbox.start()
 threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
-from jaxrl.rewards.processes import descendants
+from jaxrl.processes.process_tree import descendants
 while len(found := descendants(sandbox.pid)) < 2:
     time.sleep(0.01)
 print(sandbox.pid, *found, flush=True)

@@ -1,7 +1,6 @@
 """Worker processes: what they get of the trainer, what of them reaches it, and that nothing of them is left."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.processes.messages import BadMessage, read_message
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.frames import BadFrame, read_message, read_scored
-from jaxrl.rewards.keeper import Keeper, _Worker
 from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -161,7 +160,7 @@ def test_what_the_reward_file_started_stays(tmp_path: Path):
 
 def test_a_keeper_that_says_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("ASK_AFTER_S", "ANSWER_S"):
-        monkeypatch.setattr(f"jaxrl.rewards.workers.{name}", 0.5)
+        monkeypatch.setattr(f"jaxrl.rewards.worker_pool.{name}", 0.5)
     pool = make(tmp_path, num_workers=1, max_retries=0)
     silent, right = score(pool, "os.kill(os.getppid(), 19); time.sleep(300)", "")
     assert (silent.status, silent.info["timeouts"]) == ("crash", {"watchdog": 1})
@@ -238,7 +237,7 @@ def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
     ],
 )
 def test_what_is_no_verdict(text: bytes, problem: str):
-    with pytest.raises(BadFrame, match=problem):
+    with pytest.raises(BadMessage, match=problem):
         read_scored(read_message(text))
 
 
@@ -261,19 +260,3 @@ def test_a_json_of_the_users_in_the_working_folder(tmp_path: Path, monkeypatch: 
     pool = make(tmp_path, num_workers=1)
     assert [verdict.status for verdict in score(pool, "")] == ["ok"]
     pool.close()
-
-
-def test_a_worker_that_is_stopped_and_goes_on_keeps_its_time():
-    """With `timeout_s` 0."""
-    keeper = Keeper.__new__(Keeper)
-    with subprocess.Popen(["sleep", "60"]) as child:
-        worker = _Worker(child.pid, None, math.inf, is_ready=True)  # pyright: ignore
-        keeper.__dict__ |= {"_worker": worker, "_task": object(), "_has_taken": lambda _: True}
-        for number, is_stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)) * 2:
-            os.kill(child.pid, number)
-            deadline = time.monotonic() + 5
-            while math.isfinite(worker.deadline) != is_stopped and time.monotonic() < deadline:
-                keeper._reap()
-                time.sleep(0.01)
-            assert math.isfinite(worker.deadline) == is_stopped
-        child.kill()

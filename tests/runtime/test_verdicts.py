@@ -28,7 +28,7 @@ from replayed_backend import (
 from jaxrl.config import from_mapping
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
 from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -148,11 +148,11 @@ def test_a_step_that_runs_again_has_the_same_counts_by_domain(houses: Any):
     reward = {"domains": {"test": {"kind": "math"}, "others": {"kind": "math"}}}
     config = from_mapping({"model": {"path": "x"}, "data": {"answer_key": "answer"}, "reward": reward})
     bad, outside = {key(1): "timeout", key(3, 1): "crash"}, {key(2): (0.25, {"parts": {"tags": 1.0}})}
-    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), tally=VerdictTally.configured(config)))
+    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), tally=RewardMetrics.configured(config)))
     assert (first["reward/test/timeouts"], first["reward/test/crashes"]) == (1, 1)
     assert (first["reward/test/num_scored"], first["reward/others/num_scored"]) == (len(LENGTHS), 0)
     assert first["reward/part/tags/mean"] == 1.0
-    again = houses(LENGTHS, Pool(), last_step=6, tally=VerdictTally.configured(config))
+    again = houses(LENGTHS, Pool(), last_step=6, tally=RewardMetrics.configured(config))
     assert counts(again) == first
     assert len(again.pool.submitted) == len(LENGTHS) - 3
 

@@ -24,8 +24,8 @@ from jaxrl.models import decoder
 from jaxrl.record.files import write_whole
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.build import build_workers, prepare_hosts
-from jaxrl.runtime.hosts.place import HostPlace
+from jaxrl.runtime.build import build_workers
+from jaxrl.runtime.devices import ProcessDevices, prepare_hosts
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.stop import Stop
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -65,7 +65,7 @@ class World:
     def __init__(self, out: Path, options: dict[str, Any]) -> None:
         self.out, self.options = out, options
         self.config = config_of(jax.process_count(), **options.get("config", {}))
-        self.place: HostPlace = prepare_hosts(self.config)
+        self.place: ProcessDevices = prepare_hosts(self.config)
         self.mesh = self.place.mesh
         self.board = Folder(out / "board", self.place.process)
         self.kept: dict[str, np.ndarray] = {}

@@ -1,6 +1,6 @@
 """Processes of one run as threads of which one runs at a time: who goes on next is drawn, so every order can be tried.
 
-`Baton` is the switch. `SharedBoard` is the board in memory: reading and writing are places where another process may go
+`Baton` is the switch. `SharedStore` is the store in memory: reading and writing are places where another process may go
 on. `HostsInStep` is a simulated run on several hosts, each with its part of the workers and a clock of its own; plans
 and verdicts of each take as many turns as are drawn.
 """
@@ -91,8 +91,8 @@ class Baton:
 
 
 @dataclass
-class SharedBoard:
-    """A process's view of the board that all threads share."""
+class SharedStore:
+    """A process's view of the store that all threads share."""
 
     process: int
     num_processes: int
@@ -134,15 +134,15 @@ class SharedBoard:
 class MemoryExchange:
     """Tokens through memory: every process leaves its own, waits for all, and takes the others'."""
 
-    def __init__(self, board: SharedBoard, left: dict[tuple[int, int], list[Sample]]) -> None:
-        self._board, self._left, self._count = board, left, 0
+    def __init__(self, store: SharedStore, left: dict[tuple[int, int], list[Sample]]) -> None:
+        self._store, self._left, self._count = store, left, 0
 
     def __call__(self, samples: Sequence[Sample], owners: Sequence[int]) -> None:
         count, self._count = self._count, self._count + 1
-        own = self._board.process
+        own = self._store.process
         self._left[count, own] = [s for s, owner in zip(samples, owners, strict=True) if owner == own]
-        self._board.barrier(f"exchange {count}", 60.0)
-        theirs = {p: iter(self._left[count, p]) for p in range(self._board.num_processes)}
+        self._store.barrier(f"exchange {count}", 60.0)
+        theirs = {p: iter(self._left[count, p]) for p in range(self._store.num_processes)}
         for sample, owner in zip(samples, owners, strict=True):
             found = next(theirs[owner])
             if owner == own:
@@ -265,17 +265,17 @@ class HostsInStep:
     def __init__(self, config: Config, workload: Workload, num_processes: int, seed: int) -> None:
         self.config, self.workload = config, workload
         self.baton = Baton(num_processes, seed)
-        self.boards = [SharedBoard(p, num_processes, self.baton, {}) for p in range(num_processes)]
-        for board in self.boards[1:]:
-            board.values, board.most = self.boards[0].values, self.boards[0].most
+        self.stores = [SharedStore(p, num_processes, self.baton, {}) for p in range(num_processes)]
+        for store in self.stores[1:]:
+            store.values, store.most = self.stores[0].values, self.stores[0].most
         self.processes = [Process() for _ in range(num_processes)]
         self._left: dict[tuple[int, int], list[Sample]] = {}
 
     def run(self, state: str | None = None) -> HostsInStep:
         def one(process: int) -> None:
-            board = self.boards[process]
-            stream = HostStream(board, clock=lambda: 0.0)
-            hosts = Hosts(stream, MemoryExchange(board, self._left))
+            store = self.stores[process]
+            stream = HostStream(store, clock=lambda: 0.0)
+            hosts = Hosts(stream, MemoryExchange(store, self._left))
 
             def slow(simulation: Simulation) -> None:
                 self._slow_down(process, simulation)

@@ -1,7 +1,7 @@
 """What two runs of the same code write differently, and a recording therefore leaves out; each with its reason.
 
-The order of a JSON object's names says nothing. A masked value stays as its name with `-` behind it, so that a metric which goes away is still missed. In simulated runs
-all seconds are computed, and only what the process itself is shows.
+The order of a JSON object's names says nothing. A masked value stays as its name with `-` behind it, so that a metric
+which goes away is still missed. In simulated runs all seconds are computed, and only what the process itself is shows.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def masked(name: str, text: str, simulated: bool, clocked: Sequence[str] = ()) -
     keys = [mask.what for mask in (*BOTH_KEYS, *(() if simulated else REAL_KEYS)) if fnmatch(name, mask.files)]
     keys += clocked if name == "metrics.jsonl" else ()
     if keys and name.endswith(".jsonl"):
-        text = "".join(f"{json.dumps(_without(json.loads(line), keys), sort_keys=True)}\n" for line in text.splitlines())
+        text = "".join(
+            f"{json.dumps(_without(json.loads(line), keys), sort_keys=True)}\n" for line in text.splitlines()
+        )
     elif keys:
         text = f"{json.dumps(_without(json.loads(text), keys), indent=1, sort_keys=True)}\n"
     for mask in (*BOTH_TEXT, *(() if simulated else REAL_TEXT)):

@@ -12,7 +12,7 @@ from replay_worker import ReplayWorker, ReplayWorkers
 
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -109,7 +109,7 @@ class House:
         last_step: int = 0,
         num_workers: int = 1,
         mechanisms: Sequence[Mechanism] = (),
-        tally: VerdictTally | None = None,
+        tally: RewardMetrics | None = None,
     ) -> None:
         self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
         executors = [self.worker] if num_workers == 1 else self.worker.workers

@@ -16,7 +16,8 @@ from pathlib import Path
 
 FOLDER = Path(os.environ["JAXRL_STAND_IN"])
 COORDINATOR = os.environ.get("JAXRL_COORDINATOR", "none")
-PROCESS, NUM = int(os.environ["JAXRL_PROCESS_ID"]), int(os.environ["JAXRL_NUM_PROCESSES"])
+PROCESS = int(os.environ["JAXRL_PROCESS_ID"])
+NUM = next(int(each.partition("=")[2]) for each in sys.argv if each.startswith("hosts.num="))
 RUN = FOLDER / "run"
 STEPS, STEP_S, SAVE_FREQ = 6, 0.03, 2
 

@@ -1,5 +1,5 @@
-"""A tiny model, and batches of random samples with ragged lengths, as factories: fixtures, for the `conftest.py` of folders
-that train."""
+"""A tiny model, and batches of random samples with ragged lengths, as factories: fixtures, for the `conftest.py` of
+folders that train."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The real command, over processes that tell where they are and go wrong as planned: `python watched_run.py train ...`.
 
-As the command it is `jaxrl`, but for what it starts on each host: this program again. There it is `jaxrl` with a gate
-that keeps the process's place in a file, which outlives a SIGKILL, and that looks into a plan. `JAXRL_WATCHED_RUN` in
-the environment names the folder of both: `places/<process>`, and `plan.json` with a list of `Fault`s as objects.
-`traces/<process>` has all places of all starts, with their times.
+As the command it is `jaxrl`, but for what it starts on each host: this program again. There it is `jaxrl` with a
+barrier that keeps the process's place in a file, which outlives a SIGKILL, and that looks into a plan.
+`JAXRL_WATCHED_RUN` in the environment names the folder of both: `places/<process>`, and `plan.json` with a list of
+`Fault`s as objects. `traces/<process>` has all places of all starts, with their times.
 """
 
 from __future__ import annotations
@@ -105,17 +105,17 @@ class Watcher:
 
 
 def process(folder: Path, number: int) -> None:
-    """This process is one of a run's: jax hears of it, and the run's gate and exchange are watched."""
+    """This process is one of a run's: jax hears of it, and the run's barrier and exchange are watched."""
     watcher = Watcher(folder, number)
     watcher.move("importing")
     import jax
 
-    from jaxrl.runtime.hosts import joined, world
-    from jaxrl.runtime.hosts.gate import Gate
-    from jaxrl.runtime.hosts.pulses import Kind
+    from jaxrl.runtime.hosts import process_group, world
+    from jaxrl.runtime.hosts.liveness import PhaseBarrier
+    from jaxrl.runtime.hosts.liveness.heartbeats import Kind
     from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange
 
-    class WatchedGate(Gate):
+    class WatchedBarrier(PhaseBarrier):
         def _move(self, name: str, kind: Kind) -> None:
             super()._move(name, kind)
             watcher.move(f"{kind} {name}")
@@ -130,8 +130,8 @@ def process(folder: Path, number: int) -> None:
     if KEEPS in os.environ:
         keep_programs()
     jax.monitoring.register_event_duration_secs_listener(watcher.compile)
-    world.Gate = WatchedGate  # type: ignore[misc]
-    joined.TokenExchange = SkippedExchange  # type: ignore[misc]
+    world.PhaseBarrier = WatchedBarrier  # type: ignore[misc]
+    process_group.TokenExchange = SkippedExchange  # type: ignore[misc]
     watcher.move("connecting")
 
 

@@ -22,7 +22,7 @@ from jaxrl.runtime.hosts.world import open_world
 hosts = HostsSection(num={num}, heartbeat_s={heartbeat_s}, stall_timeout_s={stall_timeout_s})
 {before}
 with open_world(hosts{wish}) as world:
-    gate, board, me = world.gate, world.board, world.process
+    gate, board, me = world.barrier, world.store, world.process
     print("open", flush=True)
 {body}
 print("left", flush=True)

@@ -23,7 +23,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rewards.stage import RewardStage
+from jaxrl.rewards.router import RewardRouter
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -147,7 +147,7 @@ def build(parts: RunParts) -> JudgeSession | None:
 def judge_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession:
     """A judge on the devices of a rollout, joined to its reward pool; as `build_judge`."""
     judge = build_judge(config, mesh, quiet)
-    assert isinstance(pool, RewardStage), "a judge scores in a stage"
+    assert isinstance(pool, RewardRouter), "a judge scores in a stage"
     pool.join("devices", judge)
     return JudgeSession(judge)
 

@@ -23,8 +23,8 @@ from typing import Protocol
 
 from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.rewards.judge_tokens import Reading, verdict_key
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest, describe
-from jaxrl.rewards.tasks import VerdictCounts
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -96,7 +96,7 @@ class JudgePool:
         self._judged: dict[SampleKey, _Judged] = {}
         self._sample_of: dict[int, SampleKey] = {}
         self._ready: list[Verdict] = []
-        self._counts = VerdictCounts()
+        self._counts = PoolMetrics()
         self._turns = self._gap_turns = self._unparsed = self._written = 0
         self._seconds, self._tokens, self._recompiles = 0.0, 0, 0
 

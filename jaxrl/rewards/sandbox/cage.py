@@ -15,7 +15,7 @@ import signal
 from dataclasses import dataclass
 from typing import NoReturn
 
-from jaxrl.rewards.processes import close_all_but, descendants, die_with_parent, kill, kill_descendants
+from jaxrl.processes.process_tree import close_all_but, descendants, die_with_parent, kill, kill_descendants
 from jaxrl.rewards.sandbox import locks, syscalls
 
 _NEWPID, _NEWUSER = 0x20000000, 0x10000000

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.rewards.processes import die_with_parent
+from jaxrl.processes.process_tree import die_with_parent
 from jaxrl.rewards.sandbox import filters, landlock, syscalls
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ import struct
 import sys
 from typing import Any, NoReturn
 
-from jaxrl.rewards.processes import adopt_orphans, die_with_parent, kill_descendants
+from jaxrl.processes.process_tree import adopt_orphans, die_with_parent, kill_descendants
 from jaxrl.rewards.sandbox.cage import Cage, make_cage
 from jaxrl.rewards.sandbox.locks import Limits, Means
 from jaxrl.rewards.sandbox.probe import find_means

@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl.rewards.processes import adopt_orphans, close_all_but, descendants, kill, wake_by_children
+from jaxrl.processes.process_tree import adopt_orphans, close_all_but, descendants, kill, wake_by_children
 from jaxrl.rewards.sandbox import bubblewrap, filters, groups, program, roles
 from jaxrl.rewards.sandbox.cage import Cage
 from jaxrl.rewards.sandbox.locks import MIB, Limits, Means

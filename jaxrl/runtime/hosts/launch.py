@@ -1,12 +1,11 @@
 """Launching: the command that starts a run's processes, watches them, and starts them again when one dies.
 
 The launcher is this command itself, with `hosts.launcher` local or ray. It never loads jax. On each host it has an
-agent (`agent`), which starts the ordinary command with `hosts.launcher=none`; a **world** is one such start of all of
-them. What becomes of the run when a process ends is `restarts`' to say. At the first death all others are killed at
-once, and a new world begins, with new agents, another port, and the last checkpoint.
+agent (`jaxrl.processes.process_supervisor`), which starts the ordinary command with `hosts.launcher=none`; a **world**
+is one such start of all of them. What becomes of the run when a process ends is `restarts`' to say. At the first death
+all others are killed at once, and a new world begins, with new agents, another port, and the last checkpoint.
 
-What processes find in their environment: `JAXRL_PROCESS_ID`, `JAXRL_NUM_PROCESSES` and, where they are several,
-`JAXRL_COORDINATOR` (`host:port` of process 0).
+What processes find in their environment: `PROCESS_ID` and, where they are several, `COORDINATOR` (`environment`).
 
 Process 0 owns the terminal: on this machine it writes to the launcher's own streams, so that it has its live view; from
 another one its output is passed on as it comes. The others write to `hosts/<process>.log` in the run directory.
@@ -29,15 +28,15 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
+from jaxrl.processes.process_supervisor import Start, newest_checkpoint
 from jaxrl.record.files import refuse_folder
-from jaxrl.record.run_dir import RUN_FILE
-from jaxrl.runtime.hosts.agent import Start, newest_checkpoint
+from jaxrl.record.run_dir import RUN_FILE, cut_to, remove_empty, sizes_of
+from jaxrl.runtime.hosts.environment import COORDINATOR, PROCESS_ID
 from jaxrl.runtime.hosts.local_agents import Agents, Asked, Event, LocalAgents, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.local_devices import environments
-from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, signal_of, told
+from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, described, signal_of
 from jaxrl.runtime.stop import WISH, WORDS, Stop
 
-PROCESS, NUM_PROCESSES, COORDINATOR = "JAXRL_PROCESS_ID", "JAXRL_NUM_PROCESSES", "JAXRL_COORDINATOR"
 LOGS = "hosts"
 """The folder in the run directory that has the logs of all processes but 0."""
 READY_S = 120.0
@@ -67,7 +66,7 @@ class Launch:
     def start(self, process: int, coordinator: str, world: int) -> Start:
         """What agent `process` is told in world number `world`, from 0."""
         log = "" if self.run_dir is None or process == 0 else str(self.run_dir / LOGS / f"{process}.log")
-        own = {PROCESS: str(process), NUM_PROCESSES: str(self.hosts.num)}
+        own = {PROCESS_ID: str(process)}
         if self.hosts.num > 1:  # one process alone needs no world, and computes faster without
             own[COORDINATOR] = coordinator
         given = self.environments[process] if self.environments else {}
@@ -133,7 +132,7 @@ class Launcher:
         self._what, self._open, self._stop, self._clock = what, agents, stop, clock
         hosts = what.hosts
         self._restarts = Restarts(hosts.num, hosts.max_restarts, hosts.stall_timeout_s)
-        self._before = _Before(what)
+        self._restore = _restorer(what)
 
     def run(self) -> int:
         """Returns the exit status. Raises ValueError or RunFailed where the hosts are not to be had."""
@@ -156,8 +155,8 @@ class Launcher:
                     kept = self._restarts.newest
                     source = "the beginning" if kept is None else f"the checkpoint of step {kept}"
                     say(
-                        f"{told(cause)} after {lived_s:.0f} s; all are started again from {source} (restart {number} "
-                        f"of {self._what.hosts.max_restarts} without a checkpoint in between)"
+                        f"{described(cause)} after {lived_s:.0f} s; all are started again from {source} (restart "
+                        f"{number} of {self._what.hosts.max_restarts} without a checkpoint in between)"
                     )
             world += 1
 
@@ -167,13 +166,13 @@ class Launcher:
         if over.sentence:
             say(over.sentence)
         if over.status == 2:
-            self._before.restore()
+            self._restore()
 
     def _tell(self, cause: End) -> None:
         """The last words of a process that the terminal has not seen."""
         _show_cursor()
         if isinstance(cause, Refused):
-            say(told(cause))
+            say(described(cause))
         if not isinstance(cause, Ended) or cause.process == 0 or not cause.tail:
             return
         last = cause.tail[-1]
@@ -183,7 +182,7 @@ class Launcher:
         for line in cause.tail:
             print(f"[host {cause.process}] {line}", file=sys.stderr)
         if signal_of(cause.status) is None:
-            say(told(cause))
+            say(described(cause))
 
 
 class _World:
@@ -263,39 +262,28 @@ class _World:
             self._agents.start(process, self._what.start(process, f"{address}:{first.port}", self._world))
 
 
-class _Before:
-    """What of the run directory was there before; a run that is refused leaves it as it was."""
+def _restorer(what: Launch) -> Callable[[], None]:
+    """A function that leaves the run directory as it is now, for a run that is refused; one that has begun stays."""
+    if what.run_dir is None:
+        return lambda: None
+    logs, record = what.run_dir / LOGS, what.run_dir / RUN_FILE
+    made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+    sizes, written_ns = sizes_of([logs / f"{process}.log" for process in range(1, what.hosts.num)]), _written_ns(record)
 
-    def __init__(self, what: Launch) -> None:
-        self._sizes: dict[Path, int | None] = {}
-        self._made: list[Path] = []
-        self._run: Path | None = None if what.run_dir is None else what.run_dir / RUN_FILE
-        self._recorded = self._last_record()
-        if what.run_dir is None:
-            return
-        logs = what.run_dir / LOGS
-        self._made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
-        for process in range(1, what.hosts.num):
-            file = logs / f"{process}.log"
-            self._sizes[file] = file.stat().st_size if file.exists() else None
-
-    def _last_record(self) -> int | None:
-        with suppress(OSError):
-            return None if self._run is None else self._run.stat().st_mtime_ns
-        return None
-
-    def restore(self) -> None:
-        if self._last_record() != self._recorded:
-            return  # it had begun
-        for file, size in self._sizes.items():
+    def restore() -> None:
+        if _written_ns(record) == written_ns:
             with suppress(OSError):
-                if size is None:
-                    file.unlink(missing_ok=True)
-                else:
-                    os.truncate(file, size)
-        for folder in self._made:
-            with suppress(OSError):  # it was not made, or the run has something in it
-                folder.rmdir()
+                cut_to(sizes)
+            remove_empty(made)
+
+    return restore
+
+
+def _written_ns(file: Path) -> int | None:
+    """When a file was last written; None: there is none."""
+    with suppress(OSError):
+        return file.stat().st_mtime_ns
+    return None
 
 
 def say(text: str) -> None:

@@ -1,29 +1,18 @@
-"""Agents on this machine, from the launcher's side: processes of its own, each with a socket."""
+"""Agents on this machine, from the launcher's side: process supervisors that it starts, each with a socket."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import select
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.frames import BadFrame, Channel, read_message, to_bytes
-from jaxrl.rewards.processes import adopt_orphans, kill, kill_descendants
-from jaxrl.runtime.hosts.agent import MAX_MESSAGE_BYTES, Start
+from jaxrl.processes.process_supervisor import END_S, Start, SupervisorProcess
+from jaxrl.processes.process_tree import adopt_orphans, kill_descendants
 from jaxrl.runtime.hosts.restarts import End, Ended, Lost, Refused
 
 LOOPBACK = "127.0.0.1"
-END_S = 10.0
-"""For an agent, or the guard of one that does not (`agent.GUARD_S`), to have ended everything below it."""
-_GONE_S = 5.0
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.runtime.hosts.agent import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,85 +84,6 @@ class Agents(Protocol):
         ...
 
 
-class AgentProcess:
-    """One agent on this machine, and the way to it.
-
-    Args:
-      run_dir: whose checkpoints it looks for.
-      host: the address that the port it finds is to be free on; empty: all of the machine's.
-    """
-
-    def __init__(self, run_dir: str, host: str) -> None:
-        ours, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        path = [os.getcwd() if entry == "" else entry for entry in sys.path]
-        self.pid = 0  # of the agent itself, once it has said so
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(path), str(theirs.fileno()), str(lifeline), run_dir, host],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), lifeline],
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(lifeline)
-        self._channel = Channel(ours, MAX_MESSAGE_BYTES)
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
-
-    @property
-    def guard(self) -> int:
-        return self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        return self._channel.ended
-
-    def tell(self, message: dict[str, Any]) -> None:
-        self._channel.send(to_bytes(message))
-
-    def hear(self) -> list[dict[str, Any]]:
-        """What it has said by now."""
-        self._channel.flush()
-        try:
-            messages = [read_message(frame) for frame in self._channel.receive()]
-        except BadFrame:
-            self._channel.ended = True
-            return []
-        for message in messages:
-            self.pid = message.get("ready", self.pid)
-        return messages
-
-    def begin_end(self) -> None:
-        """Asks it to end."""
-        os.close(self._lifeline)
-        with contextlib.suppress(OSError):
-            self._channel.sock.shutdown(socket.SHUT_WR)
-
-    def finish_end(self, deadline_s: float) -> None:
-        """Returns when it is gone with all below it; kills it at `deadline_s`, by `time.monotonic`."""
-        if not self._gone(deadline_s):
-            for pid in filter(None, (self.pid, self.guard)):  # what is below the one is killed by the other
-                kill(pid)
-            self._gone(time.monotonic() + _GONE_S)
-        self._channel.close()
-
-    def _gone(self, deadline_s: float) -> bool:
-        """Whether both the agent and its guard end by then."""
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        while not self._channel.ended:
-            poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000)
-            self.hear()
-            if time.monotonic() >= deadline_s and not self._channel.ended:
-                return False
-        try:
-            self._process.wait(max(deadline_s - time.monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-
 class LocalAgents:
     """An agent on this machine for each process of a run. See `Agents`.
 
@@ -186,7 +96,7 @@ class LocalAgents:
 
     def __init__(self, hosts: HostsSection, run_dir: str) -> None:
         adopt_orphans()
-        self._agents = [AgentProcess(run_dir, LOOPBACK) for _ in range(hosts.num)]
+        self._agents = [SupervisorProcess(run_dir, LOOPBACK) for _ in range(hosts.num)]
         self._silent_s = silence_s(hosts)
         self._heard_s: dict[int, float] = {}
         self._lost: set[int] = set()
@@ -206,10 +116,8 @@ class LocalAgents:
             if agent.ended:
                 self._lost.add(number)
                 found.append(Lost(number, "its agent is gone"))
-        for (
-            number,
-            heard_s,
-        ) in self._heard_s.items():  # after all has been read that came while this process was stopped
+        # after all has been read that came while this process was stopped
+        for number, heard_s in self._heard_s.items():
             if number not in self._lost and time.monotonic() - heard_s > self._silent_s:
                 self._lost.add(number)
                 found.append(Lost(number, f"its agent has said nothing for {self._silent_s:g} s"))

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
+from jaxrl.runtime.hosts.environment import COUNT_FLAG, FLAGS, PLATFORMS, VISIBLE
 
-VISIBLE, FLAGS, PLATFORMS = "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "JAX_PLATFORMS"
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _LIST_S = 30.0
 
@@ -72,8 +71,8 @@ def dealt(hosts: HostsSection, platform: str, gpus: Sequence[str], flags: str) -
 
 def with_device_count(flags: str, count: int) -> str:
     """XLA_FLAGS with so many devices on a CPU, in place of what they said of that."""
-    kept = [flag for flag in flags.split() if flag.partition("=")[0] != _COUNT_FLAG]
-    return " ".join([*kept, f"{_COUNT_FLAG}={count}"])
+    kept = [flag for flag in flags.split() if flag.partition("=")[0] != COUNT_FLAG]
+    return " ".join([*kept, f"{COUNT_FLAG}={count}"])
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.frames import BadFrame
-from jaxrl.rewards.ray_pool import RayProcess
-from jaxrl.runtime.hosts.agent import Start
+from jaxrl.processes.messages import BadMessage
+from jaxrl.processes.process_supervisor import Start
+from jaxrl.processes.ray_process import RayProcess
+from jaxrl.runtime.hosts.environment import PLATFORMS
 from jaxrl.runtime.hosts.local_agents import Event, Note, events_of
-from jaxrl.runtime.hosts.local_devices import PLATFORMS
 from jaxrl.runtime.hosts.restarts import Lost
 from jaxrl.types import RunFailed
 
@@ -54,7 +54,7 @@ class RayAgents:
         env = forwarded(os.environ)
         on_cpu = env.get(PLATFORMS, "").split(",")[0].strip().lower() == "cpu"
         setup = HostsSetup(hosts, run_dir, env, on_cpu, again)
-        self._process = RayProcess(pickle.dumps(setup), "jaxrl.runtime.hosts.ray_hosts")
+        self._process = RayProcess("jaxrl.runtime.hosts.ray_hosts", pickle.dumps(setup))
 
     def events(self, timeout_s: float) -> list[Event]:
         if self._is_lost:
@@ -65,7 +65,7 @@ class RayAgents:
         try:
             for message in self._process.hear(timeout_s):
                 found += _understood(message)
-        except BadFrame as bad:
+        except BadMessage as bad:
             problem = f"it sent {bad}"
         problem = problem or self._process.problem
         if problem is not None and not found:

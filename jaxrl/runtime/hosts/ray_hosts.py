@@ -1,9 +1,9 @@
 """Ray's side of launching with Ray: a process of its own, which reserves hosts and has an actor on each.
 
-Purpose: as with the reward pool on ray (`jaxrl.rewards.ray_actors`), ray may end the process that uses it, so the
-launcher starts this one. It makes a placement group with a bundle per host, each on a node of its own (STRICT_SPREAD),
-which reserves the host's devices; then an actor in each, which has the host's agent (`agent`). Actors are never
-restarted by ray: the launcher decides what starts again.
+Purpose: ray may end the process that uses it (`jaxrl.processes.ray_process`), so the launcher starts this one. It makes
+a placement group with a bundle per host, each on a node of its own (STRICT_SPREAD), which reserves the host's devices;
+then an actor in each, which has the host's agent (`jaxrl.processes.process_supervisor`). Actors are never restarted by
+ray: the launcher decides what starts again.
 
 Who ends whom: an actor's agent ends when the actor does. An actor ends with the node, with this process (ray's rule),
 and by itself when it is not asked for `heartbeat_s`, which also covers a cluster whose head is gone. So what a lost
@@ -30,11 +30,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.frames import Channel, read_message, to_bytes
-from jaxrl.rewards.processes import adopt_orphans, kill_descendants
-from jaxrl.rewards.ray_actors import MAX_FRAME, begin, connect
-from jaxrl.runtime.hosts.local_agents import END_S, AgentProcess, silence_s
-from jaxrl.runtime.hosts.local_devices import FLAGS, with_device_count
+from jaxrl.processes.messages import Channel, read_message, to_bytes
+from jaxrl.processes.process_supervisor import END_S, SupervisorProcess
+from jaxrl.processes.process_tree import adopt_orphans, kill_descendants
+from jaxrl.processes.ray_process import MAX_MESSAGE_BYTES, begin, connect
+from jaxrl.runtime.hosts.environment import FLAGS
+from jaxrl.runtime.hosts.local_agents import silence_s
+from jaxrl.runtime.hosts.local_devices import with_device_count
 from jaxrl.types import RunFailed
 
 UNREACHABLE_S = 1.0
@@ -75,7 +77,7 @@ class HostActor:
 
     def __init__(self, run_dir: str, host: str, silent_s: float) -> None:
         adopt_orphans()  # as `LocalAgents` does
-        self._agent = AgentProcess(run_dir, host)
+        self._agent = SupervisorProcess(run_dir, host)
         self._lock = threading.Lock()
         self._asked_s, self._silent_s = time.monotonic(), silent_s
         threading.Thread(target=self._end_when_forgotten, daemon=True).start()
@@ -300,10 +302,10 @@ def shortage(hosts: HostsSection, bundle: Mapping[str, float], nodes: Sequence[M
 
 
 def main() -> NoReturn:
-    """The process; see `jaxrl.rewards.ray_actors.begin`."""
+    """The process; see `jaxrl.processes.ray_process.begin`."""
     sock, setup = begin()
     assert isinstance(setup, HostsSetup)
-    channel = Channel(sock, MAX_FRAME)
+    channel = Channel(sock, MAX_MESSAGE_BYTES)
     try:
         ray = _connected(setup, channel)
         hosts = RayHosts(ray, setup, lambda message: channel.send(to_bytes(message)))

@@ -112,7 +112,7 @@ def signal_of(status: int) -> signal.Signals | None:
     return signal.Signals(number) if number in {each.value for each in signal.Signals} else None
 
 
-def told(end: End) -> str:
+def described(end: End) -> str:
     """`host 1 was ended by SIGKILL`."""
     match end:
         case Lost():
@@ -196,10 +196,10 @@ class Restarts:
         if kind is Kind.FAILED:
             return Over(1, cause)
         if self._asked is not None:
-            return Over(1, cause, f"{told(cause)} while the run was being stopped; {self.kept()}")
+            return Over(1, cause, f"{described(cause)} while the run was being stopped; {self.kept()}")
         if self._restarts >= self._max_restarts:
             limit = f"{self._restarts} restarts without a checkpoint in between (hosts.max_restarts)"
-            return Over(1, cause, f"{told(cause)}, after {limit}; {self.kept()}")
+            return Over(1, cause, f"{described(cause)}, after {limit}; {self.kept()}")
         self._restarts += 1
         return Again(cause, self._restarts)
 

@@ -1,11 +1,11 @@
 """How processes tell each other what happened in a round: notices to process 0, and one stream from it to all.
 
-Purpose: `HostStream` carries the notices and items of `jaxrl.runtime.hosts.notices` over a board, a store of small
+Purpose: `HostStream` carries the notices and items of `jaxrl.runtime.hosts.notices` over a store of small
 values that all processes can read (`jax.distributed` has one). What is told between two pumps goes as one value.
 Reading never waits, but for `wait`, which is woken by the very value that is needed next.
 
 Keys: ``<name>/notices/<process>/<number>`` and ``<name>/items/<number>``. Process 0 removes a notice once it has read
-it, and a batch of the stream once all others have said that they have. So the board does not grow with the run.
+it, and a batch of the stream once all others have said that they have. So the store does not grow with the run.
 
 Rounds are counted by every process for itself. A process may be a round ahead of process 0, which keeps its notices
 until it is there; notices and items of a round that was dropped are left out.
@@ -30,8 +30,8 @@ MAX_UNREAD = 16
 """Batches of the stream after which a process that has nothing to tell says how far it has read."""
 
 
-class Board(Protocol):
-    """What the stream needs of `jaxrl.runtime.hosts.board.Board`."""
+class StreamStore(Protocol):
+    """What the stream needs of `jaxrl.runtime.hosts.key_value_store.KeyValueStore`."""
 
     process: int
     num_processes: int
@@ -49,7 +49,7 @@ class HostStream:
     """Implements `jaxrl.runtime.ordered.Stream`.
 
     Args:
-      board: of all processes.
+      store: of all processes.
       name: what its keys begin with; the same in all processes, and new in each world.
       clock: seconds from any origin.
       stalls_s, stalled: what is called with (process, seconds) once nothing that was waited for has come from that
@@ -57,20 +57,20 @@ class HostStream:
       waited: called after each wait.
 
     Attributes:
-      process, num_processes: of the board.
+      process, num_processes: of the store.
     """
 
     def __init__(
         self,
-        board: Board,
+        store: StreamStore,
         name: str = "stream",
         clock: Callable[[], float] = time.perf_counter,
         stalls_s: float = math.inf,
         stalled: Callable[[int, float], None] = lambda process, seconds: None,
         waited: Callable[[], None] = lambda: None,
     ) -> None:
-        self.process, self.num_processes = board.process, board.num_processes
-        self._board, self._name, self._clock = board, name, clock
+        self.process, self.num_processes = store.process, store.num_processes
+        self._store, self._name, self._clock = store, name, clock
         self._stalls_s, self._stalled, self._waited = stalls_s, stalled, waited
         self._waits: tuple[int, float] | None = None  # for whom, and since when nothing has come
         self._round = 0
@@ -139,7 +139,7 @@ class HostStream:
         if self._leads:
             assert process, "process 0 waits for another process"
             holder = process
-            self._board.get(self._notice_key(process, self._num_read[process]), timeout_s)
+            self._store.get(self._notice_key(process, self._num_read[process]), timeout_s)
         elif not self._items:
             self._receive_item(timeout_s)
         self._waited_s[holder] += self._clock() - began
@@ -201,16 +201,16 @@ class HostStream:
         value = joined(Batch(self._round, self._num_read[0]), parts)
         self._num_acknowledged = self._num_read[0]
         number, self._num_written = self._num_written, self._num_written + 1
-        self._board.put(self._item_key(number) if self._leads else self._notice_key(self.process, number), value)
+        self._store.put(self._item_key(number) if self._leads else self._notice_key(self.process, number), value)
         self._batches += 1
         self._bytes += len(value)
 
     def _receive_notices(self) -> None:
-        for key, value in self._board.folder(f"{self._name}/notices"):
+        for key, value in self._store.folder(f"{self._name}/notices"):
             process, number = map(int, key.split("/")[-2:])
             assert number == self._num_read[process], f"{key}: notice {self._num_read[process]} of it is due"
             self._num_read[process] += 1
-            self._board.delete(key)
+            self._store.delete(key)
             batch = decode(value)
             self._read_by[process] = batch.read
             for notice in batch.told:
@@ -220,11 +220,11 @@ class HostStream:
     def _remove_read(self) -> None:
         """Removes the batches of the stream that all others have read."""
         for number in range(self._num_removed, min(self._read_by[1:], default=self._num_written)):
-            self._board.delete(self._item_key(number))
+            self._store.delete(self._item_key(number))
             self._num_removed = number + 1
 
     def _receive_item(self, timeout_s: float) -> bool:
-        value = self._board.get(self._item_key(self._num_read[0]), timeout_s)
+        value = self._store.get(self._item_key(self._num_read[0]), timeout_s)
         if value is None:
             return False
         self._num_read[0] += 1

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.runtime.hosts.place import HostPlace
+from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.types import RunFailed, Sample
 
@@ -69,23 +69,23 @@ class TokenExchange:
     Every process calls `exchange` at the same place with the same samples in the same order.
 
     Args:
-      place: of this process. With one process there is nothing to exchange.
+      devices: of this process, and of all. With one process there is nothing to exchange.
       max_bytes: that a device holds at most of what a turn has gathered.
       meet: where all hosts meet once they have compiled a program. dispatched: hears of each program that is run.
     """
 
     def __init__(
         self,
-        place: HostPlace,
+        devices: ProcessDevices,
         max_bytes: int = DEFAULT_MAX_BYTES,
         meet: Meet = alone,
         dispatched: Callable[[str], None] = alone,
     ) -> None:
-        self._place, self._meet, self._dispatched = place, meet, dispatched
+        self._devices, self._meet, self._dispatched = devices, meet, dispatched
         self._programs: dict[int, Callable[[jax.Array], jax.Array]] = {}
-        most = max_bytes // 4 // place.num_processes
+        most = max_bytes // 4 // devices.num_processes
         self._most_words = max(1 << (most.bit_length() - 1), _LEAST_WORDS)
-        grid = np.asarray(place.devices, dtype=object).reshape(place.num_processes, -1)
+        grid = np.asarray(devices.devices, dtype=object).reshape(devices.num_processes, -1)
         mesh = Mesh(grid, ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)
         self._own = NamedSharding(mesh, PartitionSpec("hosts", "local"))
         self._gathered = NamedSharding(mesh, PartitionSpec(None, "local"))
@@ -105,7 +105,7 @@ class TokenExchange:
         Raises:
           RunFailed: another process sends other samples than it should.
         """
-        num_hosts, own = self._place.num_processes, self._place.process
+        num_hosts, own = self._devices.num_processes, self._devices.process
         if num_hosts == 1 or not samples:
             return Exchanged()
         began = time.perf_counter()
@@ -114,10 +114,10 @@ class TokenExchange:
             of_hosts[owner].append(sample)
         longest = max(_num_words(each) for each in of_hosts)
         found = np.empty((num_hosts, longest), np.int32)
-        sizes = self._turns(-(-longest // len(self._place.local_devices)))
+        sizes = self._turns(-(-longest // len(self._devices.local_devices)))
         mine, received, start = _packed(of_hosts[own]), 0, 0
         for size in sizes:
-            count = size * len(self._place.local_devices)
+            count = size * len(self._devices.local_devices)
             gathered = self._gather(mine[start : start + count], size)
             found[:, start : start + count] = gathered[:, : longest - start]
             received += (num_hosts - 1) * count * 4
@@ -138,7 +138,7 @@ class TokenExchange:
 
     def _gather(self, words: np.ndarray, size: int) -> np.ndarray:
         """[hosts, local devices * size]: the words of every host, of which these are this one's."""
-        num_hosts, num_local = self._place.num_processes, len(self._place.local_devices)
+        num_hosts, num_local = self._devices.num_processes, len(self._devices.local_devices)
         part = np.zeros((1, num_local * size), np.int32)
         part[0, : len(words)] = words
         shape = (num_hosts, num_local * size)
@@ -152,7 +152,7 @@ class TokenExchange:
 
     def _program(self, size: int) -> Callable[[jax.Array], jax.Array]:
         if size not in self._programs:
-            shape = (self._place.num_processes, len(self._place.local_devices) * size)
+            shape = (self._devices.num_processes, len(self._devices.local_devices) * size)
             words = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._own)
             self._programs[size] = jax.jit(lambda x: x, out_shardings=self._gathered).lower(words).compile()
             self._meet(f"tokens {size}")

@@ -3,7 +3,7 @@
 `open_world` starts `jax.distributed` before anything else touches a device. Where process 0 is and which number this
 process has come from the environment variables that a launcher sets (`JAXRL_COORDINATOR`, `JAXRL_PROCESS_ID`), from
 `hosts.coordinator`, or from what jax detects (Slurm, Kubernetes, Open MPI). One process without a coordinator is a
-world too, with a board in memory and nothing to wait for; with one, it is `jax.distributed` with a single process,
+world too, with a store in memory and nothing to wait for; with one, it is `jax.distributed` with a single process,
 whose sums on a CPU have the order of those of several (its collectives are gloo's as well).
 
 jax's own ways to end a process have no sentence: it aborts with stacks, after waiting for hosts that are not there
@@ -13,7 +13,6 @@ and whatever can fail later is timed here as well, a little shorter.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -29,17 +28,22 @@ import jax
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.runtime.hosts.board import Board, CoordinationBoard, Disagreement, MemoryBoard, MissingHosts
-from jaxrl.runtime.hosts.gate import GRACE_S, Gate
+from jaxrl.runtime.devices import devices_by_process, refuse_few, unequal_problem
+from jaxrl.runtime.hosts.environment import COORDINATOR, COUNT_FLAG, FLAGS, PROCESS_ID
+from jaxrl.runtime.hosts.key_value_store import (
+    CoordinationStore,
+    Disagreement,
+    KeyValueStore,
+    MemoryStore,
+)
+from jaxrl.runtime.hosts.liveness import GRACE_S, PhaseBarrier
 from jaxrl.runtime.stop import Stop, end
 
-COORDINATOR, PROCESS_ID = "JAXRL_COORDINATOR", "JAXRL_PROCESS_ID"
-"""The environment variables of a launcher: host:port of process 0, and the number of this process."""
 _SHUTDOWN_S = 10  # jax's; all come to it at the same moment
 _LATER_S = 30  # jax's time for the start, beyond ours
 _TRY_S = 5  # for an address to work: a run before this one may be about to leave its port
 _SAY_S = 15  # until a process says what it waits for
-_VERDICT = "world"
+_NAMES = "names of hosts"
 
 
 @dataclass(frozen=True)
@@ -47,25 +51,33 @@ class World:
     """The processes of a run and their devices.
 
     Attributes:
-      board: what they write for each other. gate: what keeps them together.
+      store: what they write for each other. barrier: what keeps them together.
       host: the name of this machine.
-      devices: of all processes, in the order of the processes, as many of each.
-      local_devices: those of this process, in the same order.
+      devices_by_process: what the run uses of each, as many of all.
     """
 
-    board: Board
-    gate: Gate
+    store: KeyValueStore
+    barrier: PhaseBarrier
     host: str
-    devices: list[Any]
-    local_devices: list[Any]
+    devices_by_process: tuple[tuple[Any, ...], ...]
+
+    @property
+    def devices(self) -> list[Any]:
+        """Of all processes, in their order."""
+        return [device for own in self.devices_by_process for device in own]
+
+    @property
+    def local_devices(self) -> list[Any]:
+        """Those of this process."""
+        return list(self.devices_by_process[self.process])
 
     @property
     def process(self) -> int:
-        return self.board.process
+        return self.store.process
 
     @property
     def num_processes(self) -> int:
-        return self.board.num_processes
+        return self.store.num_processes
 
 
 @contextmanager
@@ -84,21 +96,21 @@ def open_world(hosts: HostsSection, stop: Stop | None = None) -> Iterator[World]
     _prepare_devices(hosts)
     host = socket.gethostname()
     if found is None:
-        gate = Gate(MemoryBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
-        yield World(gate.board, gate, host, *_devices(hosts))
+        barrier = PhaseBarrier(MemoryStore(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
+        yield World(barrier.store, barrier, host, _devices(hosts))
         return
     _connect(hosts, *found)
-    gate = Gate(CoordinationBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
-    with gate.failing(), stop.ending_by(gate.fail):
+    barrier = PhaseBarrier(CoordinationStore(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
+    with barrier.failing(), stop.ending_by(barrier.fail):
         if jax.process_count() != hosts.num:
             raise Disagreement(
                 f"hosts.num ({hosts.num}) must be the number of processes that were started ({jax.process_count()})"
             )
-        gate.at("looking for devices")
-        everyone, local = _devices(hosts)
-        _refuse_unequal(gate, local)
-        yield World(gate.board, gate, host, everyone, local)
-        gate.close()
+        barrier.at("looking for devices")
+        processes = _devices(hosts)
+        _refuse_unequal(barrier, [len(own) for own in processes])
+        yield World(barrier.store, barrier, host, processes)
+        barrier.close()
     _disconnect()
 
 
@@ -126,7 +138,7 @@ def _coordinates(hosts: HostsSection) -> tuple[str | None, int | None] | None:
 
 def _prepare_devices(hosts: HostsSection) -> None:
     """What must be set before jax looks for devices."""
-    if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and hosts.devices_per_host:
+    if COUNT_FLAG not in os.environ.get(FLAGS, "") and hosts.devices_per_host:
         jax.config.update("jax_num_cpu_devices", hosts.devices_per_host)
     if hosts.devices_per_host and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
         visible = ",".join(map(str, range(hosts.devices_per_host)))
@@ -246,49 +258,24 @@ def _is_loopback(address: str) -> bool:
     return name == "localhost" or name.startswith("127.")
 
 
-def _devices(hosts: HostsSection) -> tuple[list[Any], list[Any]]:
-    """All devices in the order of processes, and this process's own; `hosts.devices_per_host` of each."""
-    of: dict[int, list[Any]] = {}
-    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
-        of.setdefault(device.process_index, []).append(device)
-    most = hosts.devices_per_host or None
-    local = of[jax.process_index()][:most]
-    if most is not None and len(local) < most:
-        raise ConfigError(
-            f"hosts.devices_per_host ({most}) must be at most the devices that there are on {socket.gethostname()} "
-            f"({len(local)})"
-        )
-    return [device for process in sorted(of) for device in of[process][:most]], local
+def _devices(hosts: HostsSection) -> tuple[tuple[Any, ...], ...]:
+    """The devices of each process that the run uses. Raises ConfigError where this one has too few."""
+    found = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    processes = devices_by_process(found, jax.process_count(), hosts.devices_per_host)
+    own = len(processes[jax.process_index()])
+    refuse_few("hosts.devices_per_host", hosts.devices_per_host, own, socket.gethostname())
+    return processes
 
 
-def _refuse_unequal(gate: Gate, local: list[Any]) -> None:
-    """Raises Disagreement, on all, where a process has another number of devices than process 0."""
-    board, timeout_s = gate.board, gate.stall_timeout_s
-    board.put(f"{_VERDICT}/{board.process}", json.dumps([gate.host, len(local)]).encode())
-    with gate.waiting("the devices of all hosts"):
-        board.barrier(_VERDICT, timeout_s)
-        if board.process == 0:
-            board.put("world verdict", _unequal(dict(board.folder(_VERDICT))).encode())
-        said = board.get("world verdict", timeout_s)
-    if said is None:
-        raise MissingHosts("the comparison of devices", (0,), timeout_s)
-    if said:
-        raise Disagreement(said.decode())
-
-
-def _unequal(posted: dict[str, bytes]) -> str:
-    """A sentence about hosts with different numbers of devices; empty: all have as many."""
-    counts = {int(key.rpartition("/")[2]): json.loads(value) for key, value in posted.items()}
-    host, most = counts[0]
-    others = [(process, *each) for process, each in sorted(counts.items()) if each[1] != most]
-    if not others:
-        return ""
-    process, name, count = others[0]
-    more = f" (and {len(others) - 1} more differ)" if len(others) > 1 else ""
-    return (
-        f"all hosts must have as many devices: process 0 ({host}) has {most}, process {process} ({name}) has {count}"
-        f"{more}; set hosts.devices_per_host"
-    )
+def _refuse_unequal(barrier: PhaseBarrier, counts: list[int]) -> None:
+    """Raises Disagreement, on all, where processes have different numbers of devices."""
+    if len(set(counts)) == 1:  # all processes see the devices of all
+        return
+    store, timeout_s = barrier.store, barrier.stall_timeout_s
+    store.put(f"{_NAMES}/{store.process:05}", barrier.host.encode())
+    with barrier.waiting("the devices of all hosts"):
+        store.barrier(_NAMES, timeout_s)
+    raise Disagreement(unequal_problem(counts, [name.decode() for _, name in store.folder(_NAMES)]))
 
 
 def _disconnect() -> None:

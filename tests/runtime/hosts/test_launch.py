@@ -13,8 +13,8 @@ from runs import Runs, assert_same_end, end, num_steps
 
 from jaxrl.cli import main
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.processes import descendants
-from jaxrl.runtime.hosts.agent import Start
+from jaxrl.processes.process_supervisor import Start
+from jaxrl.processes.process_tree import descendants
 from jaxrl.runtime.hosts.launch import Launch, Launcher
 from jaxrl.runtime.hosts.local_agents import Event, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.restarts import Ended, Lost, Refused
@@ -60,7 +60,7 @@ def test_a_world_is_told_where_process_0_is(tmp_path: Path):
     assert launcher(tmp_path / "run", first, second).run() == 0
     assert (first.num_closed, second.num_closed) == (1, 1)
     log = str(tmp_path / "run" / "hosts" / "1.log")
-    common = {"JAXRL_NUM_PROCESSES": "2", "JAXRL_COORDINATOR": "10.0.0.1:4000"}
+    common = {"JAXRL_COORDINATOR": "10.0.0.1:4000"}
     arguments, here = ["-m", "jaxrl", "train"], os.getcwd()
     assert first.starts == {
         0: Start(arguments, {"JAXRL_PROCESS_ID": "0", **common}, here, relay=True),

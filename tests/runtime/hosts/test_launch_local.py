@@ -177,7 +177,7 @@ def test_sigterm_to_an_agent_stops_the_run_at_a_boundary(tmp_path: Path, kind: s
     """And so does SIGTERM to the launcher and all that it has started, once."""
     run = Launched(tmp_path)
     run.until("at.1.1")
-    agents = [pid for pid, command in run.living().items() if "hosts.agent" in command]
+    agents = [pid for pid, command in run.living().items() if "process_supervisor" in command]
     guards = [pid for pid in agents if _parent_of(pid) == run.process.pid]
     (agent, *_) = [pid for pid in agents if _parent_of(pid) == guards[1]]
     for pid in {"agent": [agent], "guard": [guards[1]], "all": [*agents, run.process.pid]}[kind]:

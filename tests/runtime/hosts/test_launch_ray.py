@@ -18,7 +18,7 @@ import pytest
 from launching import BITS, Launched
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rewards.processes import descendants, kill
+from jaxrl.processes.process_tree import descendants, kill
 from jaxrl.runtime.hosts.ray_agents import forwarded
 from jaxrl.runtime.hosts.ray_hosts import bundle_of, shortage
 

@@ -14,9 +14,9 @@ from jaxrl.runtime.hosts.restarts import (
     Over,
     Refused,
     Restarts,
+    described,
     kind_of,
     signal_of,
-    told,
 )
 
 KILLED, ABORTED = Ended(1, -9), Ended(1, -6)
@@ -150,7 +150,7 @@ def test_kinds():
 
 def test_words():
     ends = [Ended(3, -11), Ended(3, 1), Lost(3, "its agent is gone"), Refused(3, "/x: no such file or directory")]
-    assert [told(end) for end in ends] == [
+    assert [described(end) for end in ends] == [
         "host 3 was ended by SIGSEGV",
         "host 3 ended with status 1",
         "host 3: its agent is gone",

@@ -64,8 +64,8 @@ def test_the_board_holds_no_more_after_many_rounds():
     for steps in (3, 24):
         config = config_of("plain", 4, 2, **{"trainer.total_training_steps": steps, "trainer.save_freq": 100})
         run = HostsInStep(with_hosts(config, 2), workload, 2, seed=4).run()
-        most.append(max(run.boards[0].most))
-        assert len(run.boards[0].values) < MAX_UNREAD + 4
+        most.append(max(run.stores[0].most))
+        assert len(run.stores[0].values) < MAX_UNREAD + 4
         assert all(
             values["hosts/stream_batches"] > 0 for process in run.processes for values in process.metrics.values()
         )

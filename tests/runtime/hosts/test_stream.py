@@ -1,4 +1,4 @@
-"""Batches over a board: their order, rounds that are not level, sizes, what stays, and the journal of process 0."""
+"""Batches over a store: their order, rounds that are not level, sizes, what stays, and the journal of process 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl.runtime.hosts.stream import MAX_BATCH_BYTES, MAX_UNREAD, HostStream
 
 @dataclass
 class PlainBoard:
-    """A board in one thread: nothing comes while it is waited for."""
+    """A store in one thread: nothing comes while it is waited for."""
 
     process: int
     num_processes: int
@@ -38,11 +38,11 @@ class PlainBoard:
 
 def build(count: int = 3) -> tuple[list[HostStream], list[PlainBoard]]:
     values: dict[str, bytes] = {}
-    boards = [PlainBoard(process, count, values) for process in range(count)]
-    streams = [HostStream(board, "s") for board in boards]
+    stores = [PlainBoard(process, count, values) for process in range(count)]
+    streams = [HostStream(store, "s") for store in stores]
     for stream in streams:
         stream.begin()
-    return streams, boards
+    return streams, stores
 
 
 def ticks(stream: HostStream) -> list[int]:
@@ -56,7 +56,7 @@ def ticks(stream: HostStream) -> list[int]:
 
 
 def test_all_read_one_stream_and_process_0_all_notices():
-    (first, second, third), boards = build()
+    (first, second, third), stores = build()
     for tick in (3, 5):
         first.publish(Floor(tick))
     first.pump()
@@ -74,8 +74,8 @@ def test_all_read_one_stream_and_process_0_all_notices():
     assert [ticks(second), ticks(third)] == [[9], [9]]
     second.wait(2.0)
     first.wait(3.0, 2)
-    assert boards[1].waited == [("s/items/000000000002", 2.0)]
-    assert boards[0].waited == [("s/notices/00002/000000000001", 3.0)]
+    assert stores[1].waited == [("s/items/000000000002", 2.0)]
+    assert stores[0].waited == [("s/notices/00002/000000000001", 3.0)]
 
 
 def test_a_process_may_be_a_round_ahead_and_what_was_dropped_is_left_out():
@@ -96,12 +96,12 @@ def test_a_process_may_be_a_round_ahead_and_what_was_dropped_is_left_out():
 
 
 def test_large_batches_are_cut_and_a_large_notice_goes_alone():
-    (first, second, _), boards = build()
+    (first, second, _), stores = build()
     sizes = [MAX_BATCH_BYTES // 3, MAX_BATCH_BYTES // 3, MAX_BATCH_BYTES // 2, MAX_BATCH_BYTES * 2, 10]
     for size in sizes:
         second.tell(Stop("x" * size))
     second.pump()
-    written = [len(value) for _, value in boards[0].folder("s/notices")]
+    written = [len(value) for _, value in stores[0].folder("s/notices")]
     assert len(written) == 4
     assert sum(size < MAX_BATCH_BYTES for size in written) == 3
     first.pump()
@@ -109,8 +109,8 @@ def test_large_batches_are_cut_and_a_large_notice_goes_alone():
 
 
 def test_nothing_stays_that_all_have_read():
-    """Two hundred rounds of ten batches: what lies on the board at once does not grow."""
-    (first, second, third), boards = build()
+    """Two hundred rounds of ten batches: what lies on the store at once does not grow."""
+    (first, second, third), stores = build()
     most: list[int] = []
     for number in range(200):
         for tick in range(10):
@@ -123,7 +123,7 @@ def test_nothing_stays_that_all_have_read():
                 pass
         first.pump()
         assert len(first.notices()) == 10
-        most.append(len(boards[0].values))
+        most.append(len(stores[0].values))
         for stream in (first, second, third):
             stream.begin()
     assert max(most) <= MAX_UNREAD + 12
@@ -134,25 +134,25 @@ def test_nothing_stays_that_all_have_read():
 
 def test_what_has_come_is_not_waited_for():
     """The last pump before a wait may bring the very notice that is to be waited for."""
-    (first, second, _), boards = build()
+    (first, second, _), stores = build()
     second.tell(Stop("full"))
     second.pump()
     first.pump()
     first.wait(5.0, 1)
-    assert boards[0].waited == []
+    assert stores[0].waited == []
     assert first.notices() == [(1, Stop("full"))]
     first.wait(5.0, 1)
-    assert boards[0].waited == [("s/notices/00001/000000000001", 5.0)]
+    assert stores[0].waited == [("s/notices/00001/000000000001", 5.0)]
 
 
 def test_a_notice_of_a_later_round_is_no_reason_not_to_wait():
-    (first, second, _), boards = build()
+    (first, second, _), stores = build()
     second.begin()
     second.tell(Stop("early"))
     second.pump()
     first.pump()
     first.wait(5.0, 2)
-    assert boards[0].waited == [("s/notices/00002/000000000000", 5.0)]
+    assert stores[0].waited == [("s/notices/00002/000000000000", 5.0)]
 
 
 def test_a_failure_is_heard_whatever_the_round():

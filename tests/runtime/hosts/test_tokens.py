@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from host_worlds import assert_same_bits, of, run_world
 
-from jaxrl.runtime.hosts.place import HostPlace
+from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange, _header, _packed, _unpack
 from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.types import RunFailed, Sample, SampleKey
@@ -64,7 +64,7 @@ def test_more_hosts(tmp_path: Path, num_processes: int, devices: int):
 
 
 def test_one_process_has_all_already():
-    place = HostPlace(0, 1, (None,), (None,), MEMORY)
+    place = ProcessDevices(0, 1, (None,), (None,), MEMORY)
     mine = sample(0, 7)
     assert TokenExchange(place).exchange([mine], [0]) == Exchanged()
 

@@ -13,15 +13,16 @@ from worlds import Done, ended, free_port, script, started, wait_for
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.runtime.hosts.world import COORDINATOR, PROCESS_ID, open_world
+from jaxrl.runtime.hosts.environment import COORDINATOR, PROCESS_ID
+from jaxrl.runtime.hosts.world import open_world
 
 WHOLE = """
 sys.path.insert(0, "tests/support")
-from boards import check_board
-from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
+from stores import check_store
+from jaxrl.runtime.hosts.liveness import PROGRAM, STREAM
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-check_board(board)
+check_store(board)
 assert [device.process_index for device in world.devices] == [0, 0, 1, 1], world.devices
 assert world.local_devices == jax.local_devices()
 mesh = Mesh(np.array(world.devices), "d", axis_types=(jax.sharding.AxisType.Auto,))
@@ -51,7 +52,7 @@ stop.save_first(print)
 
 
 def test_a_world_of_two():
-    """The board, programs over both processes, and SIGTERM to one of them as a stop of both at one boundary."""
+    """The store, programs over both processes, and SIGTERM to one of them as a stop of both at one boundary."""
     program = script(WHOLE, before=STOP, wish=", stop")
     heard = []
     with started(program, devices=2) as processes:
@@ -179,7 +180,7 @@ dispatch()
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_skipped_program_ends_both(process: int):
-    """One waits in a collective, which no signal of Python's ends, the other one at the next gate."""
+    """One waits in a collective, which no signal of Python's ends, the other one at the next barrier."""
     body = f'{COLLECTIVE}if me != {process}:\n  dispatch()\ngate.enter("checkpoint")'
     with started(script(body, stall_timeout_s=60)) as processes:
         for each in processes:

@@ -1,0 +1,1 @@
+"""Child processes: starting, supervising and ending them, and the messages to and from them."""

@@ -1,0 +1,127 @@
+"""How samples wait for workers: a queue for each domain, so that a slow domain leaves workers to the others.
+
+Purpose: `DomainLimits` says to which domain a prompt's samples belong, and its limits; `FairQueue` holds what waits,
+and hands out the next. Both are plain state, used by the pool on processes and by the one on Ray alike.
+
+Of the domains in which something waits, and which have fewer samples being scored than they may have, the one with
+the fewest being scored is next; of equals the one whose turn was longest ago. With one domain that is the order of
+arrival.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from jaxrl.config.domains import Domain
+from jaxrl.rewards.scorers import Scored
+
+T = TypeVar("T")
+MAIN = ""
+"""The domain of sources without a domain of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DomainLimit:
+    """Limits of one domain.
+
+    Attributes:
+      most: samples that may be scored at once; 0: of all workers all but one for each other domain in use.
+      timeout_s: for one sample; 0: no limit.
+      option: the option that sets `timeout_s`, for errors.
+    """
+
+    most: int
+    timeout_s: float
+    option: str = "reward.timeout_s"
+
+
+@dataclass(frozen=True, slots=True)
+class DomainLimits:
+    """Limits by source; `MAIN` is always there."""
+
+    by_source: Mapping[str, DomainLimit]
+
+    @classmethod
+    def of(cls, domains: Mapping[str, Domain]) -> DomainLimits:
+        """Of a run's domains."""
+        return cls(
+            {
+                source: DomainLimit(
+                    each.max_concurrent,
+                    each.timeout_s,
+                    each.timeout_option,
+                )
+                for source, each in domains.items()
+            }
+        )
+
+    def domain(self, source: str) -> str:
+        return source if source in self.by_source else MAIN
+
+    def named(self, source: str, scored: Scored) -> Scored:
+        """What scoring came to; a time-out with the option that set the limit."""
+        status, reward, _, duration_s = scored
+        if status != "timeout":
+            return scored
+        option = self.by_source[self.domain(source)].option
+        return status, reward, {"error": f"no score within {option} ({duration_s:g} s)"}, duration_s
+
+
+class FairQueue(Generic[T]):
+    """What waits, by domain. What was handed out counts as being scored until `done` or `put_back`."""
+
+    def __init__(self, limits: DomainLimits, num_workers: int) -> None:
+        self._limits, self._num_workers = limits.by_source, num_workers
+        self._waiting: dict[str, deque[T]] = {}  # of domains in use: those that have ever had something
+        self._scored_now = Counter[str]()
+        self._turns = Counter[str]()  # when each domain's last turn was
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, domain: str, item: T) -> None:
+        self._waiting.setdefault(domain, deque()).append(item)
+
+    def _most(self, domain: str) -> int:
+        return self._limits[domain].most or max(self._num_workers - len(self._waiting) + 1, 1)
+
+    def put_back(self, domain: str, item: T) -> None:
+        """Something that was handed out has to wait again, before all others of its domain."""
+        self.done(domain)
+        self._waiting[domain].appendleft(item)
+
+    def pop(self) -> T | None:
+        """The next that may be scored; None where nothing may."""
+        ready = [
+            domain
+            for domain, waiting in self._waiting.items()
+            if waiting and self._scored_now[domain] < self._most(domain)
+        ]
+        if not ready:
+            return None
+        domain = min(ready, key=lambda each: (self._scored_now[each], self._turns[each]))
+        self._turn += 1
+        self._turns[domain] = self._turn
+        self._scored_now[domain] += 1
+        return self._waiting[domain].popleft()
+
+    def done(self, domain: str) -> None:
+        """Something of this domain is no longer being scored."""
+        assert self._scored_now[domain] > 0, f"nothing of {domain!r} was being scored"
+        self._scored_now[domain] -= 1
+
+    def keep(self, wanted: Callable[[T], bool]) -> None:
+        """Forgets what waits and is not wanted."""
+        for domain, waiting in self._waiting.items():
+            self._waiting[domain] = deque(item for item in waiting if wanted(item))
+
+    def take_all(self) -> list[T]:
+        """Everything that waits, which does not wait any more."""
+        found = [item for waiting in self._waiting.values() for item in waiting]
+        for waiting in self._waiting.values():
+            waiting.clear()
+        return found

@@ -1,0 +1,183 @@
+"""A step's counts of verdicts: in all, and by the domain of the prompt.
+
+Purpose: `RewardMetrics` counts each verdict once, when the round receives it. That order is logical time, and verdicts
+that the journal gives come in it like all others: a step that runs again has the same counts. `PoolMetrics` counts what
+a pool does, also what no verdict tells of (replaced workers, retries, seconds), and warns of failed samples.
+
+Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.config.domains import Domain, domains, is_staged
+from jaxrl.rewards.pool_base import in_words
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import SampleKey
+
+_log = logging.getLogger(__name__)
+
+TIMEOUTS = {
+    "case": "a test case's adaptive limit",
+    "case_max": "a test case's largest limit",
+    "program": "a program's limit",
+    "sample": "a sample's limit",
+    "endpoint": "the endpoint's limit",
+    "watchdog": "a worker that was silent",
+}
+"""What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something. `case`: of
+`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: `reward.code.max_failing_s`;
+`sample`: `reward.timeout_s`, that of a domain or of math; `endpoint`: `reward.judge.request_timeout_s`; `watchdog`: a
+worker's supervisor, or an actor, said nothing."""
+_COUNTED_AS = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}  # in warnings
+_COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
+
+
+class RewardMetrics:
+    """Counts verdicts since `take` was last called.
+
+    Args:
+      domains: by source, that of other sources under the empty name; none: nothing is counted by domain.
+    """
+
+    def __init__(self, domains: Mapping[str, Domain] | None = None) -> None:
+        self._names = {source: source for source in domains or {} if source}
+        self._seen: set[str] = set(self._names)  # others are shown once there is one
+        if domains is not None:
+            others = "default"
+            while others in self._names:
+                others += "_"
+            self._names[""] = others
+        self._clear()
+
+    @classmethod
+    def configured(cls, config: Config) -> RewardMetrics:
+        """That of a run: by domain where there are domains, parts, or other scorers than worker processes."""
+        return cls(domains(config.reward) if is_staged(config.reward) else None)
+
+    def _clear(self) -> None:
+        self._whole, self._replayed, self._timeouts = Counter[str](), Counter[str](), Counter[str]()
+        self._status: dict[str, Counter[str]] = {source: Counter() for source in self._names}
+        self._seconds: dict[str, list[float]] = {source: [] for source in self._names}
+        self._own: list[float] = []
+        self._parts: dict[str, list[float]] = {}
+
+    def add(self, source: str, verdict: Verdict) -> None:
+        """Counts a verdict on a sample of a prompt from `source`."""
+        self._whole[verdict.status] += 1
+        self._timeouts += timeouts_of(verdict)
+        self._replayed[verdict.status] += verdict.is_replayed
+        if not self._names:
+            return
+        domain = source if source in self._names else ""
+        self._seen.add(domain)
+        self._status[domain][verdict.status] += 1
+        if not verdict.is_replayed:
+            self._seconds[domain].append(verdict.duration_s)
+        if verdict.status == "ok":
+            self._own.append(verdict.unshaped.reward)
+            for name, value in verdict.info.get("parts", {}).items():
+                self._parts.setdefault(name, []).append(value)
+
+    def clear(self) -> None:
+        """The round is dropped: what it has counted is not."""
+        self._clear()
+
+    def take(self, pool: Mapping[str, float]) -> dict[str, float]:
+        """What `pool` has counted, and besides `reward/timeouts/<kind>` (`TIMEOUTS`). Of `reward/{num_scored,errors,
+        timeouts,crashes}` a pool's own stay, with what the journal gave in its place: it has also scored what was not
+        wanted any more. With domains they are counted here, where a sample has one verdict, and so are
+        `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, the seconds of scoring; `reward/part/<name>/mean`
+        and `reward/own/mean`, of parts and of the scorers' own rewards, before any weight."""
+        if self._names:
+            measured = {**pool, **_counts("reward", self._whole)}
+        else:
+            added = _counts("reward", self._replayed)
+            measured = {**pool, **{name: pool.get(name, 0.0) + count for name, count in added.items()}}
+        measured |= {f"reward/timeouts/{kind}": float(self._timeouts[kind]) for kind in TIMEOUTS}
+        for source in sorted(self._seen):
+            prefix = f"reward/{self._names[source]}"
+            measured |= _counts(prefix, self._status[source])
+            if seconds := self._seconds[source]:
+                p50, p95 = np.percentile(seconds, (50, 95), method="inverted_cdf")
+                measured |= {f"{prefix}/p50_s": float(p50), f"{prefix}/p95_s": float(p95)}
+                measured[f"{prefix}/max_s"] = max(seconds)
+        measured |= {f"reward/part/{name}/mean": float(np.mean(values)) for name, values in self._parts.items()}
+        if self._own:
+            measured["reward/own/mean"] = float(np.mean(self._own))
+        self._clear()
+        return measured
+
+
+class PoolMetrics:
+    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status.
+
+    `where`: how a warning names a sample.
+    """
+
+    def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
+        self._where = where
+        self._since_last = Counter[str]()
+        self._seconds = 0.0
+        self._restarts = self._retries = 0
+        self._ever = Counter[str]()
+
+    def add(self, verdict: Verdict) -> Verdict:
+        self._since_last[verdict.status] += 1
+        self._seconds += verdict.duration_s
+        if verdict.status != "ok":
+            self._ever[verdict.status] += 1
+            count = self._ever[verdict.status]
+            if count & (count - 1) == 0:
+                so_far = f" ({count} {_COUNTED_AS[verdict.status]} so far)" if count > 1 else ""
+                why = verdict.info.get("error", verdict.status)
+                _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), why, so_far)
+        return verdict
+
+    def restarted(self, why: str) -> None:
+        self._restarts += 1
+        _log.warning("reward pool: %s", why)
+
+    def retried(self, why: str) -> None:
+        """A sample is scored again; warned of as failed verdicts are."""
+        self._retries += 1
+        self._ever["retry"] += 1
+        count = self._ever["retry"]
+        if count & (count - 1) == 0:
+            _log.warning("reward pool: a sample is scored again, number %d: %s", count, why)
+
+    def take(self) -> dict[str, float]:
+        n = self._since_last
+        metrics = {
+            "reward/num_scored": float(n.total()),
+            "reward/errors": float(n["error"]),
+            "reward/timeouts": float(n["timeout"]),
+            "reward/crashes": float(n["crash"]),
+            "reward/pool_restarts": float(self._restarts),
+            "reward/retries": float(self._retries),
+            "reward/seconds": self._seconds,
+        }
+        self._since_last, self._seconds, self._restarts, self._retries = Counter(), 0.0, 0, 0
+        return metrics
+
+
+def _counts(prefix: str, status: Counter[str]) -> dict[str, float]:
+    counted = {f"{prefix}/num_scored": float(status.total())}
+    return counted | {f"{prefix}/{name}": float(status[each]) for each, name in _COUNT_OF.items()}
+
+
+def timeouts_of(verdict: Verdict) -> Counter[str]:
+    """What limits ended a verdict, or part of it. A time-out that says nothing of kinds is a sample's."""
+    said = verdict.info.get("timeouts")
+    found = Counter[str]()
+    if isinstance(said, Mapping):
+        found.update({kind: said[kind] for kind in TIMEOUTS if type(said.get(kind)) is int and said[kind] > 0})
+    if not found and verdict.status == "timeout":
+        found["sample"] = 1
+    return found

@@ -1,0 +1,84 @@
+"""Where a scorer failed: the line in the user's file, and each traceback once in `rewards.log`.
+
+Purpose: `error_location(error)` is for the sentence that a failed sample gets, `TracebackDeduper` for the whole
+traceback. Its memory is shared by all processes that are forked after it is made, so workers, and forks of a worker,
+write the same error once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import traceback
+from types import TracebackType
+
+from jaxrl.config.functions import MODULE_PREFIX
+
+_MOST = 512  # different errors of which a traceback is written
+_HASH_BYTES = 8
+_MAX_CHARS = 16_000  # of one traceback
+
+
+def error_location(error: BaseException) -> str:
+    """`my_reward.py, line 2, in compute_score`: the innermost frame in a file of the user's, or else the innermost of
+    all. Empty for a ValueError of ours, whose sentence says what is wrong, and where there is no traceback."""
+    found, last = None, error.__traceback__
+    each = error.__traceback__
+    while each is not None:
+        found, last, each = each if _is_users(each) else found, each, each.tb_next
+    if found is None and last is not None:
+        is_ours = str(last.tb_frame.f_globals.get("__name__")).partition(".")[0] == "jaxrl"
+        found = None if is_ours and isinstance(error, ValueError) else last
+    if found is None:
+        return ""
+    code = found.tb_frame.f_code
+    return f"{shown_path(code.co_filename)}, line {found.tb_lineno}, in {code.co_name}"
+
+
+def shown_path(path: str) -> str:
+    """A path as a user would write it: from the working folder if it lies below it."""
+    with contextlib.suppress(OSError, ValueError):
+        short = os.path.relpath(path)
+        if os.path.isabs(path) and not short.startswith(os.pardir):
+            return short
+    return path
+
+
+def _is_users(at: TracebackType) -> bool:
+    names = at.tb_frame.f_globals
+    is_ours = str(names.get("__name__")).startswith(MODULE_PREFIX)
+    return is_ours and at.tb_frame.f_code.co_filename == names.get("__file__")
+
+
+class TracebackDeduper:
+    """Writes tracebacks to the standard error, one for each type and place of an error."""
+
+    def __init__(self) -> None:
+        self._seen = mmap.mmap(-1, _MOST * _HASH_BYTES)
+
+    def write_once(self, error: BaseException) -> None:
+        """Never raises: it is a user's error, whose own methods may fail."""
+        with contextlib.suppress(BaseException):
+            if self._is_new(f"{type(error).__name__} {error_location(error)}"):
+                first = error.__traceback__
+                while first is not None and not _is_users(first):
+                    first = first.tb_next
+                lines = traceback.format_exception(type(error), error, first or error.__traceback__)
+                text = "".join(lines)
+                if len(text) > _MAX_CHARS:  # the end of it says what was raised
+                    text = f"{text[: _MAX_CHARS // 2]}\n...\n{text[-_MAX_CHARS // 2 :]}"
+                os.write(2, text.encode("utf-8", "backslashreplace"))
+
+    def _is_new(self, name: str) -> bool:
+        """Notes it. Two processes that ask at the same moment may both hear yes; beyond the room nothing is new."""
+        wanted = hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=_HASH_BYTES).digest()
+        for at in range(0, len(self._seen), _HASH_BYTES):
+            found = self._seen[at : at + _HASH_BYTES]
+            if found == wanted:
+                return False
+            if found == bytes(_HASH_BYTES):
+                self._seen[at : at + _HASH_BYTES] = wanted
+                return True
+        return False

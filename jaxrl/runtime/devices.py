@@ -1,0 +1,141 @@
+"""Which devices a run uses, of this process and of all, the meshes over both, and their memory; and what is refused.
+
+Purpose: `ProcessDevices` is what the parts of a run are built from, and `prepare_hosts` finds it. With one process the
+two meshes are one. A world of several refuses devices that do not fit as it opens (`jaxrl.runtime.hosts.world`), with
+the choice and the rules that are here.
+
+Source: docs/architecture.md (several processes). Training spans all devices, in the order of processes, and its minor
+axes lie inside hosts; a rollout stays inside its host. A device's id is no index: ids of a second process may begin
+anywhere, and a device may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.checks import host_problem
+from jaxrl.config.judges import judge_kind
+from jaxrl.sharding.memory import DeviceMemory, memory_of
+from jaxrl.sharding.mesh import make_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDevices:
+    """A process among the run's, one per host.
+
+    Attributes:
+      process: its number. num_processes: of the run.
+      local_devices: that the run uses of this process.
+      devices: of all processes, in their order; equally many of each.
+      memory: of this host's devices, or the least of all hosts once they have told each other (`with_least`).
+    """
+
+    process: int
+    num_processes: int
+    local_devices: tuple[Any, ...]
+    devices: tuple[Any, ...]
+    memory: DeviceMemory
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of training, over all hosts."""
+        return make_mesh(self.devices, self.num_processes)
+
+    @property
+    def local_mesh(self) -> Mesh:
+        """The mesh of this host: a part of `mesh`, with its minor axes."""
+        return make_mesh(self.local_devices)
+
+    def with_least(self, reported: int | None) -> ProcessDevices:
+        """The same with the memory that a device has on every host, as the hosts have agreed: plans and programs must
+        be the same on all. None: not every platform reports it."""
+        share = self.memory.share if reported is None else reported
+        return replace(self, memory=replace(self.memory, reported=reported, share=share))
+
+
+def devices_by_process(devices: Sequence[Any], num_processes: int, per_process: int = 0) -> tuple[tuple[Any, ...], ...]:
+    """The devices that a run uses of each process, in order.
+
+    Args:
+      devices: all that there are, of all processes.
+      per_process: how many of each, at most; 0: all.
+    """
+    found: list[list[Any]] = [[] for _ in range(num_processes)]
+    for device in devices:
+        found[device.process_index].append(device)
+    return tuple(tuple(own[: per_process or len(own)]) for own in found)
+
+
+def refuse_few(option: str, wanted: int, found: int, host: str = "") -> None:
+    """Raises ConfigError where an option asks for more devices than there are, on a named host or here."""
+    if wanted > found:
+        where = f"that there are on {host}" if host else "there are"
+        raise ConfigError(f"{option} ({wanted}) must be at most the devices {where} ({found})")
+
+
+def unequal_problem(counts: Sequence[int], hosts: Sequence[str]) -> str:
+    """A sentence about processes with different numbers of devices; empty: all have as many. `hosts`: their machines'
+    names."""
+    others = [process for process, count in enumerate(counts) if count != counts[0]]
+    if not others:
+        return ""
+    first, more = others[0], f" (and {len(others) - 1} more differ)" if len(others) > 1 else ""
+    return (
+        f"all hosts must have as many devices: process 0 ({hosts[0]}) has {counts[0]}, process {first} "
+        f"({hosts[first]}) has {counts[first]}{more}; set hosts.devices_per_host"
+    )
+
+
+def _refuse_unfit(config: Config, num_devices: int) -> None:
+    """Raises ConfigError where a run cannot be cut over so many devices of each process."""
+    problem = host_problem(config, num_devices)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def prepare_jax(config: Config) -> list[Any]:
+    """Sets what must be set before the first computation; returns the devices that a run uses of this process. Writes
+    nothing."""
+    _set_types(config)
+    devices = jax.local_devices()
+    option, wanted = "trainer.num_devices", config.trainer.num_devices
+    if not wanted:
+        option, wanted = "hosts.devices_per_host", config.hosts.devices_per_host or len(devices)
+    refuse_few(option, wanted, len(devices))
+    _refuse_unfit(config, wanted)
+    return devices[:wanted]
+
+
+def prepare_hosts(config: Config) -> ProcessDevices:
+    """`prepare_jax` for a run that may have several processes: where this one stands among them, with the memory of its
+    own devices.
+
+    Raises:
+      ConfigError: another number of processes than `hosts.num` has been started, or the devices do not fit the run.
+    """
+    count = jax.process_count()
+    if count != config.hosts.num:
+        raise ConfigError(f"hosts.num ({config.hosts.num}) must be the number of processes, found {count}")
+    if count == 1:
+        devices = tuple(prepare_jax(config))
+        return ProcessDevices(0, 1, devices, devices, memory_of(devices))
+    _set_types(config)
+    processes = devices_by_process(jax.devices(), count, config.hosts.devices_per_host)
+    own = processes[jax.process_index()]
+    assert all(len(each) == len(own) for each in processes), "the world was opened with unequal processes"
+    _refuse_unfit(config, len(own))
+    sharing = len(own) * (count if config.hosts.launcher == "local" else 1)
+    everyone = tuple(device for devices in processes for device in devices)
+    return ProcessDevices(jax.process_index(), count, own, everyone, memory_of(own, sharing))
+
+
+def _set_types(config: Config) -> None:
+    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
+    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
+        jax.config.update("jax_enable_x64", True)

@@ -1,0 +1,94 @@
+"""What is counted of verdicts: in all, by domain, and of a reward's parts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.report import rewards as report
+from jaxrl.rewards.reward_metrics import TIMEOUTS, RewardMetrics, timeouts_of
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import SampleKey
+
+STAGED = {"domains": {"judged": {"kind": "math", "weight": 0.5}, "math": {"kind": "math"}}}
+
+
+def config(**reward: Any) -> Config:
+    return from_mapping({"model": {"path": "x"}, "data": {"answer_key": "answer"}, "reward": reward})
+
+
+def verdict(reward: float = 1.0, status: Any = "ok", seconds: float = 0.5, **info: Any) -> Verdict:
+    return Verdict(3.0, SampleKey(0, 0, 0), reward, status, info, seconds)
+
+
+def test_a_run_without_domains():
+    """Its pool counts, and what the journal gave is added."""
+    tally = RewardMetrics.configured(config())
+    for status in ("ok", "error", "timeout", "timeout", "crash"):
+        tally.add("math", replace(verdict(status=status), is_replayed=status in ("timeout", "crash")))
+    pool = {"reward/num_scored": 3.0, "reward/errors": 1.0, "reward/timeouts": 1.0, "reward/seconds": 7.0}
+    whole = {"reward/num_scored": 6, "reward/errors": 1, "reward/timeouts": 3, "reward/crashes": 1}
+    kinds = dict.fromkeys(TIMEOUTS, 0.0) | {"sample": 2.0}
+    expected = pool | whole | {f"reward/timeouts/{kind}": count for kind, count in kinds.items()}
+    assert tally.take(pool) == expected
+    assert not any(tally.take({}).values())
+
+
+def test_by_domain():
+    tally = RewardMetrics.configured(config(**STAGED))
+    for status, seconds in (("ok", 1.0), ("timeout", 3.0), ("ok", 2.0)):
+        tally.add("math", verdict(0.5, status, seconds))
+    tally.add("judged", verdict(0.5, seconds=9.0, own_reward=1.0, parts={"tags": 1.0}))
+    metrics = tally.take({})
+    assert (metrics["reward/num_scored"], metrics["reward/timeouts"]) == (4, 1)
+    of_math = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("reward/math/")}
+    assert of_math == {
+        **{"num_scored": 3, "errors": 0, "timeouts": 1, "crashes": 0},
+        **{"p50_s": 2.0, "p95_s": 3.0, "max_s": 3.0},
+    }
+    assert metrics["reward/judged/max_s"] == 9.0
+    assert metrics["reward/own/mean"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
+    assert metrics["reward/part/tags/mean"] == 1.0
+    assert not any(name.startswith("reward/default/") for name in metrics), "all samples had domains"
+    tally.add("other", verdict())
+    metrics = tally.take({})
+    assert metrics["reward/default/num_scored"] == 1
+    assert metrics["reward/math/num_scored"] == 0
+    assert "reward/math/p50_s" not in metrics
+
+
+def test_what_the_journal_gives_counts_but_its_seconds_are_not_known():
+    tally = RewardMetrics.configured(config(**STAGED))
+    tally.add("math", replace(verdict(status="timeout", seconds=0.0), is_replayed=True))
+    tally.add("math", verdict(seconds=2.0))
+    metrics = tally.take({})
+    assert (metrics["reward/math/num_scored"], metrics["reward/math/timeouts"]) == (2, 1)
+    assert metrics["reward/math/p50_s"] == 2.0
+
+
+def test_a_round_that_is_dropped_counts_nothing():
+    tally = RewardMetrics.configured(config(**STAGED))
+    tally.add("math", verdict())
+    tally.clear()
+    assert not any(tally.take({}).values())
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kinds"),
+    [
+        ("ok", {"case": 2, "case_max": 1}, {"case": 2, "case_max": 1}),
+        ("timeout", None, {"sample": 1}),
+        ("timeout", {"endpoint": 3}, {"endpoint": 3}),
+        ("crash", {"watchdog": 1}, {"watchdog": 1}),
+        ("ok", {"case": "2", "sample": True, "endpoint": -1, "other": 1}, {}),
+        ("ok", 7, {}),
+        ("ok", None, {}),
+    ],
+)
+def test_kinds_of_limits(status: Any, said: Any, kinds: dict[str, int]):
+    assert timeouts_of(verdict(0.0, status, timeouts=said)) == kinds
+
+
+def test_the_report_draws_every_kind():
+    assert [kind for kind, *_ in report.TIMEOUTS] == list(TIMEOUTS)
