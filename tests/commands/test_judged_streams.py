@@ -22,6 +22,11 @@ OPTIONS = (
 STREAM = ("trainer.stream.enable=true",)
 MIXED = ("data.source_key=of", "reward.domains={words: {kind: judge, weight: 0.5}}")
 
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(solution_str.encode()) % 7 / 6
+"""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
@@ -32,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for i in range(7)
     ]
     (folder / "train.jsonl").write_text("".join(rows))
-    (folder / "reward.py").write_text("def compute_score(_, text, __, ___):\n    return sum(text.encode()) % 7 / 6\n")
+    (folder / "reward.py").write_text(REWARD)
     made.config["trainer"]["compilation_cache_dir"] = str(folder / "cache")
     made.config["reward"] = {
         "kind": "judge",
