@@ -104,7 +104,12 @@ def test_the_timeline_shows_simulated_seconds(training: Path, tmp_path: Path):
     assert any(event["ph"] == "C" and event["name"] == "rows" for event in events)
 
 
-STREAMED = ("trainer.stream.enable=true", "rollout.num_workers=2", "rollout.tensor_model_parallel_size=1")
+STREAMED = (
+    "trainer.stream.enable=true",
+    "rollout.num_workers=2",
+    "rollout.tensor_model_parallel_size=1",
+    "trainer.test_freq=2",  # at the last step of the shorter run too, which ends with an evaluation
+)
 
 
 def test_a_run_with_the_stream_trainer(training: Path, tmp_path: Path):
@@ -180,15 +185,16 @@ def test_two_runs_write_the_same(training: Path, tmp_path: Path):
 
 
 def test_a_run_goes_on_in_its_directory(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert run(training, tmp_path / "whole") == 0
-    assert run(training, tmp_path / "parts", "trainer.total_training_steps=2") == 0
+    evaluated = "trainer.test_freq=2"  # a run's last step ends with an evaluation: the whole run has it there as well
+    assert run(training, tmp_path / "whole", evaluated) == 0
+    assert run(training, tmp_path / "parts", evaluated, "trainer.total_training_steps=2") == 0
     capsys.readouterr()
-    assert run(training, tmp_path / "parts") == 0
+    assert run(training, tmp_path / "parts", evaluated) == 0
     assert "after step 2" in capsys.readouterr().out
     whole, parts = (tmp_path / f"{name}-simulated" for name in ("whole", "parts"))
     assert without_clock(whole) == without_clock(parts)
     assert (whole / "samples.jsonl").read_bytes() == (parts / "samples.jsonl").read_bytes()
-    assert run(training, tmp_path / "parts") == 0, "nothing is left to do"
+    assert run(training, tmp_path / "parts", evaluated) == 0, "nothing is left to do"
     assert without_clock(whole) == without_clock(parts)
 
 

@@ -71,7 +71,8 @@ class Wire:
     def tell(self, notice: Notice) -> None:
         self.out.append(notice)
 
-    publish = tell
+    def publish(self, item: Item) -> None:
+        self.out.append(item)
 
     def pump(self) -> None: ...
 

@@ -254,10 +254,11 @@ class House:
         self.stream = FakeStream(self.trainer, self.config, self.log)
         self.critic = FakeCritic(self.log)
         self.timeline = Timeline(folder / "timeline.json", clock=lambda: self.clock.seconds)
-        mechanisms = [self.stream] if more.pop("streams", False) else []
+        mechanisms: list[Mechanism] = [self.stream] if more.pop("streams", False) else []
         if self.config.trainer.one_step_off:
             mechanisms.append(OneStepOff(more.pop("together", None), self.timeline.phase))
-        self.backend.mechanisms = mechanisms = [*mechanisms, *more.pop("mechanisms", ())]
+        mechanisms += more.pop("mechanisms", ())
+        self.backend.mechanisms = mechanisms
         validation = [Prompt(0, p, (1, p), f"held out {p}", "test") for p in range(more.pop("held_out", 3))]
         self.loop = Loop(
             self.config,
