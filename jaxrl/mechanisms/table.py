@@ -158,13 +158,12 @@ def of_run(parts: RunParts) -> list[Mechanism]:
     from jaxrl.mechanisms.speculation import build as build_speculation
     from jaxrl.mechanisms.stream_trainer import build as build_stream_trainer
 
-    history = build_speculation.build(parts)
     found: list[Mechanism | None] = [
         build_judge.build(parts),
         build_adaptive_layouts.build(parts),
         build_stream_trainer.build(parts),
+        build_speculation.build(parts),
         build_ranking_groups.build(parts),
-        history,
         build_reward_timeouts.build(parts.config),
         build_one_step_off.build(parts),
     ]
@@ -178,12 +177,11 @@ def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
     from jaxrl.mechanisms.speculation import simulated as simulated_speculation
     from jaxrl.mechanisms.stream_trainer import simulated as simulated_stream_trainer
 
-    history = simulated_speculation.build(parts)
     found: list[Mechanism | None] = [
         parts.layouts,
         simulated_stream_trainer.build(parts),
+        simulated_speculation.build(parts),
         simulated_ranking_groups.build(parts),
-        history,
         parts.timeouts,
         simulated_one_step_off.build(parts),
     ]
