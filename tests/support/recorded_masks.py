@@ -56,7 +56,12 @@ REAL_KEYS = (
     Mask("layouts.jsonl", "cost_s", "measured"),
     Mask("layouts.jsonl", "step_s", "measured"),
     Mask("layouts.jsonl", "time*", "measured"),
-    Mask("layouts.jsonl", "points", "each begins with measured seconds; its rows and degree stay"),
+    Mask(
+        "layouts.jsonl",
+        "points",
+        "each begins with measured seconds; its rows and degree stay. Those without rows are of plans whose rows had all "
+        "stopped: the host collects them unless the round has ended by then, which the last verdict decides",
+    ),
     Mask("samples.jsonl", "case_s", "seconds of a program's test cases"),
     Mask("checkpoint.jsonl", "host.timeouts.seconds", "seconds of programs"),
     Mask("checkpoint.jsonl", "train_s", "measured, of ranking groups"),
@@ -120,7 +125,7 @@ def _without(value: Any, keys: list[str]) -> Any:
 def _blank(value: Any) -> Any:
     """Nothing of a value; of a list of points nothing but their first numbers is left out."""
     is_points = isinstance(value, list) and value and all(isinstance(point, list) for point in value)
-    return [["-", *point[1:]] for point in value] if is_points else "-"
+    return [["-", *point[1:]] for point in value if point[1]] if is_points else "-"
 
 
 def _tracks(text: str) -> str:
