@@ -102,5 +102,5 @@ def test_mixed_domains(runs: Runs):
     runs.finish(plain, *options, devices=2)
     runs.finish(streamed, *options, *STREAM, devices=2)
     lines = check_used(streamed)
-    assert all(line["reward/sums/num_scored"] + line["reward/words/num_scored"] == 16 for line in lines)
+    assert all(sum(line[f"reward/{of}/num_scored"] for line in lines) > 0 for of in ("default", "words"))
     check_same(streamed, plain)
