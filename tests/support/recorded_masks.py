@@ -59,8 +59,8 @@ REAL_KEYS = (
     Mask(
         "layouts.jsonl",
         "points",
-        "each begins with measured seconds; its rows and degree stay. Those without rows are of plans whose rows had all "
-        "stopped: the host collects them unless the round has ended by then, which the last verdict decides",
+        "each begins with measured seconds; its rows and degree stay. Those without rows are of plans whose rows had "
+        "all stopped: the host collects them unless the round has ended by then, which the last verdict decides",
     ),
     Mask("samples.jsonl", "case_s", "seconds of a program's test cases"),
     Mask("checkpoint.jsonl", "host.timeouts.seconds", "seconds of programs"),
