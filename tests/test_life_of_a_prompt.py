@@ -1,0 +1,88 @@
+"""README's life of a prompt is the real chain: a training run is followed from file to file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLLOW = """
+import json, sys, threading
+from pathlib import Path
+
+root, arguments, found = sys.argv[1], sys.argv[3:], set()
+
+def follow(frame, event, argument):
+    if event == "call":
+        found.add(frame.f_code.co_filename)
+
+from jaxrl import loop
+from jaxrl.cli import main
+
+step = loop.Loop._run_step
+
+def followed(self):
+    threading.setprofile(follow)
+    sys.setprofile(follow)
+    try:
+        return step(self)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+loop.Loop._run_step = followed
+status = main(arguments)
+Path(sys.argv[2]).write_text(json.dumps(sorted(each for each in found if each.startswith(root))))
+raise SystemExit(status)
+"""
+OPTIONS = (
+    *("model.path=tiny", "model.random_init=true", "trainer.num_devices=1", "trainer.run_dir=run"),
+    *("reward.kind=custom", "reward.path=reward.py", "data.max_prompt_length=128", "data.max_response_length=24"),
+    *("data.train_batch_size=4", "rollout.n=2", "actor.ppo_max_token_len_per_gpu=256", "rollout.warmup=false"),
+    *("trainer.total_training_steps=2", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0"),
+)
+ONCE = {"mechanisms/table.py", "train/step.py"}
+"""Passed when the run is built; `step.py` again where log-probabilities are computed anew."""
+ELSEWHERE = {"rewards/math.py"}
+"""In a process of the reward pool."""
+BESIDE = {
+    *("types.py", "scheduling/mechanism.py", "rewards/request.py", "rewards/pool_base.py", "rewards/process_pool.py"),
+    *("rewards/domain_limits.py", "rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
+    *("scheduling/tokens/sketch.py", "scheduling/tokens/lengths.py", "rollout/calls.py", "rollout/plan_times.py"),
+    *("runtime/lanes.py", "runtime/rows.py", "runtime/stop.py", "runtime/hosts/process_group.py", "train/kl.py"),
+    *("scheduling/rounds/group_filter.py", "rollout/kv_cache.py"),
+}
+"""Of the rooms below, what a reader need not open: small words, pictures, counts."""
+ROOMS = ("mechanisms", "rewards", "rollout", "runtime", "scheduling", "train")
+
+
+def named() -> set[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    life = text.partition("## The life of a prompt")[2].partition("\n## ")[0]
+    return set(re.findall(r"\]\(jaxrl/([\w/]+\.py)\)", life))
+
+
+def test_a_plain_step_passes_the_files_that_the_readme_names_and_no_mechanism(tmp_path: Path):
+    write_tiny_model(str(tmp_path / "tiny"))
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 7\n"
+    )
+    command = [sys.executable, "-c", FOLLOW, f"{ROOT}/", "found.json", "train"]
+    done = subprocess.run(
+        [*command, "--config", str(ROOT / "configs" / "quickstart.yaml"), *OPTIONS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = json.loads((tmp_path / "found.json").read_text())
+    passed = {str(Path(each).relative_to(ROOT / "jaxrl")) for each in files if each.startswith(f"{ROOT}/jaxrl/")}
+    assert named() - passed == ONCE | ELSEWHERE, "named, and not passed"
+    rooms = {each for each in passed if each.startswith(ROOMS) or each == "loop.py"}
+    assert rooms - named() - BESIDE == set(), "passed, and not named"
