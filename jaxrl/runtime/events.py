@@ -213,12 +213,13 @@ class DirectEvents:
             gone = set(keys)
             untold = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
             self._events = deque(e for e in self._events if all(e is not other for other in untold))
-            for event in untold:
+            for event in untold:  # drawn no more since it ended
                 self._aborted(replace(event.sample, finish_reason="abort"), event.dispatch)
         requests = self._under_way.requests
         live = [requests[key] for key in keys if key in requests]
         last = self._workers.counters.plans - 1
         for sample in self._workers.abort(live):
+            self._under_way.ended(sample.key)
             self._aborted(sample, last)
 
     def score(self, prompt: Prompt, sample: Sample) -> None:
@@ -253,5 +254,4 @@ class DirectEvents:
     def _aborted(self, sample: Sample, dispatch: int) -> None:
         for each in self._mechanisms:
             each.aborted(sample.key)
-        self._under_way.ended(sample.key)
         self._events.append(SampleAborted(self._clock(), sample, dispatch))

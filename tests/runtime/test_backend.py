@@ -146,6 +146,7 @@ def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it(h
     event = backend.wait()
     assert isinstance(event, SampleFinished if keep else SampleAborted)
     assert event.sample.key == keys[1]
+    assert set(backend._under_way.running.values()) == {0}, "each is counted out once"
     backend.end()
 
 
