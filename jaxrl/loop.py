@@ -280,7 +280,7 @@ class Loop:
             if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
                 self._save()
             earlier = self._waiting
-            # nothing may be known of the batch of an update that comes before the round's own
+            # where rounds are ahead, the batch of the next update is not that of the first round, and not there yet
             now = self._collect(step, () if self._rounds_ahead else None) if earlier is None else earlier
             self._waiting, (batch, learned) = self._update(step, now.groups)
             for group in now.groups:
@@ -311,7 +311,12 @@ class Loop:
         return None, under_way.learn()
 
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:
-        """One round for training step `step`: the rule's groups, scored. `waiting`: the next update's, if others."""
+        """One round for training step `step`: the rule's groups, scored.
+
+        Args:
+          waiting: what the next update trains on. None: this round's own groups; empty: groups of a round that comes
+            before this step and does not exist yet, so that none is certain.
+        """
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         with self._phase("data"):

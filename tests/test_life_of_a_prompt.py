@@ -46,6 +46,10 @@ OPTIONS = (
     *("data.train_batch_size=4", "rollout.n=2", "actor.ppo_max_token_len_per_gpu=256", "rollout.warmup=false"),
     *("trainer.total_training_steps=2", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0"),
 )
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return len(solution_str) % 7 / 7
+"""
 ONCE = {"mechanisms/table.py", "train/step.py"}
 """Passed when the run is built; `step.py` again where log-probabilities are computed anew."""
 ELSEWHERE = {"rewards/math.py"}
@@ -69,9 +73,7 @@ def named() -> set[str]:
 
 def test_a_plain_step_passes_the_files_that_the_readme_names_and_no_mechanism(tmp_path: Path):
     write_tiny_model(str(tmp_path / "tiny"))
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 7\n"
-    )
+    (tmp_path / "reward.py").write_text(REWARD)
     command = [sys.executable, "-c", FOLLOW, f"{ROOT}/", "found.json", "train"]
     done = subprocess.run(
         [*command, "--config", str(ROOT / "configs" / "quickstart.yaml"), *OPTIONS],

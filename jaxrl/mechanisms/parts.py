@@ -39,7 +39,7 @@ class RunParts:
       beat: tells the watchdog what is being done.
       stack: closes what a mechanism has opened, when the run is over.
       history: what earlier responses are kept for, once a mechanism keeps them.
-      beside_rollout: each waits until nothing of a mechanism is running on the rollout's devices.
+      beside_rollout: each blocks until a mechanism's work on the rollout's devices is done.
       rollout_programs, update_programs: to be compiled with those of the rollout, and of the update.
     """
 

@@ -18,9 +18,9 @@ class Room:
       is_on: whether a configuration asks for it.
       decides: of what it alone may decide; two mechanisms that decide the same exclude each other.
       changes: what it changes that others may rely on.
-      relies_on: what no other mechanism may change beside it, and why.
-      races: which samples of a round count depends on which end first, so its batch is not known before.
-      orders: its batch depends on which responses end first, in another way.
+      relies_on: what no other mechanism may change beside it, each with the reason that a user is told.
+      races: which samples of a round count depends on which of them end first.
+      orders: which prompts make up a batch depends on which are complete first, though all samples of a prompt count.
       reads_profile: whether a configuration has it read `rollout.layout.profile`.
       problem: why a configuration with it is impossible, as a sentence; None: it is possible. Asked where it is on,
         with the names of the mechanisms that race.

@@ -78,7 +78,13 @@ class SamplingState(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """token int32 [...]; log-probabilities [...] under the distribution drawn from, and before truncation."""
+    """What was drawn.
+
+    Attributes:
+      token: int32 [...].
+      sampled_logprob: [...], under the distribution that it was really drawn from, truncated.
+      rollout_logprob: [...], under the same before truncation, scaled by temperature: what training can compute again.
+    """
 
     token: jax.Array
     sampled_logprob: jax.Array
@@ -86,7 +92,8 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, truncate: bool) -> Drawn:
-    """Draws one token per row.
+    """Draws one token per row. Training computes `rollout_logprob` again with the same scaling
+    (`jaxrl.train.objectives`, `jaxrl.train.logprobs`): another distribution here is another one there.
 
     Args:
       logits: float32 or float64 [..., V]; -inf marks padded vocabulary.

@@ -1,4 +1,4 @@
-"""The executors of several workers as the one `jaxrl.runtime.backend.Worker` that a backend has.
+"""The executors of several workers as the one `jaxrl.runtime.backend.Executors` that a backend has.
 
 Purpose: `WorkerSet` takes the trainer's weights to all workers at once, allocates and frees their pools, and compiles
 their programs. A worker is an executor on a submesh (`jaxrl.sharding.mesh.submeshes`); plans reach it through its own
@@ -41,7 +41,7 @@ from jaxrl.sharding.rules import compile_to_rollout, rollout_shardings
 
 
 class WorkerSet:
-    """Implements `jaxrl.runtime.backend.Worker`.
+    """Implements `jaxrl.runtime.backend.Executors`.
 
     Args:
       mesh: of the rollout, on this host.

@@ -1,4 +1,4 @@
-"""The machine behind the loop, real or simulated: workers, a scoring, and the clock of both.
+"""What stands behind the loop, real or simulated: workers that draw, a pool that scores, and one clock for both.
 
 Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). While
 samples are still decoding, finished ones are being scored; their verdicts are handed to the round in the order in which
@@ -12,7 +12,7 @@ the machine's clock; or modelled devices and scoring, both on one simulated cloc
 plan's end before it looks for verdicts: the round first hears of the responses that ended in the plan, then of the
 verdicts that came in meanwhile.
 
-A clock, or something outside the run, decides only one thing here: verdicts, such as that a scorer timed out. Those are
+Verdicts are all that a clock, or something outside the run, decides here, such as that a scorer timed out. Those are
 journalled before the round hears of them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
 same. A simulated clock needs no journal.
 

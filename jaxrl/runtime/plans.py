@@ -32,7 +32,7 @@ class PlanRunner:
 
     Attributes:
       lanes, rows: where plans are drawn, and who has which row; None: that is not.
-      stuck: why a worker that keeps one order with others cannot go on; None: all can.
+      stuck: why this process cannot go on, where all processes have to agree to stop; None: it can.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class PlanRunner:
 
     def run(self, workers: Workers) -> tuple[list[Finished], int | None]:
         """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone. Returns
-        what can be told, and the worker of which a plan has been collected.
+        the responses that may now be reported as ended, and the worker of which a plan has been collected.
 
         Raises Interrupted where a mechanism cannot go on.
         """
         worker = workers.turn
-        if worker is None:  # what ended in one is told, now that another's requests have been aborted
+        if worker is None:  # ends that waited for another worker's, whose requests have been aborted since
             return workers.step(), None
         if workers.makes_plan(worker):
             self._before(worker)

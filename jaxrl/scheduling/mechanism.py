@@ -1,21 +1,22 @@
-"""What a mechanism may do, and when: the hooks that the loop and the backend call on each of a list of mechanisms.
+"""What a mechanism may do, and when: the hooks that a run calls on each of a list of mechanisms.
 
 Purpose: a mechanism (a switch of the README: adaptive layouts, the stream trainer, drafts from history, ...) is a
-`Mechanism` with some of these methods. The loop (`jaxrl.loop`) and the backend (`jaxrl.runtime.backend`) hold a list of
-them and know none by name; with an empty list they train synchronously, on one batch after another.
+`Mechanism` with some of these methods. The loop (`jaxrl.loop`) and the backend (`jaxrl.runtime.backend`, with its
+events, plans and verdicts) hold a list of them and know none by name; with an empty list they train synchronously, on
+one batch after another.
 
 Every hook does nothing here, so a mechanism has only those that it needs. Hooks are called in the order of the list.
-In a training step they come in this order:
 
-1. `enter_rollout`: weights of a version come to the rollout's devices.
-2. `round_begins`; `place`, with the first commands of the round; then, as things happen, `request`, `launched`,
-   `begun`, `between_plans`, `before_turn`, `before_plan`, `after_plan`, `while_waiting`, `keeps`, `finished`,
-   `aborted`, `limits`, `scored`, `handed`, `after_event`.
-3. `counts`, what this process has to tell the others of the round, then `round_ends`, its metrics; or `cancelled`.
-4. `update`, `update_begins`, `leave_rollout`, `update_ends`; or `update_cancelled`.
-5. `step_ends`, and `run_ends` after the last step.
-
-`state_dict` and `load_state_dict` are asked at step boundaries, for checkpoints.
+- Once: `attach`; `enter_rollout`, when the first weights come to the rollout's devices.
+- In each training step: `round_begins`, then `place` with the round's first commands, then as things happen
+  `commanded`, `launched`, `begun`, `request`; `between_plans`, `before_turn`, `before_plan`, `after_plan`; `keeps`,
+  `finished`, `aborted`; `limits`, `is_close`, `scored`; `while_waiting`, `handed`, `after_event`. At its end `counts`,
+  what this process tells all others, and `round_ends` with its metrics; or `cancelled`.
+- Then the update: `update`, `leave_rollout`, `update_begins`, `update_ends` (one that runs beside a round leaves the
+  rollout when both have ended); or `update_cancelled`. Then `enter_rollout` with the new weights, the round of an
+  evaluation, if one is due, and `step_ends`.
+- After the last step `run_ends`. `state_dict` and `load_state_dict` are for checkpoints, at step boundaries.
+- `holds_rollout`, `has_begun`, `update_has_ended` and `defers_stop` are asked where an answer is needed.
 
 Source: docs/architecture.md; the form is that of optax's `GradientTransformation`: one small protocol, and everything
 composes.
@@ -59,14 +60,15 @@ class RoundInfo:
       index: 0 of a training round, 1 of an evaluation, which may have prompts of the same key.
       kind: the batch rule's kind of round (`jaxrl.scheduling.rounds.round.RoundKind`), or "eval".
       update: the update that comes next.
-      certain: the groups that are certain to be in the batch of that update, scored or not; None: nobody knows any.
+      certain: gives the groups that are certain to be in the batch of that update, scored or not; None: none can be
+        known, because the batch is that of a later round.
       next_launches: what the round after this one launches, all of it; None where it may not begin within this one, and
         it returns None while its weights are not there.
     """
 
     step: int
     index: int = 0
-    kind: str = "all"
+    kind: str = "plain"
     update: int = 0
     certain: Callable[[], Sequence[Group]] | None = None
     next_launches: Callable[[], list[Launch] | None] | None = None
@@ -221,7 +223,8 @@ class Mechanism:
         return False
 
     def begun(self, key: SampleKey) -> int | Finished | None:
-        """A sample that is launched: its request if it runs already, or what it has become; None: neither."""
+        """Of a sample that is launched: the id of its request if it runs already, what has ended if it has ended, or
+        None if it has to be started."""
         return None
 
     def between_plans(self, busy_rows: int) -> bool:
@@ -250,7 +253,8 @@ class Mechanism:
         """Nothing can be done before a verdict comes."""
 
     def keeps(self, finished: Finished) -> bool:
-        """Whether what has ended is none of the round's; it is kept."""
+        """Whether the mechanism takes a response that has ended for itself, as one of the next round; the round under
+        way is then not told of it."""
         return False
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
@@ -271,10 +275,10 @@ class Mechanism:
         """A verdict on a sample of a training round has come. `limits_s`: those that it was sent with."""
 
     def handed(self, event: Event) -> None:
-        """The round is handed an event."""
+        """The round is handed an event. For other processes, real and simulated; no room needs it."""
 
     def commanded(self, command: Command) -> None:
-        """The round has a command carried out."""
+        """The round has a command carried out. As `handed`."""
 
     def after_event(self) -> None:
         """The commands that a training round has answered an event with were carried out."""

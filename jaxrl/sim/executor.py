@@ -87,7 +87,7 @@ class _Prefill:
 
 class SimulatedExecutor:
     """Implements `jaxrl.scheduling.tokens.plan.Executor` and what a backend asks of a worker
-    (`jaxrl.runtime.backend.Worker`), `jaxrl.scheduling.layouts.handover.TakingExecutor`, and
+    (`jaxrl.runtime.backend.Executors`), `jaxrl.scheduling.layouts.handover.TakingExecutor`, and
     `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
 
     Args:

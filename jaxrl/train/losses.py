@@ -56,7 +56,7 @@ def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: 
 
     Args:
       logprobs: [R, T] of the policy in training.
-      entropy: [R, T] of the distribution that each token was drawn from, in nats.
+      entropy: [R, T] of the policy in training at each position, scaled by temperature and not truncated, in nats.
       batch: the rest.
       config: `actor` and `algorithm` are read.
     """

@@ -13,6 +13,13 @@ and the stream has room, at the latest when the round has ended. So a step that 
 another run. When workers are freed follows from the plans, and these from the clock only where layouts switch by
 measured times; that decision is in the journal.
 
+A freed worker, in order: `finished` (called where a response has ended, before the round hears of it) asks the rule,
+and closes workers, whose requests move to the others; their pools and weights go, and the stream takes the trainer's
+weights. `after_event` learns which groups are certain, `before_turn` decides which of them are the next parts, and both
+of them and `while_waiting` give a part to the freed devices when it may go. `round_ends` reports; the stream stays
+open. `update_begins` gives what is left, waits, hands the sums to the trainer, and opens the workers again, which
+`enter_rollout` of the backend then fills.
+
 What fails on the freed devices ends the run at the boundary before the step (`Interrupted`), which then runs again:
 nothing of it has reached the trainer.
 """
@@ -239,7 +246,7 @@ class StreamSession(Mechanism):
     # -- what the loop calls -----------------------------------------------------------------------------------------
 
     def after_event(self) -> None:
-        """While workers are free, asks which groups will be in the batch of the next update, scored or not. Raises
+        """While workers are freed, asks which groups will be in the batch of the next update, scored or not. Raises
         Interrupted if the stream fails."""
         assert self._info is not None
         if self._info.certain is not None:
@@ -250,7 +257,7 @@ class StreamSession(Mechanism):
             self.feed()
 
     def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
-        """What has been begun of the batch ends first: the trainer has its gradients."""
+        """First finishes the streamed part of the batch, and gives the trainer its gradients."""
         with phase("stream"):
             begun = self.close()
         streamed = {prompt.key for batch in begun for prompt in batch.prompts}

@@ -10,8 +10,9 @@ loop calls it without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-This module has the seam, the two baselines, and what rules share. Each other rule has a file of its own in this folder.
-`carried.py` packs what rules carry for a checkpoint, and `composition.py` says which settings exclude each other.
+This module has the seam, the two baselines, and what rules share. Other rules are mechanisms
+(`jaxrl.mechanisms`), whose table says which settings exclude each other. `carried.py` packs what rules carry for a
+checkpoint.
 
 Source: the baselines of RollPacker §6.1 and §3: plain synchronous batches, optionally with all rewards after the
 rollout, and over-provisioning that discards its losers. (So it trains on fewer long responses than the data holds,
@@ -108,7 +109,7 @@ class BatchRule(Protocol):
     def ahead(self, prompts: PromptStream, time: RoundTime) -> Sequence[PlannedGroup]:
         """All that the round after the one under way will launch, drawn now; `time` is that round's.
 
-        None where that is not known, or where the batch depends on which of its responses end first: they may begin
+        Empty where that is not known, or where the batch depends on which of its responses end first: they may begin
         now, at a moment that a clock decides.
         """
         ...
