@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})
 FOLDERS = ("jaxrl", "sharding", "kernels", "configs", "docs", "examples", "scripts", "tests")
 ENDINGS = ("py", "sh", "md", "rst", "yaml", "toml", "svg", "png")
-MADE_UP = ("my_reward.py", "my_rule.py", "test_my_rule.py", "run.yaml", "config.yaml", "checkpoints", "site")
+MADE_UP = ("my_reward.py", "my_rule", "tail_share", "run.yaml", "config.yaml", "checkpoints", "site")
 """What the reader, a run or the build of the site makes."""
 
 
@@ -147,7 +147,7 @@ def named_paths(text: str) -> set[str]:
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     words = {word.rstrip(",;:") for code in re.findall(r"`([^`\n]+)`", prose) for word in code.split()}
     found = {match[1].rstrip("/") for word in words if (match := NAMED.fullmatch(word))}
-    return {name for name in found if name.rpartition("/")[2] not in MADE_UP}
+    return {name for name in found if not set(name.split("/")[-2:]) & set(MADE_UP)}
 
 
 def missing_paths(text: str, files: frozenset[str]) -> list[str]:
