@@ -47,6 +47,7 @@ from jaxrl.train.learning import Models, learn
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
+_OWN_STATE = ("schema", "step", "seed", "data", "departures", "rule", "ahead")  # names in a checkpoint
 
 
 class Backend(Protocol):
@@ -148,7 +149,7 @@ class Loop:
       rule: says what rounds launch, and which groups they yield.
       backend: rollout and rewards. models: what learns.
       phases: where time is taken. hooks: the callbacks of the run.
-      mechanisms: in the order in which they are called; those of the backend are among them.
+      mechanisms: in the order in which they are called; all but those that the backend alone calls.
     """
 
     def __init__(
@@ -174,6 +175,8 @@ class Loop:
         self._phases = phases
         self._hooks = hooks
         self._mechanisms = tuple(mechanisms)
+        names = [each.name for each in mechanisms if each.name]
+        assert len({*names, *_OWN_STATE}) == len(names) + len(_OWN_STATE), f"parts of a checkpoint: {names}"
         self._rounds_ahead = max((each.rounds_ahead for each in mechanisms), default=0)
         self._shaping = RewardShaping.configured(config)
         self._alarms = Alarms(config)
@@ -264,8 +267,8 @@ class Loop:
                 return False
             self._end_if_failing()
         self._save()
-        for each in self._mechanisms:
-            each.run_ends()
+        if any(each.has_begun for each in self._mechanisms):
+            self._backend.cancel()  # where a stop was asked for, the next round may have begun
         return self.step >= self.total_steps
 
     def _end_if_failing(self) -> None:

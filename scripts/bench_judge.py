@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 
 from jaxrl.mechanisms.judge.build import JudgeMachine
 from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.turns import JudgeTurns, busy_rows
+from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
@@ -197,7 +197,7 @@ def _turns(
             actor.add(Request(10**6 * first + index, SampleKey(0, 1, index), prompt, params))
         began, gap_turns = time.perf_counter(), 0
         while not actor.is_idle:
-            busy = busy_rows(len(actor.unfinished()), options.rows)
+            busy = min(len(actor.unfinished()), options.rows)
             if rule is not None and judge.num_pending and rule.allows(busy, options.rows):
                 gap_turns += judge.turn(0, options.rows)  # by this case's rule, not by the pool's own
             for finished in actor.step():

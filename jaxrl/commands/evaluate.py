@@ -169,7 +169,7 @@ def _responses(
     )
     backend.enter_rollout(0)
     current = Round(prompts, val.n)
-    backend.begin(RoundInfo(0), sampling)
+    backend.begin(RoundInfo(0, 1, "eval"), sampling)
     errors: list[str] = []
     while not current.done:
         event = backend.wait()

@@ -354,16 +354,7 @@ def without_effect(c: Config) -> list[str]:
 
 def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     """Sections, the options in them that are not read (None: all), and why."""
-    for prefix in (
-        "rollout.tail_batching",
-        "rollout.partial_rollout",
-        "rollout.over_provisioning",
-        "rollout.speculation",
-        "rollout.ranking_groups",
-        "algorithm.filter_groups",
-        "reward.overlong_buffer",
-        "trainer.stream",
-    ):
+    for prefix in _switches(Config):
         if not _section(c, prefix).enable:
             yield prefix, None, f"{prefix}.enable is off"
     if c.rollout.num_workers == 1:
@@ -400,6 +391,15 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     if c.simulate.workload != "recorded":
         yield "simulate", frozenset({"recorded_run"}), f"simulate.workload is {c.simulate.workload}"
     yield from unread_rewards(c)
+
+
+def _switches(section: type, prefix: str = "") -> Iterator[str]:
+    """Paths of the sections below one that are switched on by an option `enable`."""
+    for name, found in declared(section).items():
+        if found.is_section:
+            if "enable" in declared(found.type):
+                yield prefix + name
+            yield from _switches(found.type, f"{prefix}{name}.")
 
 
 def _section(c: Config, path: str) -> Any:

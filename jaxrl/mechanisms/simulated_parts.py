@@ -15,7 +15,6 @@ from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.workers import SimulatedWorkers
-from jaxrl.sim.workload import Workload
 
 
 @dataclass(slots=True)
@@ -23,7 +22,7 @@ class SimulatedParts:
     """The parts of a simulated run that mechanisms are built from.
 
     Attributes:
-      cost, workload: the models. clock, phases: of process 0.
+      cost: the model. clock, phases: of process 0.
       workers, executors: of its rollout. tp: of a worker.
       num_devices: of rollout and training together.
       pace: predicts the steps of a worker whose layout switches; None: layouts stay.
@@ -35,7 +34,6 @@ class SimulatedParts:
 
     config: Config
     cost: CostModel
-    workload: Workload
     clock: SimulatedClock
     phases: SimulatedPhases
     workers: Workers | PacedWorkers

@@ -216,6 +216,8 @@ class RolloutBackend:
             num_live = self._events.num_plannable
             if num_live is not None:
                 self._use_gap(min(num_live, self.engine.num_rows))
+                for each in self.mechanisms:
+                    each.before_turn()
                 self._show(self._events.run_plan())
             elif self._events.is_scoring:
                 if not self._use_gap(0):

@@ -42,7 +42,8 @@ class RoundEvents(Protocol):
 
     @property
     def num_plannable(self) -> int | None:
-        """Requests of this process that wait or run, where a worker may be served now; None: none may."""
+        """Requests of this process that wait or run, where `run_plan` may serve a worker now; None: none may. Raises
+        Interrupted where a worker cannot go on."""
         ...
 
     @property
@@ -171,8 +172,6 @@ class DirectEvents:
         raise Interrupted(why) if why else Interrupted
 
     def run_plan(self) -> int | None:
-        for each in self._mechanisms:
-            each.before_turn()
         finished, collected = self._plans.run(self._workers)
         self.finished(finished)
         return collected

@@ -3,7 +3,7 @@
 Purpose: with several simulated hosts, the simulation's backend, round and rules are those of process 0, with its part
 of the workers and the very code that merges and publishes in a real run (`jaxrl.runtime.ordered`,
 `jaxrl.runtime.hosts.stream`). `SimulatedHosts` stands for everything else: the shared store with its latency
-(`SimulatedBoard`), and a process on each other host (`OtherHost`) with workers, scoring and layouts of its own.
+(`SimulatedStore`), and a process on each other host (`OtherHost`) with workers, scoring and layouts of its own.
 
 Each process has a clock of its own, and all begin at the same moment. A process does one thing after another, as a real
 one: it hears what was published by now, tells what it has to tell, then makes a plan, or waits for one until its
@@ -42,8 +42,8 @@ NAME = "stream"
 _TOKEN_BYTES = 16  # of a token that is exchanged: its id, its version, two log-probabilities
 
 
-class SimulatedBoard:
-    """The shared store as process 0 sees it (`jaxrl.runtime.hosts.stream.Board`), in simulated time.
+class SimulatedStore:
+    """The shared store as process 0 sees it (`jaxrl.runtime.hosts.stream.StreamStore`), in simulated time.
 
     Args:
       hosts: the others. clock: of process 0. times: what things take.
@@ -163,7 +163,7 @@ class SimulatedHosts(Mechanism):
         self.others, self._clock, self._times = tuple(others), clock, times
         self._bytes_per_s, self._timeouts = bytes_per_s, timeouts
         self._of_process = len(others[0].workers.numbers)
-        self.board = SimulatedBoard(others, clock, times, not in_order, self._batch)
+        self.board = SimulatedStore(others, clock, times, not in_order, self._batch)
         self.stream = HostStream(self.board, NAME, clock=lambda: clock.now_s)
         self.leading: TimedWorkers | None = None
         self._num_batches = 0  # of earlier rounds

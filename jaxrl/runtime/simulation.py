@@ -50,8 +50,8 @@ STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A simulated run, ready to go: `loop.run()`. `workers`, `executors`, `clock` and `mechanisms` are those of process
-    0; `hosts`: the others of several simulated hosts."""
+    """A simulated run, ready to go: `loop.run()`. `workers`, `executors` and `clock` are those of process 0; `hosts`:
+    the others of several simulated hosts. `mechanisms`: of process 0, but for layouts, which are those of all."""
 
     loop: Loop
     workers: Workers | PacedWorkers
@@ -113,7 +113,6 @@ def build(
     pieces = SimulatedParts(
         config,
         cost,
-        workload,
         clock,
         phases,
         workers,

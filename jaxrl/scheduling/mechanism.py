@@ -13,9 +13,9 @@ Every hook does nothing here, so a mechanism has only those that it needs. Hooks
   `finished`, `aborted`; `limits`, `is_close`, `scored`; `while_waiting`, `handed`, `after_event`. At its end `counts`,
   what this process tells all others, and `round_ends` with its metrics; or `cancelled`.
 - Then the update: `update`, `leave_rollout`, `update_begins`, `update_ends` (one that runs beside a round leaves the
-  rollout when both have ended); or `update_cancelled`. Then `enter_rollout` with the new weights, the round of an
-  evaluation, if one is due, and `step_ends`.
-- After the last step `run_ends`. `state_dict` and `load_state_dict` are for checkpoints, at step boundaries.
+  rollout when both have ended, and its hooks are called in the update's thread); or `update_cancelled`. Then
+  `enter_rollout` with the new weights, the round of an evaluation, if one is due, and `step_ends`.
+- `state_dict` and `load_state_dict` are for checkpoints, at step boundaries.
 - `holds_rollout`, `has_begun`, `update_has_ended` and `defers_stop` are asked where an answer is needed.
 
 Source: docs/architecture.md; the form is that of optax's `GradientTransformation`: one small protocol, and everything
@@ -170,7 +170,7 @@ class Mechanism:
     """Hooks, all of which do nothing.
 
     Attributes:
-      name: of its part of a checkpoint.
+      name: of its part of a checkpoint, and of what it tells other processes; one that has neither needs none.
       rounds_ahead: by how many updates a round comes before the update that learns from it.
       reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that dynamic sampling has left out, also of
         those that other processes have drawn.
@@ -258,7 +258,8 @@ class Mechanism:
         return False
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        """Samples have ended by themselves. `is_stopping`: the round is about to end the others."""
+        """Samples have ended by themselves; of other processes' only the lengths are known. `is_stopping`: the round is
+        about to end the others."""
 
     def aborted(self, key: SampleKey) -> None:
         """A sample was ended."""
@@ -332,9 +333,6 @@ class Mechanism:
 
     def step_ends(self, measured: Mapping[str, float]) -> None:
         """A step has ended, with these metrics."""
-
-    def run_ends(self) -> None:
-        """No step will follow."""
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -50,8 +50,8 @@ class SimulatedClock:
 
 
 class SimulatedTogether:
-    """Implements `jaxrl.loop.Together`. The second of two things runs first, and then the clock goes back; so the first
-    can be told when the second has ended."""
+    """Implements `jaxrl.mechanisms.one_step_off.session.Together`. The second of two things runs first, and then the
+    clock goes back; so the first can be told when the second has ended."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock = clock

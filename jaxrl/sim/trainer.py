@@ -1,7 +1,7 @@
 """The simulated trainer: learns nothing, and takes as long as training would.
 
-Purpose: `jaxrl.loop.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do not exist, so
-their metrics are left out rather than made up.
+Purpose: `jaxrl.train.learning.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do not
+exist, so their metrics are left out rather than made up.
 
 A simulated critic is one more of them: it is as large, and its vocabulary head is missing, which is not counted.
 

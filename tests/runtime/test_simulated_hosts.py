@@ -16,7 +16,7 @@ from jaxrl.config import Config
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.other_host import HostTimes
-from jaxrl.runtime.simulated_hosts import SimulatedBoard
+from jaxrl.runtime.simulated_hosts import SimulatedStore
 from jaxrl.runtime.simulation import build
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import RooflineCost
@@ -172,12 +172,12 @@ def test_a_board_says_when_nothing_will_ever_come():
         process, next_ns = 1, None
 
     hosts: Any = [Asleep()]
-    board = SimulatedBoard(hosts, SimulatedClock(), HostTimes(1, 1, 1), False, lambda: None)
+    store = SimulatedStore(hosts, SimulatedClock(), HostTimes(1, 1, 1), False, lambda: None)
     with pytest.raises(RuntimeError, match="host 1 is waited for, and no host has anything to do"):
-        board.get("stream/notices/00001/000000000000", 1.0)
-    board = SimulatedBoard(hosts, SimulatedClock(), HostTimes(1, 1, 1), True, lambda: None)
+        store.get("stream/notices/00001/000000000000", 1.0)
+    store = SimulatedStore(hosts, SimulatedClock(), HostTimes(1, 1, 1), True, lambda: None)
     with pytest.raises(RuntimeError, match="none has anything to do"):
-        board.get("stream/notices/00001/000000000000", 1.0)
+        store.get("stream/notices/00001/000000000000", 1.0)
 
 
 def test_a_value_is_there_when_it_has_come():
@@ -186,15 +186,15 @@ def test_a_value_is_there_when_it_has_come():
 
     clock = SimulatedClock()
     hosts: Any = [Asleep()]
-    board = SimulatedBoard(hosts, clock, HostTimes(latency_ns=500, call_ns=10, event_ns=0), False, lambda: None)
-    board.post(1, 0, 100, b"early")
-    board.post(1, 1, 1000, b"late")
-    assert board.get("stream/notices/00001/000000000000", 1.0) == b"early"
+    store = SimulatedStore(hosts, clock, HostTimes(latency_ns=500, call_ns=10, event_ns=0), False, lambda: None)
+    store.post(1, 0, 100, b"early")
+    store.post(1, 1, 1000, b"late")
+    assert store.get("stream/notices/00001/000000000000", 1.0) == b"early"
     assert clock.now_ns == 600
-    assert [value for _, value in board.folder("stream/notices")] == [b"early"]
+    assert [value for _, value in store.folder("stream/notices")] == [b"early"]
     assert clock.now_ns == 610
-    board.delete("stream/notices/00001/000000000000")
-    assert board.folder("stream/notices") == []
-    assert board.get("stream/notices/00001/000000000001", 2e-7) is None, "it takes longer than that"
-    assert board.get("stream/notices/00001/000000000001", 1.0) == b"late"
+    store.delete("stream/notices/00001/000000000000")
+    assert store.folder("stream/notices") == []
+    assert store.get("stream/notices/00001/000000000001", 2e-7) is None, "it takes longer than that"
+    assert store.get("stream/notices/00001/000000000001", 1.0) == b"late"
     assert clock.now_ns == 1500

@@ -147,7 +147,7 @@ def build(parts: RunParts) -> JudgeSession | None:
 def judge_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession:
     """A judge on the devices of a rollout, joined to its reward pool; as `build_judge`."""
     judge = build_judge(config, mesh, quiet)
-    assert isinstance(pool, RewardRouter), "a judge scores in a stage"
+    assert isinstance(pool, RewardRouter), "a judge scores beside others"
     pool.join("devices", judge)
     return JudgeSession(judge)
 

@@ -72,7 +72,7 @@ class _Judged:
 
 
 class JudgePool:
-    """Implements `jaxrl.rewards.pool.RewardPool` and `jaxrl.mechanisms.judge.turns.Judge`.
+    """Implements `jaxrl.rewards.pool.RewardPool`.
 
     Args:
       reading: what the judge reads and how it is read.
@@ -170,7 +170,13 @@ class JudgePool:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def turn(self, busy_rows: int, num_rows: int) -> bool:
-        """As `jaxrl.mechanisms.judge.turns.Judge` says."""
+        """Takes a turn if the rule allows one and there is something to judge; returns whether it did.
+
+        Args:
+          busy_rows: rows for which there are responses to decode; 0 where no plan of the actor will be made before a
+            verdict comes.
+          num_rows: rows of the rollout.
+        """
         if not self._judged or not self._rule.allows(busy_rows, num_rows):
             return False
         self._run_plan()

@@ -12,25 +12,7 @@ has the same layout, and the same bits, in every round.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-
-class Judge(Protocol):
-    """A judge as the backend sees it (`jaxrl.mechanisms.judge.pool.JudgePool`)."""
-
-    def turn(self, busy_rows: int, num_rows: int) -> bool:
-        """Takes a turn if the rule allows one and there is something to judge; returns whether it did.
-
-        Args:
-          busy_rows: rows for which there are responses to decode; 0 where no plan of the actor will be made before a
-            verdict comes.
-          num_rows: rows of the rollout.
-        """
-        ...
-
-    def release(self) -> None:
-        """Frees what the judge has on the devices, before an update."""
-        ...
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +30,3 @@ class JudgeTurns:
     def allows(self, busy_rows: int, num_rows: int) -> bool:
         """Whether a turn may be taken; always where no row is busy."""
         return busy_rows == 0 or (self.when == "gaps" and busy_rows <= self.busy_share * num_rows)
-
-
-def busy_rows(num_live: int, num_rows: int) -> int:
-    """Rows for which there is work: responses that wait for a row will have it, so the rollout leaves no gap."""
-    return min(num_live, num_rows)

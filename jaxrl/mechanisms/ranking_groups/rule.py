@@ -144,7 +144,7 @@ class RankedRound:
 
 
 class RankingGroups:
-    """Ranks rounds; `jaxrl.loop` hands it what they launch.
+    """Ranks rounds; the session hands it what they launch.
 
     Args:
       options: `rollout.ranking_groups`.

@@ -48,6 +48,7 @@ class RankingSession(Mechanism):
         self._by: By = by
         self._round: RankedRound | None = None
         self._books: Outliers | None = None
+        self._is_training = False  # the round under way is one of training
         self._num_launched = self._num_carried = self._num_moved = 0
         self._began_s = self._looked_s = self._idle_s = 0.0
 
@@ -138,12 +139,6 @@ class RankingSession(Mechanism):
 
     def cancelled(self) -> None:
         self.ahead.cancel()
-
-    def run_ends(self) -> None:
-        """Where a stop was asked for, the next round may have begun: nothing of it is wanted."""
-        self.ahead.cancel()
-        self._engines.abort(self._engines.unfinished())
-        self._engines.drain()
 
     def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
         """The round is over; its metrics."""

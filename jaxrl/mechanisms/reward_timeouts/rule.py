@@ -70,7 +70,7 @@ class TimeoutRule:
 
 
 class AdaptiveTimeouts:
-    """The anchors of a run; implements `jaxrl.loop.Kept`.
+    """The anchors of a run.
 
     Args:
       rule: makes limits of them.

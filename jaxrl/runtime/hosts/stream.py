@@ -46,7 +46,7 @@ class StreamStore(Protocol):
 
 
 class HostStream:
-    """Implements `jaxrl.runtime.ordered.Stream`.
+    """Implements `jaxrl.runtime.hosts.notices.HostChannel`.
 
     Args:
       store: of all processes.

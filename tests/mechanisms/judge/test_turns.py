@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.mechanisms.judge.turns import JudgeTurns, busy_rows
+from jaxrl.mechanisms.judge.turns import JudgeTurns
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,3 @@ from jaxrl.mechanisms.judge.turns import JudgeTurns, busy_rows
 )
 def test_turns_by_rows(when, share, busy, allowed):
     assert JudgeTurns(when, share).allows(busy, 8) == allowed
-
-
-def test_responses_that_wait_for_rows_leave_no_gap():
-    assert busy_rows(20, 8) == 8
-    assert busy_rows(3, 8) == 3
