@@ -173,7 +173,7 @@ def missing_modules(text: str, modules: dict[str, str]) -> list[str]:
 
 
 def missing_options(text: str) -> list[str]:
-    """Options that a page names in backticks and that the configuration does not have; `my_...` and the toy are made up."""
+    """Options that a page names in backticks and the configuration does not have; `my_...` and the toy are made up."""
     known = {option.path for option in options()} | set(sections())
     top = "|".join(name for name in sections() if "." not in name)
     names = set(re.findall(rf"`[^`\n]*?\b((?:{top})\.[a-z_.]*[a-z_])(?=[=`\s,])", text))
