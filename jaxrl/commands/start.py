@@ -1,15 +1,6 @@
 """`jaxrl train` up to the first import of jax: what can be refused at once is refused here, and nothing is written.
 
-The order of a start, here and in `jaxrl.commands.train`:
-
-1. the options (`jaxrl.config` and `batch_rule`);
-2. the run directory: locked, and what an earlier start left there read;
-3. everything else that needs no weights: data, loggers, folders, the reward function, then, with jax loaded, devices,
-   tokenizer, model config, prompts, latency profile, memory plan; then the checkpoints, which are compared with their
-   checksums, and the reward workers;
-4. weights, then the checkpoint of a resumed run and its queues;
-5. what `trainer.logger` names, which may wait for the network;
-6. the record: the first write. From here on, nothing about the start can be refused.
+The order of a start, here and in `jaxrl.commands.train`, stands in docs/architecture.md, "Starting a run".
 """
 
 from __future__ import annotations
@@ -18,10 +9,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.followed import FollowedRun
@@ -30,13 +23,14 @@ from jaxrl.record.run_record import RunOutcome, refuse_damaged
 from jaxrl.record.sinks import sink_package
 from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.rewards.domains import build_scorer, refuse_tests
+from jaxrl.rewards.domains import build_scorer, refuse_fields, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.cache_folder import with_cache_folder
 from jaxrl.runtime.hosts.environment import COORDINATOR
 from jaxrl.runtime.stop import Stop, end
 from jaxrl.train.steps import find_step
+from jaxrl.types import Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
     from jaxrl.runtime.hosts.world import World
@@ -58,6 +52,19 @@ def launched(config: Config, arguments: Sequence[str], stop: Stop | None, *, wri
         _refuse_no_folder(config)
         batch_rule(config)  # refused once, and not on every host
     return launch(config, arguments, stop or Stop(), writes=writes)
+
+
+def _refuse_rows(config: Config, problems: Sequence[Problem]) -> None:
+    """Raises ValueError for data that the reward cannot score, whatever is answered."""
+    nothing = replace(Sample.empty(SampleKey(0, 0, 0)), finish_reason="stop")
+
+    def request(of: Problem) -> ScoreRequest:
+        prompt = Prompt(0, of.index, (), of.question, of.source, of.answer, of.extra, of.question)
+        return ScoreRequest.of(prompt, nothing)
+
+    for problem in problems:
+        refuse_tests(config, problem.where, request(problem))
+    refuse_fields(config, map(request, problems))
 
 
 def _refuse_no_folder(config: Config) -> None:
@@ -114,9 +121,7 @@ def _start(
         problems = list(load_train(config))
         refuse_sources(config, problems)
         held_out = load_validation(config, problems)
-        for each in (*problems, *held_out):
-            extra = {"question": each.question, **each.extra}
-            refuse_tests(config, each.where, ScoreRequest(each.source, "", each.answer, extra))
+        _refuse_rows(config, [*problems, *held_out])
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")

@@ -214,7 +214,13 @@ def not_here(block: Block, folder: Path, world: World) -> None:
         parse(*_parser(), [words[words.index("-m") + 2], "--config", "run.yaml"])
 
 
+def declaring(block: Block, folder: Path, world: World) -> None:
+    """`tests/mechanisms/test_toy.py` plays a round with what the block declares."""
+    exec(compile(block.text, block.place, "exec", dont_inherit=True), {"__name__": "toy"})
+
+
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
+    "CONTRIBUTING.md: from collections.abc import Mapping": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
     "docs/layouts.md: mesh = make_mesh()": swapping,
     "docs/rollout-rules.md: def buffer_filter": buffer_filter,

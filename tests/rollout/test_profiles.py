@@ -100,7 +100,7 @@ def test_profiles_of_something_else_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"profile.json cannot be used: Expecting"):
         load_profile(file)
     file.write_text(json.dumps({"schema": 99}))
-    with pytest.raises(ConfigError, match=r"cannot be used: latency profile of schema 99: this version reads 2"):
+    with pytest.raises(ConfigError, match=r"cannot be used: latency profile of schema 99: this version reads 3"):
         load_profile(file)
     identity = identity_of(c, MODEL, mesh)
     assert (identity.model, identity.device_count, identity.jax_version) == ("tiny", 8, jax.__version__)

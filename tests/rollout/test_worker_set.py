@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from small_models import model_of, requests, weights_of
 
+from jaxrl.rollout import worker_set as module
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime import workers as module
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.switch_rule import How

@@ -188,7 +188,7 @@ def test_it_learns_what_a_prompt_is_worth(make_config, model_config):
 
     lines = []
     for step in range(1, 13):
-        learnt = learning.learn(config, policy, critic, None, groups_of(step), step, phase, lambda: None)
+        learnt = learning.learn(config, learning.Models(policy, critic), [], groups_of(step), step, phase, lambda: None)
         assert len(learnt.updates["critic"]) == 4
         assert learnt.skipped() == {"critic": (4, 0)}
         lines.append(learnt.metrics())
