@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Runs, assert_same_end, kill, state_of, wait_for_steps
+from runs import Runs, assert_same_end, judged, kill, state_of, wait_for_steps
 from tiny import write_tiny_model
 
 from jaxrl.record.metrics import read_metrics
@@ -40,22 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (folder / "train.jsonl").write_text("".join(rows))
     (folder / "reward.py").write_text(REWARD)
     made.config["trainer"]["compilation_cache_dir"] = str(folder / "cache")
-    made.config["reward"] = {
-        "kind": "judge",
-        "judge": {
-            "model": f"random:{write_tiny_model(folder / 'judge')}",
-            "dtype": "float64",
-            "prompt": "{question} {response} Score:",
-            "score_pattern": "([0-9])",
-            "max_score": 9,
-            "max_prompt_tokens": 200,
-            "max_tokens": 40,
-            "temperature": 1.0,
-            "max_num_seqs": 4,
-            "resident_layers": 1,
-            "busy_share": 1.0,
-        },
-    }
+    made.config["reward"] = judged(write_tiny_model(folder / "judge"))
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from runs import ROOT, Runs, end, state_of
+from runs import ROOT, Runs, end, judged, state_of
 from tiny import write_tiny_model
 
 from jaxrl.record.layouts import read_layouts
@@ -26,22 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.config["trainer"] |= {"compilation_cache_dir": str(folder / "cache"), "total_training_steps": 3}
     made.config["rollout"] |= {"dtype": "float64", "max_num_seqs": 4, "num_blocks": 24, "decode_steps": 2}
     made.config["actor"] |= {"dtype": "float64", "param_dtype": "float64"}
-    made.config["reward"] = {
-        "kind": "judge",
-        "judge": {
-            "model": f"random:{write_tiny_model(folder / 'judge')}",
-            "dtype": "float64",
-            "prompt": "{question} {response} Score:",
-            "score_pattern": "([0-9])",
-            "max_score": 9,
-            "max_prompt_tokens": 200,
-            "max_tokens": 40,
-            "temperature": 1.0,
-            "max_num_seqs": 4,
-            "resident_layers": 1,
-            "busy_share": 1.0,
-        },
-    }
+    made.config["reward"] = judged(write_tiny_model(folder / "judge"))
     return made
 
 

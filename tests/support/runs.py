@@ -33,6 +33,26 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+def judged(model: Path) -> dict[str, Any]:
+    """The section `reward` of a run whose judge is this tiny model with random weights, in float64."""
+    return {
+        "kind": "judge",
+        "judge": {
+            "model": f"random:{model}",
+            "dtype": "float64",
+            "prompt": "{question} {response} Score:",
+            "score_pattern": "([0-9])",
+            "max_score": 9,
+            "max_prompt_tokens": 200,
+            "max_tokens": 40,
+            "temperature": 1.0,
+            "max_num_seqs": 4,
+            "resident_layers": 1,
+            "busy_share": 1.0,
+        },
+    }
+
+
 class Runs:
     """Starts runs that share a model, data, and a compilation cache."""
 
