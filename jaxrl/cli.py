@@ -395,9 +395,9 @@ def _profile(options: argparse.Namespace) -> int:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
     sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
     table = run(config, out, sizes, _removing(options))
-    drafts = f", {len(table.verify)} with drafts" if table.verify else ""
+    verify = f", {len(table.verify)} that verify" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
-    print(f"{out}: {len(table.decode)} decode points{drafts}, {counts}")
+    print(f"{out}: {len(table.decode)} decode points{verify}, {counts}")
     return 0
 
 

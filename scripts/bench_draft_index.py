@@ -35,12 +35,12 @@ import numpy as np
 from bench import records
 from bench.measure import Bench, Gauge, Values, num_cores, say, summarise, verdict
 
+from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.options import SpeculationSection
+from jaxrl.mechanisms.speculation.rule import Window
 from jaxrl.mechanisms.speculation.session import build_index
 from jaxrl.scheduling.rounds.history import PastRollout, PromptHistory
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import Window
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.replay import ReplayExecutor
@@ -214,7 +214,7 @@ def _drafted(index: DraftIndex, text: np.ndarray) -> tuple[int, int]:
         rest = text[place : place + len(draft)]
         differs = np.flatnonzero(draft[: len(rest)] != rest)
         count = int(differs[0]) if len(differs) else len(rest)
-        width = window.after(width, len(draft), count)
+        width = int(window.after(np.asarray(width), len(draft), count))
         drafted, right, place = drafted + len(draft), right + count, place + count + 1
     return drafted, right
 

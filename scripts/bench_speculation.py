@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,18 @@ from bench.measure import Bench, Gauge, Values, say, summarise, verdict
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation.drafts import draft_window
+from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.options import SpeculationSection
+from jaxrl.mechanisms.speculation.proposer import Drafting
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, default_verify_tokens
 from jaxrl.mechanisms.speculation.session import build_index, draft_lengths, spec_metrics
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.profiler import Profiler
 from jaxrl.scheduling.layouts.latency_profile import ProfilePoint
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, default_verify_tokens
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
@@ -96,19 +97,24 @@ class House:
             decode_steps=options.decode_steps,
             dtype=options.dtypes[0],
             seed=options.seed,
-            drafting=drafting,
+            proposer=drafting,
         )
         self.executor = MeshExecutor(model, layout, sizes)
         self.executor.sync_weights(params, 0)
         self.executor.allocate()
         self.drafts, self.decode_steps = DraftConfig(window, verify_tokens), options.decode_steps
-        self.engine = Engine(self.executor, BatcherConfig(options.decode_steps, drafts=self.drafts))
+        self.engine = Engine(
+            self.executor, BatcherConfig(options.decode_steps, verify_rule=partial(DraftRule, self.drafts))
+        )
         say(f"{num_rows} rows: {self.executor.warm_up()} programs, {verify_tokens} tokens verified in a step")
 
     def engine_of(self, decode_s: float, verify_s: float) -> Engine:
         """An engine of which plans verify where that is expected to pay, if steps take so long."""
         costs = StepCosts(lambda rows, context: decode_s, lambda rows, context: verify_s)
-        return Engine(self.executor, BatcherConfig(self.decode_steps, drafts=replace(self.drafts, costs=costs)))
+        return Engine(
+            self.executor,
+            BatcherConfig(self.decode_steps, verify_rule=partial(DraftRule, replace(self.drafts, costs=costs))),
+        )
 
     def run(self, requests: Sequence[Request], engine: Engine | None = None) -> tuple[list[Sample], Values]:
         """Samples, seconds, and what was drafted. `engine`: another than the house's own."""

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
     """The largest program of its kind that an executor of these sizes has."""
-    from jaxrl.rollout.draft_books import Drafting
+    from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh
@@ -100,7 +100,7 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled
         dtype=options.dtype,
         attention="pallas",
         max_tp=options.tp,
-        drafting=Drafting(8, 8 * options.context, options.width * options.rows)
+        proposer=Drafting(8, 8 * options.context, options.width * options.rows)
         if options.program == "verify"
         else None,
     )

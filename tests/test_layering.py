@@ -36,7 +36,19 @@ ROWS: tuple[frozenset[str], ...] = tuple(
     )
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
-AT_RUN_TIME = {"build", "gradients", "memory", "overlap", "pool", "ranked", "report", "session", "simulated"}
+AT_RUN_TIME = {
+    "acceptance",
+    "build",
+    "gradients",
+    "memory",
+    "overlap",
+    "pool",
+    "proposer",
+    "ranked",
+    "report",
+    "session",
+    "simulated",
+}
 """Files of a mechanism's room that are its part in a run. `options.py` declares options; all else are rules, as pure as
 `scheduling`."""
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask

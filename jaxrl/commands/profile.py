@@ -101,11 +101,11 @@ def profile(
     executor = build_executor(config, model, layout, lambda: params)
     row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}
     rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
-    widths = {tp: executor.draft_widths(tp) for tp in degrees}
-    measured = {tp: table.draft_widths(tp) for tp in degrees}
+    widths = {tp: executor.verify_widths(tp) for tp in degrees}
+    measured = {tp: table.verify_widths(tp) for tp in degrees}
     if any(measured[tp].items() - widths[tp].items() for tp in degrees):
         raise ConfigError(
-            f"{path} was measured with drafts of other lengths (rollout.speculation.verify_tokens and max_window): "
+            f"{path} was measured with steps that verify other numbers of tokens (by the options of their mechanism): "
             f"{measured} there, {widths} here: name another file with --out"
         )
     if table.row_sizes not in ((), rows):
@@ -118,8 +118,8 @@ def profile(
     use_compilation_cache(config)
     executor.sync_weights(params, 0)
     executor.allocate()
-    drafts = verify_points(points, widths)
-    return _measure(table, Profiler(executor, options.repeats), points, drafts, degrees, path, progress, removing)
+    verify = verify_points(points, widths)
+    return _measure(table, Profiler(executor, options.repeats), points, verify, degrees, path, progress, removing)
 
 
 def _continued(path: Path, table: Profile) -> Profile:
@@ -170,17 +170,17 @@ def _measure(
     table: Profile,
     profiler: Profiler,
     points: tuple[ProfilePoint, ...],
-    drafts: tuple[ProfilePoint, ...],
+    verified: tuple[ProfilePoint, ...],
     degrees: tuple[int, ...],
     path: Path,
     progress: OnProgress | None,
     removing: Removing,
 ) -> Profile:
     decode, prefill = missing_points(table.decode, points), missing_points(table.prefill, prefill_points(points))
-    verify = missing_points(table.verify, drafts)
+    verify = missing_points(table.verify, verified)
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
     changes = [pair for pair in pairs(degrees) if pair not in known]
-    total = len(points) + len(drafts) + len(prefill_points(points)) + len(pairs(degrees))
+    total = len(points) + len(verified) + len(prefill_points(points)) + len(pairs(degrees))
     done = total - len(decode) - len(verify) - len(prefill) - len(changes)
 
     def steps() -> Iterator[tuple[str, Callable[[Profile], Profile]]]:
@@ -189,7 +189,7 @@ def _measure(
                 text = f"decode, tp {tp}, {point.batch} rows of {point.context}"
                 yield text, lambda t, p=point: replace(t, decode=(*t.decode, profiler.decode(p)))
             for point in (p for p in verify if p.tp == tp):
-                text = f"decode with drafts, tp {tp}, {point.batch} rows of {point.context}"
+                text = f"verify, tp {tp}, {point.batch} rows of {point.context}"
                 yield text, lambda t, p=point: replace(t, verify=(*t.verify, profiler.verify(p)))
             for point in (p for p in prefill if p.tp == tp):
                 text = f"prefill, tp {tp}, {point.batch} rows of {point.context}"

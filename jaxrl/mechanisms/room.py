@@ -21,6 +21,7 @@ class Room:
       relies_on: what no other mechanism may change beside it, each with the reason that a user is told.
       races: which samples of a round count depends on which of them end first.
       orders: which prompts make up a batch depends on which are complete first, though all samples of a prompt count.
+      moves_requests: requests move between workers in the middle of a round, so commands take effect at once.
       reads_profile: whether a configuration has it read `rollout.layout.profile`.
       problem: why a configuration with it is impossible, as a sentence; None: it is possible. Asked where it is on,
         with the names of the mechanisms that race.
@@ -35,6 +36,7 @@ class Room:
     relies_on: Mapping[str, str] = field(default_factory=dict)
     races: bool = False
     orders: bool = False
+    moves_requests: bool = False
     reads_profile: Callable[[Config], bool] = lambda config: False
     problem: Callable[[Config, Sequence[str]], str | None] = lambda config, racing: None
     note: Callable[[Config], str | None] = lambda config: None

@@ -9,7 +9,7 @@ Imports no jax before a run is built: what can be refused is refused before that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
@@ -37,6 +37,13 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 if TYPE_CHECKING:
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
+    from jaxrl.rollout.executor import MeshExecutor
+    from jaxrl.rollout.proposals import Proposer
+    from jaxrl.scheduling.layouts.latency_profile import Profile
+    from jaxrl.scheduling.tokens.plan import VerifyRule
+    from jaxrl.sim.cost_model import CostModel
+    from jaxrl.sim.verification import Proposals
+    from jaxrl.sim.workload import Workload
 
 ROOMS: tuple[Room, ...] = (
     tail_batching.ROOM,
@@ -121,6 +128,41 @@ def batch_rule(config: Config) -> BatchRule:
         return FreshBatches(batch)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def moves_requests(config: Config) -> bool:
+    """Whether requests move between workers in the middle of a round."""
+    return any(room.moves_requests for room in rooms_of(config))
+
+
+def proposer(config: Config, platform: str) -> Proposer | None:
+    """What proposes the tokens that steps verify, for executors on these devices; None: nothing does."""
+    from jaxrl.mechanisms.speculation import build
+
+    return build.proposer(config, platform)
+
+
+def verify_rule(
+    config: Config, executor: MeshExecutor, profile: Profile | None, row_sizes: Mapping[int, Sequence[int]] | None
+) -> Callable[[], VerifyRule] | None:
+    """Makes what says which plans of an executor verify; None: none does. `profile`: of the run, where one is read."""
+    from jaxrl.mechanisms.speculation import build
+
+    return build.verify_rule(config, executor, profile, row_sizes)
+
+
+def simulated_proposals(config: Config, workload: Workload) -> Proposals | None:
+    """What proposes tokens on simulated devices; None: nothing does."""
+    from jaxrl.mechanisms.speculation import simulated
+
+    return simulated.proposals(config, workload)
+
+
+def simulated_verify_rule(config: Config, cost: CostModel) -> Callable[[], VerifyRule] | None:
+    """Makes what says which plans of a simulated worker verify; None: none does."""
+    from jaxrl.mechanisms.speculation import simulated
+
+    return simulated.verify_rule(config, cost)
 
 
 def reads_profile(config: Config) -> bool:

@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxrl.rollout.layout_programs import LayoutPrograms, bucket
 from jaxrl.rollout.programs import Generated
-from jaxrl.scheduling.tokens.plan import DraftCounts, PrefillChunk, RowResult
+from jaxrl.scheduling.tokens.plan import PrefillChunk, RowResult, VerifyCounts
 
 _UNKNOWN = -3
-"""Stands for a token that a chunk does not show; no text of an index has it."""
+"""Stands for a token that a chunk does not show; no history has it."""
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ def prefill_calls(chunks: Iterable[PrefillChunk], programs: LayoutPrograms) -> l
 
 
 def kept_tokens(chunk: PrefillChunk) -> Sequence[int]:
-    """The response's tokens at the end of a prefill. Those that an earlier chunk had are unknown: for a few steps a
-    draft is not found."""
+    """The response's tokens at the end of a prefill. Those that an earlier chunk had are unknown: for a few
+    steps nothing is proposed."""
     shown = min(chunk.num_generated, len(chunk.tokens))
     return (_UNKNOWN,) * (chunk.num_generated - shown) + chunk.tokens[len(chunk.tokens) - shown :]
 
@@ -79,16 +79,16 @@ def results(calls: Iterable[Call]) -> dict[int, RowResult]:
     for call in calls:
         host: Generated = jax.tree.map(np.asarray, call.generated)
         for group, row, request_id in call.requests:
-            count, drafts = int(host.counts[group, row]), None
-            if host.drafts is not None:
-                drafts = DraftCounts(**{name: int(x[group, row]) for name, x in host.drafts._asdict().items()})
+            count, verified = int(host.counts[group, row]), None
+            if host.verified is not None:
+                verified = VerifyCounts(**{name: int(x[group, row]) for name, x in host.verified._asdict().items()})
             pieces.setdefault(request_id, []).append(
                 RowResult(
                     host.tokens[group, row, :count],
                     host.sampled_logprobs[group, row, :count],
                     host.rollout_logprobs[group, row, :count],
                     bool(host.stopped[group, row]),
-                    drafts,
+                    verified,
                 )
             )
     return {request_id: _join(parts) for request_id, parts in pieces.items()}
@@ -103,5 +103,5 @@ def _join(parts: list[RowResult]) -> RowResult:
         np.concatenate([part.sampled_logprobs for part in parts]),
         np.concatenate([part.rollout_logprobs for part in parts]),
         any(part.stopped for part in parts),
-        parts[-1].drafts,
+        parts[-1].verified,
     )

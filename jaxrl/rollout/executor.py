@@ -24,10 +24,10 @@ from jaxrl.kernels.gathered import WindowTiles, window_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
-from jaxrl.rollout.draft_books import Books, DraftBooks
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
 from jaxrl.rollout.plan_times import PlanTimer
 from jaxrl.rollout.programs import MAX_STOP_IDS, Form, RowState, host_rows
+from jaxrl.rollout.proposals import DeviceHistories
 from jaxrl.rollout.sampling import request_key
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
@@ -83,22 +83,22 @@ class MeshExecutor:
         self._params: Any = None
         self._pool: kv_cache.Pool | None = None
         self._state: RowState | None = None
-        self._books: DraftBooks | None = None
+        self._histories: DeviceHistories | None = None
         self._use(self._programs_at(layout.tp))
 
     def _use(self, programs: LayoutPrograms) -> None:
         """Makes this the layout of all further plans."""
-        self._drop_books()
+        self._drop_histories()
         self._now = programs
         self.layout = programs.layout
         capacity = programs.capacity
         self.num_groups, self.num_slots = capacity.num_groups, capacity.num_slots
         self.num_blocks = capacity.num_blocks
 
-    def _drop_books(self) -> None:
-        if self._books is not None:
-            self._books.delete()
-        self._books = None
+    def _drop_histories(self) -> None:
+        if self._histories is not None:
+            self._histories.delete()
+        self._histories = None
 
     def _programs_at(self, tp: int) -> LayoutPrograms:
         if tp not in self._layouts:
@@ -172,16 +172,16 @@ class MeshExecutor:
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
         """Allocates the KV pool if there is none, or takes over one of `cache_shape` in this layout's shardings; row
-        state is blank, and no draft index is there."""
-        if self._books is not None:
-            self._books.forget()
+        state is blank, and no history is there."""
+        if self._histories is not None:
+            self._histories.forget()
         if pool is not None or self._pool is None:
             self._pool = kv_cache.allocate(self.layout, self.cache_shape) if pool is None else pool
         self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:
         """Frees the KV pool and row state (and the weights); every request must have ended or been aborted."""
-        self._drop_books()
+        self._drop_histories()
         for array in jax.tree.leaves((self._pool, self._state)):
             array.delete()
         self._pool = self._state = None
@@ -200,10 +200,11 @@ class MeshExecutor:
         self._use(self._programs_at(tp))
 
     def put_rows(self, rows: Iterable[ResidentRow]) -> None:
-        """Row state with these rows decoding, and all others blank; places for draft indexes if there are none."""
-        if self.config.drafting is not None and self._books is None:
-            self._books = DraftBooks(self.config.drafting, self._now.blank_books())
-        state = host_rows(self.num_groups, self.num_slots, self.config.drafting)
+        """Row state with these rows decoding, and all others blank; places for histories if there are none."""
+        proposer = self.config.proposer
+        if proposer is not None and self._histories is None:
+            self._histories = proposer.on_devices(self._now.blank_histories())
+        state = host_rows(self.num_groups, self.num_slots, proposer)
         for row in rows:
             at = (row.dp_group, row.slot)
             self._fill(state, at, row.request, row.response)
@@ -225,10 +226,10 @@ class MeshExecutor:
         """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
         return self._programs_at(tp).row_buckets
 
-    def draft_widths(self, tp: int) -> dict[int, int]:
-        """Drafted tokens that a step verifies in each row, by the row counts for which there are such programs."""
+    def verify_widths(self, tp: int) -> dict[int, int]:
+        """Proposed tokens that a step verifies in each row, by the row counts for which there are such programs."""
         programs = self._programs_at(tp)
-        return {rows: width for rows in programs.row_buckets if (width := programs.draft_width(rows))}
+        return {rows: width for rows in programs.row_buckets if (width := programs.verify_width(rows))}
 
     def programs_of(self, degrees: Iterable[int]) -> list[LayoutPrograms]:
         """The programs of these layouts, to be compiled."""
@@ -252,7 +253,7 @@ class MeshExecutor:
         self._prepare_switch(target, lanes)
         jax.block_until_ready((self._params, self._pool, self._state))
         ready = time.perf_counter()
-        self._drop_books()  # another layout has other places; the indexes come again with the plans that name them
+        self._drop_histories()  # another layout has other places; histories come again with the plans that name them
         steps = [self._move_weights, lambda to: self._move_pool(to, lanes)]
         if move.to_tp < move.from_tp:
             steps.reverse()
@@ -365,7 +366,7 @@ class MeshExecutor:
                 f"{name}: prompt ({len(request.prompt_ids)}) + max_tokens ({params.max_tokens}) must be at most "
                 f"max_length ({self.config.max_length}), for which the block tables are built"
             )
-        refused = request.history and self.config.drafting and self.config.drafting.refusal(request.history)
+        refused = request.history and self.config.proposer and self.config.proposer.refusal(request.history)
         if refused:
             raise ValueError(f"{name}: its history has no room on the devices: {refused}")
 
@@ -403,7 +404,7 @@ class MeshExecutor:
         start, lengths = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
-        state = host_rows(*shape, self.config.drafting)
+        state = host_rows(*shape, self.config.proposer)
         requests = []
         for group, row, chunk in placed:
             at = (group, row)
@@ -441,7 +442,7 @@ class MeshExecutor:
         by_group: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_groups)]
         for group, _, entry in placed:
             by_group[group].append(entry.block_table)
-        program_shape = self._now.decode_shape(by_group, plan.speculates)
+        program_shape = self._now.decode_shape(by_group, plan.verifies)
         kind, rows, num_tiles, width = program_shape
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
@@ -462,26 +463,26 @@ class MeshExecutor:
             tiles = WindowTiles(*map(np.stack, zip(*listed, strict=True)))
         program, arguments = self._now.program(program_shape), [tables, slots, fresh]
         if kind == "verify":
-            books, book = self._books_of(placed, shape)
-            arguments = [books, *arguments, book, max_new]
+            histories, places = self._histories_of(placed, shape)
+            arguments = [histories, *arguments, places, max_new]
         limits = np.int32(plan.num_steps), np.int32(min(plan.leave_after, 1 << 30))
         self._pool, self._state, generated, ticket.steps = program(
             self._params, self._pool, self._state, *arguments, *limits, tiles
         )
         ticket.calls.append(Call(requests, generated))
 
-    def _books_of(
+    def _histories_of(
         self, placed: Sequence[tuple[int, int, DecodeRow]], shape: tuple[int, int]
-    ) -> tuple[Books, np.ndarray]:
-        """The draft indexes on the devices, those of a plan among them, and the place of each row's [dp, rows]."""
-        assert self._books is not None, "an executor with a pool has places"
+    ) -> tuple[Any, np.ndarray]:
+        """The histories on the devices, those of a plan among them, and the place of each row's [dp, rows]."""
+        assert self._histories is not None, "an executor with a pool has places"
         named = [(group, row, entry.history) for group, row, entry in placed if entry.history is not None]
         write = self._now.program(self._now.upload_shape)
-        book = np.full(shape, self._books.num_books, np.int32)
-        places = self._books.place([(group, index) for group, _, index in named], write)
-        for (group, row, _), at in zip(named, places, strict=True):
-            book[group, row] = at
-        return self._books.arrays, book
+        places = np.full(shape, self._histories.num_places, np.int32)
+        found = self._histories.place([(group, history) for group, _, history in named], write)
+        for (group, row, _), at in zip(named, found, strict=True):
+            places[group, row] = at
+        return self._histories.arrays, places
 
     # -- compilation -------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ layout and the sizes alone, so they can be compiled before a layout is in use, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -20,11 +20,10 @@ from jaxrl.kernels.attention import Implementation
 from jaxrl.kernels.gathered import WindowTiles, num_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.streaming import on_host
-from jaxrl.rollout import draft_books, kv_cache
-from jaxrl.rollout.draft_books import Books, Drafting, book_shapes, upload
+from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
-from jaxrl.rollout.verify import DraftSums, Verify
-from jaxrl.scheduling.tokens.draft_rule import draft_width
+from jaxrl.rollout.proposals import Proposer
+from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
@@ -33,7 +32,7 @@ from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
 Shape = tuple[str, int, int, int]
 """(program, rows, positions per row, table width); of a program over windows, tiles instead of positions. Of `upload`,
-which writes a draft index into its place: the number of places, and entries of their texts and of their tables."""
+which writes a history into its place: the number of places, and their `Proposer.upload_sizes`."""
 
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 """What XLA records into CUDA graphs, as `--xla_gpu_enable_command_buffer` names it: its defaults, and loops."""
@@ -70,7 +69,7 @@ class ExecutorConfig:
       features_first, merged, gathered: how programs are built (`programs.Programs`); None: as the layout's devices run
         them fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      drafting: what drafts of requests with a history are like (`jaxrl.rollout.verify`); None: nothing is drafted.
+      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`); None: nothing is proposed.
       resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
         (`jaxrl.models.streaming`); None: all.
       ahead: whether a streamed layer's copy begins before its turn.
@@ -93,7 +92,7 @@ class ExecutorConfig:
     merged: bool | None = None
     gathered: bool | None = None
     interpret: bool = False
-    drafting: Drafting | None = None
+    proposer: Proposer | None = None
     resident_layers: int | None = None
     ahead: bool = True
     layouts: tuple[LayoutSizes, ...] = ()
@@ -183,19 +182,16 @@ class LayoutPrograms(CompiledPrograms):
         """The sizes of a window of so many rows, in tiles."""
         return buckets(rows * -(-self.decode_widths[-1] // self.tile_width), 2, least=rows)
 
-    def draft_width(self, rows: int) -> int:
-        """How many drafted tokens a step verifies in each of so many rows (a size of `row_buckets`); 0: drafts are not
-        worth a program, or there are none."""
-        drafting = self.config.drafting
-        if drafting is None:
-            return 0
-        return draft_width(rows, drafting.verify_tokens, drafting.window.most)
+    def verify_width(self, rows: int) -> int:
+        """How many proposed tokens a step verifies in each of so many rows (a size of `row_buckets`); 0: proposals are
+        not worth a program, or there are none."""
+        return 0 if self.config.proposer is None else self.config.proposer.width(rows)
 
-    def decode_shape(self, tables: Sequence[Sequence[Sequence[int]]], speculates: bool = False) -> Shape:
-        """The shape for rows with these block tables, [dp groups, rows]: of a program that verifies drafts if the plan
-        speculates, and there is one for so many rows."""
+    def decode_shape(self, tables: Sequence[Sequence[Sequence[int]]], verifies: bool = False) -> Shape:
+        """The shape for rows with these block tables, [dp groups, rows]: of a program that verifies if the plan does,
+        and there is one for so many rows."""
         rows = bucket(max(map(len, tables)), self.row_buckets)
-        width = self.draft_width(rows) if speculates else 0
+        width = self.verify_width(rows) if verifies else 0
         kind = "verify" if width else "decode"
         if not self.programs.gathered:
             widest = max(len(table) for group in tables for table in group)
@@ -218,22 +214,22 @@ class LayoutPrograms(CompiledPrograms):
             decode = [("decode", r, tiles, widths[-1]) for r in self.row_buckets for tiles in self.tile_counts(r)]
         else:
             decode = [("decode", r, 1, width) for r in self.row_buckets for width in widths]
-        return prefill + decode + self._draft_shapes(decode)
+        return prefill + decode + self._verify_shapes(decode)
 
-    def _draft_shapes(self, decode: list[Shape]) -> list[Shape]:
-        if self.config.drafting is None:
+    def _verify_shapes(self, decode: list[Shape]) -> list[Shape]:
+        if self.config.proposer is None:
             return []
-        of_width = [(self.draft_width(rows), rows, length, width) for _, rows, length, width in decode]
+        of_width = [(self.verify_width(rows), rows, length, width) for _, rows, length, width in decode]
         gathered = self.programs.gathered
         verify = [("verify", r, length if gathered else 1 + most, w) for most, r, length, w in of_width if most]
         return [*verify, self.upload_shape] if verify else []
 
     @property
     def upload_shape(self) -> Shape:
-        """Of the program that writes a draft index into its place."""
-        drafting = self.config.drafting
-        assert drafting is not None
-        return "upload", drafting.num_books(self.capacity.num_slots), drafting.sizes[0], drafting.sizes[2]
+        """Of the program that writes a history into its place."""
+        proposer = self.config.proposer
+        assert proposer is not None
+        return "upload", proposer.num_places(self.capacity.num_slots), *proposer.upload_sizes
 
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
@@ -258,9 +254,14 @@ class LayoutPrograms(CompiledPrograms):
 
         if kind == "upload":
             one = jax.ShapeDtypeStruct((groups,), jnp.int32, sharding=by_group)
-            assert self.config.drafting is not None
-            books, new = self.abstract_books(), self._sharded(book_shapes(self.config.drafting, groups))
-            return upload, (0,), (books, one, new), jax.tree.map(lambda x: x.sharding, books)
+            assert self.config.proposer is not None
+            histories, new = self.abstract_histories(), self._sharded(self.config.proposer.array_shapes(groups))
+            return (
+                self.config.proposer.upload,
+                (0,),
+                (histories, one, new),
+                jax.tree.map(lambda x: x.sharding, histories),
+            )
         live = self.abstract_params(), self.abstract_pool(), self._state(self.capacity.num_slots)
         tables, slots, flags = of(jnp.int32, width), of(jnp.int32), of(jnp.bool_)
         pool = [(x.sharding, y.sharding) for x, y in live[1]]
@@ -285,11 +286,11 @@ class LayoutPrograms(CompiledPrograms):
             arguments = (*live, tables, slots, flags, scalar, scalar, tiles)
             decode = partial(self.programs.decode, truncate=truncate)
             return decode, (1, 2), arguments, (pool, state, generated, everywhere)
-        assert self.config.drafting is not None
-        verify = Verify(self.programs, self.config.drafting, self.draft_width(rows), truncate)
+        assert self.config.proposer is not None
+        verify = Verify(self.programs, self.config.proposer, self.verify_width(rows), truncate)
         by_row = of(jnp.int32)
-        arguments = (*live, self.abstract_books(), tables, slots, flags, by_row, by_row, scalar, scalar, tiles)
-        sums = generated._replace(drafts=DraftSums(*[by_group] * len(DraftSums._fields)))
+        arguments = (*live, self.abstract_histories(), tables, slots, flags, by_row, by_row, scalar, scalar, tiles)
+        sums = generated._replace(verified=VerifySums(*[by_group] * len(VerifySums._fields)))
         return verify.run, (1, 2), arguments, (pool, state, sums, everywhere)
 
     # -- what programs are compiled for ----------------------------------------------------------------------------
@@ -311,17 +312,16 @@ class LayoutPrograms(CompiledPrograms):
         one = jax.ShapeDtypeStruct(shape.dims(self.layout), shape.dtype, sharding=sharding)
         return [(one, one)] * shape.num_layers
 
-    def abstract_books(self) -> Any:
-        """The same of the places of draft indexes."""
-        assert self.config.drafting is not None
-        num_books = self.config.drafting.num_books(self.capacity.num_slots)
-        return self._sharded(book_shapes(self.config.drafting, self.layout.dp, num_books))
+    def abstract_histories(self) -> Any:
+        """The same of the places of histories."""
+        proposer = self.config.proposer
+        assert proposer is not None
+        return self._sharded(proposer.array_shapes(self.layout.dp, proposer.num_places(self.capacity.num_slots)))
 
-    def blank_books(self) -> Books:
-        """Places without an index, on the devices."""
-        assert self.config.drafting is not None
-        num_books = self.config.drafting.num_books(self.capacity.num_slots)
-        return draft_books.allocate(self.config.drafting, self.layout.dp, num_books, self.programs.rows_sharding)
+    def blank_histories(self) -> Any:
+        """Places without a history, on the devices."""
+        assert self.config.proposer is not None
+        return _blank(self.config.proposer, self.capacity, self.programs.rows_sharding)()
 
     def _tiles(self, count: int) -> WindowTiles:
         one = jax.ShapeDtypeStruct((self.layout.dp, count), jnp.int32)
@@ -329,9 +329,16 @@ class LayoutPrograms(CompiledPrograms):
         return self._sharded(WindowTiles(blocks, one, one))
 
     def _state(self, rows: int) -> Any:
-        return self._sharded(row_state_shapes(self.layout.dp, rows, self.config.drafting))
+        return self._sharded(row_state_shapes(self.layout.dp, rows, self.config.proposer))
 
     def _sharded(self, tree: Any) -> Any:
         """Shapes [dp, ...] with their sharding."""
         by_group = self.programs.rows_sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group), tree)
+
+
+@lru_cache(maxsize=16)
+def _blank(proposer: Proposer, capacity: Capacity, sharding: NamedSharding) -> Callable[[], Any]:
+    """Makes places without a history, each device allocating its own; compiled once for each layout."""
+    shapes = proposer.array_shapes(capacity.num_groups, proposer.num_places(capacity.num_slots))
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=sharding)

@@ -1,4 +1,4 @@
-"""Measures what a latency profile holds, on an executor: decode steps, with drafts to verify and without, prefills,
+"""Measures what a latency profile holds, on an executor: decode steps, those that verify proposed tokens, prefills,
 and changes of layout.
 
 Purpose: `Profiler` runs dummy batches through the executor's own programs, in the shapes in which the engine would run
@@ -7,8 +7,8 @@ them. `jaxrl profile` (`jaxrl.commands.profile`) decides what is measured and ke
 Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
 
 Departures: KV is whatever lies in the pool, because its values do not change the time; rows are placed at their
-positions without a prefill. A step that verifies drafts takes as long whatever is drafted (`jaxrl.rollout.verify`), so
-rows draft nothing. A change of layout is really carried out, with live tokens and without; the difference
+positions without a prefill. A step that verifies takes as long whatever is proposed (`jaxrl.rollout.verify`), so
+nothing is. A change of layout is really carried out, with live tokens and without; the difference
 gives the cost per token. Slow points are measured once.
 """
 
@@ -60,13 +60,13 @@ class Profiler:
         return Measurement(point.tp, point.batch, point.context, seconds)
 
     def verify(self, point: ProfilePoint) -> VerifyMeasurement:
-        """Seconds per step that verifies drafts, with `batch` rows of `context` tokens in every dp group."""
-        width = self.executor.draft_widths(point.tp)[point.batch]
+        """Seconds per step that verifies, with `batch` rows of `context` tokens in every dp group."""
+        width = self.executor.verify_widths(point.tp)[point.batch]
         seconds = self.mixed(point.tp, [point.context] * point.batch, verifies=True)
         return VerifyMeasurement(point.tp, point.batch, point.context, width, seconds)
 
     def mixed(self, tp: int, contexts: Sequence[int], *, verifies: bool = False) -> float:
-        """Seconds per decode step (per step that verifies drafts) with rows of these contexts, in tokens, in every dp
+        """Seconds per decode step (per step that verifies) with rows of these contexts, in tokens, in every dp
         group."""
         self.use(tp)
         self._decode_plan(contexts, 1, verifies)  # compiles, if anything is to be compiled
@@ -92,7 +92,7 @@ class Profiler:
                 named.append(DecodeRow(request.request_id, group, slot, table, steps))
                 used += width
         executor.put_rows(rows)
-        plan = Plan(self._plans, decode=tuple(named), num_steps=steps, speculates=verifies)
+        plan = Plan(self._plans, decode=tuple(named), num_steps=steps, verifies=verifies)
         self._plans += 1
         began = time.perf_counter()
         result = executor.collect(executor.submit(plan))

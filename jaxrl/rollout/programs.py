@@ -23,9 +23,8 @@ from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import fused_step, kv_cache
-from jaxrl.rollout.draft_books import Drafting
+from jaxrl.rollout.proposals import Proposer
 from jaxrl.rollout.sampling import Drawn, SamplingState, sample
-from jaxrl.scheduling.tokens.draft_index import START
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.merged import can_merge
 from jaxrl.sharding.mesh import platform_of
@@ -40,8 +39,8 @@ class RowState(NamedTuple):
 
     token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
     active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
-    for none. Only where drafts are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
-    [..., max_prefix], `START` where it has fewer; window: the most tokens of its next draft.
+    for none. Only where proposals are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
+    [..., num_recent], `Proposer.blank` where it has fewer; window: the most tokens of its next proposal.
     """
 
     token: jax.Array
@@ -54,7 +53,7 @@ class RowState(NamedTuple):
     window: jax.Array | None = None
 
 
-def row_state_shapes(groups: int, rows: int, drafting: Drafting | None = None) -> RowState:
+def row_state_shapes(groups: int, rows: int, proposer: Proposer | None = None) -> RowState:
     """The dtypes and shapes of a `RowState`."""
 
     def of(dtype: Any, *dims: int) -> Any:
@@ -68,15 +67,15 @@ def row_state_shapes(groups: int, rows: int, drafting: Drafting | None = None) -
         limit=integer,
         stop_ids=of(jnp.int32, MAX_STOP_IDS),
         sampling=SamplingState(of(jnp.uint32, 2), real, integer, real, real),
-        recent=None if drafting is None else of(jnp.int32, drafting.lengths.max_prefix),
-        window=None if drafting is None else integer,
+        recent=None if proposer is None else of(jnp.int32, proposer.num_recent),
+        window=None if proposer is None else integer,
     )
 
 
 class Generated(NamedTuple):
     """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
 
-    `drafts`, of a program that verifies drafts: its counts per row (`jaxrl.rollout.verify.DraftSums`).
+    `verified`, of a program that verifies: its counts per row (`jaxrl.rollout.verify.VerifySums`).
     Fields are device arrays, their numpy copies, or the shardings of either.
     """
 
@@ -85,7 +84,7 @@ class Generated(NamedTuple):
     rollout_logprobs: Any
     counts: Any
     stopped: Any
-    drafts: Any = None
+    verified: Any = None
 
 
 def take_rows(state: RowState, slots: jax.Array) -> RowState:
@@ -108,7 +107,7 @@ def stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
 
 def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> RowState:
     """The rows with the first `count` [...] of tokens [..., C] behind their last ones."""
-    assert rows.recent is not None, "row state without drafting"
+    assert rows.recent is not None, "row state without a proposer"
     both, size = jnp.concatenate([rows.recent, tokens], axis=-1), rows.recent.shape[-1]
     first = jnp.broadcast_to(jnp.asarray(count, jnp.int32), rows.recent.shape[:-1])[..., None]
     return rows._replace(recent=jnp.take_along_axis(both, first + jnp.arange(size), axis=-1))
@@ -355,13 +354,13 @@ class Programs:
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: self.rows_sharding, tree))
 
 
-def host_rows(groups: int, rows: int, drafting: Drafting | None = None) -> RowState:
+def host_rows(groups: int, rows: int, proposer: Proposer | None = None) -> RowState:
     """A `RowState` of numpy arrays to fill on the host: inactive rows that would stop at once."""
-    shapes = row_state_shapes(groups, rows, drafting)
+    shapes = row_state_shapes(groups, rows, proposer)
     blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     blank.stop_ids[:] = -1
     blank.sampling.top_p[:] = 1
-    if drafting is not None:
-        blank.recent[:] = START
-        blank.window[:] = drafting.window.least
+    if proposer is not None:
+        blank.recent[:] = proposer.blank
+        blank.window[:] = proposer.first_window
     return blank

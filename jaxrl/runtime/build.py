@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.speculation.build import drafting_of, step_costs
-from jaxrl.mechanisms.speculation.declaration import asks_profile
-from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms import table
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
@@ -32,7 +30,6 @@ from jaxrl.runtime.update_memory import plan_chunk, plan_remat
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.pace import PredictedTicks
-from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers, step_ticks
@@ -228,18 +225,22 @@ def _executor_config(
         dtype=rollout.dtype,
         seed=config.trainer.seed,
         truncate=any(truncates),
-        drafting=drafting_of(config, platform_of(mesh.devices.flat[0])),
+        proposer=table.proposer(config, platform_of(mesh.devices.flat[0])),
         max_tp=max(sizes),
         layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )
 
 
 def build_engine(
-    config: Config, executor: MeshExecutor, tokenizer: Tokenizer, costs: StepCosts | None = None
+    config: Config,
+    executor: MeshExecutor,
+    tokenizer: Tokenizer,
+    profile: Profile | None = None,
+    sizes: Mapping[int, Sequence[int]] | None = None,
 ) -> Engine:
-    """The engine of `config.rollout` over an executor; `costs`: of its steps, where drafts are verified by them."""
-    drafts = draft_config(config, platform_of(executor.layout.mesh.devices.flat[0]), costs)
-    return Engine(executor, batcher_config(config, drafts), stop_check=stop_string_check(tokenizer))
+    """The engine of `config.rollout` over an executor; `profile`, `sizes` (of `row_sizes`): where a rule reads them."""
+    rule = table.verify_rule(config, executor, profile, sizes)
+    return Engine(executor, batcher_config(config, rule), stop_check=stop_string_check(tokenizer))
 
 
 def build_engines(
@@ -252,22 +253,14 @@ def build_engines(
     """The engines of all workers as one; of several processes, those of this one.
 
     Args:
-      profile: the checked one; None: nothing reads it. It says which plans verify drafts; and where layouts switch,
+      profile: the checked one; None: nothing reads it. It says which plans verify; and where layouts switch,
         logical time is what it predicts, because workers in different layouts do not keep one pace.
       process: the number of this one.
 
-    Raises ConfigError where drafts are verified by a profile of other steps than those of these workers.
+    Raises ConfigError for a profile of other steps than those of these workers.
     """
     sizes = row_sizes(config, workers)
-    engines = [
-        build_engine(
-            config,
-            executor,
-            tokenizer,
-            step_costs(config, profile, executor, sizes) if profile is not None and asks_profile(config) else None,
-        )
-        for executor in workers.executors
-    ]
+    engines = [build_engine(config, executor, tokenizer, profile, sizes) for executor in workers.executors]
     ticks = step_ticks
     if profile is not None and config.rollout.layout.switch:
         ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrl.config import Config
 from jaxrl.config.hosts import with_workers_of_hosts
+from jaxrl.mechanisms import table
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.plan import VerifyRule
 from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
 
@@ -18,24 +19,23 @@ LOOKAHEAD_PLANS = 4
 process 0 merges once it has collected its own, and this one looks once it has collected its own; and one to spare."""
 
 
-def batcher_config(config: Config, drafts: DraftConfig | None = None) -> BatcherConfig:
-    """What continuous batching takes from section `rollout`; `drafts`: of `draft_config`, where requests may have a
-    history."""
+def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None = None) -> BatcherConfig:
+    """What continuous batching takes from section `rollout`; `verify_rule`: as in `BatcherConfig`."""
     return BatcherConfig(
         decode_steps=config.rollout.decode_steps,
         max_model_len=config.max_model_length,
         spread_samples=config.rollout.sample_placement == "spread",
-        drafts=drafts,
+        verify_rule=verify_rule,
     )
 
 
 def lookahead(config: Config, ticks: Ticks = step_ticks) -> int | None:
     """Ticks after which what a round commands takes effect (`jaxrl.scheduling.tokens.order`): those of
     `LOOKAHEAD_PLANS` plans of the most steps and prefill tokens. None where it takes effect at once: with one worker,
-    and where requests move between workers, which ranking groups and the stream trainer do."""
+    and where a mechanism moves requests between workers."""
     rollout = config.rollout
     num_workers = with_workers_of_hosts(rollout.num_workers, config.hosts.num)
-    if num_workers == 1 or rollout.ranking_groups.enable or config.trainer.stream.enable:
+    if num_workers == 1 or table.moves_requests(config):
         return None
     rows, steps, prefill = rollout.max_num_seqs, rollout.decode_steps, rollout.max_num_batched_tokens
     fullest = PlanTimes(0, steps, 0.0, prefill, rows, rows * config.max_model_length / 2, was_queued=True)

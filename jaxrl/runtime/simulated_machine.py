@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxrl.config import Config
+from jaxrl.mechanisms import table
 from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions, layout_sessions
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
-from jaxrl.mechanisms.speculation.drafts import draft_config
-from jaxrl.mechanisms.speculation.simulated import drafting_of, step_costs
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.other_host import HostTimes, OtherHost
 from jaxrl.runtime.rules import batcher_config, lookahead, workers_of
@@ -26,7 +25,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.configured import PLATFORM, layout_predictor
+from jaxrl.sim.configured import layout_predictor
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
@@ -109,7 +108,7 @@ class MachineParts:
     ) -> None:
         self._config, self._cost, self._workload, self._sizes = config, cost, workload, sizes
         self._layouts, self._timeouts, self._num_processes = layouts, timeouts, num_processes
-        self._drafts = draft_config(config, PLATFORM, step_costs(config, cost))
+        self._batching = batcher_config(config, table.simulated_verify_rule(config, cost))
         self.pace = layout_predictor(config, cost, tuple(layouts))
         self._slowness = slownesses(config.hosts.num, config.simulate.host_spread, config.trainer.seed)
 
@@ -117,8 +116,7 @@ class MachineParts:
         """A host on the clock of its process. `log`: where layout switches are kept; None: nowhere."""
         config = self._config
         executors = self._executors(process, clock, drawn)
-        drafting = batcher_config(config, self._drafts)
-        engines = [Engine(each, drafting, batcher=LockstepBatcher) for each in executors.executors]
+        engines = [Engine(each, self._batching, batcher=LockstepBatcher) for each in executors.executors]
         ticks = step_ticks if self.pace is None else PredictedTicks(self.pace, engines)
         sessions = self._sessions(process, engines, clock, drawn, log) if config.rollout.layout.adapts else None
         scoring = self._scoring(clock, drawn, executors)
@@ -147,7 +145,7 @@ class MachineParts:
             drawn.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **named)
 
         sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * config.num_workers)
-        drafting = None if self._drafts is None else drafting_of(config, self._workload, self._drafts)
+        proposals = table.simulated_proposals(config, self._workload)
         tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
         return SimulatedWorkers(
             [
@@ -161,7 +159,7 @@ class MachineParts:
                     layouts=self._layouts,
                     sync_s=sync_s,
                     wake_s=cost.rollout_fixed_s(),
-                    drafting=drafting,
+                    proposals=proposals,
                     slowness=self._slowness[process],
                 )
                 for track in tracks

@@ -135,7 +135,7 @@ class CostModel(Protocol):
         ...
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
-        """Seconds of steps that verify `width` drafted tokens a row, each row with one token more: [S], [S] -> [S]. A
+        """Seconds of steps that verify `width` proposed tokens a row, each row with one token more: [S], [S] -> [S]. A
         width of 0 is a decode step."""
         ...
 
@@ -237,7 +237,7 @@ class RooflineCost:
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
         """Weights are read once, and a row's KV once for all of its queries; products, activations and reductions go by
-        tokens. Each query attends to the context and to the drafted tokens before it."""
+        tokens. Each query attends to the context and to the proposed tokens before it."""
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
         tokens_S = batch_S * (1 + width)
         pairs_S = context_S * (1 + width) + batch_S * (width * (width + 1) / 2)

@@ -30,9 +30,8 @@ from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Ticket
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
-from jaxrl.sim.foretold import Foretold
 from jaxrl.sim.rows import Gains, LanePlan, Rows, fillers
-from jaxrl.sim.verification import Drafting, verify
+from jaxrl.sim.verification import Acceptance, Proposals, verify
 from jaxrl.types import SampleKey
 
 
@@ -99,7 +98,7 @@ class SimulatedExecutor:
       layouts: sizes by TP degree, of the layouts that it can change to.
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
-      drafting: of plans that speculate; None: there are none.
+      proposals: that plans verify; None: none do.
       slowness: plans take so many times as long as the cost model says.
 
     Attributes:
@@ -119,10 +118,10 @@ class SimulatedExecutor:
         layouts: Mapping[int, MachineSizes] | None = None,
         sync_s: float = 0.0,
         wake_s: float = 0.0,
-        drafting: Drafting | None = None,
+        proposals: Proposals | None = None,
         slowness: float = 1.0,
     ) -> None:
-        self._drafting, self._slowness = drafting, slowness
+        self._proposals, self._slowness = proposals, slowness
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
@@ -147,7 +146,7 @@ class SimulatedExecutor:
         prefill, filled = self._prefill(plan)
         rows.advance(filled, 1)
         stopped = int((rows.left[filled] == 0).sum())
-        run = self._verify if plan.speculates else self._decode
+        run = self._verify if plan.verifies else self._decode
         gains, num_steps, seconds_G = run(plan, filled, stopped)
         for group, work in prefill.items():
             seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
@@ -250,8 +249,8 @@ class SimulatedExecutor:
         self.sizes = sizes
         self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
-        least_window = 0 if self._drafting is None else self._drafting.window.least
-        self._rows = Rows(sizes.num_groups * sizes.num_slots, least_window)
+        first_window = 0 if self._proposals is None else self._proposals.first_window
+        self._rows = Rows(sizes.num_groups * sizes.num_slots, first_window)
 
     # Inside
 
@@ -278,8 +277,8 @@ class SimulatedExecutor:
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
         rows.ids[rows.ids == request.request_id] = -1  # its old row, if it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
-        rows.keys[seat], rows.foretold[seat] = request.key, None
-        rows.windows[seat] = rows.least_window
+        rows.keys[seat], rows.acceptance[seat] = request.key, None
+        rows.windows[seat] = rows.first_window
         rows.context[seat] = len(request.prompt_ids) + kept
         rows.generated[seat], rows.left[seat] = kept, length - kept
         return seat
@@ -311,21 +310,21 @@ class SimulatedExecutor:
         return rows.gains(filled, seats, steps), num_steps, seconds_G
 
     def _verify(self, plan: Plan, filled: np.ndarray, stopped: int) -> tuple[Gains, int, np.ndarray]:
-        """`_decode` in a plan that speculates."""
-        assert self._drafting is not None, "a plan speculates, and nothing says how"
-        drafting, rows, group_size = self._drafting, self._rows, self.num_slots
+        """`_decode` in a plan that verifies."""
+        assert self._proposals is not None, "a plan verifies, and nothing is proposed"
+        proposals, rows, group_size = self._proposals, self._rows, self.num_slots
         named = sorted((row.dp_group * group_size + row.slot, row) for row in plan.decode if self._is_live(row))
         seats = np.array([seat for seat, _ in named], np.int64)
-        foretold = [self._foretold(seat) if row.history is not None else None for seat, row in named]
+        acceptance = [self._acceptance(seat) if row.history is not None else None for seat, row in named]
         fullest = max(Counter(row.dp_group for row in plan.decode).values())
-        before_R, width = rows.context[seats], drafting.width(fullest)
+        before_R, width = rows.context[seats], proposals.width(fullest)
         found = verify(
-            foretold,
+            acceptance,
             rows.generated[seats],
             rows.left[seats],
             np.array([row.max_new for _, row in named], np.int64),
             rows.windows[seats],
-            window=drafting.window,
+            next_window=proposals.next_window,
             width=width,
             num_steps=plan.num_steps,
             num_stops=plan.leave_after - stopped,
@@ -347,13 +346,13 @@ class SimulatedExecutor:
         assert self._rows.ids[seat] == row.request_id, row
         return bool(self._rows.left[seat] > 0)
 
-    def _foretold(self, seat: int) -> Foretold:
-        """What is foretold of the response at a seat, made when it is first asked for."""
-        assert self._drafting is not None
+    def _acceptance(self, seat: int) -> Acceptance:
+        """Of the response at a seat, made when it is first asked for."""
+        assert self._proposals is not None
         rows = self._rows
-        found = rows.foretold[seat]
+        found = rows.acceptance[seat]
         if found is None:
-            found = rows.foretold[seat] = self._drafting.foretold(rows.keys[seat], len(rows.responses[seat]))
+            found = rows.acceptance[seat] = self._proposals.acceptance(rows.keys[seat], len(rows.responses[seat]))
         return found
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:

@@ -240,7 +240,7 @@ class LockstepBatcher(Batcher):
             and not self.num_waiting
             and all(whole for _, _, whole in self._flights)
             and all(progress.is_resident and not progress.request.params.stop_strings for progress in self._running)
-            and (self.draft_rule is None or all(progress.history is None for progress in self._running))
+            and (self.verify_rule is None or all(progress.history is None for progress in self._running))
         )
 
     def _form(self) -> _Lane:

@@ -23,15 +23,15 @@ from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import (
     Capacity,
-    DraftCounts,
     Plan,
     PlanResult,
     PrefillChunk,
     Request,
     RowResult,
     Ticket,
+    VerifyCounts,
 )
-from jaxrl.sim.verification import Drafting
+from jaxrl.sim.verification import Proposals
 from jaxrl.types import SampleKey
 
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
@@ -70,7 +70,7 @@ class ReplayExecutor:
       cost: seconds that a plan takes; nothing by default.
       layouts: by degree, what each layout that it can change to offers; `tp`: the one in use.
       switch_cost: seconds that a change of layout takes; nothing by default.
-      drafting: of plans that speculate; None: there are none.
+      proposals: that plans verify; None: none do.
 
     `policy_version` may be set between plans, as a weight sync would.
     """
@@ -88,7 +88,7 @@ class ReplayExecutor:
         tp: int = 1,
         layouts: Mapping[int, Capacity] | None = None,
         switch_cost: Callable[[Relayout], TimeTaken] | None = None,
-        drafting: Drafting | None = None,
+        proposals: Proposals | None = None,
     ) -> None:
         self.num_groups = num_groups
         self.num_slots = num_slots
@@ -101,7 +101,7 @@ class ReplayExecutor:
         self._switch_cost = switch_cost
         self._lengths = lengths
         self._cost = cost
-        self._drafting = drafting
+        self._proposals = proposals
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._results: deque[PlanResult] = deque()  # submitted and not yet collected
 
@@ -120,7 +120,7 @@ class ReplayExecutor:
                 self._advance(slot, gained.setdefault(chunk.request.request_id, []), stopped)
         rows = [self._slots[row.dp_group, row.slot] for row in plan.decode]
         assert all(s.request.request_id == r.request_id for s, r in zip(rows, plan.decode, strict=True)), plan
-        drafts = dict.fromkeys((row.request_id for row in plan.decode), DraftCounts()) if plan.speculates else {}
+        verified = dict.fromkeys((row.request_id for row in plan.decode), VerifyCounts()) if plan.verifies else {}
         limits = [slot.num_generated + row.max_new for slot, row in zip(rows, plan.decode, strict=True)]
         num_steps = 0
         while num_steps < plan.num_steps and len(stopped) < plan.leave_after:
@@ -129,17 +129,17 @@ class ReplayExecutor:
                 break
             for i in active:
                 slot, request_id = rows[i], rows[i].request.request_id
-                counts = DraftCounts(steps=1)
-                if plan.speculates and plan.decode[i].history is not None:
-                    counts = self._draft(slot, limits[i], plan)
+                counts = VerifyCounts(steps=1)
+                if plan.verifies and plan.decode[i].history is not None:
+                    counts = self._propose(slot, limits[i], plan)
                 for _ in range(counts.accepted + 1):
                     self._advance(slot, gained[request_id], stopped)
-                if plan.speculates:
-                    drafts[request_id] += counts
+                if plan.verifies:
+                    verified[request_id] += counts
             num_steps += 1
         result = PlanResult(
             index=plan.index,
-            rows={each: _row_result(tokens, each in stopped, drafts.get(each)) for each, tokens in gained.items()},
+            rows={each: _row_result(tokens, each in stopped, verified.get(each)) for each, tokens in gained.items()},
             num_steps=num_steps,
             policy_version=self.policy_version,
             duration_s=self._cost(plan, num_steps) if self._cost is not None else 0.0,
@@ -190,22 +190,22 @@ class ReplayExecutor:
             raise ValueError(
                 f"{request.key}: the recorded length ({length}) must exceed the tokens kept ({chunk.num_generated})"
             )
-        window = 0 if self._drafting is None else self._drafting.window.least
+        window = 0 if self._proposals is None else self._proposals.first_window
         return _Slot(request, length, chunk.num_generated, window)
 
-    def _draft(self, slot: _Slot, limit: int, plan: Plan) -> DraftCounts:
-        """What a row drafts and has accepted in a step; its window moves."""
-        assert self._drafting is not None, "a plan speculates, and nothing says how"
-        foretold = self._drafting.foretold(slot.request.key, slot.length)
-        right = int(foretold.right[slot.num_generated])
+    def _propose(self, slot: _Slot, limit: int, plan: Plan) -> VerifyCounts:
+        """What is proposed for a row and accepted in a step; its window moves."""
+        assert self._proposals is not None, "a plan verifies, and nothing is proposed"
+        acceptance = self._proposals.acceptance(slot.request.key, slot.length)
+        right = int(acceptance.right[slot.num_generated])
         fullest = max(Counter(row.dp_group for row in plan.decode).values())
         room = min(limit, slot.length) - slot.num_generated - 1
-        drafted = min(slot.window, self._drafting.width(fullest), room) if right >= 0 else 0
-        if not drafted:
-            return DraftCounts(steps=1)
-        accepted = min(drafted, right)
-        slot.window = self._drafting.window.after(slot.window, drafted, accepted)
-        return DraftCounts(1, drafted, accepted, 1, int(foretold.matched[slot.num_generated]))
+        proposed = min(slot.window, self._proposals.width(fullest), room) if right >= 0 else 0
+        if not proposed:
+            return VerifyCounts(steps=1)
+        accepted = min(proposed, right)
+        slot.window = int(self._proposals.next_window(np.asarray(slot.window), proposed, accepted))
+        return VerifyCounts(1, proposed, accepted, 1, int(acceptance.matched[slot.num_generated]))
 
     def _advance(self, slot: _Slot, tokens: list[int], stopped: set[int]) -> None:
         """Samples one token of an active row."""
@@ -227,6 +227,6 @@ def filler(request: Request, position: int, length: int) -> int:
     return token
 
 
-def _row_result(tokens: list[int], stopped: bool, drafts: DraftCounts | None) -> RowResult:
+def _row_result(tokens: list[int], stopped: bool, verified: VerifyCounts | None) -> RowResult:
     zeros = np.zeros((len(tokens),), np.float32)
-    return RowResult(np.asarray(tokens, np.int32), zeros, zeros, stopped, drafts)
+    return RowResult(np.asarray(tokens, np.int32), zeros, zeros, stopped, verified)

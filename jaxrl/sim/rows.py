@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl.scheduling.layouts.relayout import ResidentRow
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.plan import DecodeRow, DraftCounts, Plan, Request, RowResult
+from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, Request, RowResult, VerifyCounts
 from jaxrl.sim.replay import VOCABULARY
 from jaxrl.sim.verification import counts_of
 
@@ -74,7 +74,7 @@ class Gains(Mapping[int, RowResult]):
       responses: each row's whole response, int32 [tokens].
       first, last: the positions that the plan brought, `last` excluded.
       stopped: bool, whether the row stopped.
-      drafts: in a plan that speculates, `Verified.counts` of these rows, int64 [5, rows].
+      verified: in a plan that verifies, `Verified.counts` of these rows, int64 [5, rows].
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Gains(Mapping[int, RowResult]):
         first: np.ndarray,
         last: np.ndarray,
         stopped: np.ndarray,
-        drafts: np.ndarray | None = None,
+        verified: np.ndarray | None = None,
     ) -> None:
         self._ids, self._responses, self._first, self._last, self._stopped = ids, responses, first, last, stopped
-        self._drafts = drafts
+        self._verified = verified
         self._places: dict[int, int] | None = None  # made when all rows are asked for
 
     def __getitem__(self, request_id: int) -> RowResult:
@@ -120,24 +120,24 @@ class Gains(Mapping[int, RowResult]):
 
     def _row(self, place: int) -> RowResult:
         tokens = self._responses[place][self._first[place] : self._last[place]]
-        drafts = None if self._drafts is None else counts_of(self._drafts[:, place])
-        return _row_result(tokens, bool(self._stopped[place]), drafts)
+        verified = None if self._verified is None else counts_of(self._verified[:, place])
+        return _row_result(tokens, bool(self._stopped[place]), verified)
 
 
 class Rows:
     """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot. A row
-    that comes to a seat may draft `least_window` tokens."""
+    that comes to a seat has a window of `first_window` tokens."""
 
-    def __init__(self, num_seats: int, least_window: int = 0) -> None:
-        self.least_window = least_window
+    def __init__(self, num_seats: int, first_window: int = 0) -> None:
+        self.first_window = first_window
         self.ids = np.full(num_seats, -1, np.int64)
         self.responses = np.empty(num_seats, object)  # int32 [tokens] each, from the first token to the last
         self.context = np.zeros(num_seats, np.int64)  # prompt and response tokens so far
         self.generated = np.zeros(num_seats, np.int64)
         self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
         self.keys = np.empty(num_seats, object)  # `SampleKey` of each
-        self.foretold = np.empty(num_seats, object)  # `Foretold` of the response; None: no draft was looked for yet
-        self.windows = np.full(num_seats, least_window)  # tokens that it may draft
+        self.acceptance = np.empty(num_seats, object)  # of the response; None: not asked for yet
+        self.windows = np.full(num_seats, first_window)  # the most tokens of its next proposal
 
     def take(self, seat: int, other: Rows, other_seat: int) -> None:
         """Copies a row from a seat of `other`."""
@@ -150,7 +150,7 @@ class Rows:
         return int(seats[0]) if len(seats) else -1
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.ids, self.responses, self.context, self.generated, self.left, self.keys, self.foretold
+        return self.ids, self.responses, self.context, self.generated, self.left, self.keys, self.acceptance
 
     def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
         if len(seats):
@@ -159,27 +159,27 @@ class Rows:
             self.left[seats] -= count
 
     def gains(
-        self, filled: np.ndarray, seats: np.ndarray, tokens: np.ndarray, drafts: np.ndarray | None = None
+        self, filled: np.ndarray, seats: np.ndarray, tokens: np.ndarray, verified: np.ndarray | None = None
     ) -> Gains:
-        """The gains of the plan just run: one token for each of `filled`, and `tokens` for `seats`, of which `drafts`
-        are `Verified.counts`."""
+        """The gains of the plan just run: one token for each of `filled`, and `tokens` for `seats`, of which
+        `verified` are `Verified.counts`."""
         if len(filled):
             gained = np.zeros(len(self.ids), np.int64)
             gained[filled] = 1
             gained[seats] += tokens
-            if drafts is not None:
-                of_all = np.zeros((len(drafts), len(self.ids)), np.int64)
-                of_all[:, seats] = drafts
-                drafts = of_all[:, gained > 0]
+            if verified is not None:
+                of_all = np.zeros((len(verified), len(self.ids)), np.int64)
+                of_all[:, seats] = verified
+                verified = of_all[:, gained > 0]
             seats = np.flatnonzero(gained)
             tokens = gained[seats]
         last = self.generated[seats]
-        return Gains(self.ids[seats], self.responses[seats], last - tokens, last, self.left[seats] == 0, drafts)
+        return Gains(self.ids[seats], self.responses[seats], last - tokens, last, self.left[seats] == 0, verified)
 
 
-def _row_result(tokens: np.ndarray, stopped: bool, drafts: DraftCounts | None = None) -> RowResult:
+def _row_result(tokens: np.ndarray, stopped: bool, verified: VerifyCounts | None = None) -> RowResult:
     zeros = _ZEROS[: len(tokens)] if len(tokens) <= len(_ZEROS) else np.zeros(len(tokens), np.float32)
-    return RowResult(tokens, zeros, zeros, stopped, drafts)
+    return RowResult(tokens, zeros, zeros, stopped, verified)
 
 
 def fillers(request: Request, length: int) -> np.ndarray:

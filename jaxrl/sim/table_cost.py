@@ -35,7 +35,7 @@ class TableCost:
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
         """What was measured for so many rows, at the width that they had; where no such steps were measured, the
         measured decode step times what `rest` says that verification makes of one."""
-        if width and self.predictor.profile.draft_widths(tp):
+        if width and self.predictor.profile.verify_widths(tp):
             steps = zip(batch_S.tolist(), context_S.tolist(), strict=True)
             return np.array([self.predictor.verify_step_s(tp, rows, context) for rows, context in steps])
         of_rest_S = self.rest.verify_steps_s(tp, batch_S, width, context_S)

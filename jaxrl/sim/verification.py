@@ -1,37 +1,53 @@
-"""The steps of a simulated plan that verifies drafts: what each row drafts, gains, and how its window moves.
+"""The steps of a simulated plan that verifies: how much of what is proposed is accepted, and what each row gains.
 
-Purpose: `verify` plays the decode loop of a plan that speculates for all rows at once, step by step, by the rules that
-devices follow (`jaxrl.scheduling.tokens.draft_rule`). What drafts have right comes from `jaxrl.sim.foretold`.
-
-Source: RhymeRL §5.4.
+Purpose: `verify` plays the decode loop of a plan that verifies for all rows at once, step by step, by the rules that
+devices follow (`jaxrl.rollout.verify`). What is proposed, and how much of it is right, a mechanism says (`Proposals`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.scheduling.tokens.draft_rule import Window
-from jaxrl.scheduling.tokens.plan import DraftCounts
-from jaxrl.sim.foretold import Foretold
+from jaxrl.scheduling.tokens.plan import VerifyCounts
 from jaxrl.types import SampleKey
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """How rows draft.
+@dataclass(frozen=True, slots=True, eq=False)
+class Acceptance:
+    """By position of a response, each [tokens]:
 
     Attributes:
-      foretold: (a response, its tokens) -> what its history foretells of it.
-      window: of every row.
-      width: the most tokens that each row drafts in a step, by the rows of the fullest dp group.
+      right: int16, tokens from here on that a proposal would have right; -1: nothing is proposed.
+      matched: int8, tokens of context by which the proposal is found; 0: none is.
     """
 
-    foretold: Callable[[SampleKey, int], Foretold]
-    window: Window
-    width: Callable[[int], int]
+    right: np.ndarray
+    matched: np.ndarray
+
+
+class Proposals(Protocol):
+    """What is proposed on simulated devices (`jaxrl.rollout.proposals.Proposer`)."""
+
+    @property
+    def first_window(self) -> int:
+        """The most tokens of a row's first proposal."""
+        ...
+
+    def acceptance(self, key: SampleKey, length: int) -> Acceptance:
+        """How much is right of what is proposed for a response of so many tokens."""
+        ...
+
+    def width(self, rows: int) -> int:
+        """The most tokens that a step verifies in each row, by the rows of the fullest dp group."""
+        ...
+
+    def next_window(self, window: Any, proposed: Any, accepted: Any) -> Any:
+        """The most tokens of the next proposals, after a step that verified so many and accepted so many."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +60,7 @@ class Verified:
       windows: of the rows afterwards, int64 [R].
       active: which rows gained something in a step, bool [num_steps, R].
       before: tokens that each row had gained before a step, int64 [num_steps, R].
-      counts: steps, drafted, accepted, draft steps and matched of each row, int64 [5, R].
+      counts: the fields of `VerifyCounts` of each row, int64 [5, R].
     """
 
     num_steps: int
@@ -56,29 +72,29 @@ class Verified:
 
 
 def verify(
-    foretold: Sequence[Foretold | None],
+    acceptance: Sequence[Acceptance | None],
     generated: np.ndarray,
     left: np.ndarray,
     max_new: np.ndarray,
     windows: np.ndarray,
     *,
-    window: Window,
+    next_window: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
     width: int,
     num_steps: int,
     num_stops: int,
 ) -> Verified:
-    """Up to `num_steps` steps of R rows, each of `width` drafted tokens at most.
+    """Up to `num_steps` steps of R rows, each of `width` proposed tokens at most.
 
     Args:
-      foretold: of each row; None: it has no history.
+      acceptance: of each row; None: it has no history.
       generated, left, max_new: of each row, tokens that it has, tokens until it stops, and the most that it may gain;
         int64 [R].
-      windows: int64 [R].
+      windows: int64 [R]; next_window: as in `Proposals`.
       num_stops: the loop is left once so many rows have stopped.
     """
     count = len(generated)
     room = np.minimum(left, max_new)
-    right, matched = _ahead(foretold, generated, room)
+    right, matched = _ahead(acceptance, generated, room)
     gained, now, counts = np.zeros(count, np.int64), windows.copy(), np.zeros((5, count), np.int64)
     actives, befores = [], []
     for _ in range(num_steps):
@@ -91,30 +107,28 @@ def verify(
         at = gained[rows]
         known = right[rows, at]
         most = np.minimum(np.minimum(now[rows], width), room[rows] - at - 1)
-        drafted = np.where(known >= 0, most, 0)
-        accepted = np.minimum(drafted, np.maximum(known, 0))
-        grown = np.where(accepted == drafted, np.minimum(now[rows] + window.step, window.most), window.least)
-        has_draft = drafted > 0
-        now[rows] = np.where(has_draft, grown, now[rows])
+        proposed = np.where(known >= 0, most, 0)
+        accepted = np.minimum(proposed, np.maximum(known, 0))
+        now[rows] = next_window(now[rows], proposed, accepted)
         gained[rows] = at + accepted + 1
-        counts[:, rows] += (np.ones_like(at), drafted, accepted, has_draft, matched[rows, at] * has_draft)
+        proposes = proposed > 0
+        counts[:, rows] += (np.ones_like(at), proposed, accepted, proposes, matched[rows, at] * proposes)
     shape = (len(actives), count)
     return Verified(
         len(actives), gained, now, np.array(actives, bool).reshape(shape), np.array(befores).reshape(shape), counts
     )
 
 
-def counts_of(counts: np.ndarray) -> DraftCounts:
+def counts_of(counts: np.ndarray) -> VerifyCounts:
     """Counts of one row, [5], as a result has them."""
-    steps, drafted, accepted, draft_steps, matched = counts.tolist()
-    return DraftCounts(steps, drafted, accepted, draft_steps, matched)
+    return VerifyCounts(*counts.tolist())
 
 
-def _ahead(foretold: Sequence[Foretold | None], generated: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, ...]:
-    """What is foretold of the tokens that a plan may bring: `right` and `matched`, each [R, most tokens]."""
-    shape = len(foretold), int(room.max(initial=0))
+def _ahead(acceptance: Sequence[Acceptance | None], generated: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, ...]:
+    """`Acceptance` over the tokens that a plan may bring: `right` and `matched`, each [R, most tokens]."""
+    shape = len(acceptance), int(room.max(initial=0))
     right, matched = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
-    for row, (each, first, tokens) in enumerate(zip(foretold, generated.tolist(), room.tolist(), strict=True)):
+    for row, (each, first, tokens) in enumerate(zip(acceptance, generated.tolist(), room.tolist(), strict=True)):
         if each is not None and tokens:
             right[row, :tokens] = each.right[first : first + tokens]
             matched[row, :tokens] = each.matched[first : first + tokens]

@@ -21,8 +21,8 @@ from statistics import NormalDist
 import numpy as np
 
 from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedTask
-from jaxrl.scheduling.tokens.draft_rule import Window
-from jaxrl.sim.foretold import foretold
+from jaxrl.mechanisms.speculation.acceptance import draft_acceptance
+from jaxrl.mechanisms.speculation.rule import Window
 from jaxrl.sim.verification import verify
 from jaxrl.sim.workload import ModelledWorkload, length_of_score, normal, uniform, word
 from jaxrl.types import SampleKey
@@ -144,13 +144,13 @@ _NUM_BATCHES = 5
 
 
 def history_of(values: Values, task: str) -> SimulatedHistory:
-    """How much of a task's responses is foretold."""
+    """How much of a task's responses drafts have right."""
     return SimulatedHistory(values[f"{task}.stretch_median"], values["stretch_sigma"], values["gap_mean"])
 
 
 def draft_rates(history: SimulatedHistory, num_responses: int = 40, num_tokens: int = 1500) -> tuple[float, float]:
-    """The share of tokens that are foretold, and of drafted tokens the share that is accepted."""
-    told = [foretold(history, word(SEED, 2, i), 1, num_tokens) for i in range(num_responses)]
+    """The share of tokens that drafts have right, and of drafted tokens the share that is accepted."""
+    told = [draft_acceptance(history, word(SEED, 2, i), 1, num_tokens) for i in range(num_responses)]
     left = np.full(num_responses, num_tokens)
     found = verify(
         told,
@@ -158,7 +158,7 @@ def draft_rates(history: SimulatedHistory, num_responses: int = 40, num_tokens: 
         left,
         left,
         np.full_like(left, Window().least),
-        window=Window(),
+        next_window=Window().after,
         width=Window().most,
         num_steps=num_tokens,
         num_stops=num_responses,

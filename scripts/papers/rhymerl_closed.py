@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl.mechanisms.ranking_groups.rule import RankingGroups
+from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost, TrainLoad, causal_pairs
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.verification import Drafting, verify
+from jaxrl.sim.verification import verify
 from jaxrl.types import Prompt, SampleKey
 from papers.closed_form import PROMPT_TOKENS, drain
 from papers.setups import EPOCH_STEPS, Case, configuration, drafting_of, models
@@ -160,7 +161,7 @@ def _parts(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]
 
 
 def _part_s(
-    cost: RooflineCost, tp: int, keys: Sequence[SampleKey], lengths: Sequence[int], drafting: Drafting | None
+    cost: RooflineCost, tp: int, keys: Sequence[SampleKey], lengths: Sequence[int], drafting: SimulatedDrafts | None
 ) -> tuple[float, float]:
     """Seconds in which a worker draws responses, and the tokens that a row gains in a step."""
     if not keys:
@@ -169,9 +170,9 @@ def _part_s(
         return drain(cost, tp, [PROMPT_TOKENS] * len(keys), lengths)[-1], 1.0
     prompt_tokens = [PROMPT_TOKENS] * len(keys)
     seconds = cost.prefill_s(tp, sum(prompt_tokens), sum(map(causal_pairs, prompt_tokens)))
-    told = [drafting.foretold(key, length) for key, length in zip(keys, lengths, strict=True)]
+    told = [drafting.acceptance(key, length) for key, length in zip(keys, lengths, strict=True)]
     left, done = np.array(lengths), np.zeros(len(keys), np.int64)
-    windows, row_steps = np.full(len(keys), drafting.window.least), 0
+    windows, row_steps = np.full(len(keys), drafting.first_window), 0
     while (live := np.flatnonzero(left > done)).size:
         width = drafting.width(len(live))
         rest = left[live] - done[live]
@@ -182,7 +183,7 @@ def _part_s(
             rest,
             most,
             windows[live],
-            window=drafting.window,
+            next_window=drafting.next_window,
             width=width,
             num_steps=64,
             num_stops=1 + len(live) // 8,

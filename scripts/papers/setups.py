@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel
 from jaxrl.mechanisms.speculation.options import SpeculationSection
+from jaxrl.mechanisms.speculation.rule import DraftConfig, Window
+from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.models.shapes import named_shape
-from jaxrl.scheduling.tokens.draft_rule import Window, draft_width
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost
-from jaxrl.sim.foretold import Foreteller
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.verification import Drafting
 from jaxrl.sim.workload import ModelledWorkload
 from papers.calibrate import constant
 from papers.closed_form import PROMPT_TOKENS
@@ -374,12 +374,12 @@ def _rhymerl_workload(case: Case, calibration: Calibration) -> ModelledWorkload:
     return ModelledWorkload(case.seed, (only,), case.max_tokens, PROMPT_TOKENS)
 
 
-def drafting_of(case: Case, workload: ModelledWorkload) -> Drafting:
+def drafting_of(case: Case, workload: ModelledWorkload) -> SimulatedDrafts:
     """How the rows of a case draft."""
     options = SpeculationSection()
     window = Window(options.min_window, options.window_step, options.max_window)
-    tell = Foreteller(case.seed, workload.history, options.min_prefix, options.max_prefix)
-    return Drafting(tell, window, lambda rows: draft_width(rows, VERIFY_TOKENS, window.most))
+    tell = AcceptanceModel(case.seed, workload.history, options.min_prefix, options.max_prefix)
+    return SimulatedDrafts(tell, DraftConfig(window, VERIFY_TOKENS))
 
 
 def _timeout_s(case: Case, calibration: Calibration) -> float:

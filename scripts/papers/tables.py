@@ -16,7 +16,7 @@ from papers.runs import Steps
 from papers.setups import TASKS, Case
 
 BAR = 0.25  # of (speed-up - 1)
-NONE = (1.0, 1.0)  # factors of a run that speculates on nothing
+NONE = (1.0, 1.0)  # factors of a run that verifies on nothing
 
 
 class Runs:

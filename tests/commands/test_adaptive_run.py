@@ -268,10 +268,10 @@ def test_the_profiler_measures_steps_that_verify_drafts_and_plans_ask_them(runs:
     )
     sizes = ("--max-context=32", "--token-budget=256", "--repeats=1", f"--out={path}")
     output = runs.run("profile", *sizes, *options)
-    assert "4 with drafts" in output
+    assert "4 that verify" in output
     table = Profile.from_json(json.loads(path.read_text()))
     # 16 drafted tokens a step on a CPU, shared by the rows of a dp group: two at tp 4, four at tp 8
-    assert (table.draft_widths(4), table.draft_widths(8)) == ({2: 8}, {4: 4})
+    assert (table.verify_widths(4), table.verify_widths(8)) == ({2: 8}, {4: 4})
     assert {(entry.tp, entry.context) for entry in table.verify} == {(4, 8), (4, 32), (8, 8), (8, 32)}
     partial = table.to_json() | {"verify": table.to_json()["verify"][1:]}
     path.write_text(json.dumps(partial))
@@ -279,7 +279,7 @@ def test_the_profiler_measures_steps_that_verify_drafts_and_plans_ask_them(runs:
     again = Profile.from_json(json.loads(path.read_text()))
     assert set(table.verify[1:]) < set(again.verify), "nothing is measured twice"
     assert {entry.point for entry in again.verify} == {entry.point for entry in table.verify}
-    with pytest.raises(AssertionError, match=r"was measured with drafts of other lengths"):
+    with pytest.raises(AssertionError, match=r"was measured with steps that verify other numbers of tokens"):
         runs.run("profile", *sizes, *options, "rollout.speculation.verify_tokens=8")
     trained = runs.folder / "drafts"
     steps = ("data.train_batch_size=7", "trainer.total_training_steps=2")  # seven problems: two epochs

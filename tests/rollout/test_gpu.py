@@ -6,6 +6,7 @@ programs must agree bit for bit.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,11 @@ from on_gpu import DEPRECATED, INTERPRET, LLAMA, LONGEST, MODELS, executor, size
 
 from jaxrl.config import from_mapping
 from jaxrl.kernels import reference
+from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.proposer import Drafting
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
-from jaxrl.rollout.draft_books import Drafting
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.mesh import make_mesh
@@ -61,8 +62,8 @@ def draft(model, params, dtype, drawn, changed=0.1, slots=16, blocks=161, attent
         other = rng.integers(0, model.vocab_size, len(sample))
         text = np.where(rng.random(len(sample)) < changed, other, sample.token_ids)
         asked.append(dataclasses.replace(request, history=DraftIndex.build([text], [1.0])))
-    rule = DraftConfig(drafting.window, drafting.verify_tokens)
-    engine = Engine(made, BatcherConfig(decode_steps=8, drafts=rule))
+    rule = partial(DraftRule, DraftConfig(drafting.window, drafting.verify_tokens))
+    engine = Engine(made, BatcherConfig(decode_steps=8, verify_rule=rule))
     samples = engine.generate(asked)
     made.release(weights=True)
     return samples, engine.counters

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ from near_ties import is_near_tie
 from small_models import MODELS, VOCABULARY, model_of, requests, weights_of
 
 from jaxrl.kernels import reference
+from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.proposer import Drafting
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
-from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.scheduling.layouts.handover import hand_over
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding import kv_migration, reshard
@@ -69,8 +70,10 @@ def start(name: str, dtype: str, tp: int = 1, devices: Any = None, **options: An
     executor = MeshExecutor(model, Layout(mesh, tp), sizes, weights=lambda: params)
     executor.sync_weights(params, 0)
     executor.allocate()
-    drafts = DraftConfig(sizes.drafting.window, sizes.drafting.verify_tokens) if sizes.drafting else None
-    return Engine(executor, BatcherConfig(decode_steps=sizes.decode_steps, drafts=drafts)), executor
+    rule = None
+    if sizes.proposer is not None:
+        rule = partial(DraftRule, DraftConfig(sizes.proposer.window, sizes.proposer.verify_tokens))
+    return Engine(executor, BatcherConfig(decode_steps=sizes.decode_steps, verify_rule=rule)), executor
 
 
 def run(engine: Engine, asked: list[Request], degrees: tuple[int, ...], how: str) -> list[Sample]:
@@ -157,16 +160,16 @@ def with_drafts(asked: list[Request], drawn: list[Sample]) -> list[Request]:
 
 def drafting_walk(how: str, degrees: tuple[int, ...]) -> None:
     """Layouts change while rows draft; every layout has places for indexes of its own."""
-    engine, executor = start("smollm2", "float64", degrees[0], drafting=DRAFTING)
+    engine, executor = start("smollm2", "float64", degrees[0], proposer=DRAFTING)
     asked = requests(18, 3)
     still = engine.generate(asked)
-    assert engine.counters.drafted_tokens == 0
+    assert engine.counters.proposed_tokens == 0
     moved = run(engine, with_drafts(asked, still), degrees[1:], how)
     compare("smollm2", "float64", asked, still, moved)
     assert executor.tp == degrees[-1]
-    assert executor._books is not None
-    assert executor._books.uploads > 0, "in the last layout"
-    assert 0.3 < engine.counters.accepted_tokens / engine.counters.drafted_tokens < 1
+    assert executor._histories is not None
+    assert executor._histories.uploads > 0, "in the last layout"
+    assert 0.3 < engine.counters.accepted_tokens / engine.counters.proposed_tokens < 1
 
 
 def walk(name: str, how: str, dtype: str, degrees: tuple[int, ...]) -> None:
@@ -267,7 +270,7 @@ def _raises(*_: Any, **__: Any) -> Any:
 def across(name: str, dtype: str, left_tp: int, right_tp: int, drafting: Drafting | None = None) -> None:
     """Two workers; half of the first one's requests go on in the second, beside its own, in the middle of a batch."""
     halves = jax.devices()[:4], jax.devices()[4:]
-    sizes: dict[str, Any] = {"max_tp": 4, "num_slots": 12, "num_blocks": 90, "layouts": (), "drafting": drafting}
+    sizes: dict[str, Any] = {"max_tp": 4, "num_slots": 12, "num_blocks": 90, "layouts": (), "proposer": drafting}
     (left, left_executor), (right, right_executor) = (
         start(name, dtype, tp, half, **sizes) for tp, half in zip((left_tp, right_tp), halves, strict=True)
     )

@@ -22,18 +22,17 @@ from recorder import Recorder
 from small_models import VOCABULARY, model_of, requests, weights_of
 
 from jaxrl.kernels import reference
+from jaxrl.mechanisms.speculation.index import START, DraftIndex, DraftLengths
+from jaxrl.mechanisms.speculation.proposer import DeviceIndexes, Drafting, IndexArrays
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.calls import kept_tokens
-from jaxrl.rollout.draft_books import Books, DraftBooks, Drafting, allocate, book_bytes, upload
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.rollout.verify import find_drafts
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import START, DraftIndex, DraftLengths
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import DraftCounts, PrefillChunk, Request, resume
+from jaxrl.scheduling.tokens.plan import PrefillChunk, Request, VerifyCounts, resume
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -48,7 +47,7 @@ SIZES = ExecutorConfig(
     max_prefill_tokens=16,
     decode_steps=4,
     dtype=jnp.float64,
-    drafting=Drafting(num_responses=3, num_tokens=240, verify_tokens=48, lengths=LENGTHS),
+    proposer=Drafting(num_responses=3, num_tokens=240, verify_tokens=48, lengths=LENGTHS),
 )
 
 
@@ -64,19 +63,23 @@ def indexes(rng: np.random.Generator, count: int) -> list[DraftIndex]:
     return made
 
 
+def blank(drafting: Drafting, *dims: int) -> IndexArrays:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drafting.array_shapes(*dims))
+
+
 def test_a_device_finds_the_drafts_that_the_index_finds():
     rng = np.random.default_rng(0)
     drafting, rows, width = Drafting(3, 180, 0, LENGTHS), 300, 6
     held = [*indexes(rng, 4), DraftIndex.build([], [], LENGTHS)]
-    books = DraftBooks(drafting, allocate(drafting, 1, 5, make_layout(1, 1).sharding()))
-    write = jax.jit(upload, donate_argnums=0)
+    books = DeviceIndexes(drafting, blank(drafting, 1, 5))
+    write = jax.jit(drafting.upload, donate_argnums=0)
     places = books.place([(0, index) for index in held], write)
     assert places == [0, 1, 2, 3, 4]
-    own = Books(*(x[0] for x in books.arrays))
+    own = IndexArrays(*(x[0] for x in books.arrays))
     which = rng.integers(0, 6, rows)  # 5: none
     contexts = [rng.integers(0, 3 + min(i, 3), rng.integers(0, 12)).tolist() for i in which]
     recent = np.array([([START] * 7 + context)[-7:] for context in contexts], np.int32)
-    found = jax.jit(functools.partial(find_drafts, lengths=LENGTHS, width=width))(own, which, recent)
+    found = jax.jit(functools.partial(drafting.propose, width=width))(own, which, recent)
     lengths: set[int] = set()
     for row, (i, context) in enumerate(zip(which, contexts, strict=True)):
         expected = held[i].draft(context, width).tolist() if i < 5 else []
@@ -89,8 +92,8 @@ def test_a_device_finds_the_drafts_that_the_index_finds():
 def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
     drafting = Drafting(3, 180, 0, LENGTHS)
     a, b, c, d = indexes(np.random.default_rng(1), 4)
-    books = DraftBooks(drafting, allocate(drafting, 2, 2, make_layout(1, 1).sharding()))
-    write = jax.jit(upload, donate_argnums=0)
+    books = DeviceIndexes(drafting, blank(drafting, 2, 2))
+    write = jax.jit(drafting.upload, donate_argnums=0)
     assert books.place([(0, a), (1, c), (0, b), (0, a)], write) == [0, 0, 1, 0]
     assert (books.uploads, books.unplaced) == (3, 0)
     assert books.place([(0, b)], write) == [1], "there already"
@@ -103,7 +106,7 @@ def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
     books.forget()
     assert books.place([(0, c)], write) == [0]
     assert books.uploads == 6
-    assert sum(x.nbytes for x in books.arrays) == 2 * book_bytes(replace(drafting, num_indexes=2), 99)
+    assert sum(x.nbytes for x in books.arrays) == 2 * replace(drafting, num_indexes=2).num_bytes(99)
 
 
 def test_a_prefill_says_what_a_response_ended_with():
@@ -144,17 +147,17 @@ def executor_of(name: str, num_devices: int, tp: int, **options: Any) -> MeshExe
 
 def engine_of(executor: Any, drafts: bool = True) -> Engine:
     """The executor's drafting decides the width; the rule lets every plan with a history verify."""
-    drafting = executor.config.drafting
-    config = DraftConfig(drafting.window, drafting.verify_tokens) if drafts else None
-    return Engine(executor, BatcherConfig(decode_steps=executor.config.decode_steps, drafts=config))
+    drafting = executor.config.proposer
+    rule = functools.partial(DraftRule, DraftConfig(drafting.window, drafting.verify_tokens)) if drafts else None
+    return Engine(executor, BatcherConfig(decode_steps=executor.config.decode_steps, verify_rule=rule))
 
 
-def counted(counters: Counters) -> DraftCounts:
-    return DraftCounts(
-        counters.drafting_row_steps,
-        counters.drafted_tokens,
+def counted(counters: Counters) -> VerifyCounts:
+    return VerifyCounts(
+        counters.verifying_row_steps,
+        counters.proposed_tokens,
         counters.accepted_tokens,
-        counters.drafted_row_steps,
+        counters.proposed_row_steps,
         counters.matched_tokens,
     )
 
@@ -177,20 +180,20 @@ def always_wrong(tokens: Sequence[int]) -> DraftIndex:
 def test_forged_drafts_cost_the_steps_that_the_rule_says(gathered: bool, x64: None):
     """One row; the prefill draws token 0, and 40 are left. A step gains what it accepts, and one more."""
     drafting = Drafting(41, 500, 4 * 32, LENGTHS)
-    executor = executor_of("llama", 1, 1, gathered=gathered, decode_steps=16, drafting=drafting)
+    executor = executor_of("llama", 1, 1, gathered=gathered, decode_steps=16, proposer=drafting)
     request, plain = the_response(engine_of(executor, drafts=False))
     tokens = plain.token_ids.tolist()
     assert len({tuple(tokens[i : i + 3]) for i in range(39)}) == 39, "contexts differ"
     changed = np.array([*tokens[:20], (tokens[20] + 1) % VOCABULARY, *tokens[21:]])
     cases = {
         # windows 2, 4, 6, 8, 10 gain 35 tokens; of a window of 12 only 4 fit, because a fifth comes anyhow
-        "always right": (DraftIndex.build([plain.token_ids], [1.0], LENGTHS), DraftCounts(6, 34, 34, 6, 42)),
+        "always right": (DraftIndex.build([plain.token_ids], [1.0], LENGTHS), VerifyCounts(6, 34, 34, 6, 42)),
         # 38 drafts of 2, one of 1, and no room for one in the last step
-        "always wrong": (always_wrong(tokens), DraftCounts(40, 77, 0, 39, 39 * 7)),
+        "always wrong": (always_wrong(tokens), VerifyCounts(40, 77, 0, 39, 39 * 7)),
         # 2, 4, 6, then 8 of which 4 are right; token 20 is not in the history, nor what it is in, for three steps; then
         # contexts of 3, 6, 7 and 7 tokens bring drafts of 2, 4, 6, and 1 where 2 tokens are left
-        "one wrong in the middle": (DraftIndex.build([changed], [1.0], LENGTHS), DraftCounts(11, 33, 29, 8, 51)),
-        "none": (DraftIndex.build([], [], LENGTHS), DraftCounts(40, 0, 0, 0, 0)),
+        "one wrong in the middle": (DraftIndex.build([changed], [1.0], LENGTHS), VerifyCounts(11, 33, 29, 8, 51)),
+        "none": (DraftIndex.build([], [], LENGTHS), VerifyCounts(40, 0, 0, 0, 0)),
     }
     for case, (history, expected) in cases.items():
         engine = engine_of(executor)
@@ -203,7 +206,7 @@ def test_forged_drafts_cost_the_steps_that_the_rule_says(gathered: bool, x64: No
 
 def test_a_stop_token_inside_a_draft_ends_the_row_there(x64: None):
     drafting = Drafting(41, 500, 4 * 32, LENGTHS)
-    executor = executor_of("llama", 1, 1, gathered=True, decode_steps=16, drafting=drafting)
+    executor = executor_of("llama", 1, 1, gathered=True, decode_steps=16, proposer=drafting)
     _, whole = the_response(engine_of(executor, drafts=False))
     tokens = whole.token_ids.tolist()
     at = next(i for i in range(9, 15) if tokens.index(tokens[i]) == i)
@@ -213,7 +216,7 @@ def test_a_stop_token_inside_a_draft_ends_the_row_there(x64: None):
     assert drawn.token_ids.tolist() == plain.token_ids.tolist() == tokens[: at + 1]
     assert drawn.finish_reason == "stop"
     # drafts of 2 and 4 bring it to token 8; of 6 more, those behind the stop token count as not accepted
-    assert counted(engine.counters) == DraftCounts(3, 12, 6 + at - 8, 3, 21)
+    assert counted(engine.counters) == VerifyCounts(3, 12, 6 + at - 8, 3, 21)
 
 
 # ---------------------------------------------------------------- whole engines
@@ -264,7 +267,7 @@ WORLDS = {  # model, devices, tp, options
     "merged": ("qwen2", 2, 2, {"gathered": False, "merged": True, "features_first": False}),
     "paged on one": ("smollm2", 1, 1, {"gathered": False}),
     "padded heads": ("smollm2", 4, 4, {}),
-    "one place for indexes": ("llama", 1, 1, {"drafting": Drafting(3, 240, 48, LENGTHS, num_indexes=1)}),
+    "one place for indexes": ("llama", 1, 1, {"proposer": Drafting(3, 240, 48, LENGTHS, num_indexes=1)}),
 }
 FAST = ("paged on four devices",)
 
@@ -281,11 +284,11 @@ def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
     assert_same(asked, one, other, plain, drawn)
     counters = engine.counters
     assert counters.preemptions > 0, "the pool was to be too small"
-    assert 0 < counters.accepted_tokens < counters.drafted_tokens
+    assert 0 < counters.accepted_tokens < counters.proposed_tokens
     assert counters.busy_row_steps < sum(map(len, drawn)) - len(asked), "steps were to be saved"
     assert {one.finish_reason for one in drawn} == {"stop", "length"}
-    assert executor._books is not None
-    assert (executor._books.unplaced > 0) == (world == "one place for indexes")
+    assert executor._histories is not None
+    assert (executor._histories.unplaced > 0) == (world == "one place for indexes")
 
 
 def test_a_step_that_verifies_talks_between_devices_as_a_decode_step_does(x64: None):
@@ -329,13 +332,13 @@ def test_an_abort_and_a_new_start_go_on_with_drafts(x64: None):
 
 
 def test_programs_that_verify_are_those_with_room_for_two_tokens_a_row():
-    sizes = replace(SIZES, num_slots=8, drafting=Drafting(3, 240, 15, LENGTHS))
+    sizes = replace(SIZES, num_slots=8, proposer=Drafting(3, 240, 15, LENGTHS))
     programs = MeshExecutor(model_of("llama"), make_layout(1, 1), sizes)._now
-    assert [programs.draft_width(rows) for rows in programs.row_buckets] == [3, 0], "of 4 and of 8 rows"
+    assert [programs.verify_width(rows) for rows in programs.row_buckets] == [3, 0], "of 4 and of 8 rows"
     assert {shape[1] for shape in programs.shapes() if shape[0] == "verify"} == {4}
-    for rows, speculates, kind in ((4, True, "verify"), (5, True, "decode"), (4, False, "decode")):
-        assert programs.decode_shape([[range(3)] * rows], speculates)[0] == kind
-        assert programs.decode_shape([[range(3)] * rows], speculates) in programs.shapes()
+    for rows, verifies, kind in ((4, True, "verify"), (5, True, "decode"), (4, False, "decode")):
+        assert programs.decode_shape([[range(3)] * rows], verifies)[0] == kind
+        assert programs.decode_shape([[range(3)] * rows], verifies) in programs.shapes()
 
 
 def test_nothing_is_compiled_after_warm_up_and_books_come_back_after_a_release():
@@ -350,10 +353,10 @@ def test_nothing_is_compiled_after_warm_up_and_books_come_back_after_a_release()
     engine = engine_of(executor)
     engine.generate(drafted)
     assert engine.counters.accepted_tokens > 0
-    books = executor._books
+    books = executor._histories
     assert books is not None
     executor.release()
-    assert executor._books is None
+    assert executor._histories is None
     assert books.arrays.texts.is_deleted()
     executor.allocate()
     engine = engine_of(executor)
@@ -364,7 +367,7 @@ def test_nothing_is_compiled_after_warm_up_and_books_come_back_after_a_release()
 
 
 def test_row_state_without_drafting_is_what_it_was():
-    executor = executor_of("llama", 1, 1, dtype=jnp.float32, drafting=None)
+    executor = executor_of("llama", 1, 1, dtype=jnp.float32, proposer=None)
     assert len(jax.tree.leaves(executor._state)) == 10
     assert {shape[0] for shape in executor.shapes()} == {"prefill", "decode"}
 
@@ -375,7 +378,7 @@ def test_drafts_change_no_token_of_smollm2(smollm2: Path):
     mesh = make_mesh(jax.devices()[:1])
     model, params = load_model(str(smollm2), mesh)
     rng, drafting = np.random.default_rng(11), Drafting(2, 160, 32, LENGTHS)
-    sizes = replace(SIZES, num_slots=8, block_size=16, max_length=128, dtype=jnp.float32, drafting=drafting)
+    sizes = replace(SIZES, num_slots=8, block_size=16, max_length=128, dtype=jnp.float32, proposer=drafting)
     executor = MeshExecutor(model, Layout(mesh, 1), sizes)
     executor.sync_weights(params, 0)
     executor.allocate()
@@ -412,4 +415,4 @@ def test_drafts_change_no_token_of_smollm2(smollm2: Path):
         logits = decoder.logits(params, hidden, model)[0, -1]
         assert is_near_tie(logits, request, context.shape[1], (x[at], y[at])), (request.key, at)
     assert len(differing) <= 2
-    assert 0.3 < engine.counters.accepted_tokens / engine.counters.drafted_tokens < 1
+    assert 0.3 < engine.counters.accepted_tokens / engine.counters.proposed_tokens < 1

@@ -8,9 +8,8 @@ import pytest
 from known_sizes import SMOLLM2, config
 
 from jaxrl.commands.explain import explain, render
-from jaxrl.mechanisms.speculation.build import drafting_of
+from jaxrl.mechanisms.speculation.build import proposer
 from jaxrl.models.shapes import SHAPES
-from jaxrl.rollout.draft_books import book_shapes
 from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
 
 
@@ -84,9 +83,9 @@ def test_indexes_on_the_devices_are_counted_beside_the_pool():
     before = explain(config(rollout=rollout), SMOLLM2, 1, memory).memory
     c = config(rollout=rollout | SPECULATION)
     e = explain(c, SMOLLM2, 1, memory)
-    drafting = drafting_of(c, "gpu")
+    drafting = proposer(c, "gpu")
     assert drafting is not None
-    books = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(book_shapes(drafting, 512)))
+    books = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(drafting.array_shapes(512)))
     assert e.memory.rollout["draft indexes"] == books
     assert "draft indexes" in str(e)
     assert "draft indexes" not in before.rollout

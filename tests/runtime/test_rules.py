@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, Window
 from jaxrl.mechanisms.table import batch_rule, composition_problem
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.runtime.rules import batcher_config, carried, lookahead, workers_of
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig, Window
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers
@@ -110,7 +111,9 @@ def test_when_plans_verify_drafts(platform: str, verified: int):
     chosen = {"verify_tokens": 7, "max_batch": 3, "min_window": 1, "window_step": 4, "max_window": 9}
     drafts = draft_config(config(rollout__speculation=ON | chosen), platform)
     assert drafts == DraftConfig(Window(1, 4, 9), 7, 3)
-    assert batcher_config(config(), drafts).drafts is drafts
+    assert drafts is not None
+    rule = partial(DraftRule, drafts)
+    assert batcher_config(config(), rule).verify_rule is rule
 
 
 @pytest.mark.parametrize("section", rule_sections())

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.sharding.layout import Layout
@@ -79,7 +79,7 @@ def executor(
         decode_steps=8,
         dtype=dtype,
         attention=attention,
-        drafting=drafting,
+        proposer=drafting,
         **as_on_a_gpu,
     )
     return MeshExecutor(model, Layout(make_mesh(jax.devices()[:1]), 1), sizes)

@@ -16,8 +16,8 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  
 import jax
 from gpu import compiled
 
+from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.models.shapes import named_shape
-from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
 from jaxrl.sharding import kv_migration, reshard, reshard_plan
 from jaxrl.sharding.layout import Layout
@@ -28,7 +28,7 @@ def main(shape: str, tp: int, *kinds: str) -> dict[str, Any]:
     """For `tp` devices: the kernels of each program by name; of a switch how many programs move weights and KV, from
     tp 1 and back to it."""
     config, mesh = dataclasses.replace(named_shape(shape), num_layers=1), make_mesh(compiled.devices(tp))
-    sizes = ExecutorConfig(64, dtype="bfloat16", max_tp=tp, drafting=Drafting(8, 8192, 256))
+    sizes = ExecutorConfig(64, dtype="bfloat16", max_tp=tp, proposer=Drafting(8, 8192, 256))
     programs, one = (LayoutPrograms(config, Layout(mesh, degree), sizes) for degree in (tp, 1))
     told: dict[str, Any] = {}
     for kind in kinds:

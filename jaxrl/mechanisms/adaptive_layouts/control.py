@@ -377,7 +377,7 @@ class LayoutControl:
             if episode is not None and episode.decision.how == "recompute" and not episode.steps_s:
                 episode.prefill_s += times.duration_s
             return
-        if not times.num_steps or not times.was_queued or times.speculated:
+        if not times.num_steps or not times.was_queued or times.verified:
             return  # the first plan after a pause waits for the host as well
         step_s = times.duration_s / times.num_steps
         if episode is not None and len(episode.steps_s) < STEPS_SEEN:

@@ -43,6 +43,7 @@ ROOM = Room(
         "and the other by those of this one",
         LAYOUTS: "groups are shared out by what workers of one layout take for them",
     },
+    moves_requests=True,
     reads_profile=lambda config: config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile),
     problem=_problem,
 )

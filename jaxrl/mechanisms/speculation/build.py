@@ -1,24 +1,27 @@
 """History speculation of a real run, and what the devices of its rollout need to draft and verify.
 
-Purpose: `build` makes the mechanism. `drafting_of` is the one place that says for how many responses and tokens an
-index has room on the devices; the executor is built with it, and memory planning counts it. `step_costs` says what its
-steps take, by the latency profile.
+Purpose: `build` makes the mechanism. `proposer` is the one place that says for how many responses and tokens an index
+has room on the devices; the executor is built with it, and memory planning counts it. `verify_rule` decides which plans
+verify, by what the latency profile says that steps take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms.parts import RunParts
+from jaxrl.mechanisms.speculation.declaration import asks_profile
 from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms.speculation.proposer import Drafting
+from jaxrl.mechanisms.speculation.rule import DraftRule, StepCosts
 from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, draft_lengths, history_store
-from jaxrl.rollout.draft_books import Drafting, book_bytes
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.scheduling.tokens.draft_rule import StepCosts
+from jaxrl.sharding.mesh import platform_of
 
 
 def build(parts: RunParts) -> HistorySession | None:
@@ -35,7 +38,7 @@ def build(parts: RunParts) -> HistorySession | None:
     return session
 
 
-def drafting_of(config: Config, platform: str) -> Drafting | None:
+def proposer(config: Config, platform: str) -> Drafting | None:
     """What an executor that verifies drafts is built for; None where `rollout.speculation` is off.
 
     Args:
@@ -58,14 +61,34 @@ def drafting_of(config: Config, platform: str) -> Drafting | None:
 def draft_book_bytes(config: Config) -> int:
     """Bytes on each device of the indexes that a dp group of `rollout.max_num_seqs` rows has room for; 0 where
     `rollout.speculation` is off."""
-    drafting = drafting_of(config, "cpu")  # sizes are the same on every platform
-    return 0 if drafting is None else book_bytes(drafting, config.rollout.max_num_seqs)
+    drafting = proposer(config, "cpu")  # sizes are the same on every platform
+    return 0 if drafting is None else drafting.num_bytes(config.rollout.max_num_seqs)
 
 
 def verified_positions(config: Config, platform: str) -> int:
     """Positions that a step computes beside one for each row of a dp group, at most; 0 where nothing is verified."""
     drafts = draft_config(config, platform)
     return 0 if drafts is None else drafts.verify_tokens
+
+
+def verify_rule(
+    config: Config,
+    executor: MeshExecutor,
+    profile: Profile | None = None,
+    row_sizes: Mapping[int, Sequence[int]] | None = None,
+) -> Callable[[], DraftRule] | None:
+    """Makes what says which plans of an executor verify; None where `rollout.speculation` is off.
+
+    Args:
+      profile: checked; None: nothing reads it. row_sizes: as in `step_costs`, where there is a profile.
+
+    Raises ConfigError as `step_costs` does.
+    """
+    costs = None
+    if profile is not None and row_sizes is not None and asks_profile(config):
+        costs = step_costs(config, profile, executor, row_sizes)
+    drafts = draft_config(config, platform_of(executor.layout.mesh.devices.flat[0]), costs)
+    return None if drafts is None else partial(DraftRule, drafts)
 
 
 def step_costs(
@@ -81,7 +104,7 @@ def step_costs(
       ConfigError: the profile has no steps that verify drafts, or of other widths.
     """
     for tp in row_sizes:
-        widths, measured = executor.draft_widths(tp), profile.draft_widths(tp)
+        widths, measured = executor.verify_widths(tp), profile.verify_widths(tp)
         if widths != measured:
             raise ConfigError(
                 f"rollout.layout.profile: {config.rollout.layout.profile} has steps at tp {tp} that verify "

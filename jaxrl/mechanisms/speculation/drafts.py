@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxrl.config import Config
 from jaxrl.mechanisms.speculation.options import SpeculationSection
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, default_verify_tokens
+from jaxrl.mechanisms.speculation.rule import DraftConfig, StepCosts, Window, default_verify_tokens
 
 
 def draft_config(config: Config, platform: str, costs: StepCosts | None = None) -> DraftConfig | None:

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths, num_buckets
 from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
-from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths, num_buckets
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt
@@ -264,11 +264,11 @@ def spec_metrics(counts: Counters) -> dict[str, float]:
     the decoded tokens, those that came from drafts. `tokens_per_step`: what a row gains in a step of a plan that
     verifies; 1 where none did. `match_length`: tokens by which a draft was found.
     """
-    steps, accepted = counts.drafting_row_steps, counts.accepted_tokens
+    steps, accepted = counts.verifying_row_steps, counts.accepted_tokens
     return {
-        "rollout/spec/plans_share": counts.drafting_plans / max(counts.plans, 1),
-        "rollout/spec/accept_rate": accepted / max(counts.drafted_tokens, 1),
+        "rollout/spec/plans_share": counts.verifying_plans / max(counts.plans, 1),
+        "rollout/spec/accept_rate": accepted / max(counts.proposed_tokens, 1),
         "rollout/spec/drafted_share": accepted / max(counts.busy_row_steps + accepted, 1),
         "rollout/spec/tokens_per_step": 1.0 + accepted / max(steps, 1),
-        "rollout/spec/match_length": counts.matched_tokens / max(counts.drafted_row_steps, 1),
+        "rollout/spec/match_length": counts.matched_tokens / max(counts.proposed_row_steps, 1),
     }

@@ -2,30 +2,36 @@
 
 Purpose: a simulated run keeps, drops and counts responses as a real one (`jaxrl.mechanisms.speculation.session`), and
 asks the same rule whether a plan verifies drafts. Its tokens are fillers, in which nothing could be found: its indexes
-are blank, and `jaxrl.sim.foretold` says what drafts have right.
+are blank, and `jaxrl.mechanisms.speculation.acceptance` says what drafts have right.
 
 Departures: a prompt's index takes no time and no bytes, so the bound of `rollout.speculation.max_bytes` counts
-responses alone. What is foretold does not depend on how many rollouts are kept. Programs are as wide as the plan has
-rows, where a real executor's have room for the next larger number of rows.
+responses alone. How much of a draft is right does not depend on how many rollouts are kept. Programs are
+as wide as the plan has rows, where a real executor's have room for the next larger number of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.mechanisms.simulated_parts import SimulatedParts
+from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel
+from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, draft_width
 from jaxrl.mechanisms.speculation.session import Building, HistorySession, IndexBuilder, history_store
 from jaxrl.scheduling.rounds.history import PromptHistory
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, default_verify_tokens, draft_width
 from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel
-from jaxrl.sim.foretold import Foreteller
-from jaxrl.sim.verification import Drafting
+from jaxrl.sim.verification import Acceptance
 from jaxrl.sim.workload import Workload
+from jaxrl.types import SampleKey
 
 _BLANK = DraftIndex.build([], [])
 
@@ -50,23 +56,51 @@ def build(parts: SimulatedParts) -> HistorySession | None:
     return session
 
 
-def step_costs(config: Config, cost: CostModel) -> StepCosts | None:
-    """What the steps of a worker's dp group take, for the rule that decides whether drafts pay; None where nothing is
-    drafted."""
-    spec = config.rollout.speculation
-    if not spec.enable:
+@dataclass(frozen=True, slots=True)
+class SimulatedDrafts:
+    """How rows draft (`jaxrl.sim.verification.Proposals`).
+
+    Attributes:
+      model: of how much of a draft is right.
+      config: of the windows, and of how many tokens a step verifies.
+    """
+
+    model: Callable[[SampleKey, int], Acceptance]
+    config: DraftConfig
+
+    @property
+    def first_window(self) -> int:
+        return self.config.window.least
+
+    def acceptance(self, key: SampleKey, length: int) -> Acceptance:
+        return self.model(key, length)
+
+    def width(self, rows: int) -> int:
+        return draft_width(rows, self.config.verify_tokens, self.config.window.most)
+
+    def next_window(self, window: Any, proposed: Any, accepted: Any) -> Any:
+        return self.config.window.after(window, proposed, accepted)
+
+
+def proposals(config: Config, workload: Workload) -> SimulatedDrafts | None:
+    """What simulated devices draft; None where `rollout.speculation` is off."""
+    drafts, spec = draft_config(config, PLATFORM), config.rollout.speculation
+    if drafts is None:
         return None
-    tp, verify_tokens = config.rollout.tp, spec.verify_tokens or default_verify_tokens(PLATFORM)
+    model = AcceptanceModel(config.trainer.seed, workload.history, spec.min_prefix, spec.max_prefix)
+    return SimulatedDrafts(model, drafts)
+
+
+def verify_rule(config: Config, cost: CostModel) -> Callable[[], DraftRule] | None:
+    """Makes what says which plans of a worker verify, by what the cost model says that its steps take; None where
+    `rollout.speculation` is off."""
+    drafts, tp = draft_config(config, PLATFORM), config.rollout.tp
+    if drafts is None:
+        return None
 
     def verify_s(rows: int, context: float) -> float:
-        width = draft_width(rows, verify_tokens, spec.max_window)
+        width = draft_width(rows, drafts.verify_tokens, drafts.window.most)
         return float(cost.verify_steps_s(tp, np.array([rows]), width, np.array([context]))[0])
 
-    return StepCosts(lambda rows, context: cost.decode_step_s(tp, rows, context), verify_s)
-
-
-def drafting_of(config: Config, workload: Workload, drafts: DraftConfig) -> Drafting:
-    """How rows draft."""
-    spec = config.rollout.speculation
-    tell = Foreteller(config.trainer.seed, workload.history, spec.min_prefix, spec.max_prefix)
-    return Drafting(tell, drafts.window, lambda rows: draft_width(rows, drafts.verify_tokens, drafts.window.most))
+    costs = StepCosts(lambda rows, context: cost.decode_step_s(tp, rows, context), verify_s)
+    return partial(DraftRule, replace(drafts, costs=costs))

@@ -49,4 +49,10 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
     return None
 
 
-ROOM = Room("stream trainer", "trainer.stream.enable", lambda config: config.trainer.stream.enable, problem=_problem)
+ROOM = Room(
+    "stream trainer",
+    "trainer.stream.enable",
+    lambda config: config.trainer.stream.enable,
+    moves_requests=True,
+    problem=_problem,
+)

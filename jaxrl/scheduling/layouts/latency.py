@@ -159,10 +159,10 @@ class LatencyPredictor:
         return self._profiled_s(tp, batch_S, context_S) * self.ratio(tp)
 
     def verify_step_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds of a step that verifies drafts, of the width that was measured for so many rows; of a decode step
-        where the programs for so many rows have no room for drafts (`Profile.draft_widths`)."""
+        """Seconds of a step that verifies, of the width that was measured for so many rows; of a decode step
+        where the programs for so many rows verify nothing (`Profile.verify_widths`)."""
         padded = int(self._padded(tp, np.array([batch], np.float64))[0])
-        if padded not in self.profile.draft_widths(tp):
+        if padded not in self.profile.verify_widths(tp):
             return self.decode_step_s(tp, batch, context)
         return float(self._verify[tp].at(np.array([padded]), np.array([context], np.float64))[0]) * self.ratio(tp)
 

@@ -68,7 +68,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class VerifyMeasurement:
-    """The time of a step that verifies drafts, `width` tokens of each row, at a `ProfilePoint`."""
+    """The time of a step that verifies `width` proposed tokens of each row, at a `ProfilePoint`."""
 
     tp: int
     batch: int
@@ -118,8 +118,8 @@ class Profile:
     Attributes:
       identity: what it holds for.
       decode, prefill: seconds per decode step, and of a whole prefill; each load once.
-      verify: seconds per step that verifies drafts, each load once, and of one width for each number of rows; none if
-        nothing was drafted.
+      verify: seconds per step that verifies, each load once, and of one width for each number of rows; none if
+        no step verifies.
       switches: costs, each ordered pair of degrees once.
       row_sizes: of the measured programs, at most one entry per degree; none: no batch is padded.
       source: "synthetic" for a table that was made up (to try switches out); reports must say so.
@@ -179,8 +179,8 @@ class Profile:
         """A hash of the whole table, in hex."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
-    def draft_widths(self, tp: int) -> dict[int, int]:
-        """Drafted tokens of each row in the steps that were measured, by the number of rows."""
+    def verify_widths(self, tp: int) -> dict[int, int]:
+        """Proposed tokens of each row in the steps that were measured, by the number of rows."""
         return {entry.batch: entry.width for entry in sorted(self.verify, key=_point) if entry.tp == tp}
 
     def check(self, identity: ProfileIdentity) -> None:
@@ -330,11 +330,11 @@ def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
 
 
 def verify_points(points: Iterable[ProfilePoint], widths: Mapping[int, Mapping[int, int]]) -> tuple[ProfilePoint, ...]:
-    """Those of `points` at which steps that verify drafts are measured: the shortest and the longest context of every
+    """Those of `points` at which steps that verify are measured: the shortest and the longest context of every
     batch that has such steps. In between the time is as good as linear.
 
     Args:
-      widths: drafted tokens of each row, by degree and number of rows; batches that are not there have none.
+      widths: proposed tokens of each row, by degree and number of rows; batches that are not there have none.
     """
     chosen: dict[tuple[int, int], list[ProfilePoint]] = {}
     for point in sorted(points):

@@ -1,7 +1,7 @@
 """What prompts' earlier responses are kept for: drafts of the next ones, and the ranking of prompts by length.
 
 Purpose: `HistoryStore` holds, for every prompt of the data, the responses of its last rollouts and their lengths. It is
-part of a checkpoint. What is made of the responses (`jaxrl.scheduling.tokens.draft_index`) lies elsewhere.
+part of a checkpoint. What is made of the responses (`jaxrl.mechanisms.speculation.index`) lies elsewhere.
 
 Source: RhymeRL §5.3 (a prompt's history is the responses of its last rollout, with their rewards) and §6.2 to §6.3 (its
 length is their median; by how much lengths have grown since the epoch before).

@@ -36,16 +36,17 @@ from itertools import chain
 from operator import attrgetter
 
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.draft_rule import TOKENS_PER_STEP, DraftConfig, DraftRule
 from jaxrl.scheduling.tokens.plan import (
+    TOKENS_PER_STEP,
     Capacity,
     DecodeRow,
-    DraftCounts,
     Plan,
     PlanResult,
     PrefillChunk,
     Request,
     Seat,
+    VerifyCounts,
+    VerifyRule,
     check_request,
 )
 from jaxrl.scheduling.tokens.progress import (
@@ -75,14 +76,14 @@ class BatcherConfig:
       leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
       max_model_len: the longest prompt + response that the model takes; None: no limit.
       spread_samples: each request goes to the dp group with most room, wherever its prompt's blocks are.
-      drafts: when plans verify drafts; None: never.
+      verify_rule: makes what says which plans verify proposed tokens; None: none does.
     """
 
     decode_steps: int = 16
     leave_after: int = 1
     max_model_len: int | None = None
     spread_samples: bool = False
-    drafts: DraftConfig | None = None
+    verify_rule: Callable[[], VerifyRule] | None = None
 
     def __post_init__(self) -> None:
         if self.decode_steps < 1 or self.leave_after < 1:
@@ -102,7 +103,7 @@ class Batcher:
         self.counters = Counters()
         self.trace = trace
         self.blocks = BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)
-        self.draft_rule = None if config.drafts is None else DraftRule(config.drafts)
+        self.verify_rule = None if config.verify_rule is None else config.verify_rule()
         self.next_index = 0
         self._arrivals = 0
         self._requests: dict[int, Progress] = {}  # everything live, by request id, in the order of arrival
@@ -158,9 +159,9 @@ class Batcher:
             self._end(progress)
         return ended
 
-    def forget_drafts(self) -> None:
-        """What was seen of drafts decides nothing from here on."""
-        self.draft_rule = None if self.config.drafts is None else DraftRule(self.config.drafts)
+    def forget_verified(self) -> None:
+        """What verification brought so far decides nothing from here on."""
+        self.verify_rule = None if self.config.verify_rule is None else self.config.verify_rule()
 
     def rewind(self, index: int) -> None:
         """The next plan gets this number, because plans after it have been dropped; none may be in flight."""
@@ -173,7 +174,7 @@ class Batcher:
         """The next plan; None if no row can do anything before a plan in flight is collected."""
         groups = self.capacity.num_groups
         sketch = Sketch(budget=[self.capacity.max_prefill_tokens] * groups, headroom=[0] * groups)
-        for progress in list(self._running):  # oldest first, so that only requests not yet in the draft are preempted
+        for progress in list(self._running):  # oldest first, so that only requests not yet in the sketch are preempted
             if progress.slot >= 0:
                 self._continue(sketch, progress)
         is_short = self._admit(sketch)
@@ -182,8 +183,8 @@ class Batcher:
             return None
         if sketch.lacks_budget:
             sketch.put_off_decode()
-        speculates = self._speculates(sketch)
-        if speculates:
+        verifies = self._verifies(sketch)
+        if verifies:
             sketch.give_room(self.blocks, TOKENS_PER_STEP * self.config.decode_steps)
         plan = Plan(
             index=self.next_index,
@@ -191,21 +192,21 @@ class Batcher:
             decode=tuple(sorted(sketch.decode, key=lambda row: (row.dp_group, row.slot))),
             num_steps=self.config.decode_steps if sketch.decode else 0,
             leave_after=self.config.leave_after if is_short else UNLIMITED,
-            speculates=speculates,
+            verifies=verifies,
         )
         for entry in sketch.named:
             entry.progress.pending += entry.max_new
             self._in_flight[entry.progress.request.request_id] += 1
         named = sorted(sketch.named, key=lambda named: (named.dp_group, named.slot))
-        self._flights.append((plan.index, named, plan.leave_after == UNLIMITED and not speculates))
+        self._flights.append((plan.index, named, plan.leave_after == UNLIMITED and not verifies))
         self.next_index += 1
         return plan
 
-    def _speculates(self, sketch: Sketch) -> bool:
-        """Whether the plan verifies drafts."""
-        if self.draft_rule is None or all(row.history is None for row in sketch.decode):
+    def _verifies(self, sketch: Sketch) -> bool:
+        """Whether the plan verifies proposed tokens."""
+        if self.verify_rule is None or all(row.history is None for row in sketch.decode):
             return False
-        return self.draft_rule.decides(*sketch.fullest())
+        return self.verify_rule.decides(*sketch.fullest())
 
     def _continue(self, sketch: Sketch, progress: Progress) -> None:
         """Gives a running request its place in the plan, preempting younger ones for its blocks."""
@@ -364,11 +365,11 @@ class Batcher:
         self.counters.steps += result.num_steps
         self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
         ended: list[Ended] = []
-        if self.draft_rule is not None:
-            counts = sum((row.drafts for row in result.rows.values() if row.drafts is not None), DraftCounts())
+        if self.verify_rule is not None:
+            counts = sum((row.verified for row in result.rows.values() if row.verified is not None), VerifyCounts())
             if counts.steps:  # else its rows had stopped before
-                self.counters.add_drafts(counts)
-                self.draft_rule.saw(counts)
+                self.counters.add_verified(counts)
+                self.verify_rule.saw(counts)
         for named in flight:
             progress, request_id = named.progress, named.progress.request.request_id
             progress.pending -= named.max_new
@@ -380,7 +381,7 @@ class Batcher:
                 continue
             assert len(row.token_ids) <= named.max_new, f"plan {index}, request {request_id}: more tokens than asked"
             decoded = len(row.token_ids) - named.ends_prefill
-            self.counters.busy_row_steps += decoded if row.drafts is None else row.drafts.steps
+            self.counters.busy_row_steps += decoded if row.verified is None else row.verified.steps
             if progress.ended:
                 self.counters.dropped_tokens += len(row.token_ids)
                 continue

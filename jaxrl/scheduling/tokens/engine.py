@@ -59,14 +59,12 @@ class _Load:
     tokens: int  # when it was made
     most_steps: int
     was_queued: bool
-    speculates: bool
+    verifies: bool
 
     def times(self, steps: int, duration_s: float) -> PlanTimes:
         context = self.tokens + self.batch * steps / 2
-        was_queued, speculated = self.was_queued, self.speculates
-        return PlanTimes(
-            self.index, steps, duration_s, self.prefill_tokens, self.batch, context, was_queued, speculated
-        )
+        was_queued, verified = self.was_queued, self.verifies
+        return PlanTimes(self.index, steps, duration_s, self.prefill_tokens, self.batch, context, was_queued, verified)
 
 
 class Engine:
@@ -263,7 +261,7 @@ class Engine:
             *self.batcher.fullest(plan),
             plan.num_steps,
             bool(self._tickets) and not self._paused,
-            plan.speculates,
+            plan.verifies,
         )
 
 

@@ -93,7 +93,7 @@ class _Worker:
         self.schedule.clear()
         self.ended.clear()
         self.past.begin()
-        self.engine.batcher.forget_drafts()
+        self.engine.batcher.forget_verified()
 
     @property
     def may_collect(self) -> bool:
@@ -127,7 +127,7 @@ class _Worker:
         """Begins again after a stretch that has ended: from the same state, whatever was done beyond its end."""
         self.drain()
         self.engine.batcher.rewind(self.first + self.past.num_plans)
-        self.engine.batcher.forget_drafts()
+        self.engine.batcher.forget_verified()
         self.past.restart()
         self.is_dropped = False
 

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 TRASH_BLOCK = 0
+
+TOKENS_PER_STEP = 4
+"""A plan that verifies gives a row room for so many tokens a step, where there are blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Request:
       share: requests with equal `share` (not None) have the same prompt and share its full KV blocks.
       generated: tokens kept from before it was aborted and added again; part of the response.
       generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for those tokens.
-      history: what drafts may be taken from; None: nothing.
+      history: what its next tokens may be proposed from, as the executor takes it; None: nothing.
     """
 
     request_id: int
@@ -48,7 +50,7 @@ class Request:
     generated_sampled_logprobs: tuple[float, ...] = ()
     generated_rollout_logprobs: tuple[float, ...] = ()
     generated_versions: tuple[int, ...] = ()
-    history: DraftIndex | None = None
+    history: Any = None
 
 
 def resume(request: Request, sample: Sample) -> Request:
@@ -98,7 +100,7 @@ class DecodeRow:
       request_id, dp_group, slot: the row.
       block_table: covers every position that this plan may write.
       max_new: the most tokens that decode may bring it in this plan; with so many it waits for the end of the plan.
-      history: what its drafts are taken from, in a plan that speculates; None: it gains a token a step.
+      history: that of its request; None: it gains a token a step in a plan that verifies, too.
     """
 
     request_id: int
@@ -106,7 +108,7 @@ class DecodeRow:
     slot: int
     block_table: tuple[int, ...]
     max_new: int
-    history: DraftIndex | None = None
+    history: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Plan:
       num_steps: the most decode steps before the host looks again.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
         a waiting request in); the loop also ends when no row is active.
-      speculates: each step verifies drafts of the rows that have a history.
+      verifies: each step verifies tokens that are proposed for the rows that have a history.
     """
 
     index: int
@@ -128,42 +130,42 @@ class Plan:
     decode: Sequence[DecodeRow] = ()
     num_steps: int = 0
     leave_after: int = 1 << 30
-    speculates: bool = False
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """What speculation did for a row in one plan, or for several rows.
+class VerifyCounts:
+    """What verification did for a row in one plan, or for several rows.
 
     Attributes:
       steps: steps in which the row gained tokens.
-      drafted, accepted: tokens.
-      draft_steps: steps with a draft; matched: the tokens of context that their drafts were found by, summed.
+      proposed, accepted: tokens.
+      proposing_steps: steps with a proposal; matched: the tokens of context that they were found by, summed.
     """
 
     steps: int = 0
-    drafted: int = 0
+    proposed: int = 0
     accepted: int = 0
-    draft_steps: int = 0
+    proposing_steps: int = 0
     matched: int = 0
 
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+    def __add__(self, other: VerifyCounts) -> VerifyCounts:
+        return VerifyCounts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
     """The tokens that one request gained in one plan: the first token of a finished prefill, then decoded ones.
 
-    `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`. `drafts` is
-    None in a plan that does not speculate: each decoded token is a step's.
+    `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`. `verified`
+    is None in a plan that does not verify: each decoded token is a step's.
     """
 
     token_ids: np.ndarray
     sampled_logprobs: np.ndarray
     rollout_logprobs: np.ndarray
     stopped: bool
-    drafts: DraftCounts | None = None
+    verified: VerifyCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,19 @@ class Seat:
     slot: int
     num_written: int
     decodes: bool
+
+
+class VerifyRule(Protocol):
+    """Decides plan by plan whether its steps verify proposed tokens; a mechanism's."""
+
+    def decides(self, rows: int, context: int) -> bool:
+        """Whether the next plan verifies, with so many rows in the fullest dp group that have `context` tokens
+        together. Asked once for each plan that could."""
+        ...
+
+    def saw(self, counts: VerifyCounts) -> None:
+        """Takes in what a plan that verified has brought, all rows together."""
+        ...
 
 
 class Ticket(Protocol):

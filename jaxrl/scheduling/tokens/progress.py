@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.plan import DraftCounts, Request, RowResult
+from jaxrl.scheduling.tokens.plan import Request, RowResult, VerifyCounts
 from jaxrl.types import FinishReason, Sample, SampleKey
 
 
@@ -62,10 +62,10 @@ class Counters:
       prefill_tokens: tokens in prefill chunks; shared_tokens: tokens that shared prompt blocks saved.
       busy_row_steps, offered_row_steps: rows that gained a token, and all rows, each summed over steps.
       dropped_tokens: tokens that came for requests that the host had already ended.
-      drafting_plans: plans collected that speculated.
-      drafting_row_steps: row-steps of those plans; drafted_row_steps: those with a draft; matched_tokens: the tokens of
-        context that their drafts were found by.
-      drafted_tokens, accepted_tokens: of drafts.
+      verifying_plans: plans collected that verified.
+      verifying_row_steps: row-steps of those plans; proposed_row_steps: those with a proposal; matched_tokens: the
+        tokens of context that proposals were found by.
+      proposed_tokens, accepted_tokens: of them.
     """
 
     plans: int = 0
@@ -77,20 +77,20 @@ class Counters:
     busy_row_steps: int = 0
     offered_row_steps: int = 0
     dropped_tokens: int = 0
-    drafting_plans: int = 0
-    drafting_row_steps: int = 0
-    drafted_row_steps: int = 0
+    verifying_plans: int = 0
+    verifying_row_steps: int = 0
+    proposed_row_steps: int = 0
     matched_tokens: int = 0
-    drafted_tokens: int = 0
+    proposed_tokens: int = 0
     accepted_tokens: int = 0
 
-    def add_drafts(self, counts: DraftCounts) -> None:
-        """Counts a plan that speculated, all rows together."""
-        self.drafting_plans += 1
-        self.drafting_row_steps += counts.steps
-        self.drafted_row_steps += counts.draft_steps
+    def add_verified(self, counts: VerifyCounts) -> None:
+        """Counts a plan that verified, all rows together."""
+        self.verifying_plans += 1
+        self.verifying_row_steps += counts.steps
+        self.proposed_row_steps += counts.proposing_steps
         self.matched_tokens += counts.matched
-        self.drafted_tokens += counts.drafted
+        self.proposed_tokens += counts.proposed
         self.accepted_tokens += counts.accepted
 
     @property
@@ -116,7 +116,7 @@ class PlanTimes:
       prefill_tokens: tokens of its prefill chunks.
       batch, context: the most rows of a dp group, and the most tokens of one, halfway through its decode steps.
       was_queued: it was submitted while the previous plan ran, so `duration_s` is the device's time alone.
-      speculated: its steps verified drafts, and took longer than decode steps.
+      verified: its steps verified proposed tokens, and took longer than decode steps.
     """
 
     index: int
@@ -126,7 +126,7 @@ class PlanTimes:
     batch: int
     context: float
     was_queued: bool
-    speculated: bool = False
+    verified: bool = False
 
 
 class Progress:
@@ -177,8 +177,8 @@ class Progress:
         self._versions = np.asarray(request.generated_versions, np.int32)
 
     @property
-    def history(self) -> DraftIndex | None:
-        """What its drafts are taken from."""
+    def history(self) -> Any:
+        """What its next tokens may be proposed from; None: nothing."""
         return self.request.history
 
     @property

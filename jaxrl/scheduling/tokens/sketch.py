@@ -44,7 +44,7 @@ class Sketch:
 
     def give_room(self, blocks: BlockManager, most: int) -> None:
         """Lets rows with a history gain up to `most` tokens, as far as blocks are free that no row may want in the next
-        plan; the oldest first. No row loses its place for another's drafts."""
+        plan; the oldest first. No row loses its place for what is proposed for another."""
         decoding = {row.request_id: i for i, row in enumerate(self.decode)}
         for at, named in enumerate(self.named):
             progress, group = named.progress, named.dp_group

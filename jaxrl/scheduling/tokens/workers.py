@@ -403,7 +403,7 @@ class Workers:
         self._told = 0
         self._first.clear()
         for engine in self.engines:
-            engine.batcher.forget_drafts()
+            engine.batcher.forget_verified()
 
     def _now(self) -> int:
         """When a worker that was idle starts: with the busy one that is behind all others, else after what was told."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.mechanisms.speculation.build import draft_book_bytes, drafting_of, step_costs, verified_positions
+from jaxrl.mechanisms.speculation.build import draft_book_bytes, proposer, step_costs, verified_positions
 from jaxrl.mechanisms.speculation.declaration import asks_profile, unmeasured_note
-from jaxrl.rollout.draft_books import Drafting
+from jaxrl.mechanisms.speculation.index import DraftLengths
+from jaxrl.mechanisms.speculation.proposer import Drafting
+from jaxrl.mechanisms.speculation.rule import Window
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
-from jaxrl.scheduling.tokens.draft_index import DraftLengths
-from jaxrl.scheduling.tokens.draft_rule import Window
 
 IDENTITY = ProfileIdentity("m", "f", "cpu", 1, "0", "float32")
 SIZES = {1: (4, 8)}
@@ -27,7 +27,7 @@ def config(profile: str = "", **speculation: Any) -> Config:
 
 
 def executor(tp: int = 1, widths: dict[int, int] | None = None) -> Any:
-    return SimpleNamespace(tp=tp, draft_widths=lambda tp: {4: 4, 8: 2} if widths is None else widths)
+    return SimpleNamespace(tp=tp, verify_widths=lambda tp: {4: 4, 8: 2} if widths is None else widths)
 
 
 def profile(**more: Any) -> Profile:
@@ -41,11 +41,11 @@ def profile(**more: Any) -> Profile:
 
 
 def test_what_an_executor_is_built_for():
-    assert drafting_of(config(), "cpu") is None
+    assert proposer(config(), "cpu") is None
     assert draft_book_bytes(config()) == verified_positions(config(), "gpu") == 0
     chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
     expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), Window(2, 2, 6), 3)
-    assert drafting_of(chosen, "cpu") == expected
+    assert proposer(chosen, "cpu") == expected
     assert draft_book_bytes(chosen) == 3 * 4 * (sum(expected.sizes) + 2)
     assert draft_book_bytes(config(enable=True)) % 5 == 0, "one for each row"
     assert verified_positions(chosen, "cpu") == 9

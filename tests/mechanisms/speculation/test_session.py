@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from replay_worker import ReplayWorker
 
+from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths
 from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, build_index, history_store, index_bytes
 from jaxrl.runtime.backend import RolloutBackend
@@ -23,7 +24,6 @@ from jaxrl.scheduling.rounds.events import SampleFinished, Verdict
 from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Plan, Request
 from jaxrl.scheduling.tokens.progress import Counters

@@ -397,8 +397,8 @@ def test_a_step_takes_as_long_as_the_rows_that_it_is_padded_to():
 
 def test_a_step_that_verifies_drafts_takes_what_was_measured_for_so_many_rows():
     predictor = LatencyPredictor(VERIFY_PROFILE)
-    assert VERIFY_PROFILE.draft_widths(2) == {4: 8, 8: 4}
-    assert VERIFY_PROFILE.draft_widths(4) == {}
+    assert VERIFY_PROFILE.verify_widths(2) == {4: 8, 8: 4}
+    assert VERIFY_PROFILE.verify_widths(4) == {}
     # three rows are padded to four; tokens of all rows together, linear between 400 and 800
     for batch, context, expected in [(4, 400, 0.03), (3, 600, 0.04), (1, 100, 0.03), (5, 800, 0.06), (8, 1600, 0.1)]:
         assert predictor.verify_step_s(2, batch, context) == pytest.approx(expected), (batch, context)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 
+from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import TOKENS_PER_STEP, DraftConfig, StepCosts, Window
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, DraftCounts, Plan, PlanResult, Request, RowResult
+from jaxrl.scheduling.tokens.plan import (
+    TOKENS_PER_STEP,
+    TRASH_BLOCK,
+    Plan,
+    PlanResult,
+    Request,
+    RowResult,
+    VerifyCounts,
+)
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.types import SampleKey, SamplingParams
@@ -51,7 +60,7 @@ class Accepting:
                 self.at[request.request_id] = (start - 1, len(request.prompt_ids) + request.params.max_tokens)
                 rows[request.request_id] = self._advance(request.request_id, 1)
         owners: dict[tuple[int, int], int] = {}
-        counts: dict[int, DraftCounts] = {}
+        counts: dict[int, VerifyCounts] = {}
         for row in plan.decode:
             if row.request_id not in self.at:
                 continue
@@ -61,15 +70,15 @@ class Accepting:
                 assert block != TRASH_BLOCK
                 assert owners.setdefault((row.dp_group, block), row.request_id) == row.request_id
             assert row.max_new in (STEPS, TOKENS_PER_STEP * STEPS)
-            assert row.max_new == STEPS or plan.speculates
+            assert row.max_new == STEPS or plan.verifies
             count = STEPS
-            if plan.speculates and row.history is not None:
+            if plan.verifies and row.history is not None:
                 count = min(row.max_new, self.chance.randint(STEPS, TOKENS_PER_STEP * STEPS))
             gained = self._advance(row.request_id, count)
             rows.setdefault(row.request_id, []).extend(gained)
-            if plan.speculates:
+            if plan.verifies:
                 steps = min(STEPS, len(gained))
-                counts[row.request_id] = DraftCounts(steps, 2 * len(gained), len(gained) - steps, steps, 7 * steps)
+                counts[row.request_id] = VerifyCounts(steps, 2 * len(gained), len(gained) - steps, steps, 7 * steps)
         results = {
             i: RowResult(np.array(t, np.int32), np.zeros(len(t)), np.zeros(len(t)), i not in self.at, counts.get(i))
             for i, t in rows.items()
@@ -91,7 +100,7 @@ class Accepting:
 @pytest.mark.parametrize(("num_slots", "num_blocks"), [(4, 200), (3, 16)], ids=["room", "preempting"])
 def test_a_row_never_gets_more_than_its_plan_has_blocks_for(seed: int, num_slots: int, num_blocks: int):
     executor = Accepting(num_slots, num_blocks, seed)
-    config = BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=16))
+    config = BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=16)))
     trace: list[TraceEvent] = []
     engine = Engine(executor, config, trace=trace.append)
     chance = random.Random(seed)
@@ -110,23 +119,25 @@ def test_a_row_never_gets_more_than_its_plan_has_blocks_for(seed: int, num_slots
         first = len(request.prompt_ids)
         assert sample.token_ids.tolist() == list(range(first, first + request.params.max_tokens))
     engine.batcher.blocks.check()
-    assert any(plan.speculates for plan in executor.plans)
-    assert not any(plan.speculates and not plan.decode for plan in executor.plans)
+    assert any(plan.verifies for plan in executor.plans)
+    assert not any(plan.verifies and not plan.decode for plan in executor.plans)
     preempted = any(isinstance(event, Preempted) for event in trace)
     assert preempted == (num_blocks == 16)
     counters = engine.counters
-    assert 0 < counters.drafting_plans <= sum(plan.speculates for plan in executor.plans)  # some found all ended
+    assert 0 < counters.verifying_plans <= sum(plan.verifies for plan in executor.plans)  # some found all ended
     assert 0 < counters.busy_row_steps < sum(map(len, samples))
     assert counters.accepted_tokens + counters.busy_row_steps + len(
         [c for p in executor.plans for c in p.prefill if c.is_last]
     ) == sum(map(len, samples))
-    assert counters.matched_tokens == 7 * counters.drafted_row_steps
+    assert counters.matched_tokens == 7 * counters.proposed_row_steps
 
 
 def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else():
     """A row's room for drafts never takes what another may want in the next plan."""
     executor = Accepting(2, 9, seed=0)
-    engine = Engine(executor, BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=64)))
+    engine = Engine(
+        executor, BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=64)))
+    )
     requests = [Request(i, SampleKey(0, i, 0), (1,), SamplingParams(max_tokens=30), history=HISTORY) for i in range(2)]
     engine.generate(requests)
     given = [row.max_new for plan in executor.plans for row in plan.decode]
@@ -136,18 +147,20 @@ def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else()
 
 def test_without_history_no_plan_speculates():
     executor = Accepting(4, 200, seed=1)
-    engine = Engine(executor, BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=64)))
+    engine = Engine(
+        executor, BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=64)))
+    )
     request = Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(max_tokens=40))
     engine.add(request)
     while not engine.is_idle:
         engine.step()
-    assert not any(plan.speculates for plan in executor.plans)
+    assert not any(plan.verifies for plan in executor.plans)
 
 
 def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
     """So a run that is resumed at a boundary plans as one that went on."""
     costs = StepCosts(lambda rows, context: 1.0, lambda rows, context: 3.0)
-    config = BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=64, costs=costs))
+    config = BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=64, costs=costs)))
 
     def rounds(count: int) -> list[list[bool]]:
         executor = Accepting(4, 200, seed=1)
@@ -158,7 +171,7 @@ def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
             executor.chance, executor.plans = random.Random(7), []
             while not workers.is_idle:
                 workers.step()
-            found.append([plan.speculates for plan in executor.plans])
+            found.append([plan.verifies for plan in executor.plans])
         return found
 
     (first, second), (alone,) = rounds(2), rounds(1)

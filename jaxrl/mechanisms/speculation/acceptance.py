@@ -1,8 +1,9 @@
-"""Which tokens of a simulated response its prompt's earlier responses foretell.
+"""The acceptance of drafts in a simulation: how much of a draft a simulated response's history would have right.
 
-Purpose: simulated responses have fillers for tokens, so no history could be searched for what comes next. `foretold`
-says instead, position by position, how many tokens from there on a draft would have right. It is a pure function of
-(seed, identity) and the options `simulate.task.history`: schedules, layouts and other rows do not change it.
+Purpose: simulated responses have fillers for tokens, so no history could be searched for what comes next.
+`draft_acceptance` says instead, position by position, how many tokens from there on a draft would have right. It is a
+pure function of (seed, identity) and the options `simulate.task.history`: schedules, layouts and other rows do not
+change it.
 
 Source: RhymeRL §5.1 and §5.4 with Fig. 8: responses of two epochs share stretches of equal tokens, short ones in number
 and long ones in tokens; Fig. 6a and §7.2.2: stretches grow as training goes on.
@@ -31,6 +32,7 @@ from statistics import NormalDist
 import numpy as np
 
 from jaxrl.config import SimulatedHistory
+from jaxrl.sim.verification import Acceptance
 from jaxrl.sim.workload import word
 from jaxrl.types import SampleKey
 
@@ -40,23 +42,10 @@ _MOST_GROWTH = 20.0  # in the logarithm
 _LONGEST = 4096  # tokens of a stretch or a gap: a window takes dozens of drafts to get through it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Foretold:
-    """By position of a response, each [tokens]:
-
-    Attributes:
-      right: int16, tokens from here on that a draft would have right; -1: no draft is found.
-      matched: int8, tokens of context by which the draft is found; 0: none is.
-    """
-
-    right: np.ndarray
-    matched: np.ndarray
-
-
-def foretold(
+def draft_acceptance(
     history: SimulatedHistory, word: int, epoch: int, length: int, min_prefix: int = 3, max_prefix: int = 7
-) -> Foretold:
-    """What is foretold of a response.
+) -> Acceptance:
+    """How much is right of what is drafted for a response.
 
     Args:
       word: 64 bits that depend on the response's identity.
@@ -84,7 +73,7 @@ def foretold(
         right[places] = np.minimum(last, length) - places
         matched[places] = np.minimum(places - first + min_prefix, max_prefix)
         at = int(end_N[-1])
-    return Foretold(right, matched)
+    return Acceptance(right, matched)
 
 
 def _uniform(word: int, first: int, count: int) -> np.ndarray:
@@ -96,8 +85,8 @@ def _uniform(word: int, first: int, count: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreteller:
-    """`foretold` of the responses of a run.
+class AcceptanceModel:
+    """`draft_acceptance` of the responses of a run.
 
     Attributes:
       seed: of the run.
@@ -110,11 +99,11 @@ class Foreteller:
     min_prefix: int
     max_prefix: int
 
-    def __call__(self, key: SampleKey, length: int) -> Foretold:
-        """What is foretold of a response of so many tokens."""
+    def __call__(self, key: SampleKey, length: int) -> Acceptance:
+        """How much is right of what is drafted for a response of so many tokens."""
         of = word(_STRETCHES, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
         history = self.history_of(key.prompt_index)
-        return foretold(history, of, key.epoch, length, self.min_prefix, self.max_prefix)
+        return draft_acceptance(history, of, key.epoch, length, self.min_prefix, self.max_prefix)
 
 
 @lru_cache(maxsize=64)

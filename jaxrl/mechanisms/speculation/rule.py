@@ -20,14 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from jaxrl.scheduling.tokens.plan import DraftCounts
+from jaxrl.scheduling.tokens.plan import VerifyCounts
 
 PROBE_EVERY = 32
 """Where verification does not pay, one plan in so many verifies, to see how acceptance is."""
-
-TOKENS_PER_STEP = 4
-"""A plan that verifies gives a row room for so many tokens a step, where there are blocks."""
 
 _MEMORY = 0.98
 """How much of what was seen is remembered from one plan to the next."""
@@ -45,11 +43,12 @@ class Window:
         if not 1 <= self.least <= self.most:
             raise ValueError(f"rollout.speculation: min_window ({self.least}) must be in [1, max_window ({self.most})]")
 
-    def after(self, window: int, drafted: int, accepted: int) -> int:
-        """The window after a step that drafted so many tokens; a step without a draft leaves it as it is."""
-        if not drafted:
-            return window
-        return min(window + self.step, self.most) if accepted == drafted else self.least
+    def after(self, window: Any, drafted: Any, accepted: Any) -> Any:
+        """The windows of rows after a step that drafted so many tokens; a step without a draft leaves them as they are.
+        Of numpy or jax arrays alike."""
+        xp = window.__array_namespace__()
+        grown = xp.minimum(window + self.step, self.most)
+        return xp.where(drafted == 0, window, xp.where(accepted == drafted, grown, self.least))
 
 
 def default_verify_tokens(platform: str) -> int:
@@ -142,9 +141,9 @@ class DraftRule:
         self._since_probe = 0
         return True
 
-    def saw(self, counts: DraftCounts) -> None:
+    def saw(self, counts: VerifyCounts) -> None:
         """Takes in what a plan that verified has brought, all rows together."""
         self._steps = _MEMORY * self._steps + counts.steps
-        self._drafted_steps = _MEMORY * self._drafted_steps + counts.draft_steps
-        self._drafted = _MEMORY * self._drafted + counts.drafted
+        self._drafted_steps = _MEMORY * self._drafted_steps + counts.proposing_steps
+        self._drafted = _MEMORY * self._drafted + counts.proposed
         self._accepted = _MEMORY * self._accepted + counts.accepted

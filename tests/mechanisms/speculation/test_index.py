@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.tokens.draft_index import END, START, DraftIndex, DraftLengths, context_hashes
+from jaxrl.mechanisms.speculation.index import END, START, DraftIndex, DraftLengths, context_hashes
 
 SHORT = DraftLengths(min_prefix=2, max_prefix=4, max_draft=5)
 

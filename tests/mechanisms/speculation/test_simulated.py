@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,38 +17,39 @@ from sim_machine import SMALL, STOP, ConstantCost, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
+from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel, draft_acceptance
+from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window
+from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, draft_width
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.executor import SimulatedExecutor
-from jaxrl.sim.foretold import Foreteller, Foretold, foretold
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.table_cost import TableCost
-from jaxrl.sim.verification import Drafting, verify
+from jaxrl.sim.verification import Acceptance, verify
 from jaxrl.types import SampleKey, SamplingParams
 
 HISTORY = DraftIndex.build([], [])
 WINDOW = Window(2, 2, 8)
 
 
-def known(right: Sequence[int]) -> Foretold:
+def known(right: Sequence[int]) -> Acceptance:
     """What is foretold where so many tokens from each position on are right; -1: no draft."""
-    return Foretold(np.array(right, np.int16), np.where(np.array(right) < 0, 0, 5).astype(np.int8))
+    return Acceptance(np.array(right, np.int16), np.where(np.array(right) < 0, 0, 5).astype(np.int8))
 
 
 # ---------------------------------------------------------------- what is foretold
 
 
-def runs_of(found: Foretold) -> list[tuple[int, int]]:
+def runs_of(found: Acceptance) -> list[tuple[int, int]]:
     """The stretches: (first position, the one that is drafted wrong or the response's end)."""
     places = np.flatnonzero(found.right >= 0)
     ends, first = np.unique(places + found.right[places], return_index=True)
@@ -59,7 +61,7 @@ OPTIONS = st.builds(SimulatedHistory, st.floats(0.1, 50), st.floats(0, 3), st.fl
 
 @given(options=OPTIONS, length=st.integers(1, 300), word=st.integers(0, 2**64 - 1))
 def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: int, word: int):
-    found = foretold(options, word, 1, length)
+    found = draft_acceptance(options, word, 1, length)
     right, matched = found.right.astype(int), found.matched.astype(int)
     assert len(right) == len(matched) == length
     assert ((right >= 0) == (matched > 0)).all()
@@ -70,7 +72,7 @@ def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: 
         inside = np.arange(first, min(end, length - 1) + 1)
         assert (right[inside] == end - inside).all()
         assert (matched[inside] == np.minimum(3 + inside - first, 7)).all()
-    whole = foretold(options, word, 1, 2 * length)
+    whole = draft_acceptance(options, word, 1, 2 * length)
     kept = np.where(whole.right >= 0, np.minimum(whole.right, length - np.arange(2 * length)), -1)[:length]
     assert (kept == right).all(), "a longer response begins otherwise"
 
@@ -78,7 +80,7 @@ def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: 
 def test_stretches_have_the_distribution_that_the_options_say():
     """Medians, means of gaps, and growth over epochs; what is foretold goes by the response alone."""
     options = SimulatedHistory(stretch_median=6.0, stretch_sigma=1.0, gap_mean=2.0, growth=0.5)
-    tell = Foreteller(3, lambda _: options, 3, 7)
+    tell = AcceptanceModel(3, lambda _: options, 3, 7)
     for epoch, median in ((1, 6.0), (3, 13.5)):
         runs = [runs_of(tell(SampleKey(epoch, i, 0), 3000))[:-1] for i in range(30)]
         stretches = np.array([end - first for each in runs for first, end in each])
@@ -97,11 +99,11 @@ def steps_of(right: Sequence[int], width: int = 8, num_steps: int = 99, max_new:
     """(steps, drafted, accepted, draft steps, tokens), and the window at the end, of a row from its first token."""
     left = np.array([len(right)])
     start = (np.zeros(1, np.int64), left, np.array([max_new]), np.array([WINDOW.least]))
-    limits = {"window": WINDOW, "width": width, "num_steps": num_steps, "num_stops": 1}
+    limits = {"next_window": WINDOW.after, "width": width, "num_steps": num_steps, "num_stops": 1}
     found = verify([known(right)], *start, **limits)
-    steps, drafted, accepted, draft_steps, matched = found.counts[:, 0].tolist()
-    assert matched == 5 * draft_steps
-    return [steps, drafted, accepted, draft_steps, int(found.gained[0])], int(found.windows[0])
+    steps, drafted, accepted, proposing_steps, matched = found.counts[:, 0].tolist()
+    assert matched == 5 * proposing_steps
+    return [steps, drafted, accepted, proposing_steps, int(found.gained[0])], int(found.windows[0])
 
 
 def test_drafts_that_are_right_open_the_window():
@@ -147,9 +149,9 @@ def requests(seed: int, count: int) -> list[Request]:
     return made
 
 
-def drafting(verify_tokens: int) -> Drafting:
+def drafting(verify_tokens: int) -> SimulatedDrafts:
     options = SimulatedHistory(4.0, 1.5, 0.5)
-    return Drafting(Foreteller(1, lambda _: options, 3, 7), WINDOW, lambda rows: draft_width(rows, verify_tokens, 8))
+    return SimulatedDrafts(AcceptanceModel(1, lambda _: options, 3, 7), DraftConfig(WINDOW, verify_tokens))
 
 
 def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
@@ -161,7 +163,9 @@ def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
         ticket = submit(plan)
         result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
         rows = {
-            i: (row.token_ids.tolist(), row.stopped, row.drafts) for i, row in result.rows.items() if len(row.token_ids)
+            i: (row.token_ids.tolist(), row.stopped, row.verified)
+            for i, row in result.rows.items()
+            if len(row.token_ids)
         }
         named = [(row.request_id, row.dp_group, row.slot, row.max_new) for row in plan.decode]
         plans.append((plan, (result.index, result.num_steps, named, rows)))
@@ -181,16 +185,18 @@ def test_all_rows_at_once_gain_what_each_alone_does(seed: int, leave_after: int)
     lengths = {request.key: rng.randint(1, 75) for request in wanted}
     shape = sizes(num_devices=4, tp=2, num_slots=5, num_blocks=31, max_prefill_tokens=24)
     costs = StepCosts(lambda rows, _: 1.0, lambda rows, _: 1.2 + rows / 3)
-    config = BatcherConfig(decode_steps=4, leave_after=leave_after, drafts=DraftConfig(WINDOW, 24, costs=costs))
+    config = BatcherConfig(
+        decode_steps=4, leave_after=leave_after, verify_rule=partial(DraftRule, DraftConfig(WINDOW, 24, costs=costs))
+    )
     outcomes, speculate = [], set()
     for executor in (
-        SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), SimulatedClock(), drafting=drafting(24)),
-        ReplayExecutor(lengths, 2, 5, 31, 4, 24, drafting=drafting(24)),
+        SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), SimulatedClock(), proposals=drafting(24)),
+        ReplayExecutor(lengths, 2, 5, 31, 4, 24, proposals=drafting(24)),
     ):
         plans, trace = recorded(executor), []
         engine = Engine(executor, config, trace=trace.append)
         samples = engine.generate(wanted)
-        speculate |= {plan.speculates for plan, _ in plans if plan.decode}
+        speculate |= {plan.verifies for plan, _ in plans if plan.decode}
         ends = [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]
         outcomes.append(([brought for _, brought in plans], trace, ends, engine.counters))
     assert outcomes[0] == outcomes[1]
@@ -204,7 +210,7 @@ def test_all_rows_at_once_gain_what_each_alone_does(seed: int, leave_after: int)
 def test_lockstep_makes_the_plans_of_a_batcher(share: float):
     """Whether all rows have a history, some, or none; tokens are those without speculation."""
     outcomes = []
-    on = DraftConfig(WINDOW, 64)
+    on = partial(DraftRule, DraftConfig(WINDOW, 64))
     for batcher, drafts in ((Batcher, on), (LockstepBatcher, on), (Batcher, None)):
         rng = random.Random(1)
         wanted = [
@@ -216,10 +222,10 @@ def test_lockstep_makes_the_plans_of_a_batcher(share: float):
         shape = sizes(num_slots=8, num_blocks=400)
         clock = SimulatedClock()
         executor = SimulatedExecutor(
-            shape, lambda of, _: 20 + 5 * of.prompt_index, ConstantCost(), clock, drafting=drafting(64)
+            shape, lambda of, _: 20 + 5 * of.prompt_index, ConstantCost(), clock, proposals=drafting(64)
         )
         plans = recorded(executor)
-        engine = Engine(executor, BatcherConfig(decode_steps=4, drafts=drafts), batcher=batcher)
+        engine = Engine(executor, BatcherConfig(decode_steps=4, verify_rule=drafts), batcher=batcher)
         samples = [(s.key, s.token_ids.tolist()) for s in engine.generate(wanted)]
         outcomes.append((samples, [brought for _, brought in plans], clock.now_ns))
         if batcher is LockstepBatcher:
@@ -234,13 +240,13 @@ def test_a_plan_that_speculates_is_charged_step_by_step():
     """At the width of the fullest group's rows, with the rows that are active in each step; the slowest group's."""
     cost = RooflineCost(SMALL, H100)
     told = [known([*range(19, 0, -1)]), known([0] * 12), known([-1] * 30)]
-    tell = Drafting(lambda key, _: told[key.prompt_index], WINDOW, lambda rows: draft_width(rows, 12, 8))
+    tell = SimulatedDrafts(lambda key, _: told[key.prompt_index], DraftConfig(WINDOW, 12))
     executor = SimulatedExecutor(
         sizes(num_devices=2, num_slots=2),
         lambda of, _: len(told[of.prompt_index].right),
         cost,
         SimulatedClock(),
-        drafting=tell,
+        proposals=tell,
     )
     made = [
         Request(i, SampleKey(1, i, 0), (0,) * (3 + i), SamplingParams(max_tokens=40), history=HISTORY) for i in range(3)
@@ -249,7 +255,7 @@ def test_a_plan_that_speculates_is_charged_step_by_step():
     chunks = [PrefillChunk(r, g, s, r.prompt_ids, 0, (1,), True, 0) for r, (g, s) in zip(made, at, strict=True)]
     executor.collect(executor.submit(Plan(0, tuple(chunks))))
     rows = tuple(DecodeRow(i, g, s, (1, 2), 40, HISTORY) for i, (g, s) in enumerate(at))
-    result = executor.collect(executor.submit(Plan(1, (), rows, 6, speculates=True)))
+    result = executor.collect(executor.submit(Plan(1, (), rows, 6, verifies=True)))
     # 18 tokens are left of the first: 3, 5 and 7, then 3 at once; the second has one a step
     assert [len(result.rows[i].token_ids) for i in range(3)] == [18, 6, 6]
     contexts = [[3 + 1 + n for n in (0, 3, 8, 15)], [4 + 1 + n for n in range(6)], [5 + 1 + n for n in range(6)]]

@@ -1,18 +1,20 @@
 """Windows, widths, and when drafts are verified."""
 
+import numpy as np
 import pytest
 
-from jaxrl.scheduling.tokens.draft_rule import PROBE_EVERY, DraftConfig, DraftRule, StepCosts, Window, draft_width
-from jaxrl.scheduling.tokens.plan import DraftCounts
+from jaxrl.mechanisms.speculation.rule import PROBE_EVERY, DraftConfig, DraftRule, StepCosts, Window, draft_width
+from jaxrl.scheduling.tokens.plan import VerifyCounts
 
 
 def test_a_window_grows_by_two_and_falls_back_at_any_rejection():
     window, seen = Window(), [2]
     for drafted, accepted in [(2, 2), (4, 4), (6, 5), (2, 2), (0, 0), (4, 0)]:
-        seen.append(window.after(seen[-1], drafted, accepted))
+        seen.append(int(window.after(np.asarray(seen[-1]), drafted, accepted)))
     assert seen == [2, 4, 6, 2, 4, 4, 2]
-    assert window.after(31, 31, 31) == window.after(32, 32, 32) == 32
-    assert window.after(32, 3, 3) == 32  # all that could be drafted was accepted
+    windows = np.asarray([31, 32, 32])
+    # the last could draft 3 alone, and all of them were accepted
+    assert window.after(windows, windows - [0, 0, 29], windows - [0, 0, 29]).tolist() == [32] * 3
 
 
 def test_rows_share_what_a_step_verifies():
@@ -28,7 +30,7 @@ def rule(verify_s: float, max_batch: int = 0) -> DraftRule:
 
 def test_the_rule_compares_what_a_step_gains_with_what_it_costs():
     # 3 of 4 steps have a draft of 4 tokens, half of them are accepted: 1 + 3/4 * 4 * 1/2 = 2.5 tokens a step
-    counts = DraftCounts(steps=80, drafted=240, accepted=120, draft_steps=60, matched=300)
+    counts = VerifyCounts(steps=80, proposed=240, accepted=120, proposing_steps=60, matched=300)
     for verify_s, pays in ((2.4, True), (2.6, False)):
         decided = rule(verify_s)
         decided.saw(counts)
@@ -40,7 +42,7 @@ def test_the_rule_compares_what_a_step_gains_with_what_it_costs():
 def test_before_anything_was_seen_drafts_are_tried_and_later_they_are_probed():
     decided = rule(8.0)
     assert decided.decides(8, 1000.0)
-    decided.saw(DraftCounts(steps=8))
+    decided.saw(VerifyCounts(steps=8))
     asked = [decided.decides(8, 1000.0) for _ in range(3 * PROBE_EVERY)]
     assert [i for i, each in enumerate(asked) if each] == [i * PROBE_EVERY - 1 for i in (1, 2, 3)]
 
