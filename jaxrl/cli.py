@@ -255,7 +255,7 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 def _removing(options: argparse.Namespace) -> Removing:
-    """What keeps a signal from leaving the draft of a command's file behind."""
+    """What keeps a signal from leaving a command's temporary file behind."""
     return nullcontext if options.signals is None else options.signals.removing
 
 

@@ -22,7 +22,7 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Job, Loop
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.mechanisms.table import is_timeless, notes, of_run, reads_profile, refuse_devices, refuse_unread
-from jaxrl.record.disk import is_full, reason
+from jaxrl.record.files import reason, way_on
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
 from jaxrl.record.lost import lost_lines, missing_checkpoint, missing_journal
@@ -235,8 +235,7 @@ class Run:
             raise
         except OSError as error:
             place = error.filename or self.run_dir.path
-            way_on = "make room and run again" if is_full(error) else "mend that and run again"
-            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: {way_on}") from error
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: {way_on(error)}") from error
         except jax.errors.JaxRuntimeError as error:
             said = str(error).partition("\n")[0]
             if not said.startswith("RESOURCE_EXHAUSTED"):

@@ -30,7 +30,7 @@ import yaml
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import Written, drafts_left, refuse_folder, to_json, write_whole
+from jaxrl.record.files import Written, leftover_temporaries, refuse_folder, to_json, write_whole
 from jaxrl.schema.hidden import hider
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
@@ -146,8 +146,8 @@ class RunDir(RunFolder):
         self._started = True
         self.__dict__.pop("earlier", None)  # from here on it is this start's
         for name in RUN_FILES:
-            for draft in drafts_left(self.file(name)):  # of a start that was killed: no other run can write here now
-                draft.unlink()
+            for leftover in leftover_temporaries(self.file(name)):  # of a killed start: no other run can write here now
+                leftover.unlink()
         write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False), sync=True)
         starts = [] if earlier is None else earlier.get("starts", [])
         now = {

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 
 from jaxrl.train import manifest
@@ -139,7 +140,7 @@ def steps_of(folder: Path) -> list[int]:
 
 def free_name(path: Path) -> Path:
     """`path`, or with a number behind it."""
-    names = (path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 10_000)))
+    names = chain([path], (path.with_name(f"{path.name}-{i}") for i in count(2)))
     return next(name for name in names if not name.exists())
 
 
