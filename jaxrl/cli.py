@@ -47,7 +47,7 @@ from jaxrl.commands.arguments import (
 )
 from jaxrl.commands.drawing import add_drawing
 from jaxrl.commands.queries import add_queries
-from jaxrl.record.stages import Counted
+from jaxrl.record.progress import ProgressCounter
 from jaxrl.runtime.answer import answer, one_line
 from jaxrl.runtime.stop import Stop
 
@@ -255,7 +255,7 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 def _removing(options: argparse.Namespace) -> Removing:
-    """What keeps a signal from leaving the draft of a command's file behind."""
+    """What keeps a signal from leaving a command's temporary file behind."""
     return nullcontext if options.signals is None else options.signals.removing
 
 
@@ -300,11 +300,11 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from jaxrl.commands.evaluate import evaluate
-    from jaxrl.record.outputs import refuse_overwriting
+    from jaxrl.record.run_dir import refuse_overwriting
 
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
-    with closing(Counted("responses", sys.stderr)) as counted:
+    with closing(ProgressCounter("responses", sys.stderr)) as counted:
         result = evaluate(
             _config(options), options.checkpoint, options.out, removing=_removing(options), progress=counted.show
         )

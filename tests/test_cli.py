@@ -103,7 +103,7 @@ def test_export_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_pat
     assert main(["export", f"random:{tiny_model}", str(tmp_path / "out"), "--dtype", "float32"]) == 0
     written = capsys.readouterr().out.split()
     assert {Path(file).name for file in written} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert not list(tmp_path.glob("*.draft"))
+    assert not list(tmp_path.glob("*.tmp"))
     greedy = ["--max-tokens", "6", "--temperature", "0", "hello"]
     assert main(["generate", "--model", str(tmp_path / "out"), *greedy]) == 0
     exported = capsys.readouterr().out

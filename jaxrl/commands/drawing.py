@@ -103,7 +103,7 @@ def _generate(options: argparse.Namespace) -> int:
         raise ValueError("generate: --system and --raw exclude each other")
     prompts = options.prompts or _prompts_from_input()
     asked = [_asked(prompt, options.system) for prompt in prompts]
-    from jaxrl.record.stages import Stages
+    from jaxrl.record.progress import StartupProgress
     from jaxrl.text import TextEngine
     from jaxrl.types import SamplingParams
 
@@ -115,7 +115,7 @@ def _generate(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         stop_strings=tuple(options.stop),
     )
-    with closing(Stages(_tell)) as stages:
+    with closing(StartupProgress(_tell)) as stages:
         stages.begin("reading the model")
         engine = TextEngine.from_path(
             options.model,

@@ -29,7 +29,7 @@ from jaxrl.mechanisms.table import refuse_unread
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
-from jaxrl.record.outputs import inputs_of, refuse_overwriting
+from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by

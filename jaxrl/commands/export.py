@@ -15,8 +15,7 @@ from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.safetensors import export_hf
-from jaxrl.record.disk import system_error
-from jaxrl.record.files import draft_of, refuse_folder
+from jaxrl.record.files import refuse_folder, system_error, temporary_path
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
 from jaxrl.runtime.build import abstract_params
 from jaxrl.runtime.hosts.single_process import require_single_process
@@ -31,10 +30,18 @@ def export(
 ) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
-    The folder is written under another name first and renamed at the end: a failed export leaves no partial folder, and
-    of two into one folder the second is refused.
-    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer. `stop`: the
-    program's signals, if it has any.
+    A temporary folder is written and renamed at the end: a failed export leaves no partial folder, and of two into one
+    folder the second is refused.
+
+    Args:
+      source: a run's directory, or what `model.path` takes.
+      folder: to write; empty or absent.
+      dtype: of the weights.
+      say: gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
+      stop: the program's signals, if it has any.
+
+    Raises:
+      ValueError: `source` has no weights to export, or `folder` cannot be written or is not empty.
     """
     require_single_process("export")
     target = refuse_folder(folder, "the folder to write")
@@ -44,7 +51,7 @@ def export(
         raise ValueError(
             f"the folder to write: {target} is a mount point, which an export cannot replace: name a folder inside it"
         )
-    refuse_folder(target.parent, "the folder to write")  # the draft goes there
+    refuse_folder(target.parent, "the folder to write")  # the temporary folder goes there
     config = _config_of_run(source)
     said: list[str] = []  # shown once nothing is refused any more
     place = None if config is None else whole_step(source, say=said.append)
@@ -62,16 +69,16 @@ def export(
     tokenizer = _tokenizer(path, said.append)
     for line in said:
         say(line)
-    draft = draft_of(target, "partial")  # not as files end: a run may be going on in the folder above
-    draft.mkdir(parents=True)
+    partial = temporary_path(target, "partial")  # not as files end: a run may be going on in the folder above
+    partial.mkdir(parents=True)
     try:
-        with (stop or Stop()).removing(draft):
-            export_hf(params, model, draft, dtype=jnp.dtype(dtype))
+        with (stop or Stop()).removing(partial):
+            export_hf(params, model, partial, dtype=jnp.dtype(dtype))
             if tokenizer is not None:
-                tokenizer.save(draft)
-            draft.rename(target)  # also in place of an empty folder
+                tokenizer.save(partial)
+            partial.rename(target)  # also in place of an empty folder
     except BaseException as error:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ValueError(_taken(target)) from None
         cause = system_error(error)

@@ -25,7 +25,7 @@ import jaxrl
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import host_problem
 from jaxrl.record.files import Removing, refuse_file, write_whole
-from jaxrl.record.outputs import inputs_of, refuse_overwriting
+from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.runtime.hosts.consistency import check_consistency
 from jaxrl.runtime.hosts.liveness import PROGRAM
 from jaxrl.runtime.hosts.world import World, open_world

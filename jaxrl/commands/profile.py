@@ -20,7 +20,7 @@ from jaxrl.commands.arguments import MAX_REPEATS
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import Removing, refuse_file, write_whole
-from jaxrl.record.outputs import inputs_of, refuse_overwriting
+from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
 from jaxrl.rollout.profiles import identity_of, load_profile

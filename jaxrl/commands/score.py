@@ -19,7 +19,7 @@ from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
-from jaxrl.record.outputs import inputs_of, refuse_overwriting
+from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.pool_base import RewardPool

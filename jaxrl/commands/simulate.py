@@ -25,9 +25,9 @@ from jaxrl.config.inputs import reading
 from jaxrl.loop import Hooks
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.files import read_lines, write_whole
-from jaxrl.record.lost import lost_lines
+from jaxrl.record.integrity import lost_lines, refuse_damaged
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
-from jaxrl.record.run_record import RunOutcome, open_record, refuse_damaged
+from jaxrl.record.run_record import RunOutcome, open_record
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import carried

@@ -17,11 +17,11 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
 from jaxrl.mechanisms.table import batch_rule
-from jaxrl.record.followed import FollowedRun
-from jaxrl.record.run_dir import RunDir
-from jaxrl.record.run_record import RunOutcome, refuse_damaged
+from jaxrl.record.integrity import refuse_damaged
+from jaxrl.record.progress import StartupProgress
+from jaxrl.record.run_dir import FollowerRunDir, RunDir
+from jaxrl.record.run_record import RunOutcome
 from jaxrl.record.sinks import sink_package
-from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.domains import build_scorer, refuse_fields, refuse_tests
 from jaxrl.rewards.pool import build_pool
@@ -107,8 +107,8 @@ def _start(
     rule = batch_rule(config)
     with ExitStack() as stack:
         folder, process = config.trainer.run_dir, 0 if world is None else world.process
-        run_dir = stack.enter_context(closing(FollowedRun(folder, process) if process else RunDir(folder)))
-        stages = stack.enter_context(closing(Stages(progress if run_dir.leads else _silent)))
+        run_dir = stack.enter_context(closing(FollowerRunDir(folder, process) if process else RunDir(folder)))
+        stages = stack.enter_context(closing(StartupProgress(progress if run_dir.leads else _silent)))
         watchdog = _watchdog(config, world, stages)
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)
@@ -140,7 +140,7 @@ def _start(
         return Run(begun).go()
 
 
-def _watchdog(config: Config, world: World | None, stages: Stages) -> Watchdog:
+def _watchdog(config: Config, world: World | None, stages: StartupProgress) -> Watchdog:
     """The run's watchdog. Of several processes it ends all, and what it hears of progress counts for them too."""
     timeout_s = config.trainer.hang_timeout_s
     if world is None or world.num_processes == 1:

@@ -22,15 +22,14 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Job, Loop
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.mechanisms.table import is_timeless, notes, of_run, reads_profile, refuse_devices, refuse_unread
-from jaxrl.record.disk import is_full, reason
-from jaxrl.record.followed import FollowedRun
+from jaxrl.record.failures import summary_of
+from jaxrl.record.files import reason, way_on
+from jaxrl.record.integrity import lost_lines, missing_checkpoint, missing_journal
 from jaxrl.record.journal import Journal
-from jaxrl.record.lost import lost_lines, missing_checkpoint, missing_journal
-from jaxrl.record.run_dir import RunDir, recorded_start
+from jaxrl.record.progress import StartupProgress
+from jaxrl.record.run_dir import FollowerRunDir, RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
-from jaxrl.record.stages import Stages
 from jaxrl.record.state import join_arrays, split_arrays
-from jaxrl.record.summary import summary_of
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
@@ -77,7 +76,7 @@ class Start:
 
     config: Config
     rule: BatchRule
-    run_dir: RunDir | FollowedRun
+    run_dir: RunDir | FollowerRunDir
     earlier: Config | None
     problems: list[Problem]
     held_out: Sequence[Problem]
@@ -87,7 +86,7 @@ class Start:
     say: Callable[[str], None]
     began_s: float
     joined: ProcessGroup
-    stages: Stages
+    stages: StartupProgress
 
 
 class Run:
@@ -235,8 +234,7 @@ class Run:
             raise
         except OSError as error:
             place = error.filename or self.run_dir.path
-            way_on = "make room and run again" if is_full(error) else "mend that and run again"
-            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: {way_on}") from error
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: {way_on(error)}") from error
         except jax.errors.JaxRuntimeError as error:
             said = str(error).partition("\n")[0]
             if not said.startswith("RESOURCE_EXHAUSTED"):

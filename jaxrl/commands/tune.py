@@ -32,8 +32,7 @@ from jaxrl.loop import Hooks
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.outputs import refuse_overwriting
-from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
+from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.schema.declared import Cap, fields_problem

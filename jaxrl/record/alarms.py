@@ -1,12 +1,12 @@
-"""Alarms: a run that goes on without learning says so at once, and ends before it has cost a day.
+"""Alarms: a run that does not learn says so at once, and ends after `trainer.max_bad_steps` bad steps in a row.
 
-Purpose: two things look like training and are none. Every update of a step is skipped, because a gradient is not
-finite; or every reward fails, because a scorer's service is down or its file is wrong. Each is a warning on the console
-when it happens. `trainer.max_bad_steps` of them in a row end the run with the cause.
+Purpose: a run may go on without learning because every update of a step is skipped (a gradient is not finite), or
+because every reward fails (a scorer's service is down, its file is wrong). Each is a warning on the console when it
+happens; in a row they end the run with the cause.
 
 A reward counts as failed when the scorer raised, timed out, or ended its process; a reward of 0 is none of these. A
-batch's worth of failed rewards in a row counts as a bad step. So a round that would go on for ever, because dynamic
-sampling drops every group, ends as well.
+batch's worth of failed rewards in a row counts as a bad step, so that a round ends that would go on for ever because
+every group is dropped.
 
 The counts start at 0 in a resumed run. They decide when a run ends, never what it computes.
 """

@@ -1,9 +1,9 @@
 """What each step's batch was like, for the report: `batches.jsonl` in the run directory.
 
 One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the mean rewards of the batch's groups, in the
-order of the batch; `lengths` counts responses by their tokens in `BINS` equal parts of 0 to `limit`, the longest that
-there may be. So a line stays small whatever a batch holds, and no sample is left out of the picture. Where
-rewards failed, `errors` says why: pairs of a text and how often, of the most frequent, with the newest at the end.
+order of the batch; `lengths` is a histogram of the responses' tokens: `BINS` equal bins from 0 to `limit`, the longest
+possible response. So a line stays small and still counts every sample. Where rewards failed, `errors` says why: pairs
+of a text and how often, of the most frequent, with the newest at the end.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ _MAX_ERROR = 500  # characters
 _MOST_GROUPS = 4096  # beyond, every second, third and so on is kept
 
 
-class BatchLog:
+class BatchLog(JsonLines):
     """Appends a line per step; drops lines of steps after `last_step` when it begins. `limit`: tokens of the longest
     response."""
 
     def __init__(self, path: str | Path, last_step: int, limit: int, *, begin: bool = True) -> None:
-        self.lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
+        super().__init__(path, lambda step: step <= last_step, compact=True, begin=begin)
         self._limit = limit
-
-    def begin(self) -> None:
-        self.lines.begin()
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         rewards = [fmean(sample.reward or 0.0 for sample in group.samples) for group in groups if group.samples]
@@ -46,10 +43,7 @@ class BatchLog:
         rounded = [float(f"{reward:.4g}") for reward in rewards]
         line = {"step": step, "groups": rounded, "limit": self._limit, "lengths": lengths}
         errors = _errors(groups)
-        self.lines.append({**line, "errors": errors} if errors else line)
-
-    def close(self) -> None:
-        self.lines.close()
+        self.append({**line, "errors": errors} if errors else line)
 
 
 def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:

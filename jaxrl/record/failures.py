@@ -1,4 +1,4 @@
-"""What failed of a run's rewards, over all its steps: for the summary at its end and the head of its page.
+"""Which rewards of a run failed, over all its steps, and the lines about its record that are shown at its end.
 
 Counts come from the steps' metrics, so samples that no batch took are among them; the texts come from the batches
 (`jaxrl.record.batches`), and of runs that have none there from the recorded samples.
@@ -78,3 +78,13 @@ def _total(metrics: Sequence[Mapping[str, float]], name: str) -> int:
 def failures_of(run_dir: str | Path) -> RewardFailures | None:
     """`reward_failures` of the files in a run's folder."""
     return reward_failures(read_metrics(run_dir), read_batches(run_dir))
+
+
+def summary_of(run_dir: str | Path) -> dict[str, str]:
+    """Lines by their names: the first and the last evaluation's mean reward, and rewards that failed; either may be
+    missing."""
+    lines = [(int(line["step"]), line["val/reward"]) for line in read_metrics(run_dir) if "val/reward" in line]
+    found = [f"{value:.3f} at step {step}" for step, value in lines if isfinite(value)]
+    failures = failures_of(run_dir)
+    out = {"held-out": "reward " + ", ".join(found if len(found) < 2 else (found[0], found[-1]))} if found else {}
+    return out | ({} if failures is None else {"rewards": failures.summary()})

@@ -1,15 +1,16 @@
-"""Files that a crash at any moment leaves readable: JSON lines that only grow, and files that are replaced as a whole.
+"""Files that a crash at any moment leaves readable: JSON lines that only grow, and files that are replaced atomically.
 
-Purpose: `JsonLines` is the writer behind metrics, samples, layouts and the journal; `read_lines` reads back what it
-wrote; `write_whole` and `writing_whole` write a file that is never seen half written; `refuse_folder` and `refuse_file`
-say of a place whether it can be written at all, before a long computation ends there.
+Purpose: `JsonLines` is the writer behind metrics, samples, layouts and the journal; `read_lines` reads them back;
+`write_whole` and `writing_whole` replace a file atomically; `refuse_folder` and `refuse_file` say before a long
+computation whether its result can be written. `system_error` finds the operating system's error behind those of other
+libraries.
 
-A line is complete when it ends in a newline. Text after the last newline was cut off by a crash: it counts as not
-written, readers skip it, and the next writer removes it. A whole line that cannot be read is damage: it is refused with
-its number, and nothing is dropped in silence. `Written` says what was in a file at a moment, so that a later start can
-tell whether it still is (`jaxrl.record.lost`); the lines themselves stay as their readers know them.
+A line is complete when it ends in a newline. Text after the last newline was cut off by a crash: readers skip it, and
+the next writer removes it. A whole line that cannot be parsed is damage: it is refused with its number. `Written` is
+the checksum of a file up to a moment, with which a later start can tell whether it has changed
+(`jaxrl.record.integrity`).
 
-All JSON written here is JSON: a number that is not finite becomes the text "nan", "inf" or "-inf".
+All JSON written here is valid JSON: a number that is not finite becomes the text "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from jaxrl.config.inputs import reading
 T = TypeVar("T")
 
 Removing = Callable[[Path], AbstractContextManager[object]]
-"""Inside it, what ends the process at once removes a draft first (`jaxrl.runtime.stop.Stop.removing`)."""
+"""Inside it, a signal that ends the process removes a temporary file first (`jaxrl.runtime.stop.Stop.removing`)."""
 _LONGEST_NAME = 255  # bytes
+_NUMBER = re.compile(r"os_error_code='(\d+)'|\bOS error (\d+)\b", re.IGNORECASE)
 
 
 class Written(NamedTuple):
@@ -213,7 +215,7 @@ def write_all(file: FileIO, content: bytes) -> None:
 def write_whole(
     path: str | Path, content: str | bytes, *, sync: bool = False, removing: Removing = nullcontext
 ) -> None:
-    """Writes a draft beside the file and renames it, so a reader finds either the old content or the new.
+    """Writes a temporary file beside it and renames that, so a reader finds either the old content or the new.
 
     Args:
       sync: the content is on the disk before it takes the old one's place.
@@ -225,8 +227,8 @@ def write_whole(
 
 @contextmanager
 def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = nullcontext) -> Iterator[IO[bytes]]:
-    """A draft beside the file, open for writing; it takes the file's place when the `with` ends without an error, and
-    is removed otherwise. Its name is new (`draft_of`), so it is never another file's. A link is followed. What is no
+    """A temporary file beside `path`, open for writing; it replaces `path` when the `with` ends without an error, else
+    it is removed. Its name is new (`temporary_path`), so it is never another file's. A link is followed. What is no
     ordinary file (a terminal, a pipe) cannot be replaced and is written itself.
 
     Raises:
@@ -238,31 +240,32 @@ def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = 
             yield file
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = draft_of(path)
-    with removing(draft):
+    temporary = temporary_path(path)
+    with removing(temporary):
         try:
-            with _of(path, draft), open(draft, "xb") as file:
+            with open(temporary, "xb") as file:
                 yield file
                 if sync:
                     file.flush()
                     os.fsync(file.fileno())
-            with _of(path, draft):
-                os.replace(draft, path)
-        except BaseException:
+            os.replace(temporary, path)
+        except BaseException as error:
             with suppress(OSError):
-                draft.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+                error.filename, error.filename2 = str(path), None
             raise
 
 
-def draft_of(path: Path, ending: str = "draft") -> Path:
-    """A new name beside `path` for what is to take its place: `.jaxrl-<name>-<12 hexadecimal digits>.draft`."""
+def temporary_path(path: Path, ending: str = "tmp") -> Path:
+    """A new name beside `path` for what will replace it: `.jaxrl-<name>-<12 hexadecimal digits>.tmp`."""
     start, end = _around_number(path, ending)
     return path.with_name(f"{start}{secrets.token_hex(6)}{end}")
 
 
-def drafts_left(path: Path) -> list[Path]:
-    """The drafts of the file at `path`, whose name has no link: of writers that were killed, or that go on."""
-    start, end = _around_number(path, "draft")
+def leftover_temporaries(path: Path) -> list[Path]:
+    """The temporary files of the file at `path`, which is no link: of writers that were killed, or still write."""
+    start, end = _around_number(path, "tmp")
     form = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(end))
     with os.scandir(path.parent) as entries:
         return [Path(each) for each in entries if form.fullmatch(each.name) and each.is_file(follow_symlinks=False)]
@@ -275,17 +278,6 @@ def _around_number(path: Path, ending: str) -> tuple[str, str]:
     if len(name) > room:  # the cut may be inside a character
         return f"{start}{name[:room].decode(errors='ignore')}-", end
     return f"{start}{path.name}-", end
-
-
-@contextmanager
-def _of(path: Path, draft: Path) -> Iterator[None]:
-    """Errors about a draft name the file that it is to become."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename in (None, str(draft)):
-            error.filename, error.filename2 = str(path), None
-        raise
 
 
 def refuse_folder(path: str | Path, option: str) -> Path:
@@ -353,3 +345,39 @@ def file_problem(path: str | Path) -> str | None:
     if not (target.exists() and not target.is_file()) and not takes_files(above):
         return f"({path}) cannot be written: no permission to write in {above}"
     return None
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """The operating system's error behind `error`, or None; one of a full disk comes before others.
+
+    TensorStore (under Orbax) and safetensors raise errors of their own with the system's number in the text. An error
+    of a background thread, or one raised while another was handled, is a cause or a context of the one that arrives.
+    """
+    found, pending, seen = list[OSError](), [error], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        pending += [behind for behind in (each.__cause__, each.__context__) if behind is not None]
+        if isinstance(each, OSError) and each.errno is not None:
+            found.append(each)
+        elif match := _NUMBER.search(str(each)):
+            number = int(match[1] or match[2])
+            found.append(OSError(number, os.strerror(number)))
+    return next((each for each in found if is_full(each)), found[0] if found else None)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there is no space for what was to be written, on the device or in the user's share of it."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def reason(error: OSError) -> str:
+    """Why, in a few words for a sentence."""
+    return "no space left on the device" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
+
+
+def way_on(error: OSError) -> str:
+    """What a user can do about an error of writing."""
+    return "make room and run again" if is_full(error) else "mend that and run again"

@@ -1,9 +1,8 @@
 """The timelines of all hosts of a run as one: `hosts/timeline.json`, which Perfetto opens as it does each of them.
 
-Purpose: every process writes its own timeline, so that no event waits for another host. Here they are laid over each
-other. A host is a process of the trace and has its tracks; process 0's time goes on as it is. The begin of each start
-carries its time of day in every file, and an event of another host goes where process 0 was at that time of day: as far
-as the machines' clocks agree.
+Purpose: every process writes its own timeline, so that no event waits for another host. This merges them. Each host is
+a process of the trace with its own tracks. Every file has the time of day at the beginning of each start; by it, the
+other hosts' events are moved onto process 0's time axis, as exactly as the machines' clocks agree.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.record.files import to_json, writing_whole
-from jaxrl.record.followed import HOSTS
+from jaxrl.record.run_dir import HOSTS
 from jaxrl.record.timeline import END, ORIGIN, UNIX_US
 
 _STARTS = 1 << 16  # of one host, at most: a host's starts are numbered from a multiple of it

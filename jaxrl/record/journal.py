@@ -1,17 +1,17 @@
-"""The event journal: the decisions of a clock since the last checkpoint, so that a resumed run decides the same.
+"""The event journal: a write-ahead log of decisions that a clock took, so that a resumed run decides the same.
 
-Purpose: everything in a run follows from its config and seeds, except for a few decisions that a clock or the machine
-took (a scorer that timed out or crashed; a layout switch from measured latencies). Each is written here as one line
-before it takes effect. A step that runs again after a crash finds its line and does not ask the clock again
+Purpose: everything in a run follows from its config and seeds, except for a few decisions that depend on a clock or the
+machine (a scorer that timed out or crashed; a layout switch from measured latencies). Each is written here as one line
+before it takes effect. A step that runs again after a crash replays its lines and does not ask the clock again
 (docs/architecture.md).
 
 The file is JSONL: a header `{"journal": 2, "bytes": .., "crc32": ..}`, then per decision `{"step": .., "kind": ..,
 "key": [..], ...}`. Lines of steps that a checkpoint holds are dropped when the journal is opened and when a checkpoint
 commits (`cut`).
 
-The header says what stands after it, so that a decision that was lost or changed is not taken again in silence. It has
-one length whatever it says, and is written over after each line. A crash in between leaves one that knows fewer lines
-than there are, never more: the lines after those count, and nothing vouches for them.
+The header holds the length and the CRC-32 of what follows, so that a lost or changed decision is found. It has a fixed
+length and is overwritten after each line. A crash in between leaves a header that covers fewer lines than there are,
+never more: the lines after those count, without a checksum.
 """
 
 from __future__ import annotations

@@ -16,25 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.record.followed import HOSTS
+from jaxrl.record.run_dir import HOSTS
 
 FILE_NAME = "layouts.jsonl"
 
 
-class LayoutLog:
+class LayoutLog(JsonLines):
     """Appends a line per round; drops lines of steps after `last_step` when it begins."""
 
     def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
-        self.lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
-
-    def begin(self) -> None:
-        self.lines.begin()
+        super().__init__(path, lambda step: step <= last_step, compact=True, begin=begin)
 
     def write(self, step: int, round_index: int, kind: str, source: str, picture: Mapping[str, Any]) -> None:
-        self.lines.append({"step": step, "round": round_index, "kind": kind, "source": source, **picture})
-
-    def close(self) -> None:
-        self.lines.close()
+        self.append({"step": step, "round": round_index, "kind": kind, "source": source, **picture})
 
 
 def read_layouts(folder: str | Path) -> list[dict[str, Any]]:

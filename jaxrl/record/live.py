@@ -1,13 +1,12 @@
 """The live view of a run: what happens now, and one line per finished step.
 
 Purpose: on a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
-per second, reward, gradient norm, alarms, time to go. Where the output is no terminal (a file, a pipe, TERM=dumb), it
-prints the same lines only, in plain characters, so that logs stay readable; and where nothing has been printed for half
-a minute, what it is doing, for how long, and how far it has come. A thread looks every second, because the run itself
-says nothing while it compiles or computes. A step whose gradient is 0 gets a line that says why.
+per second, reward, gradient norm, alarms, time left (`EtaEstimator`). Where the output is no terminal (a file, a pipe,
+TERM=dumb), it prints only the lines, in plain characters, and after half a minute without one what the run is doing,
+for how long, and how far it has come. A thread checks that every second, because the run itself prints nothing while it
+compiles or computes. A step whose gradient is 0 gets a line that says why.
 
 The view never stops a run: a missing metric is left out, and a closed output (a broken pipe) only silences the view.
-The run's numbers are in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, SupportsFloat, TextIO
 
 from rich.console import Console, Group
@@ -28,7 +29,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.record.metrics import UPDATE_PHASES, step_phases
-from jaxrl.record.to_go import TimeToGo
 
 _SHOWN_S = 0.05  # a phase that took less is not
 _SHOWN_AS = {"reward": "scoring"}  # a reward stands in the same line
@@ -36,6 +36,8 @@ _SILENT_S, _SILENT_FIRST_S = 30.0, 10.0  # for which a log may say nothing, and 
 _BEGUN_S = 3.0  # a phase that has taken less is not what the silence was about
 _LOOK_S = 1.0
 _MANY_CUT = 0.5  # a share of the responses
+_RECENT_STEPS = 10
+_COMPILED = ("rollout/recompiles", "actor/recompiles")
 _COUNT = re.compile(r" \d+/\d+$")
 _FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
 # whole terminal sequences (colours, cursor, window titles), then any control character that is left
@@ -47,10 +49,10 @@ class LiveView:
     """Shows a run on `stream`.
 
     Args:
-      total_steps: the run's last step; 0 where it is not known (then there is no time to go).
+      total_steps: the run's last step; 0 where it is not known (then no time left is shown).
       stream: where to.
       done: the steps that a resumed run has behind it.
-      every: by phase, the steps between two times that it is due ("testing", "save"), for the time to go.
+      every: by phase, the steps between two times that it is due ("testing", "save"), for the time left.
       clock: seconds from any origin.
 
     Example::
@@ -77,7 +79,7 @@ class LiveView:
         self._rollout: tuple[int, int, float, int, int] | None = None
         self._last_step = done
         self._last_metrics: Mapping[str, float] = {}
-        self._to_go = TimeToGo(total_steps, every or {})
+        self._estimator = EtaEstimator(total_steps, every or {})
         self._last_step_at: float | None = None
         self._printed_at = clock()
         self._alarms = {"updates skipped": 0, "rewards failed": 0}  # since the start
@@ -124,7 +126,7 @@ class LiveView:
             seconds = _finite(metrics.get("timing_s/step"))
             if seconds is None and self._last_step_at is not None:
                 seconds = now - self._last_step_at
-            self._to_go.step(step, seconds, metrics)
+            self._estimator.step(step, seconds, metrics)
             self._last_step, self._last_metrics, self._last_step_at = step, metrics, now
             for name, count in alarms_of(metrics).items():
                 self._alarms[name] += count
@@ -211,11 +213,11 @@ class LiveView:
             self._muted = True
 
     def _eta(self, since_s: float) -> str:
-        """The time to go, `since_s` after the last step; empty where it is not known, or nothing is left."""
-        seconds = self._to_go.seconds()
+        """The time left, `since_s` after the last step; empty where it is not known, or nothing is left."""
+        seconds = self._estimator.seconds()
         if not seconds:
             return ""
-        return f"eta {'under ' if self._to_go.is_bound else ''}{duration(max(seconds - since_s, 0))}"
+        return f"eta {'under ' if self._estimator.is_bound else ''}{duration(max(seconds - since_s, 0))}"
 
     def _panel(self) -> Group:
         """What stands under the lines; called by rich's thread."""
@@ -266,6 +268,59 @@ class LiveView:
             ("   finished ", "dim"),
             (f"{finished}/{total}", ""),
         )
+
+
+class EtaEstimator:
+    """Estimates a run's remaining seconds from the steps that it has made.
+
+    The first step after a start compiles programs, and so does one that reports recompilations: they count only while
+    there is no other, and the estimate is an upper bound then. What comes every few steps, evaluations and saving, is
+    taken out of a step's seconds and added for as often as it is due.
+
+    Args:
+      total_steps: the run's last step; 0: not known, and nothing is estimated.
+      every: by the name of a phase, the steps from one time that it is due to the next; 0: it is not.
+    """
+
+    def __init__(self, total_steps: int, every: Mapping[str, int]) -> None:
+        self._total, self._every = total_steps, {name: steps for name, steps in every.items() if steps > 0}
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)  # seconds of steps, without what is due now and then
+        self._compiling: float | None = None  # of the fastest step that also compiled
+        self._due: dict[str, float] = {}  # seconds of each such phase, the last time
+        self._last_step, self._num_steps = 0, 0
+
+    def step(self, step: int, seconds: float | None, metrics: Mapping[str, float]) -> None:
+        """A step is over; `seconds`: that it took, None if that is not known."""
+        self._last_step, self._num_steps = step, self._num_steps + 1
+        if seconds is None:
+            return
+        for name in self._every:
+            took_s = _finite(metrics.get(f"timing_s/{name}")) or 0.0
+            if took_s > 0:
+                self._due[name] = took_s
+                seconds -= took_s
+        seconds = max(seconds, 0.0)
+        if self._num_steps == 1 or any((_finite(metrics.get(name)) or 0.0) > 0 for name in _COMPILED):
+            self._compiling = seconds if self._compiling is None else min(self._compiling, seconds)
+        else:
+            self._recent.append(seconds)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether all steps so far also compiled, so that it will take less."""
+        return not self._recent
+
+    def seconds(self) -> float | None:
+        """What is left, from the end of the last step; None where nothing is known."""
+        each_s = fmean(self._recent) if self._recent else self._compiling
+        if not self._total or each_s is None:
+            return None
+        left = max(self._total - self._last_step, 0)
+        found = left * each_s
+        for name, took_s in self._due.items() if left else ():
+            every = self._every[name]
+            found += (-(-self._total // every) - self._last_step // every) * took_s  # and after the last step
+        return found
 
 
 def duration(seconds: float) -> str:

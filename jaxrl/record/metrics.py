@@ -29,9 +29,8 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from jaxrl.record import samples
-from jaxrl.record.delivery import Delivery
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.record.sinks import open_sink, sink_package
+from jaxrl.record.sinks import RetryingSink, open_sink, sink_package
 from jaxrl.types import Group, TrainBatch
 
 FILE_NAME = "metrics.jsonl"
@@ -56,6 +55,9 @@ class MetricsWriter:
       project, experiment, config: what sinks show.
       begin: False: the file is read and may be refused, and nothing is sent before `open_sinks` is called, or written
         before `begin` is.
+
+    Attributes:
+      last_step: the last step in the file that counts; -1 where there is none.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class MetricsWriter:
     ) -> None:
         self._folder, self._resume_step = Path(run_dir), resume_step
         self._shown = (project, experiment or self._folder.name, config)
-        self._sinks: list[Delivery] = []
+        self._sinks: list[RetryingSink] = []
         self._names = [name for name in sinks if name != "console"]
         for name in self._names:
             sink_package(name)
@@ -82,7 +84,7 @@ class MetricsWriter:
 
         self.lines = JsonLines(self._path, stays, sync=True, begin=False)
         steps = (int(row["step"]) for row in read_metrics(self._folder))
-        self._last_step = max(filter(stays, steps), default=-1)
+        self.last_step = max(filter(stays, steps), default=-1)
         if begin:
             self.open_sinks()
             self.begin()
@@ -91,9 +93,9 @@ class MetricsWriter:
         """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Some wait for the
         network. Raises RunFailed if that does not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        last_step = self._last_step if self._resume_step is None else self._resume_step
+        last_step = self.last_step if self._resume_step is None else self._resume_step
         for name in self._names:  # one by one: those that are open are closed if the next cannot be
-            self._sinks.append(Delivery(name, open_sink(name, self._folder, last_step, *self._shown)))
+            self._sinks.append(RetryingSink(name, open_sink(name, self._folder, last_step, *self._shown)))
 
     def begin(self) -> None:
         """Removes the lines of later steps; from here on, steps can be written."""
@@ -102,21 +104,16 @@ class MetricsWriter:
         if self._sinks:
             self._send_earlier()
 
-    @property
-    def last_step(self) -> int:
-        """The last step in the file that counts; -1 where there is none."""
-        return self._last_step
-
     def write(self, step: int, metrics: Mapping[str, SupportsFloat], rows: Sequence[Mapping[str, Any]] = ()) -> None:
         """Writes a step's numbers; steps must rise (step 0 is the evaluation before training).
 
         Args:
           rows: the step's samples, as `samples.jsonl` has them, for the sinks.
         """
-        assert step > self._last_step, f"step {step} after step {self._last_step} in {self._path}"
+        assert step > self.last_step, f"step {step} after step {self.last_step} in {self._path}"
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         self.lines.append({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
-        self._last_step = step
+        self.last_step = step
         for sink in self._sinks:
             sink.send(step, numbers, rows)
 

@@ -1,12 +1,13 @@
-"""A run's directory: where its files are, which process may write them, and what the run was.
+"""A run's directory: where its files are, which process writes them, and what `run.json` says of the run.
 
-What each file holds stands in docs/architecture.md, "The run directory". All but `hosts/<i>/`, which process i of
-several writes, is process 0's; the others read it (`jaxrl.record.followed`).
+docs/architecture.md, "The run directory", says what each file holds. Process 0 writes all of them (`RunDir`) but
+`hosts/<i>/`, which process i of several writes (`FollowerRunDir`). `refuse_overwriting` keeps other commands from
+writing over them.
 
 A lock (`.lock`) keeps a second run out; the operating system drops it when the process ends, however it ends.
 
-A start that is refused leaves the folder as it was. So a `RunDir` writes nothing by itself but its lock, and the folder
-if it is missing; `record_start` is the first to write what stays. Without it, `close` takes back what was made.
+A start that is refused leaves the folder as it was: before `record_start` nothing is written but the lock, the folder
+if it is missing, and early files; without `record_start`, `close` takes those back.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -30,10 +31,10 @@ import yaml
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import Written, drafts_left, refuse_folder, to_json, write_whole
+from jaxrl.record.files import Written, leftover_temporaries, refuse_folder, to_json, write_whole
 from jaxrl.schema.hidden import hider
 
-CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
+CONFIG_FILE, RUN_FILE, HOSTS = "config.yaml", "run.json", "hosts"
 RUN_FILES = frozenset(
     (
         *(CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "batches.jsonl", "layouts.jsonl", "journal.jsonl"),
@@ -47,14 +48,19 @@ _PACKAGES = (*("jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "
 
 
 class RunFolder:
-    """What every process of a run reads in its directory.
+    """What is the same in every process of a run.
 
-    Attributes:
+    Args:
+      path: of the run's folder.
+      option: the one that names it, for messages.
       process: the number of this one; of several, process 0 writes the run's files.
     """
 
     def __init__(self, path: str | Path, option: str = "trainer.run_dir", process: int = 0) -> None:
         self.path, self._option, self.process = refuse_folder(path, option), option, process
+        self._started = False
+        self._early: dict[Path, int | None] = {}  # sizes before this start
+        self._made: list[Path] = []  # folders, the innermost first
 
     @property
     def leads(self) -> bool:
@@ -74,6 +80,22 @@ class RunFolder:
     def file(self, name: str) -> Path:
         return self.path / name
 
+    def own(self, name: str) -> Path:
+        """A file of this process's own, where each has one."""
+        return self.file(name)
+
+    def early_file(self, name: str) -> Path:
+        """A file of this process's own that something may append to before the start is recorded; `close` takes that
+        back where the start is refused."""
+        path = self.own(name)
+        self._early |= sizes_of([path])
+        return path
+
+    def close(self) -> None:
+        if not self._started:
+            cut_to(self._early)
+            remove_empty(self._made)
+
     @cached_property
     def earlier(self) -> Config | None:
         """The configuration that this directory was last run with; None: never. It is read once."""
@@ -90,11 +112,7 @@ class RunFolder:
 
 
 class RunDir(RunFolder):
-    """An open run directory, locked against other runs.
-
-    Args:
-      path: of the folder; made if it is missing.
-      option: the one that names it, for messages.
+    """An open run directory, made if it is missing, and locked against other runs.
 
     Raises:
       ValueError: it cannot be a folder that this process writes, or another process holds it.
@@ -102,9 +120,7 @@ class RunDir(RunFolder):
 
     def __init__(self, path: str | Path, option: str = "trainer.run_dir") -> None:
         super().__init__(path, option)
-        self._started = False
-        self._early: dict[Path, int | None] = {}  # sizes before this start
-        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         file = self.path / ".lock"
         self._lock_is_new = not file.exists()
         self._lock = filelock.FileLock(file)
@@ -121,24 +137,11 @@ class RunDir(RunFolder):
             where = error.filename or self.path
             raise ValueError(f"{option}: {where}: {(error.strerror or str(error)).lower()}") from None
 
-    def own(self, name: str) -> Path:
-        """A file of this process's own, where each has one."""
-        return self.file(name)
-
-    def early_file(self, name: str) -> Path:
-        """A file that something may append to before the start is recorded; a refused start takes that back."""
-        path = self.file(name)
-        self._early |= sizes_of([path])
-        return path
-
     def close(self) -> None:
         if not self._started and self._lock_is_new:
             self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
-        if not self._started:
-            cut_to(self._early)
+        super().close()
         self._lock.release()
-        if not self._started:
-            remove_empty(self._made)
 
     def record_start(self, config: Config, devices: Mapping[str, Any], step: int, **more: Any) -> None:
         """Writes config.yaml, and an entry about this start to run.json, which gets `more` as well."""
@@ -146,8 +149,8 @@ class RunDir(RunFolder):
         self._started = True
         self.__dict__.pop("earlier", None)  # from here on it is this start's
         for name in RUN_FILES:
-            for draft in drafts_left(self.file(name)):  # of a start that was killed: no other run can write here now
-                draft.unlink()
+            for leftover in leftover_temporaries(self.file(name)):  # of a killed start: no other run can write here now
+                leftover.unlink()
         write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False), sync=True)
         starts = [] if earlier is None else earlier.get("starts", [])
         now = {
@@ -162,11 +165,10 @@ class RunDir(RunFolder):
         self._write_record(record | now | {"starts": [*starts, now]} | more)
 
     def record_checkpoint(self, step: int | None, written: Mapping[str, Written]) -> None:
-        """Notes in run.json that checkpoint `step` is complete, and what is in the files that only grow: a later start
-        can tell what was lost (`jaxrl.record.lost`). None: there is no checkpoint yet.
+        """Notes in run.json that checkpoint `step` is complete, and the checksums of the files that only grow, with
+        which a later start finds what was lost (`jaxrl.record.integrity`). None: there is no checkpoint yet.
 
-        To be called also when a start has dropped lines from those files: until then, what `record_start` writes tells
-        nothing of them.
+        To be called also when a start has dropped lines from those files: until then, run.json has no checksums.
         """
         self._add_to_record({"checkpoint": step, "written": {name: each._asdict() for name, each in written.items()}})
 
@@ -186,8 +188,41 @@ class RunDir(RunFolder):
         self._write_record(record | dict(more))
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
-        """A checkpoint is on the disk before it is told of here; this must not be lost or cut where power fails."""
+        """Synced: a checkpoint is on the disk before it is noted here, and the note must survive a power failure."""
         write_whole(self.file(RUN_FILE), to_json(record, indent=1), sync=True)
+
+
+class FollowerRunDir(RunFolder):
+    """The run directory in a process that is not process 0: it reads the run's files and writes its own folder in it.
+
+    It takes the place of `RunDir`, so that a run is built and goes on alike in every process. It holds no lock: two
+    processes of one number belong to two runs, of which only one can have the run's.
+    """
+
+    def __init__(self, path: str | Path, process: int, option: str = "trainer.run_dir") -> None:
+        assert process > 0, "process 0 has a RunDir"
+        super().__init__(path, option, process)
+
+    def own(self, name: str) -> Path:
+        """A file of this process's own; its folder is made."""
+        folder = self.path / HOSTS / str(self.process)
+        self._made += [each for each in (folder, folder.parent) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
+
+    def record_start(self, config: Config, devices: Mapping[str, Any], step: int, **more: Any) -> None:
+        """What this process has written stays; process 0 records the start."""
+        self._started = True
+
+    def record_checkpoint(self, step: int | None, written: Mapping[str, Written]) -> None:
+        """Process 0 notes it."""
+
+    def record_cache(self, name: str, note: str | None) -> None:
+        """Process 0 notes it."""
+
+    def report(self, write: Callable[[Path], Path]) -> Path:
+        """Where the page is that process 0 writes."""
+        return self.file("report.html")
 
 
 def sizes_of(files: Sequence[Path]) -> dict[Path, int | None]:
@@ -292,3 +327,32 @@ def commit() -> str:
         return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def refuse_overwriting(out: str | Path, option: str, inputs: Iterable[str | Path] = ()) -> None:
+    """Raises ValueError if a file written at `out` would replace one of `inputs`, or part of a run.
+
+    Args:
+      option: the argument that gives `out`, for the message.
+      inputs: files that the command reads; empty ones are left out.
+    """
+    target = _real(out)
+    for each in inputs:
+        if str(each) and _real(each) == target:
+            raise ValueError(f"{option} ({out}) would replace {each}, which this command reads: name another file")
+    runs = [folder for folder in target.parents if (folder / RUN_FILE).is_file()]
+    for folder in runs:
+        inside = target.relative_to(folder)
+        if str(inside) in RUN_FILES or inside.parts[0] == "checkpoints":
+            raise ValueError(f"{option} ({out}) would replace a file of the run in {folder}: name another file")
+
+
+def inputs_of(config: Config) -> list[str]:
+    """The files that a configuration names for reading."""
+    files = [*config.data.train_files, *config.data.val_files, config.reward.path, config.algorithm.filter_groups.path]
+    files += [each.path for named in (config.reward.domains, config.reward.parts) for each in named.values()]
+    return [*files, config.rollout.partial_rollout.buffer_filter_path, config.simulate.calibration]
+
+
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(os.path.expanduser(path)))

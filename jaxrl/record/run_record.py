@@ -1,14 +1,14 @@
-"""What a run writes and shows while it goes, real or simulated: opened and closed as one thing.
+"""What a run, real or simulated, writes and shows while it goes, opened and closed together.
 
-Purpose: `open_record` reads the files of a run directory at the step from which the run goes on, and opens the live
-view; `RunRecord.begin` opens the files for writing, when nothing can refuse the start any more; the other methods of
+Purpose: `open_record` reads the files of a run directory up to the step from which the run goes on, and opens the live
+view; `RunRecord.begin` opens the files for writing, once nothing can refuse the start any more; the other methods of
 `RunRecord` are the hooks of the loop and the backend. However the run ends, each file is closed, the last opened first.
 
-A simulated run differs: its metrics say that it is one. It has no journal, because its clock decides the same again; no
+A simulated run differs: its metrics have `simulated`. It has no journal, because its clock decides the same again; no
 timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
 
-Of several processes, one leads (`RunFolder.leads`). The others have a timeline and a layout log of their own, remember
-what the journal holds, show nothing, and write no metrics and no samples: `open_record` is where that is decided.
+Of several processes, process 0 leads (`RunFolder.leads`). The others have a timeline and a layout log of their own,
+remember what the journal holds, show nothing, and write no metrics and no samples.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from typing import Any
 from jaxrl.config import Config, to_mapping
 from jaxrl.record import batches, layouts, samples
 from jaxrl.record.batches import BatchLog
-from jaxrl.record.files import JsonLines, Written
-from jaxrl.record.followed import FollowedRun
+from jaxrl.record.files import Written
 from jaxrl.record.journal import FILE_NAME as JOURNAL
-from jaxrl.record.journal import Journal, Tell, read_journal
+from jaxrl.record.journal import Journal, Tell
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.live import LiveView
 from jaxrl.record.metrics import FILE_NAME as METRICS
-from jaxrl.record.metrics import MetricsWriter, read_metrics
-from jaxrl.record.run_dir import RunDir, RunFolder
+from jaxrl.record.metrics import MetricsWriter
+from jaxrl.record.run_dir import FollowerRunDir, RunDir
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.timeline import MAX_BYTES, Timeline
 from jaxrl.record.watchdog import Watchdog
@@ -70,14 +69,14 @@ class RunRecord:
                 part.begin()
 
     def written(self) -> dict[str, Written]:
-        """What is in the files that only grow, by their names; the journal vouches for itself."""
+        """The checksums of the files that only grow, by name; the journal has its own."""
         logs = {
-            METRICS: self.metrics,
+            METRICS: None if self.metrics is None else self.metrics.lines,
             samples.FILE_NAME: self.samples,
             batches.FILE_NAME: self.batches,
             layouts.FILE_NAME: self.layouts,
         }
-        return {name: log.lines.written for name, log in logs.items() if log is not None and log.lines.written.lines}
+        return {name: log.written for name, log in logs.items() if log is not None and log.written.lines}
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()
@@ -132,7 +131,7 @@ class RunOutcome:
 @contextmanager
 def open_record(
     config: Config,
-    run_dir: RunDir | FollowedRun,
+    run_dir: RunDir | FollowerRunDir,
     resume_step: int,
     *,
     total_steps: int = 0,
@@ -144,7 +143,7 @@ def open_record(
 
     Args:
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
-      total_steps: for the live view's time to go; 0: it shows none.
+      total_steps: for the live view's estimate of the time left; 0: it shows none.
       watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
       tell: as in `Journal`.
 
@@ -186,7 +185,7 @@ def open_record(
         yield record
 
 
-def _timeline(config: Config, run_dir: RunDir | FollowedRun) -> Timeline:
+def _timeline(config: Config, run_dir: RunDir | FollowerRunDir) -> Timeline:
     """Of this process; several share the room that one has."""
     file, num_hosts = run_dir.own("timeline.json"), config.hosts.num
     if num_hosts == 1:
@@ -196,13 +195,3 @@ def _timeline(config: Config, run_dir: RunDir | FollowedRun) -> Timeline:
 
 def _to_stderr(text: str) -> None:
     print(f"jaxrl: {text}", file=sys.stderr)
-
-
-def refuse_damaged(run_dir: RunFolder) -> None:
-    """Raises ValueError if a run could not go on with the files in its directory; see `open_record`, which reads them
-    again at the step that counts. For before anything that takes long."""
-    read_metrics(run_dir.path)
-    for name in (samples.FILE_NAME, batches.FILE_NAME, layouts.FILE_NAME):
-        JsonLines(run_dir.file(name), lambda step: True, begin=False)
-    read_journal(run_dir.file(JOURNAL))
-    Timeline(run_dir.file("timeline.json"), begin=False)

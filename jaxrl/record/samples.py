@@ -25,27 +25,22 @@ MAX_VALUE, MAX_INFO = 2_000, 8_000
 """Characters of one value of a sample's info, and of all of them."""
 
 
-class SampleLog:
+class SampleLog(JsonLines):
     """Appends the first samples of a step's first groups; drops lines of steps after `last_step` when it begins."""
 
     def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
-        self.lines = JsonLines(path, lambda step: step <= last_step, begin=False)
-        if begin:
-            self.begin()
+        super().__init__(path, lambda step: step <= last_step, begin=begin)
 
     def begin(self) -> None:
-        self.lines.begin()
-        self.lines.make()
+        super().begin()
+        self.make()
 
     def write(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Returns the lines."""
         lines = [_line(step, group, sample) for group in groups[:GROUPS_PER_STEP] for sample in _first(group)]
         for line in lines:
-            self.lines.append(line)
+            self.append(line)
         return lines
-
-    def close(self) -> None:
-        self.lines.close()
 
 
 def _first(group: Group) -> list[Sample]:

@@ -1,10 +1,11 @@
 """Other places to which a run's numbers and samples go, by their names in `trainer.logger`.
 
-Purpose: `open_sink` opens one. Each has a step's metrics under the names that `metrics.jsonl` has, and the samples that
-`samples.jsonl` has as a table. A run that goes on does so in the same run there, and no step stands there twice: a sink
-knows which steps it has (`Sink.sent`), and `jaxrl.record.metrics` sends what it lacks of those that count.
+Purpose: `open_sink` opens one. It gets a step's metrics under the names of `metrics.jsonl`, and the samples of
+`samples.jsonl` as a table. A resumed run continues the same run there, and no step is sent twice: a sink knows which
+steps it has (`Sink.sent`), and `jaxrl.record.metrics` sends those that it lacks. A run does not end because the server
+of a sink does (`RetryingSink`).
 
-What a sink has cannot be taken back, but for TensorBoard's: of a step that runs again after a checkpoint the first
+What was sent cannot be taken back, except from TensorBoard: of a step that runs again after a checkpoint the first
 numbers stay.
 
 Departures: MLflow takes no `@` in a name, so `val/best@4` is `val/best_at_4` there.
@@ -15,10 +16,13 @@ from __future__ import annotations
 import html
 import importlib
 import json
+import logging
 import os
 import re
 import secrets
-from collections.abc import Container, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -29,10 +33,15 @@ from jaxrl.types import RunFailed
 
 PACKAGES = {"mlflow": "mlflow", "tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 """The package of each sink."""
+RETRY_S = 60.0
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 _TABLE = "samples"
 _SENT_AGAIN = 20  # steps: more than fit into the half second between two flushes of TensorBoard's file
 _MOST_PARAMS = 100  # that MLflow takes at once
+_log = logging.getLogger(__name__)
+
+Step = tuple[int, Mapping[str, float], Sequence[Mapping[str, Any]]]
+"""A step, its metrics and its samples."""
 
 
 class Unreachable(Exception):
@@ -101,6 +110,54 @@ def sink_package(name: str) -> ModuleType | None:
             f"trainer.logger: {name} needs the package {module}, which is not installed: "
             f"pip install 'jaxrl[{name}]', or leave {name} out of trainer.logger"
         ) from None
+
+
+class RetryingSink:
+    """Sends a sink each step once and in order: at once or, where it cannot be reached, again every `RETRY_S` seconds
+    and at the end. What is missing even then is sent by the next start of the run.
+
+    Args:
+      name: of the sink, as in `trainer.logger`.
+      clock: in seconds.
+    """
+
+    def __init__(self, name: str, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._sink, self._clock = name, sink, clock
+        self._waiting: deque[Step] = deque()
+        self._again_s: float | None = None  # when it is tried again; None: it was reached last time
+
+    def send(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Sends a step's numbers and samples, unless the sink has them."""
+        if step in self._sink.sent:
+            return
+        self._waiting.append((step, metrics, rows))
+        if self._again_s is None or self._clock() >= self._again_s:
+            self._send_waiting()
+
+    def close(self) -> None:
+        self._send_waiting()
+        if self._waiting:
+            first, count = self._waiting[0][0], len(self._waiting)
+            _log.warning(
+                "trainer.logger: %s lacks %d of the steps, from step %d on: a run that goes on sends them",
+                *(self._name, count, first),
+            )
+        self._sink.close()
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            try:
+                self._sink.write(*self._waiting[0])
+            except Unreachable as error:
+                if self._again_s is None:
+                    _log.warning(
+                        "trainer.logger: %s takes nothing (%s): it is tried again every %g s",
+                        *(self._name, one_line(str(error)), RETRY_S),
+                    )
+                self._again_s = self._clock() + RETRY_S
+                return
+            self._again_s = None
+            self._waiting.popleft()
 
 
 class _TensorBoard:

@@ -1,7 +1,7 @@
-"""A run's host state (nested JSON values with numpy arrays among them) as text and as arrays.
+"""Serialization of a run's host state: nested JSON values with numpy arrays among them.
 
-A checkpoint of a real run keeps the two apart (`split_arrays`); a simulated run keeps all in one
-file (`dump_state`), with the digest of its content.
+A checkpoint of a real run stores values and arrays apart (`split_arrays`); a simulated run stores all in one JSON file
+with its SHA-256 (`dump_state`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """The timeline of a run: a Chrome/Perfetto trace, and the seconds of its phases from the same spans.
 
-Purpose: `Timeline` writes trace events (open the file in https://ui.perfetto.dev or chrome://tracing) and adds up the
-phases, so `timing_s/gen` and the picture always agree.
+Purpose: `Timeline` writes trace events (open the file in https://ui.perfetto.dev or chrome://tracing) and sums up the
+phases, so `timing_s/gen` and the trace always agree.
 
 Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
 with a comma, and lines are written whole, so viewers open the file at any moment, also after a crash. `close` ends it
 with a last event and the bracket, which makes it JSON for every reader. A resumed run takes those two lines away and
 appends, as another process of the trace. Its clock goes on where the file ended, so the pause takes no room.
 
-Kept small, in four ways: a track's adjacent short spans of one name are merged into one (its `count` says how many),
-counters are sampled, a step draws at most `max_tracks` tracks and `max_events_per_step` events, and of the rollout's
-rows as many again, on at most `max_rows` tracks; and the share of steps that are drawn halves after each `max_bytes`
-written. Phases are always added up. An event counts what a step left out. Within one track, spans must nest: threads
-that work at the same time use different tracks.
+The file is kept small: adjacent short spans of one name on a track are merged (`count` says how many); counters are
+sampled; a step draws at most `max_tracks` tracks and `max_events_per_step` events, and as many events of the rollout's
+rows on at most `max_rows` tracks; the share of steps that are drawn halves after each `max_bytes` written. Phases are
+always summed. An event counts what a step left out. Spans on one track must nest: threads that work at the same time
+use different tracks.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """A watchdog that ends a run that hangs, and says where it hangs.
 
-After half of its time without a beat it only reports: the stacks of all threads go to stderr, a line to the console.
-After all of it the run is ended, again with the stacks: it would hold its devices for ever, and it resumes from its
-last checkpoint.
+After half of its timeout without a beat it only reports: the stacks of all threads on stderr, a line on the console.
+After the timeout the run is ended, again with the stacks: it would hold its devices for ever, and it can resume from
+its last checkpoint.
 
-Time in which the process is suspended (Ctrl-Z, SIGSTOP) does not count: two looks that are far apart tell of it.
+Time in which the process is suspended (Ctrl-Z, SIGSTOP) does not count: it is recognised by a long gap between two
+looks at the clock.
 
-A thread of Python looks at the time. Where native code holds the interpreter's lock no such thread runs: for that case
-a thread of faulthandler's, which needs no lock, is armed at every look to end the process a little later. It has no
-sentence, only the stacks. Its clock goes on while the process is suspended, and it may be first on waking: a run that
-was suspended for longer than what was left of its time and the grace on top of it ends then.
+A Python thread looks at the clock. While native code holds the interpreter's lock it cannot run: for that case
+faulthandler's thread, which needs no lock, is armed at every look to end the process a little later, with the stacks
+but without a sentence. Its clock goes on while the process is suspended, and it may be first on waking: a run that was
+suspended for longer than the rest of its timeout and the grace on top of it ends then.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl.config import flatten
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.metrics import ROUND_PHASES, UPDATE_PHASES
-from jaxrl.record.outputs import refuse_overwriting
+from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.figures import Figure, figures_of, seconds

@@ -21,7 +21,7 @@ from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.host_timelines import merge_timelines
 from jaxrl.record.live import duration
 from jaxrl.record.metrics import hidden_shares
-from jaxrl.record.outputs import refuse_overwriting
+from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite, number
 from jaxrl.report.curves import charts, short, validation_names
 from jaxrl.report.drawings import heat_card, histogram_card, rows_card

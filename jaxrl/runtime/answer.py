@@ -14,7 +14,7 @@ MAX_SENTENCE = 2000
 
 def answer(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit status for an error; None for a bug."""
-    from jaxrl.record.disk import is_full
+    from jaxrl.record.files import is_full
     from jaxrl.types import RunFailed
 
     match error:

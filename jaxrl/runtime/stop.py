@@ -48,7 +48,7 @@ class Stop:
         self._by_wish = False  # asked by a launcher alone, so far
         self._say: Callable[[str], None] | None = None
         self._held = 0
-        self._drafts: list[os.PathLike[str]] = []
+        self._temporaries: list[os.PathLike[str]] = []
         self._waiting: signal.Signals | None = None  # came while held
         self._end: Callable[[str, int], object] | None = None  # in place of `end`
         self._lock = threading.Lock()
@@ -100,14 +100,14 @@ class Stop:
                 self._end_by(waiting)
 
     @contextmanager
-    def removing(self, draft: os.PathLike[str]) -> Iterator[None]:
-        """A signal inside removes `draft`, a file or a folder, before it ends the process."""
+    def removing(self, temporary: os.PathLike[str]) -> Iterator[None]:
+        """A signal inside removes `temporary`, a file or a folder, before it ends the process."""
         with self._lock:
-            self._drafts.append(draft)
+            self._temporaries.append(temporary)
         try:
             yield
         finally:
-            self._drafts.remove(draft)
+            self._temporaries.remove(temporary)
 
     def _listen(self, reader: int) -> None:
         while True:
@@ -133,14 +133,14 @@ class Stop:
                 return
             # the lock is kept: until the process has ended, nothing begins to be written
             try:
-                for draft in tuple(self._drafts):
-                    if os.path.isdir(draft):
+                for temporary in tuple(self._temporaries):
+                    if os.path.isdir(temporary):
                         import shutil  # slow to import, and it is there already where a folder is written
 
-                        shutil.rmtree(draft, ignore_errors=True)
+                        shutil.rmtree(temporary, ignore_errors=True)
                     else:
                         with suppress(OSError):
-                            os.unlink(draft)
+                            os.unlink(temporary)
             finally:
                 self._end_by(number)
 

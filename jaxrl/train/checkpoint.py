@@ -1,23 +1,28 @@
-"""Checkpoints: the training state on any mesh, and the host's queues, in one folder per step that vouches for itself.
+"""Checkpoints: the training state on any mesh, and the host's queues, in one folder per step with its checksums.
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
 (named numpy arrays: long-prompt queue, partial-rollout buffer and the like, as flat integers with offsets). The named
 arrays are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays.
 
-Orbax writes a draft in the background. Then the manifest is added (`jaxrl.train.manifest`), all of it is brought to the
-disk, and the draft is renamed to its step: a folder that is named like a step is complete and has its manifest. A step
-is compared with its manifest before anything is taken from it. Of several, the newest one without a fault is taken, and
-`Choice` says which were passed over and why; those stay, under another name (`<step>.damaged`).
+Orbax writes a temporary folder, `<step>.tmp`, in the background. Then the manifest of SHA-256 checksums is added
+(`jaxrl.train.manifest`), everything is synced to the disk, and the folder is renamed to `<step>`: a folder with a
+step's name is complete and has its manifest. A step is checked against its manifest before anything is restored from
+it. The newest step that passes is used. `Choice` says which newer ones did not and why; they are kept as
+`<step>.damaged`.
 
 Several processes save and restore together, on a file system that all of them see: each writes and reads its own
-devices' shards. Everything else is process 0's: the host's part of a step, its manifest and its name, what is removed,
-and what was left by saves that were cut off. The others come back from `wait` once their shards are written, a moment
-before the step has its name.
+devices' shards. Process 0 does the rest: the host's part of a step, its manifest and its name, retention, and the
+removal of what interrupted saves left. `wait` returns in the others once their shards are written, a moment before the
+step has its name.
 
-Source: Orbax; docs/architecture.md. Departures from its defaults: nothing is restored without a target, which would
-bring arrays back onto the devices that wrote them. Steps are named, kept and removed here and not by its
-`CheckpointManager`, whose commit leaves no moment for a manifest. Folders are made before a save returns: where one
-cannot be made, Orbax's threads would wait for it for five minutes.
+Source: Orbax. Departures from its defaults: nothing is restored without a target, which would bring arrays back onto
+the devices that wrote them. Folders are made before a save returns: where one cannot be made, Orbax's threads would
+wait for it for five minutes.
+
+Orbax's `CheckpointManager` (0.12.8) is not used. It renames a step in the same call that writes its last files, after
+the last callback that it offers (`AtomicRenameTemporaryPath.finalize`), so a step would have its name before a manifest
+could list all of its files; and it deletes old steps file by file under their names, where one that cannot be deleted
+makes it forget the step that it has just saved, and a kill leaves part of a step.
 """
 
 from __future__ import annotations
@@ -43,14 +48,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxrl.record.disk import is_full, reason, system_error
+from jaxrl.record.files import reason, system_error, way_on
 from jaxrl.train import manifest
 from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify_alone
 from jaxrl.types import RunFailed
 
 Tree = Any
 
-_LEFTOVER = re.compile(r"\d+\.(draft|orbax-checkpoint-tmp|removed).*")
+_LEFTOVER = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp|removed).*")
 _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -70,8 +75,8 @@ class HostState:
 
 
 class _Items(ocp.CompositeCheckpointHandler):
-    """Orbax's handler of a step's items. It remembers what is being written: where one write fails, Orbax tells at once
-    and leaves the others to themselves, and a draft can be removed only when they have ended as well."""
+    """Orbax's handler of a step's items, which remembers what is being written: when one write fails, Orbax raises at
+    once while the others go on, and the temporary folder can be removed only when they have ended as well."""
 
     def __init__(self) -> None:
         among = _processes()
@@ -147,8 +152,8 @@ class Checkpointer:
         self._pending: tuple[int, Future[None]] | None = None
 
     def tidy(self) -> None:
-        """Gives damaged steps that were passed over another name, and removes what saves that were cut off left.
-        What cannot be removed is told of, and tried again by the next save. Of several processes the first does it."""
+        """Renames damaged steps that were passed over, and removes what interrupted saves left. What cannot be removed
+        is logged, and tried again by the next save. Does nothing in other processes than the first."""
         if not self._leads:
             return
         while self._damaged:
@@ -177,10 +182,10 @@ class Checkpointer:
         with self._saving(step):
             self._folder.mkdir(parents=True, exist_ok=True)
             self.tidy()
-            for draft in self._folder.glob(f"{step}.draft*") if self._leads else ():
-                shutil.rmtree(draft)  # could not be removed, and is in this one's way
+            for leftover in self._folder.glob(f"{step}.tmp*") if self._leads else ():
+                shutil.rmtree(leftover)  # could not be removed, and is in this one's way
             self._orbax.save(
-                self._draft(step),
+                self._temporary(step),
                 args=_ItemArgs(
                     state=ocp.args.PyTreeSave(_owned(train_state)),
                     host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
@@ -201,7 +206,10 @@ class Checkpointer:
           FileNotFoundError: there is no such step.
           ValueError: it holds other arrays, is damaged, or was written by a later version.
         """
-        step = self._existing(step)
+        wanted, step = step, self.latest_step() if step is None else step
+        if step not in self._found:
+            which = "" if wanted is None else f" {wanted}"
+            raise FileNotFoundError(f"no checkpoint{which} in {self._folder}: found {self.all_steps()}")
         place = self._folder / str(step)
         if self.chosen is None or step != self.chosen.step:  # that one has been compared
             verify_alone(place, self._progress)
@@ -238,7 +246,7 @@ class Checkpointer:
             with self._saving(step):
                 written = 0
                 while not wait_for([future], _LOOK_EVERY_S).done:
-                    before, written = written, _size(self._draft(step))
+                    before, written = written, _size(self._temporary(step))
                     if written != before:
                         self._progress()
                 future.result()
@@ -257,8 +265,8 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _draft(self, step: int) -> Path:
-        return self._folder / f"{step}.draft"
+    def _temporary(self, step: int) -> Path:
+        return self._folder / f"{step}.tmp"
 
     def _commit(self, step: int) -> None:
         """In the background: waits for Orbax, adds the manifest, gives the step its name, removes the oldest."""
@@ -266,20 +274,18 @@ class Checkpointer:
             self._orbax.wait_until_finished()
         except BaseException:
             self._items.wait()
-            self._remove_drafts(step)
+            self._remove_temporary(step)
             raise
         if self._leads:
-            manifest.write(self._draft(step), SCHEMA_VERSION, step, self._progress)
-            self._draft(step).rename(self._folder / str(step))
+            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress)
+            self._temporary(step).rename(self._folder / str(step))
             manifest.sync_folder(self._folder)
         self._found.append(step)
         try:
             self._on_commit(step)
         except OSError as error:
-            where = error.filename or self._folder.parent
-            raise RunFailed(
-                f"{where} cannot be written: {reason(error)}; {self.last_good()}: {_way_on(error)}"
-            ) from error
+            said = f"{error.filename or self._folder.parent} cannot be written: {reason(error)}"
+            raise RunFailed(f"{said}; {self.last_good()}: {way_on(error)}") from error
         for oldest in sorted(self._found)[: -self._max_to_keep] if self._max_to_keep else ():
             if self._leads and not self._remove_step(oldest):
                 return  # the next one tries again
@@ -298,41 +304,32 @@ class Checkpointer:
 
     @contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """What goes wrong while a step is written leaves no draft behind; what the system refuses ends the run."""
+        """Removes the temporary folder of a save that fails; an error of the operating system becomes RunFailed."""
         try:
             yield
         except RunFailed:  # of a step that is written
             raise
         except Exception as error:
-            self._remove_drafts(step)
+            self._remove_temporary(step)
             cause = system_error(error)
             if cause is None:
                 raise
             raise RunFailed(
                 f"checkpoint {step} cannot be written to {self._folder}: {reason(cause)}; {self.last_good()}: "
-                f"{_way_on(cause)}"
+                f"{way_on(cause)}"
             ) from error
 
-    def _remove_drafts(self, step: int) -> None:
-        """Until none comes back: TensorStore's writes that were still under way make their folders again."""
+    def _remove_temporary(self, step: int) -> None:
+        """Until nothing comes back: TensorStore's writes that were still under way make their folders again."""
         if not self._leads:
             return
         rounds_without, deadline = 0, time.monotonic() + 5
         while rounds_without < 4 and time.monotonic() < deadline:
-            drafts = list(self._folder.glob(f"{step}.draft*"))
-            for draft in drafts:
-                shutil.rmtree(draft, ignore_errors=True)
-            rounds_without = 0 if drafts else rounds_without + 1
+            found = list(self._folder.glob(f"{step}.tmp*"))
+            for folder in found:
+                shutil.rmtree(folder, ignore_errors=True)
+            rounds_without = 0 if found else rounds_without + 1
             time.sleep(0.05)
-
-    def _existing(self, step: int | None) -> int:
-        steps = self.all_steps()
-        if step is None and steps:
-            return steps[-1]
-        if step is None or step not in steps:
-            wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
-            raise FileNotFoundError(f"{wanted} in {self._folder}: found {steps}")
-        return step
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
@@ -348,10 +345,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
     except OSError as error:
         _log.warning("%s cannot be removed: %s", error.filename or folder, reason(error))
-
-
-def _way_on(error: OSError) -> str:
-    return "make room and run again" if is_full(error) else "mend that and run again"
 
 
 def refuse_other_model(place: Path, abstract_params: Tree) -> None:
@@ -373,20 +366,18 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
     Raises:
       ValueError: it holds another model.
     """
-    target = {"params": abstract_params}
     refuse_other_model(place, abstract_params)
     _tell_one_error()
     among = _processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
     with ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
-        arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
-        return reader.restore(place / STATE, args=arguments)["params"]
+        return reader.restore(place / STATE, args=_restore_args({"params": abstract_params}, partial=True))["params"]
 
 
-def _size(draft: Path) -> int:
-    """The bytes of a folder in which others write, make and rename."""
+def _size(place: Path) -> int:
+    """The bytes of a folder in which files are being written and renamed."""
     total = 0
-    for folder, _, names in os.walk(f"{draft}"):
+    for folder, _, names in os.walk(place):
         for name in names:
             with suppress(FileNotFoundError):
                 total += os.path.getsize(os.path.join(folder, name))
@@ -418,11 +409,11 @@ def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 @cache
 def _tell_one_error() -> None:
-    """From now on, of several arrays that cannot be written or read, only the error that Orbax raises is told.
+    """From now on, where several arrays cannot be written or read, only the error that Orbax raises is reported.
 
-    The others come as reports that cannot be caught, with tracebacks, at any moment up to the end of the process:
-    asyncio's, of tasks, gathered tasks and TensorStore's futures whose error was never asked for, and TensorStore's, of
-    the event loop that Orbax has closed by then. All other reports stay as they are.
+    The others are reported with tracebacks at any moment up to the end of the process, and cannot be caught: by asyncio
+    (tasks, gathered tasks and TensorStore's futures whose error was never retrieved) and by TensorStore (the event loop
+    that Orbax has closed by then). All other reports stay as they are.
     """
     logging.getLogger("asyncio").addFilter(_not_orbaxs_others)
     earlier = sys.unraisablehook
@@ -448,17 +439,15 @@ def _not_orbaxs_others(record: logging.LogRecord) -> bool:
     return not any(module.startswith("orbax.") for module in modules)
 
 
-def _restore_args(abstract: Tree) -> Any:
-    return ocp.args.PyTreeRestore(item=abstract, restore_args=_leaf_args(abstract))
+def _restore_args(abstract: Tree, *, partial: bool = False) -> Any:
+    """What Orbax needs to restore the leaves of `abstract`; `partial`: others may be stored beside them."""
 
-
-def _leaf_args(abstract: Tree) -> Tree:
     def one(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
         if leaf.sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True)
 
-    return jax.tree.map(one, abstract)
+    return ocp.args.PyTreeRestore(item=abstract, restore_args=jax.tree.map(one, abstract), partial_restore=partial)
 
 
 def _owned(tree: Tree) -> Tree:

@@ -1,13 +1,13 @@
-"""What a checkpoint's folder must hold: the name, size and SHA-256 of every file, in a file beside them.
+"""A checkpoint's manifest: the name, size and SHA-256 of every file, in a file beside them.
 
 `write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. The manifest
-vouches for itself as well: it holds the digest of its own content, and is compared byte by byte with what `write` makes
-of that content. So every changed, cut, missing or renamed file of a checkpoint is found, and every file that was added
-where a reader would take it as a part. Files of others pass: notes beside the items, and hidden files (a file manager's
-`.DS_Store`, the `.nfs...` of a file that another machine has removed).
+also holds the digest of its own content, and is compared byte by byte with what `write` makes of that content. So every
+changed, cut, missing or renamed file of a checkpoint is found, and every added file that a reader would take as a part
+of an item. Other added files are allowed: notes beside the items, and hidden files (a file manager's `.DS_Store`, the
+`.nfs...` of a file that another machine has removed).
 
-A file that is missing or cannot be read on a sound system is damage. Other errors (a server that does not answer, no
-memory, too many open files) say nothing about the checkpoint: they pass as they are, and another try may succeed.
+A file that is missing or unreadable is damage. Errors of the system at this moment (a server that does not answer, no
+memory, too many open files) say nothing about the checkpoint: they are raised as they are, and another try may succeed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from jaxrl.config.inputs import reading
 
 FILE_NAME = "manifest.json"
 _CHUNK_BYTES = 1 << 20
-_THREADS = min(8, os.cpu_count() or 1)  # hashing lets go of the interpreter; one thread does about 1 GB/s
-
-
+_THREADS = min(8, os.cpu_count() or 1)  # hashing releases the interpreter's lock; one thread does about 1 GB/s
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
@@ -38,7 +36,7 @@ class Damaged(Exception):
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether an error of reading tells of what is stored, and not of the system that reads it at this moment."""
+    """Whether a read error is about what is stored, and not about the system at this moment."""
     return error.errno in _DAMAGE
 
 
@@ -135,7 +133,7 @@ def check_file(folder: Path, content: Mapping[str, Any], name: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts a folder's names on the disk."""
+    """Syncs a folder's entries to the disk."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)

@@ -1,6 +1,6 @@
-"""The steps in a folder of checkpoints: which there are, which are as they were written, and which one to take.
+"""The steps in a folder of checkpoints: which there are, which are whole, and which one to restore.
 
-A step is whole if its folder is what its manifest says (`jaxrl.train.manifest`).
+A step is whole if its folder matches its manifest (`jaxrl.train.manifest`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 
 from jaxrl.train import manifest
@@ -43,7 +44,7 @@ class Choice:
         return cls(found["step"], {int(step): fault for step, fault in found["faults"].items()})
 
     def notes(self) -> list[str]:
-        """What a user should know, one line each."""
+        """Warnings for the user, one line each."""
         return [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]
 
 
@@ -129,7 +130,7 @@ def find_step(path: str | Path, step: int | None = None, option: str = "") -> tu
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Numbers of everything that is named like a step, ascending."""
+    """The numbers of all entries with a step's name, ascending."""
     if not folder.exists():
         return []
     if not folder.is_dir():
@@ -139,7 +140,7 @@ def steps_of(folder: Path) -> list[int]:
 
 def free_name(path: Path) -> Path:
     """`path`, or with a number behind it."""
-    names = (path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 10_000)))
+    names = chain([path], (path.with_name(f"{path.name}-{i}") for i in count(2)))
     return next(name for name in names if not name.exists())
 
 

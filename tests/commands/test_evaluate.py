@@ -207,7 +207,7 @@ def test_what_is_written_is_scored_as_it_was(tmp_path: Path, task: str):
 def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An evaluation that fails, or whose folder is gone by then, leaves what was there before and no draft."""
+    """An evaluation that fails, or whose folder is gone by then, leaves what was there before and no temporary file."""
     rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(2)]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "results" / "out.jsonl"
@@ -228,7 +228,7 @@ def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(
         seen.append(sorted(file.name for file in out.parent.iterdir()))
         with pytest.raises(SystemExit, match="terminated"):
             stop._take(signal.SIGTERM)
-        assert len(list(out.parent.iterdir())) == 1, "a signal removes the draft"
+        assert len(list(out.parent.iterdir())) == 1, "a signal removes the temporary file"
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jaxrl.runtime.stop.end", lambda sentence, status: sys.exit(sentence))

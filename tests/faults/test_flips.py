@@ -15,9 +15,8 @@ import pytest
 from damage import harm, harm_file
 from runs import Runs, assert_same_end, end, state_of
 
-from jaxrl.record.lost import lost_lines
+from jaxrl.record.integrity import lost_lines, refuse_damaged
 from jaxrl.record.run_dir import RunDir
-from jaxrl.record.run_record import refuse_damaged
 from jaxrl.train.steps import choose
 
 pytestmark = pytest.mark.slow

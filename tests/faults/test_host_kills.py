@@ -69,7 +69,7 @@ class Killer:
             assert run.command.poll() is None, run.said()
             time.sleep(0.01)
             victim = self._victim(kind, number, self._where(number)[0])
-        place, is_saving = self._where(number)[1], bool(list(run.run_dir.glob("checkpoints/*.draft*")))
+        place, is_saving = self._where(number)[1], bool(list(run.run_dir.glob("checkpoints/*.tmp*")))
         began_s, booted_s = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
         os.kill(victim, signal.SIGKILL)
         old = [
@@ -146,7 +146,7 @@ def test_killed_hosts_end_with_the_same_bits(tmp_path: Path, tiny_model: Path, r
     assert set(PHASES) <= killer.phases.keys(), killer.phases
     # what the journal tells again is not scored again
     assert_same_run(tmp_path / "killed", tmp_path / "whole", "reward/retries")
-    assert not list((tmp_path / "killed" / "checkpoints").glob("*.draft*"))
+    assert not list((tmp_path / "killed" / "checkpoints").glob("*.tmp*"))
 
 
 @pytest.mark.slow

@@ -69,9 +69,9 @@ PATIENCE_S = 300.0
 
 
 def wait_for_a_save(process, run_dir: Path) -> None:
-    """Until a draft of a checkpoint is there."""
+    """Until a checkpoint is being written."""
     deadline = time.monotonic() + PATIENCE_S
-    while not list((run_dir / "checkpoints").glob("*.draft*")):
+    while not list((run_dir / "checkpoints").glob("*.tmp*")):
         assert process.poll() is None, end(process)
         assert time.monotonic() < deadline
         time.sleep(0.0005)
@@ -105,7 +105,7 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
                     time.sleep(moments.uniform(0, starting_s))
             assert process.poll() is None, end(process)
             kill(process)
-        in_saves += bool(list((run_dir / "checkpoints").glob("*.draft*")))
+        in_saves += bool(list((run_dir / "checkpoints").glob("*.tmp*")))
         seen.append(num_steps(run_dir))
     runs.finish(run_dir, *overrides, devices=devices)
     print(f"{rule}: {len(seen)} kills, {in_saves} with a save under way, after steps {seen}")
@@ -125,7 +125,7 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
     for killed, expected in zip(*lines, strict=True):
         assert killed["step"] == expected["step"]
         assert killed["critic/rewards/mean"] == expected["critic/rewards/mean"]
-    assert not list((run_dir / "checkpoints").glob("*.draft*"))
+    assert not list((run_dir / "checkpoints").glob("*.tmp*"))
 
 
 # ---------------------------------------------------------------- streams that a clock feeds

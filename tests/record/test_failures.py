@@ -1,8 +1,11 @@
-"""What failed of a run's rewards: counted from metrics, explained by batches or samples."""
+"""Failed rewards of a run, counted from metrics and explained by batches or samples, and its summary's lines."""
 
 from __future__ import annotations
 
-from jaxrl.record.failures import reward_failures
+import json
+from pathlib import Path
+
+from jaxrl.record.failures import reward_failures, summary_of
 
 OK = {"step": 1, "reward/num_scored": 8.0, "reward/errors": 0.0, "reward/timeouts": 0.0, "reward/crashes": 0.0}
 BAD = {"step": 2, "reward/num_scored": 8.0, "reward/errors": 3.0, "reward/timeouts": 1.0, "reward/code/errors": 9.0}
@@ -29,3 +32,23 @@ def test_older_runs_have_texts_in_their_samples_or_none():
     found = reward_failures([BAD], [])
     assert found is not None
     assert (found.summary(), found.most) == ("4 of 8 failed", "")
+
+
+def write(folder: Path, *lines: dict[str, float]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"time": 0.0} | line) + "\n" for line in lines))
+
+
+def test_the_first_and_the_last_evaluation(tmp_path: Path):
+    write(tmp_path, {"step": 0, "val/reward": 0.25}, {"step": 1}, {"step": 2, "val/reward": 0.3})
+    assert summary_of(tmp_path) == {"held-out": "reward 0.250 at step 0, 0.300 at step 2"}
+
+
+def test_one_evaluation_or_none(tmp_path: Path):
+    assert summary_of(tmp_path) == {}
+    write(tmp_path, {"step": 1}, {"step": 2, "val/reward": 0.5}, {"step": 3, "val/reward": float("nan")})
+    assert summary_of(tmp_path) == {"held-out": "reward 0.500 at step 2"}
+
+
+def test_failed_rewards(tmp_path: Path):
+    write(tmp_path, {"step": 1, "reward/num_scored": 8, "reward/errors": 3})
+    assert summary_of(tmp_path)["rewards"].startswith("3 of 8 failed")

@@ -15,12 +15,12 @@ import pytest
 
 from jaxrl.record.files import (
     JsonLines,
-    draft_of,
-    drafts_left,
     file_problem,
+    leftover_temporaries,
     read_lines,
     refuse_file,
     refuse_folder,
+    temporary_path,
     write_whole,
     writing_whole,
 )
@@ -184,14 +184,14 @@ def test_a_file_is_replaced_and_its_folder_made(tmp_path: Path):
 
 @pytest.mark.parametrize("moment", ["open", "write", "replace"])
 def test_a_crash_while_it_is_replaced_leaves_the_old_content(path: Path, moment: str, monkeypatch: pytest.MonkeyPatch):
-    """An error leaves no draft; one that a killed process left is in nothing's way."""
+    """An error leaves no temporary file; one that a killed process left is in nothing's way."""
     write(path, ENTRIES)
     old = path.read_bytes()
-    draft = path.with_name(f".jaxrl-{path.name}-000000000000.draft")
+    leftover = path.with_name(f".jaxrl-{path.name}-000000000000.tmp")
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_hex", lambda size: "0" * 2 * size)
         if moment == "open":
-            draft.mkdir()
+            leftover.mkdir()
         elif moment == "write":
             patch.setattr(os, "fsync", _crash)
         else:
@@ -199,11 +199,11 @@ def test_a_crash_while_it_is_replaced_leaves_the_old_content(path: Path, moment:
         with pytest.raises(OSError):  # noqa: PT011 - of the operating system, whichever
             write(path, [], last_step=1, sync=True)
     assert path.read_bytes() == old
-    assert [file.name for file in path.parent.iterdir() if file != draft] == [path.name]
+    assert [file.name for file in path.parent.iterdir() if file != leftover] == [path.name]
     if moment == "open":
-        assert draft.is_dir(), "it is not ours"
+        assert leftover.is_dir(), "it is not ours"
     else:
-        assert not draft.exists()
+        assert not leftover.exists()
     write(path, [], last_step=1, sync=True)
     assert read_lines(path) == [ENTRIES[0], ENTRIES[2]]
 
@@ -233,8 +233,8 @@ def test_what_must_be_on_the_disk_is_there_before_it_counts(path: Path, sync: bo
 # ---------------------------------------------------------------- what is not ours
 
 
-def test_a_file_that_is_called_a_draft_is_left_alone(path: Path):
-    other = path.with_name(path.name + ".draft")
+def test_a_temporary_file_of_another_program_is_left_alone(path: Path):
+    other = path.with_name(path.name + ".tmp")
     other.write_text("mine")
     write_whole(path, "new")
     assert (path.read_text(), other.read_text()) == ("new", "mine")
@@ -262,7 +262,7 @@ def test_what_is_no_file_is_written_and_not_replaced(tmp_path: Path):
     refuse_file(pipe, "--out")
 
 
-def test_an_error_inside_leaves_the_old_content_and_no_draft(path: Path):
+def test_an_error_inside_leaves_the_old_content_and_no_temporary_file(path: Path):
     write_whole(path, "old")
 
     def interrupted() -> None:
@@ -277,26 +277,27 @@ def test_an_error_inside_leaves_the_old_content_and_no_draft(path: Path):
 
 
 @pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "a" + "é" * 127])
-def test_a_file_with_the_longest_name_has_a_draft_too(tmp_path: Path, name: str):
-    assert len(os.fsencode(draft_of(tmp_path / name).name)) in (254, 255)
+def test_a_file_with_the_longest_name_has_a_temporary_file_too(tmp_path: Path, name: str):
+    assert len(os.fsencode(temporary_path(tmp_path / name).name)) in (254, 255)
     write_whole(tmp_path / name, "text")
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_the_drafts_of_one_file_are_told_from_others(tmp_path: Path):
+def test_the_temporary_files_of_one_file_are_told_from_others(tmp_path: Path):
     file = tmp_path / "a.json"
-    drafts = [draft_of(file), draft_of(file)]
-    for each in (*drafts, draft_of(tmp_path / "b.json"), draft_of(tmp_path / "a.json-2"), tmp_path / "a.draft"):
+    found = [temporary_path(file), temporary_path(file)]
+    others = [temporary_path(tmp_path / name) for name in ("b.json", "a.json-2")]
+    for each in (*found, *others, tmp_path / "a.tmp"):
         each.write_text("")
-    draft_of(file).mkdir()
-    assert sorted(drafts_left(file)) == sorted(drafts)
+    temporary_path(file).mkdir()
+    assert sorted(leftover_temporaries(file)) == sorted(found)
 
 
-def test_an_error_names_the_file_and_not_its_draft(tmp_path: Path):
+def test_an_error_names_the_file_and_not_its_temporary_one(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError) as caught:
         write_whole(tmp_path / "file" / "a.json", "")
-    assert "draft" not in str(caught.value)
+    assert ".tmp" not in str(caught.value)
     with pytest.raises(OSError, match="No space left") as caught, writing_whole(tmp_path / "a.json"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert caught.value.filename == str(tmp_path / "a.json")

@@ -16,8 +16,16 @@ from refusals import contents
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.files import load
-from jaxrl.record.files import draft_of
-from jaxrl.record.run_dir import RunDir, commit, recorded_config, recorded_start, versions
+from jaxrl.record.files import temporary_path
+from jaxrl.record.run_dir import (
+    RunDir,
+    commit,
+    inputs_of,
+    recorded_config,
+    recorded_start,
+    refuse_overwriting,
+    versions,
+)
 
 HOLD = """
 import sys, time
@@ -82,7 +90,7 @@ def test_every_start_is_recorded(tmp_path: Path):
     assert record["seeds"] == {"trainer": 4, "data": 0}
     assert record["config"]["trainer"]["seed"] == 4
     assert set(record) >= {"versions", "commit", "command", "started"}
-    assert not list(tmp_path.glob("*.draft"))
+    assert not list(tmp_path.glob("*.tmp"))
     run_dir.close()
 
 
@@ -125,30 +133,30 @@ def test_what_a_refused_start_has_appended_is_taken_back(tmp_path: Path):
         assert contents(tmp_path) == before
 
 
-def test_a_start_leaves_its_lock_and_clears_drafts_of_one_that_was_killed(tmp_path: Path):
+def test_a_start_leaves_its_lock_and_clears_temporary_files_of_one_that_was_killed(tmp_path: Path):
     with closing(RunDir(tmp_path / "run")) as run_dir:
         for name in ("run.json", "metrics.jsonl", "state.json"):
-            run_dir.file(f".jaxrl-{name}-0123456789ab.draft").write_text("half")
-        run_dir.file("notes.draft").write_text("the user's")
+            run_dir.file(f".jaxrl-{name}-0123456789ab.tmp").write_text("half")
+        run_dir.file("notes.tmp").write_text("the user's")
         run_dir.record_start(make_config(), {}, 0)
-    assert {file.name for file in run_dir.path.iterdir()} == {".lock", "config.yaml", "run.json", "notes.draft"}
+    assert {file.name for file in run_dir.path.iterdir()} == {".lock", "config.yaml", "run.json", "notes.tmp"}
     before = contents(tmp_path)
     RunDir(tmp_path / "run").close()
     assert contents(tmp_path) == before
 
 
-def test_a_start_leaves_the_drafts_of_others(tmp_path: Path):
+def test_a_start_leaves_the_temporary_files_of_others(tmp_path: Path):
     """An evaluation's, a report's and an export's may go on in the folder; a killed export leaves a folder."""
     with closing(RunDir(tmp_path / "run")) as run_dir:
-        kept = {draft_of(run_dir.file("report.html")), draft_of(run_dir.file("e.jsonl"))}
-        kept |= {draft_of(run_dir.file("metrics.jsonl-2")), draft_of(run_dir.file("hf"), "partial")}
-        folders = {run_dir.file(".jaxrl-0123456789ab.draft"), draft_of(run_dir.file("metrics.jsonl"))}
+        kept = {temporary_path(run_dir.file("report.html")), temporary_path(run_dir.file("e.jsonl"))}
+        kept |= {temporary_path(run_dir.file("metrics.jsonl-2")), temporary_path(run_dir.file("hf"), "partial")}
+        folders = {run_dir.file(".jaxrl-0123456789ab.tmp"), temporary_path(run_dir.file("metrics.jsonl"))}
         for file in kept:
             file.write_text("half")
         for folder in folders:
             folder.mkdir()
         run_dir.record_start(make_config(), {}, 0)
-        assert all(draft.exists() for draft in kept | folders)
+        assert all(place.exists() for place in kept | folders)
 
 
 def test_the_earlier_configuration_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -198,3 +206,39 @@ def test_damaged_records_of_a_start_are_named(tmp_path: Path, name: str, content
         with pytest.raises(ValueError, match=words) as caught:
             (recorded_start if name == "run.json" else recorded_config)(tmp_path)
         assert str(tmp_path / name) in str(caught.value)
+
+
+# -- what other commands may not overwrite ---------------------------------------------------------------------------
+
+
+def test_what_is_read_is_not_replaced(tmp_path: Path):
+    data, link = tmp_path / "val.jsonl", tmp_path / "link.jsonl"
+    data.write_text("{}\n")
+    link.symlink_to(data)
+    for out in (data, link, tmp_path / "a" / ".." / "val.jsonl"):
+        with pytest.raises(ValueError, match=r"^--out \(.*\) would replace .*val.jsonl, which this command reads"):
+            refuse_overwriting(out, "--out", ["", data])
+    refuse_overwriting(tmp_path / "other.jsonl", "--out", ["", data])
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "run.json", "checkpoints/3/manifest.json"])
+def test_a_runs_own_files_are_not_replaced(tmp_path: Path, name: str):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"would replace a file of the run in {tmp_path}: name another file"):
+        refuse_overwriting(tmp_path / name, "--out")
+    refuse_overwriting(tmp_path / "eval.jsonl", "--out")
+    refuse_overwriting(tmp_path / "report.html", "--out")
+
+
+def test_outside_of_a_run_any_name_will_do(tmp_path: Path):
+    refuse_overwriting(tmp_path / "metrics.jsonl", "--out")
+
+
+def test_every_file_that_the_options_name_is_an_input():
+    values = {
+        "model": {"path": "m"},
+        "data": {"train_files": ["t.jsonl"], "val_files": ["v.jsonl"]},
+        "reward": {"kind": "custom", "path": "r.py"},
+        "algorithm": {"filter_groups": {"enable": True, "path": "f.py"}},
+    }
+    assert {"t.jsonl", "v.jsonl", "r.py", "f.py"} <= set(inputs_of(from_mapping(values)))

@@ -42,9 +42,9 @@ if "started" in sys.argv:
     config = from_mapping({"model": {"path": "m"}, "data": {"task": "leg_counting"}})
     run_dir.record_start(config, {"platform": "cpu"}, 0)
 if "saving" in sys.argv:
-    draft = run_dir.file("checkpoints") / "2.draft"
-    draft.mkdir(parents=True)
-    (draft / "state").write_text("half")
+    temporary = run_dir.file("checkpoints") / "2.tmp"
+    temporary.mkdir(parents=True)
+    (temporary / "state").write_text("half")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -88,7 +88,7 @@ def test_a_report_needs_no_lock(holder: None, tmp_path: Path, capsys: pytest.Cap
 def test_two_exports_into_one_folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The one that is ready first has it; the other one is refused and leaves nothing behind."""
     out = tmp_path / "out"
-    other = tmp_path / "out.draft"
+    other = tmp_path / "out.tmp"
     other.mkdir()
     (other / "mine").write_text("")
 
@@ -99,14 +99,14 @@ def test_two_exports_into_one_folder(tiny_model: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("jaxrl.commands.export.export_hf", second)
     with pytest.raises(ValueError, match="must be empty or absent: an export never overwrites"):
         export(f"random:{tiny_model}", str(out), "float32", say=lambda line: None)
-    assert {"out/model.safetensors", "out/config.json", "out.draft/mine"} < set(contents(tmp_path))
+    assert {"out/model.safetensors", "out/config.json", "out.tmp/mine"} < set(contents(tmp_path))
     assert not [name for name in contents(tmp_path) if ".jaxrl" in name]
 
 
 def test_a_failed_export_leaves_nothing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(params: object, model: object, draft: Path, **options: object) -> None:
-        (draft / "model.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(draft / "model.safetensors"))
+    def full(params: object, model: object, folder: Path, **options: object) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(folder / "model.safetensors"))
 
     monkeypatch.setattr("jaxrl.commands.export.export_hf", full)
     with pytest.raises(OSError, match="No space left"):
@@ -115,7 +115,7 @@ def test_a_failed_export_leaves_nothing(tiny_model: Path, tmp_path: Path, monkey
 
 
 def test_an_export_onto_a_mount_or_into_a_folder_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As a container's empty volume: the draft beside it could not take its place. Nothing is loaded before."""
+    """As a container's empty volume: the folder beside it could not take its place. Nothing is loaded before."""
     out = tmp_path / "out"
     out.mkdir()
     sentence = f"the folder to write: {out} is a mount point, which an export cannot replace: name a folder inside it"

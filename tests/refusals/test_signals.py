@@ -141,7 +141,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
 
 
 def left_behind(folder: Path) -> list[str]:
-    return [str(path) for path in folder.rglob("*") if path.suffix in (".draft", ".partial")]
+    return [str(path) for path in folder.rglob("*") if path.suffix in (".tmp", ".partial")]
 
 
 def check(command: Command, number: signal.Signals, status: int, *, saved: bool = False) -> None:

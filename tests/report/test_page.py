@@ -190,7 +190,7 @@ def test_a_whole_run(tmp_path):
         "<code>actor.use_<wbr>kl_<wbr>loss</code></td><td><code>true</code></td><td class=sub><code>false</code>"
         in text
     )
-    assert not list(tmp_path.glob("*.draft"))
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_rounds_are_drawn_by_kind(tmp_path):

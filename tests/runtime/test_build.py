@@ -84,7 +84,7 @@ def test_a_cache_is_known_again_until_its_folder_is_emptied(tmp_path: Path, monk
     name = use_compilation_cache(config)
     assert name
     assert use_compilation_cache(config) == name
-    assert len(list(folder.iterdir())) == 1, "the name, and no draft of it"
+    assert len(list(folder.iterdir())) == 1, "the name, and no temporary file of it"
     for file in folder.iterdir():
         file.unlink()
     assert use_compilation_cache(config) not in ("", name)

@@ -61,9 +61,9 @@ def test_a_stop_is_told_without_a_thread():
     assert (done.returncode, done.stderr) == (143, f"{asked}jaxrl: terminated\n")
 
 
-@pytest.mark.parametrize("block", ["held()", "removing('draft')"])
+@pytest.mark.parametrize("block", ["held()", "removing('temporary')"])
 def test_nothing_begins_to_be_written_while_it_ends(block: str):
-    """The end waits for a reader of the output; a draft of that time would be left behind."""
+    """The end waits for a reader of the output; a temporary file of that time would be left behind."""
     before = """
 import jaxrl.runtime.stop as module
 module._FLUSH_S, module._flush = 3, lambda: time.sleep(20)
@@ -72,14 +72,14 @@ module._FLUSH_S, module._flush = 3, lambda: time.sleep(20)
     assert (done.returncode, done.stdout) == (143, "")
 
 
-def test_drafts_that_end_while_they_are_removed():
+def test_temporary_files_that_end_while_they_are_removed():
     before = """
 import shutil
-class Drafts(list):
+class Temporaries(list):
     def __iter__(self):
         yield from ()
         raise RuntimeError("changed")
-stop._drafts = Drafts()
+stop._temporaries = Temporaries()
 """
     assert run(before).returncode == 143
 

@@ -23,9 +23,9 @@ STEPS, STEP_S, SAVE_FREQ = 6, 0.03, 2
 
 
 def write(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def read(path: Path, default: str) -> str:

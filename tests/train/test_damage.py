@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from damage import ABSTRACT, assert_restores, cut, files_of, flip, saved, state_at
 
-from jaxrl.record.disk import is_full, system_error
+from jaxrl.record.files import is_full, system_error
 from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, restore_params
 from jaxrl.train.steps import choose, whole_step
@@ -86,9 +86,9 @@ def test_a_save_that_is_waited_for_makes_progress_while_it_grows(tmp_path, monke
     with Checkpointer(tmp_path, progress=lambda: (told.append(1), len(told) > 3 and enough.set())) as checkpoints:
 
         def write() -> None:
-            (tmp_path / "4.draft").mkdir()
+            (tmp_path / "4.tmp").mkdir()
             for i in range(200):
-                (tmp_path / "4.draft" / f"{i}").write_bytes(b"12" if grows else b"")
+                (tmp_path / "4.tmp" / f"{i}").write_bytes(b"12" if grows else b"")
                 if enough.wait(0.05 if grows else 0.002):
                     return
 
@@ -244,17 +244,17 @@ def test_a_folder_that_cannot_be_made_ends_the_save_at_once(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("async", "checkpoint"))]
 
 
-def test_a_draft_that_cannot_be_made_ends_the_save_at_once(tmp_path):
+def test_a_temporary_folder_that_cannot_be_made_ends_the_save_at_once(tmp_path):
     """Orbax's own folders: its threads would wait for them for five minutes."""
     began, folder = time.monotonic(), saved(tmp_path / "checkpoints", 2)
     with Checkpointer(folder) as checkpoints:
-        (folder / "4.draft.orbax-checkpoint-tmp").symlink_to(tmp_path / "nowhere" / "at" / "all")
+        (folder / "4.tmp.orbax-checkpoint-tmp").symlink_to(tmp_path / "nowhere" / "at" / "all")
         with pytest.raises(RunFailed, match=r"checkpoint 4 cannot be written .* the last good checkpoint is step 2"):
             checkpoints.save(4, *state_at(4))
     assert time.monotonic() - began < 20
 
 
-def test_an_error_in_the_background_keeps_the_last_checkpoint_and_no_draft(tmp_path, monkeypatch):
+def test_an_error_in_the_background_keeps_the_last_checkpoint_and_nothing_of_the_new_one(tmp_path, monkeypatch):
     folder = saved(tmp_path / "checkpoints", 2)
 
     def full(*_: object) -> None:
@@ -286,7 +286,7 @@ def test_the_systems_error_is_found_behind_others():
 def test_a_commit_is_told_and_leftovers_are_removed(tmp_path):
     folder, told = tmp_path / "checkpoints", []
     folder.mkdir()
-    for name in ("2.draft", "3.draft.orbax-checkpoint-tmp", "1.removed", "4.orbax-checkpoint-tmp-12"):
+    for name in ("2.tmp", "3.tmp.orbax-checkpoint-tmp", "1.removed", "4.orbax-checkpoint-tmp-12"):
         (folder / name).mkdir()
         (folder / name / "half").write_text("written")
     with Checkpointer(folder, max_to_keep=1, on_commit=told.append) as checkpoints:

@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import closing
 
-from jaxrl.record.stages import Counted, Stages
+from jaxrl.record.progress import ProgressCounter, StartupProgress
 from jaxrl.record.watchdog import Watchdog
 
 
@@ -18,7 +18,7 @@ def test_only_a_long_stage_is_said():
         said.append(line)
         heard.set()
 
-    with closing(Stages(say, patience_s=0.2)) as stages:
+    with closing(StartupProgress(say, patience_s=0.2)) as stages:
         stages.begin("reading the data")
         stages.begin("loading the weights")
         assert heard.wait(10.0)
@@ -35,7 +35,7 @@ def test_a_closed_output_is_no_error():
         heard.set()
         raise BrokenPipeError
 
-    with closing(Stages(say, patience_s=0.01)) as stages:
+    with closing(StartupProgress(say, patience_s=0.01)) as stages:
         stages.begin("reading the data")
         assert heard.wait(10.0)
 
@@ -55,7 +55,7 @@ class Terminal(io.StringIO):
 
 def test_a_count_on_a_terminal_is_one_line():
     out = Terminal()
-    counted = Counted("responses", out)
+    counted = ProgressCounter("responses", out)
     for done in (1, 2, 3):
         counted.show(done, 3)
     counted.close()
@@ -65,7 +65,7 @@ def test_a_count_on_a_terminal_is_one_line():
 
 def test_a_count_in_a_log_is_a_line_now_and_then():
     out, now = io.StringIO(), [0.0]
-    counted = Counted("responses", out, clock=lambda: now[0])
+    counted = ProgressCounter("responses", out, clock=lambda: now[0])
     for done in range(100):
         now[0] += 1.0
         counted.show(done, 100)

@@ -10,11 +10,10 @@ import pytest
 from refusals import contents
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import read_layouts
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.run_dir import RunDir
+from jaxrl.record.run_dir import FollowerRunDir, RunDir
 from jaxrl.record.run_record import open_record
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
@@ -28,7 +27,7 @@ def make_config() -> Config:
     return from_mapping({"model": {"path": "m", "random_init": True}, "data": data, "hosts": {"num": 2}})
 
 
-def steps(run_dir: RunDir | FollowedRun, config: Config) -> None:
+def steps(run_dir: RunDir | FollowerRunDir, config: Config) -> None:
     tell = None if run_dir.leads else lambda *decision: None
     with open_record(config, run_dir, -1, tell=tell) as record:
         record.open_sinks()
@@ -54,7 +53,7 @@ def test_one_leads_and_one_follows(tmp_path: Path, capsys: pytest.CaptureFixture
     written, shown = contents(tmp_path), capsys.readouterr().out
     assert "held-out reward" in shown
     assert not (tmp_path / "hosts").exists()
-    with closing(FollowedRun(tmp_path, 1)) as following:
+    with closing(FollowerRunDir(tmp_path, 1)) as following:
         assert following.earlier == config
         following.refuse_other_kind(simulated=False)
         with open(following.early_file("rewards.log"), "a") as log:
@@ -84,12 +83,15 @@ def test_one_leads_and_one_follows(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_refused_start_leaves_nothing(tmp_path: Path):
     (tmp_path / "run").mkdir()
     before = contents(tmp_path)
-    with closing(FollowedRun(tmp_path / "run", 2)) as following:
+    with closing(FollowerRunDir(tmp_path / "run", 2)) as following:
         following.early_file("rewards.log").write_text("printed by a reward\n")
     assert contents(tmp_path) == before
     own = tmp_path / "run" / "hosts" / "2"
     own.mkdir(parents=True)
     (own / "rewards.log").write_text("earlier\n")
-    with closing(FollowedRun(tmp_path / "run", 2)) as following, open(following.early_file("rewards.log"), "a") as log:
+    with (
+        closing(FollowerRunDir(tmp_path / "run", 2)) as following,
+        open(following.early_file("rewards.log"), "a") as log,
+    ):
         log.write("later\n")
     assert (own / "rewards.log").read_text() == "earlier\n"

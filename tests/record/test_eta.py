@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxrl.record.to_go import TimeToGo
+from jaxrl.record.live import EtaEstimator
 
 
-def after(steps: list[tuple[float, dict[str, float]]], total: int = 20, **every: int) -> TimeToGo:
-    found = TimeToGo(total, every)
+def after(steps: list[tuple[float, dict[str, float]]], total: int = 20, **every: int) -> EtaEstimator:
+    found = EtaEstimator(total, every)
     for step, (seconds, metrics) in enumerate(steps, 1):
         found.step(step, seconds, metrics)
     return found
@@ -51,7 +51,7 @@ def test_the_last_ten_steps_count():
     [(0, [5.0, 5.0]), (20, []), (20, [None])],
 )
 def test_what_is_not_known(total: int, seconds: list[Any]):
-    found = TimeToGo(total, {"testing": 0})
+    found = EtaEstimator(total, {"testing": 0})
     for step, each in enumerate(seconds, 1):
         found.step(step, each, {"timing_s/testing": math.nan})
     assert found.seconds() is None

@@ -1,8 +1,7 @@
-"""What a command does while it has nothing to show yet, said where it takes long.
+"""The progress of a command that has nothing to show yet.
 
-Purpose: reading data, loading weights, comparing a checkpoint may each take minutes, in which a user wants to know that
-the run is alive. `Stages` says the name of a stage that has gone on for `patience_s`; short ones are passed over.
-`Counted` says how far a command has come that goes through a known number of things.
+Purpose: reading data, loading weights and checking a checkpoint may take minutes each. `StartupProgress` prints the
+name of a stage that takes longer than `patience_s`. `ProgressCounter` prints how many of a known number are done.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import TextIO
 PATIENCE_S = 10.0
 
 
-class Stages:
-    """Says what goes on; a stage ends when the next one begins. May be closed twice.
+class StartupProgress:
+    """Names the stages of a start that take long; a stage ends when the next one begins. May be closed twice.
 
     Args:
       say: shows a line; called from a thread of its own.
-      patience_s: how long a stage may last without a word.
+      patience_s: how long a stage lasts before it is named.
     """
 
     def __init__(self, say: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
@@ -47,11 +46,11 @@ class Stages:
             self._timer = None
 
 
-class Counted:
-    """How many of so many things are done: on a terminal in one line that changes, in a log in a line now and then.
+class ProgressCounter:
+    """How many of a known number are done: on a terminal one line that changes, in a log a line now and then.
 
     Args:
-      what: the name of the things, as "responses".
+      what: is counted, as "responses".
       every_s: between two lines of a log.
       clock: seconds from any origin.
     """

@@ -1,8 +1,9 @@
-"""What a run's directory has lost: no run starts from step 1, and none goes on without its lines, in silence.
+"""Checks of a run's directory before the run goes on: damaged files, and checkpoints, lines or a journal that are gone.
 
-`run.json` holds the last checkpoint that was complete and what was in the files that only grow
-(`RunDir.record_checkpoint`). The journal, which decides, vouches for itself (`jaxrl.record.journal`). Nothing vouches
-for what other processes than the first write, or for what is only to look at (timelines, what rewards print).
+`refuse_damaged` reads the files. The others compare them with `run.json`, which holds the last complete checkpoint and
+the checksums of the files that only grow (`RunDir.record_checkpoint`). The journal has its own checksum
+(`jaxrl.record.journal`). There is none for what other processes than the first write, nor for timelines and what
+rewards print.
 """
 
 from __future__ import annotations
@@ -11,13 +12,27 @@ import os
 from pathlib import Path
 
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import Written, read_lines
+from jaxrl.record import batches, layouts, samples
+from jaxrl.record.files import JsonLines, Written, read_lines
 from jaxrl.record.journal import FILE_NAME as JOURNAL
+from jaxrl.record.journal import read_journal
+from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import RunFolder, recorded_start
+from jaxrl.record.timeline import Timeline
+
+
+def refuse_damaged(run_dir: RunFolder) -> None:
+    """Raises ValueError if a run could not go on with the files in its directory; for before anything that takes long.
+    `jaxrl.record.run_record.open_record` reads them again."""
+    read_metrics(run_dir.path)
+    for name in (samples.FILE_NAME, batches.FILE_NAME, layouts.FILE_NAME):
+        JsonLines(run_dir.file(name), lambda step: True, begin=False)
+    read_journal(run_dir.file(JOURNAL))
+    Timeline(run_dir.file("timeline.json"), begin=False)
 
 
 def missing_checkpoint(run_dir: RunFolder, found: int | None) -> str | None:
-    """What to tell about a checkpoint that is missing although the run goes on from an older one; None: nothing.
+    """A warning that the last checkpoint is missing, where the run goes on from an older one; None: it is there.
 
     Args:
       found: the newest step that is there, damaged or not; None: there is none.
@@ -40,7 +55,7 @@ def missing_checkpoint(run_dir: RunFolder, found: int | None) -> str | None:
 
 
 def lost_lines(run_dir: RunFolder, step: int) -> list[str]:
-    """What to tell about lines that are not as they were written, in the files that decide nothing: the run goes on.
+    """Warnings about lines that are gone or have changed, in the files that decide nothing: the run goes on.
 
     Args:
       step: of the checkpoint that it goes on from.
@@ -66,7 +81,7 @@ def _lost(file: Path, written: Written, step: int) -> str | None:
 
 
 def missing_journal(run_dir: RunFolder) -> str | None:
-    """What to tell about a journal that is gone although a run began here; None: it is there, or none began."""
+    """A warning that the journal is gone although a run began here; None: it is there, or none began."""
     file = run_dir.file(JOURNAL)
     if os.path.lexists(file) or "written" not in (recorded_start(run_dir.path) or {}):
         return None

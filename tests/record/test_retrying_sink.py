@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxrl.record.delivery import RETRY_S, Delivery
 from jaxrl.record.metrics import MetricsWriter
-from jaxrl.record.sinks import Unreachable
+from jaxrl.record.sinks import RETRY_S, RetryingSink, Unreachable
 
 
 class Sink:
@@ -34,7 +33,7 @@ def steps(sink: Sink) -> list[int]:
 
 def test_what_a_sink_has_is_not_sent_again():
     sink = Sink(sent=range(3))
-    delivery = Delivery("x", sink)
+    delivery = RetryingSink("x", sink)
     for step in range(5):
         delivery.send(step, {}, [])
     assert steps(sink) == [3, 4]
@@ -42,7 +41,7 @@ def test_what_a_sink_has_is_not_sent_again():
 
 def test_a_sink_that_is_down_gets_its_steps_later(caplog: pytest.LogCaptureFixture):
     sink, now_s = Sink(), [0.0]
-    delivery = Delivery("mlflow", sink, lambda: now_s[0])
+    delivery = RetryingSink("mlflow", sink, lambda: now_s[0])
     delivery.send(1, {"x": 1.0}, [])
     sink.is_down = True
     with caplog.at_level(logging.WARNING):
@@ -61,7 +60,7 @@ def test_a_sink_that_is_down_gets_its_steps_later(caplog: pytest.LogCaptureFixtu
 
 def test_what_is_left_at_the_end_is_said(caplog: pytest.LogCaptureFixture):
     sink = Sink()
-    delivery = Delivery("mlflow", sink)
+    delivery = RetryingSink("mlflow", sink)
     sink.is_down = True
     delivery.send(1, {}, [])
     delivery.send(2, {}, [])
@@ -73,7 +72,7 @@ def test_what_is_left_at_the_end_is_said(caplog: pytest.LogCaptureFixture):
     )
     assert sink.is_closed
     sink.is_down = False
-    delivery = Delivery("mlflow", sink)
+    delivery = RetryingSink("mlflow", sink)
     delivery.send(1, {}, [])
     delivery.close()
     assert steps(sink) == [1]
@@ -81,7 +80,7 @@ def test_what_is_left_at_the_end_is_said(caplog: pytest.LogCaptureFixture):
 
 def test_a_bug_is_no_failure_of_the_sink():
     with pytest.raises(TypeError):
-        Delivery("x", Sink()).send(1, None, [])  # pyright: ignore[reportArgumentType]
+        RetryingSink("x", Sink()).send(1, None, [])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("has", "sent"), [((), [1, 2, 3, 4]), ({1}, [2, 3, 4]), (range(4), [4])])

@@ -12,7 +12,7 @@ from damage import cut, flip
 
 from jaxrl.config import from_mapping
 from jaxrl.record.files import JsonLines
-from jaxrl.record.lost import lost_lines, missing_journal
+from jaxrl.record.integrity import lost_lines, missing_journal
 from jaxrl.record.run_dir import RunDir
 
 NAME, SAVED = "samples.jsonl", 4
