@@ -108,12 +108,10 @@ def batch_rule(config: Config) -> BatchRule:
             config.data.train_batch_size,
             config.rollout.n,
             config.reward.score_when,
-            config.algorithm.filter_groups,
+            build_dynamic_sampling.group_filter(config),
             config.rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
             max_response_length=config.data.max_response_length,
-            gen_batch_size=config.data.gen_batch_size,
-            keeps_group=build_dynamic_sampling.keeps_group(config),
         )
         for room, rule in RULES:
             if room.is_on(config):

@@ -138,7 +138,7 @@ class RoundEnd:
 
     @property
     def scored(self) -> Sequence[Group]:
-        """The groups that have left it with a reward: trained on, or left out by dynamic sampling."""
+        """The groups that have left it with a reward: trained on, or filtered."""
         return () if self.result is None else (*self.result.groups, *self.result.judged)
 
 
@@ -172,8 +172,8 @@ class Mechanism:
     Attributes:
       name: of its part of a checkpoint, and of what it tells other processes; one that has neither needs none.
       rounds_ahead: by how many updates a round comes before the update that learns from it.
-      reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that dynamic sampling has left out, also of
-        those that other processes have drawn.
+      reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that were filtered, also of those that other
+        processes have drawn.
     """
 
     name: ClassVar[str] = ""

@@ -57,12 +57,12 @@ from jaxrl.scheduling.rounds.batches import (
     discard_at_end,
     new_group,
     open_round,
+    pack_learnt,
     provisioned,
     queue_metrics,
     room_until_end,
 )
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
-from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round
 from jaxrl.types import Sample
@@ -121,7 +121,7 @@ class PartialRollout:
             )
         self.buffer: deque[BufferedGroup] = deque()  # by first launch; in a round, those that it has not launched
         self.num_rounds = 0
-        self.share = FilteredShare()
+        self.filter = batch.group_filter
         self._open: OpenRound | None = None
         self._restarted = 0
         self._dropped_tokens = 0
@@ -175,7 +175,7 @@ class PartialRollout:
             return new_group(prompts, batch.group_size, time.step, self.num_rounds)
 
         limits = self._limits(num_spare - len(held_back), self._most_left_over(time, num_spare, len(held_back)))
-        race = Race(limits, supply, due, self.share)
+        race = Race(limits, supply, due, self.filter)
         self._open = open_round(race, "partial", time)
         return self._open.round
 
@@ -270,7 +270,7 @@ class PartialRollout:
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race, ledger = opened.race, opened.ledger
-        self.share = race.share
+        self.filter = race.filter
         gone = {*race.batch, *race.filtered}
         kept: list[BufferedGroup] = []
         for prompt_key, group in race.groups.items():
@@ -288,7 +288,7 @@ class PartialRollout:
         metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens + thrown)
         metrics |= queue_metrics(self.buffer, opened.time.step, self.num_rounds)
         metrics |= self._partial_metrics(opened)
-        if self.batch.filter_groups.enable:
+        if self.filter:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         left |= {entry.key: "filtered" for entry in discarded}
@@ -315,7 +315,7 @@ class PartialRollout:
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
-            "filtered_share": self.share.state(),
+            "filtered_share": pack_learnt(self.filter),
             "groups": np.asarray(rows, np.int64).reshape(-1, 5),
             "samples": pack_samples([sample for entry in self.buffer for sample in entry.samples]),
         }
@@ -341,7 +341,7 @@ class PartialRollout:
             members = tuple(samples.popleft() for _ in range(count))
             buffer.append(BufferedGroup((epoch, index), first_step, first_round, members))
         self.buffer, self.num_rounds = buffer, int(state["num_rounds"])
-        self.share = FilteredShare.of_state(state["filtered_share"])
+        self.filter = self.filter and self.filter.of_state(state["filtered_share"])
 
 
 # -- training on responses of several versions -------------------------------------------------------------------------
