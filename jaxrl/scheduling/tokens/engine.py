@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.layouts.switching import Switched, switch
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket

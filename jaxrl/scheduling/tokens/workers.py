@@ -33,7 +33,7 @@ from functools import partial
 from typing import Literal
 
 from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
