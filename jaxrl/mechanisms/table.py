@@ -37,6 +37,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 if TYPE_CHECKING:
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
+    from jaxrl.report.curves import PagePart
 
 ROOMS: tuple[Room, ...] = (
     tail_batching.ROOM,
@@ -145,6 +146,21 @@ def refuse_unread(config: Config) -> None:
 
     if judge.ROOM.is_on(config):
         read_judge(config)
+
+
+def page_parts() -> list[PagePart]:
+    """What mechanisms add to a run's page, in its order."""
+    from jaxrl.mechanisms.adaptive_layouts import report as adaptive_layouts_report
+    from jaxrl.mechanisms.ranking_groups import report as ranking_groups_report
+    from jaxrl.mechanisms.speculation import report as speculation_report
+    from jaxrl.mechanisms.tail_batching import report as tail_batching_report
+
+    return [
+        tail_batching_report.PART,
+        speculation_report.PART,
+        ranking_groups_report.PART,
+        adaptive_layouts_report.PART,
+    ]
 
 
 def of_run(parts: RunParts) -> list[Mechanism]:
