@@ -66,4 +66,5 @@ UNFINISHED = "what becomes of unfinished responses"
 
 LAYOUTS = "the layouts of workers"
 PROMPTS_OF_ROUNDS = "which prompts share a round"
+WORKERS = "which worker has a request"
 """`Room.changes`."""

@@ -1,7 +1,7 @@
 """The event journal: the decisions of a clock since the last checkpoint, so that a resumed run decides the same.
 
 Purpose: everything in a run follows from its config and seeds, except for a few decisions that a clock or the machine
-took (a scorer that timed out or crashed; a layout switch from measured latencies). Each is written here as one line
+took (a scorer that timed out or crashed; a change of layout from measured latencies). Each is written here as one line
 before it takes effect. A step that runs again after a crash finds its line and does not ask the clock again
 (docs/architecture.md).
 

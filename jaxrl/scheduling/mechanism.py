@@ -1,9 +1,8 @@
 """What a mechanism may do, and when: the hooks that a run calls on each of a list of mechanisms.
 
-Purpose: a mechanism (a switch of the README: adaptive layouts, the stream trainer, drafts from history, ...) is a
-`Mechanism` with some of these methods. The loop (`jaxrl.loop`) and the backend (`jaxrl.runtime.backend`, with its
-events, plans and verdicts) hold a list of them and know none by name; with an empty list they train synchronously, on
-one batch after another.
+Purpose: a mechanism (a switch of the README) is a `Mechanism` with some of these methods. The loop (`jaxrl.loop`) and
+the backend (`jaxrl.runtime.backend`, with its events, plans and verdicts) hold a list of them and know none by name;
+with an empty list they train synchronously, on one batch after another.
 
 Every hook does nothing here, so a mechanism has only those that it needs. Hooks are called in the order of the list.
 

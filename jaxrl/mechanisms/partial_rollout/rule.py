@@ -1,10 +1,9 @@
 """Active partial rollout: stop when enough groups are complete, and go on with the others in the next round.
 
-Purpose: the rule across rounds, and pure helpers for training on responses that several versions of the weights wrote.
-A round has N' > N groups under way: first complete groups that the last round did not need, then unfinished groups from
-the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the buffer
-with their tokens, and with both log-probabilities and the version of each token; they go on under the same key (same
-attempt) from their token ids.
+Purpose: the rule across rounds. A round has N' > N groups under way: first complete groups that the last round did not
+need, then unfinished groups from the buffer, oldest first, then new prompts. It stops at the N-th complete group.
+Unfinished samples stay in the buffer with their tokens, and with both log-probabilities and the version of each token;
+they go on under the same key (same attempt) from their token ids.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -38,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -344,38 +343,9 @@ class PartialRollout:
         self.filter = self.filter and self.filter.of_state(state["filtered_share"])
 
 
-# -- training on responses of several versions -------------------------------------------------------------------------
-
-
 def has_ended(sample: Sample) -> bool:
     """Whether a response ended by itself."""
     return sample.finish_reason in ("stop", "length")
-
-
-def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
-    """bool [T]: the tokens that `policy_version` (the rollout's newest) wrote, for training that masks the others."""
-    return np.asarray(versions) >= policy_version
-
-
-def old_logprobs_by_version(
-    recorded: Sequence[np.ndarray], current: Sequence[np.ndarray], samples: Iterable[Sample], policy_version: int
-) -> list[np.ndarray]:
-    """The denominators of the ratios: recorded at sampling for tokens of earlier versions, recomputed under the current
-    policy for the others.
-
-    Args:
-      recorded: per sample float [T], `rollout_logprobs`.
-      current: per sample float [T], recomputed under the policy before the update.
-      samples: their versions decide.
-      policy_version: the rollout's newest.
-
-    Returns:
-      Per sample float32 [T].
-    """
-    return [
-        np.where(on_policy_mask(sample.versions, policy_version), now, then).astype(np.float32)
-        for then, now, sample in zip(recorded, current, samples, strict=True)
-    ]
 
 
 def version_spans(versions: np.ndarray) -> list[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxrl.config import Config
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.mechanisms.room import Room
+from jaxrl.mechanisms.room import WORKERS, Room
 from jaxrl.schema.devices import possible_workers
 
 
@@ -49,4 +49,10 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
     return None
 
 
-ROOM = Room("stream trainer", "trainer.stream.enable", lambda config: config.trainer.stream.enable, problem=_problem)
+ROOM = Room(
+    "stream trainer",
+    "trainer.stream.enable",
+    lambda config: config.trainer.stream.enable,
+    changes=frozenset({WORKERS}),
+    problem=_problem,
+)

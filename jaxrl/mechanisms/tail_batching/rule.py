@@ -48,11 +48,11 @@ from jaxrl.scheduling.rounds.batches import (
     check_schema,
     close_round,
     discard_at_end,
+    launched,
     new_group,
     open_round,
     pack_learnt,
     pack_waiting,
-    provisioned,
     queue_metrics,
     room_until_end,
     unpack_waiting,
@@ -79,11 +79,8 @@ class TailBatching:
 
     def __init__(self, batch: BatchSettings, options: TailBatchingSection) -> None:
         self.batch, self.options = batch, options
-        launched = provisioned("rollout.tail_batching.prompt_factor", options.prompt_factor, batch.num_groups)
-        self.num_spare = launched - batch.num_groups
-        self.num_responses = provisioned(
-            "rollout.tail_batching.response_factor", options.response_factor, batch.group_size
-        )
+        num_prompts, self.num_responses = launched("rollout.tail_batching", options, batch)
+        self.num_spare = num_prompts - batch.num_groups
         self._limits("short", self.num_spare)
         if options.max_age_steps and options.max_age_steps < self.least_age_bound:
             raise ValueError(

@@ -10,13 +10,12 @@ loop calls it without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-This module has the seam, the two baselines, and what rules share. Other rules are mechanisms
+This module has the seam, the baselines, and what rules share. Other rules are mechanisms
 (`jaxrl.mechanisms`), whose table says which settings exclude each other. `carried.py` packs what rules carry for a
 checkpoint.
 
 Source: the baselines of RollPacker §6.1 and §3: plain synchronous batches, optionally with all rewards after the
-rollout, and over-provisioning that discards its losers. (So it trains on fewer long responses than the data holds,
-which tail batching's queue avoids.)
+rollout, and races that discard their losers. (So they train on fewer long responses than the data holds.)
 
 Departures: a rule keeps prompt *keys* between rounds, and asks the source for the prompts when it launches them again.
 """
@@ -159,7 +158,7 @@ class FreshBatches:
 
     @property
     def name(self) -> str:
-        return "over-provisioning" if self.limits.is_race else "plain batches"
+        return "plain batches"
 
     @property
     def num_carried(self) -> int:
@@ -238,6 +237,24 @@ def provisioned(option: str, factor: float, count: int) -> int:
     if not math.isfinite(factor):
         raise ValueError(f"{option} ({factor}) must be a finite number")
     return math.ceil(Fraction(str(factor)) * count)
+
+
+class Provision(Protocol):
+    """Options of a section that say how much more a round launches than a batch has."""
+
+    @property
+    def prompt_factor(self) -> float: ...
+
+    @property
+    def response_factor(self) -> float: ...
+
+
+def launched(section: str, options: Provision, batch: BatchSettings) -> tuple[int, int]:
+    """Prompts that a round launches, and samples of each. Raises ValueError as `provisioned` does."""
+    return (
+        provisioned(f"{section}.prompt_factor", options.prompt_factor, batch.num_groups),
+        provisioned(f"{section}.response_factor", options.response_factor, batch.group_size),
+    )
 
 
 def new_group(prompts: PromptStream, num_responses: int, step: int, round_index: int = 0) -> PlannedGroup:

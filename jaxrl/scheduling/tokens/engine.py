@@ -5,8 +5,8 @@ Purpose: requests in, finished samples out, over any `Executor`: the model on a 
 
 Source: nano-vllm's `LLMEngine.step`; the overlap of host and device as in mini-sglang's overlap scheduler.
 
-Departures: requests can be aborted and added again with their tokens (`plan.resume`), which partial rollout and tail
-batching use; finished requests come in logical order (dispatch, dp group, slot), never in a clock's order.
+Departures: requests can be aborted and added again with their tokens (`plan.resume`); finished requests come in logical
+order (dispatch, dp group, slot), never in a clock's order.
 
 Example::
 
