@@ -12,6 +12,8 @@ from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.scheduling.rounds.batches import FreshBatches, launched
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 
+_SECTION = "rollout.over_provisioning"
+
 
 class OverProvisioning(FreshBatches):
     """New prompts every round, more than a batch needs.
@@ -26,7 +28,7 @@ class OverProvisioning(FreshBatches):
     begins_ahead = False  # its batch depends on which responses end first
 
     def __init__(self, batch: BatchSettings, options: OverProvisioningSection) -> None:
-        num_prompts, num_responses = launched("rollout.over_provisioning", options, batch)
+        num_prompts, num_responses = launched(_SECTION, options.prompt_factor, options.response_factor, batch)
         super().__init__(batch, RaceLimits(batch, num_responses, num_prompts - batch.num_groups))
 
     @property

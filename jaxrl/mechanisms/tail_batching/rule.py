@@ -61,6 +61,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, Race
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind
 
 SCHEMA = 2
+_SECTION = "rollout.tail_batching"
 
 
 class TailBatching:
@@ -79,7 +80,7 @@ class TailBatching:
 
     def __init__(self, batch: BatchSettings, options: TailBatchingSection) -> None:
         self.batch, self.options = batch, options
-        num_prompts, self.num_responses = launched("rollout.tail_batching", options, batch)
+        num_prompts, self.num_responses = launched(_SECTION, options.prompt_factor, options.response_factor, batch)
         self.num_spare = num_prompts - batch.num_groups
         self._limits("short", self.num_spare)
         if options.max_age_steps and options.max_age_steps < self.least_age_bound:

@@ -239,22 +239,10 @@ def provisioned(option: str, factor: float, count: int) -> int:
     return math.ceil(Fraction(str(factor)) * count)
 
 
-class Provision(Protocol):
-    """Options of a section that say how much more a round launches than a batch has."""
-
-    @property
-    def prompt_factor(self) -> float: ...
-
-    @property
-    def response_factor(self) -> float: ...
-
-
-def launched(section: str, options: Provision, batch: BatchSettings) -> tuple[int, int]:
+def launched(section: str, prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
     """Prompts that a round launches, and samples of each. Raises ValueError as `provisioned` does."""
-    return (
-        provisioned(f"{section}.prompt_factor", options.prompt_factor, batch.num_groups),
-        provisioned(f"{section}.response_factor", options.response_factor, batch.group_size),
-    )
+    num_prompts = provisioned(f"{section}.prompt_factor", prompt_factor, batch.num_groups)
+    return num_prompts, provisioned(f"{section}.response_factor", response_factor, batch.group_size)
 
 
 def new_group(prompts: PromptStream, num_responses: int, step: int, round_index: int = 0) -> PlannedGroup:
