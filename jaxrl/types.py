@@ -39,7 +39,7 @@ class SampleKey:
     """Identity of one response. Every random bit of a sampled token derives from (run seed, this key, position).
 
     `prompt_index` is the position in the data set (not in the shuffled order), `attempt` counts relaunches of the
-    same prompt: a prompt that is run again in a long round draws new tokens.
+    same prompt: a prompt that is launched again draws new tokens.
     """
 
     epoch: int

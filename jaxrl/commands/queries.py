@@ -59,11 +59,13 @@ def _completion(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     removing = nullcontext if options.signals is None else options.signals.removing
     if not options.others:
+        from jaxrl.mechanisms.table import page_parts
         from jaxrl.report.page import write_report
 
-        print(
-            write_report(options.run_dir, options.out, removing, lambda text: print(f"jaxrl: {text}", file=sys.stderr))
-        )
+        def say(text: str) -> None:
+            print(f"jaxrl: {text}", file=sys.stderr)
+
+        print(write_report(options.run_dir, options.out, removing, say, page_parts()))
         return 0
     from jaxrl.report.comparison import write_comparison
 

@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.inputs import reading
 from jaxrl.loop import Hooks
-from jaxrl.mechanisms.table import batch_rule
+from jaxrl.mechanisms.table import batch_rule, page_parts
 from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.integrity import lost_lines, refuse_damaged
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
@@ -179,7 +179,7 @@ def _run(
             ended_s = [time.perf_counter()]  # the start, then each step's end
             finished = loop.run()
     with stop.held():
-        report = write_report(run_dir.path)
+        report = write_report(run_dir.path, parts=page_parts())
     summary = {
         "simulated run": str(run_dir.path),
         "steps": f"{loop.step} of {loop.total_steps}",

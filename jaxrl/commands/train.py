@@ -21,7 +21,7 @@ from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Job, Loop
 from jaxrl.mechanisms.parts import RunParts
-from jaxrl.mechanisms.table import is_timeless, notes, of_run, reads_profile, refuse_devices, refuse_unread
+from jaxrl.mechanisms.table import is_timeless, notes, of_run, page_parts, reads_profile, refuse_devices, refuse_unread
 from jaxrl.record.failures import summary_of
 from jaxrl.record.files import reason, way_on
 from jaxrl.record.integrity import lost_lines, missing_checkpoint, missing_journal
@@ -230,7 +230,7 @@ class Run:
             return self._go()
         except RunFailed:
             with suppress(OSError, ValueError):  # the cause is more than that its page cannot be written
-                self.run_dir.report(write_report)
+                self.run_dir.report(_write_page)
             raise
         except OSError as error:
             place = error.filename or self.run_dir.path
@@ -250,7 +250,7 @@ class Run:
         option = "trainer.total_training_steps" if self.config.trainer.total_training_steps else "trainer.total_epochs"
         with closing(self.store):
             self.stages.close()
-            report = self.run_dir.report(write_report)
+            report = self.run_dir.report(_write_page)
             of = f"already at step {self.step} of {self.total_steps}"
             unused = f"; what has changed since has no effect: {'; '.join(self.changes)}" if self.changes else ""
             for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to go on{unused}"):
@@ -286,7 +286,7 @@ class Run:
                 self.store.wait()
             self.watchdog.beat("closing the run's files")
         self.watchdog.beat("writing the report")
-        report = self.run_dir.report(write_report)
+        report = self.run_dir.report(_write_page)
         summary = {
             "run": str(self.run_dir.path),
             "steps": f"{loop.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
@@ -448,3 +448,7 @@ class Run:
         if ahead is not None:
             stack.enter_context(closing(ahead))
         self.beside = later
+
+
+def _write_page(folder: Path) -> Path:
+    return write_report(folder, parts=page_parts())

@@ -29,7 +29,7 @@ from jaxrl.commands.arguments import MAX_PROCESSES, MAX_SEEDS, MAX_STEPS
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.loop import Hooks
-from jaxrl.mechanisms.table import batch_rule
+from jaxrl.mechanisms.table import RULES, batch_rule, rooms_of
 from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
@@ -49,10 +49,18 @@ from jaxrl.sim.configured import (
 )
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.tuning import PLAIN, SEARCHES, Factors, RuleName, Search, Table, Trial, Tried, label, trial
+from jaxrl.sim.tuning import PLAIN, Factors, Search, Table, Trial, Tried, label, trial
 from jaxrl.sim.workload import Workload
 
 LEAST_RESPONSES = 20  # with fewer, the longest is a matter of chance
+SEARCHES: Mapping[str, Search] = {
+    room.option.removeprefix("rollout."): Search(
+        room.option, room.searched, tuple(other.option for other, _ in RULES if other is not room)
+    )
+    for room, _ in RULES
+    if room.searched is not None
+}
+"""By the name of a rule's section."""
 _STEPS = "trainer.total_training_steps"
 _FIXED = ("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0")
 
@@ -70,7 +78,7 @@ class TuneOptions:
       out: a file for the results as JSON; empty: none.
     """
 
-    rule: RuleName = "tail_batching"
+    rule: str = next(iter(SEARCHES))
     values: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of all options of the rule together."] = ()
     prompt_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of prompts."] = ()
     response_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of samples per prompt."] = ()
@@ -86,21 +94,25 @@ class TuneOptions:
         if self.out:
             refuse_file(self.out, "--out")
             refuse_overwriting(self.out, "--out")
-        warm_up = SEARCHES[self.rule].warm_up
+        if self.rule not in SEARCHES:
+            raise ValueError(f"--rule ({self.rule}) must be one of {', '.join(SEARCHES)}")
+        search = SEARCHES[self.rule]
+        warm_up = search.of.warm_up
         if self.steps is not None and self.steps <= warm_up:
             raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")
         split = self.prompt_factors or self.response_factors
-        if split and self.rule != "tail_batching":
-            raise ValueError(f"--prompt-factors and --response-factors belong to --rule tail_batching, not {self.rule}")
+        if split and len(search.of.options) == 1:
+            both = " or ".join(name for name, each in SEARCHES.items() if len(each.of.options) == 2)
+            raise ValueError(f"--prompt-factors and --response-factors belong to --rule {both}, not {self.rule}")
         if split and self.values:
             raise ValueError(
-                "--values sets both factors of tail batching: leave out --prompt-factors and --response-factors"
+                f"--values sets both factors of {search.name}: leave out --prompt-factors and --response-factors"
             )
 
     def grid(self, search: Search) -> list[Factors]:
         if self.prompt_factors or self.response_factors:
             return list(product(self.prompt_factors or (1.0,), self.response_factors or (1.0,)))
-        return search.together(self.values or search.values)
+        return search.together(self.values or search.of.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +156,7 @@ def tune(
         say(f"  note: {line}")
 
     drawn = [_drawn(config, workload, seed) for seed in range(options.seeds)]
-    jobs = [Job(_seeded(each, i), own, search.warm_up) for i, own in enumerate(drawn) for each in configs]
+    jobs = [Job(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
     trials = _run(jobs, options.processes, progress)
     by_value = [tuple(trials[i :: len(values)]) for i in range(len(values))]
     tried = [Tried(each, search.launched(each, *batch), own) for each, own in zip(values, by_value, strict=True)]
@@ -223,8 +235,8 @@ def _doubts(config: Config, workload: Workload, run_dir: str) -> Iterator[str]:
 
 def _missing(config: Config, workload: RecordedWorkload, run_dir: str) -> Iterator[str]:
     """Long responses that the record lacks."""
-    rollout, longest = config.rollout, workload.lengths[-1]
-    if rollout.over_provisioning.enable or (rollout.tail_batching.enable and rollout.tail_batching.response_factor > 1):
+    longest = workload.lengths[-1]
+    if any(room.drops_slowest(config) for room in rooms_of(config)):
         yield "the run itself ended its slowest responses early, so long ones are missing from its record"
     known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
     if known > 1.25 * longest:

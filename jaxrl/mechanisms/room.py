@@ -9,6 +9,23 @@ from jaxrl.config import Config
 
 
 @dataclass(frozen=True, slots=True)
+class Searched:
+    """What `jaxrl tune` searches of a batch rule.
+
+    Attributes:
+      options: of its section: by how many times more prompts are launched than a batch has, then samples of each.
+      values: that all options take together, by default.
+      warm_up: steps that are left out of every mean: until then the rule carries less than it will.
+      period: steps until its rounds begin anew, by the first factor and the prompts of a batch.
+    """
+
+    options: tuple[str, ...]
+    values: tuple[float, ...]
+    warm_up: int = 0
+    period: Callable[[float, int], int] = lambda factor, num_prompts: 1
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
     """A mechanism as a configuration asks for it. `jaxrl.mechanisms.table` holds those that there are.
 
@@ -21,11 +38,12 @@ class Room:
       relies_on: what no other mechanism may change beside it, each with the reason that a user is told.
       races: which samples of a round count depends on which of them end first.
       orders: which prompts make up a batch depends on which are complete first, though all samples of a prompt count.
-      moves_requests: requests move between workers in the middle of a round, so commands take effect at once.
       reads_profile: whether a configuration has it read `rollout.layout.profile`.
       problem: why a configuration with it is impossible, as a sentence; None: it is possible. Asked where it is on,
         with the names of the mechanisms that race.
       note: what a start says about it; None: nothing.
+      drops_slowest: whether a configuration has it end the slowest responses of a prompt, for good.
+      searched: its factors, of a rule that `jaxrl tune` searches.
     """
 
     name: str
@@ -36,10 +54,11 @@ class Room:
     relies_on: Mapping[str, str] = field(default_factory=dict)
     races: bool = False
     orders: bool = False
-    moves_requests: bool = False
     reads_profile: Callable[[Config], bool] = lambda config: False
     problem: Callable[[Config, Sequence[str]], str | None] = lambda config, racing: None
     note: Callable[[Config], str | None] = lambda config: None
+    drops_slowest: Callable[[Config], bool] = lambda config: False
+    searched: Searched | None = None
 
 
 UNFINISHED = "what becomes of unfinished responses"
@@ -47,4 +66,5 @@ UNFINISHED = "what becomes of unfinished responses"
 
 LAYOUTS = "the layouts of workers"
 PROMPTS_OF_ROUNDS = "which prompts share a round"
+WORKERS = "which worker has a request"
 """`Room.changes`."""

@@ -37,6 +37,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 if TYPE_CHECKING:
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
+    from jaxrl.report.curves import PagePart
     from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.proposals import Proposer
     from jaxrl.scheduling.layouts.latency_profile import Profile
@@ -115,12 +116,10 @@ def batch_rule(config: Config) -> BatchRule:
             config.data.train_batch_size,
             config.rollout.n,
             config.reward.score_when,
-            config.algorithm.filter_groups,
+            build_dynamic_sampling.group_filter(config),
             config.rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
             max_response_length=config.data.max_response_length,
-            gen_batch_size=config.data.gen_batch_size,
-            keeps_group=build_dynamic_sampling.keeps_group(config),
         )
         for room, rule in RULES:
             if room.is_on(config):
@@ -128,11 +127,6 @@ def batch_rule(config: Config) -> BatchRule:
         return FreshBatches(batch)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def moves_requests(config: Config) -> bool:
-    """Whether requests move between workers in the middle of a round."""
-    return any(room.moves_requests for room in rooms_of(config))
 
 
 def proposer(config: Config, platform: str) -> Proposer | None:
@@ -189,6 +183,21 @@ def refuse_unread(config: Config) -> None:
 
     if judge.ROOM.is_on(config):
         read_judge(config)
+
+
+def page_parts() -> list[PagePart]:
+    """What mechanisms add to a run's page, in its order."""
+    from jaxrl.mechanisms.adaptive_layouts import report as adaptive_layouts_report
+    from jaxrl.mechanisms.ranking_groups import report as ranking_groups_report
+    from jaxrl.mechanisms.speculation import report as speculation_report
+    from jaxrl.mechanisms.tail_batching import report as tail_batching_report
+
+    return [
+        tail_batching_report.PART,
+        speculation_report.PART,
+        ranking_groups_report.PART,
+        adaptive_layouts_report.PART,
+    ]
 
 
 def of_run(parts: RunParts) -> list[Mechanism]:

@@ -1,7 +1,7 @@
 """The event journal: a write-ahead log of decisions that a clock took, so that a resumed run decides the same.
 
 Purpose: everything in a run follows from its config and seeds, except for a few decisions that depend on a clock or the
-machine (a scorer that timed out or crashed; a layout switch from measured latencies). Each is written here as one line
+machine (a scorer that timed out or crashed; a new layout from measured latencies). Each is written here as one line
 before it takes effect. A step that runs again after a crash replays its lines and does not ask the clock again
 (docs/architecture.md).
 

@@ -253,8 +253,8 @@ def seconds_of_other_steps(line: dict[str, float], earlier_s: float | None, ahea
 def step_phases(line: Mapping[str, float]) -> dict[str, float]:
     """Of what a step's time is made: the seconds of each phase that ran in it, and each moment once.
 
-    `jaxrl.loop` says what a line counts. With one-step-off the round of the batch ran before the step, so its phases
-    are left out. `ahead` is the next step's round, without what ran at the same time as the update.
+    `jaxrl.loop` says what a line counts. Where the round of the batch ran before the step, its phases are left out.
+    `ahead` is the next step's round, without what ran at the same time as the update.
     """
     elsewhere = {"step", "earlier", "ahead", "overlap", *(ROUND_PHASES if "timing_s/earlier" in line else ())}
     names = [name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/")]

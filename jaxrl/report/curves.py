@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxrl.record.metrics import ROUND_PHASES, hidden_shares, seconds_of, step_phases
-from jaxrl.report.charts import Chart, Curve, Point, finite
+from jaxrl.record.metrics import hidden_shares, seconds_of, step_phases
+from jaxrl.report.charts import Chart, Curve, finite
 from jaxrl.report.runs import Run
 
 _SHOWN = 1e-3
@@ -34,7 +35,19 @@ def validation_names(run: Run) -> list[str]:
     return sorted(scores, key=lambda name: (not name.endswith("/reward"), "acc" not in name, name))
 
 
-def charts(run: Run) -> list[Chart]:
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """What a mechanism adds to a run's page; nothing where the run has nothing of it.
+
+    Attributes:
+      charts: among the others. section: of its own, as HTML.
+    """
+
+    charts: Callable[[Run], list[Chart]] = lambda run: []
+    section: Callable[[Run], str] = lambda run: ""
+
+
+def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
     def curve(label: str, name: str, colour: str = "c1") -> list[Curve]:
         return [Curve(label, points, colour)] if (points := run.series(name)) else []
 
@@ -60,10 +73,8 @@ def charts(run: Run) -> list[Chart]:
         Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
         Chart("Groups with mixed rewards", "share", mixed, "critic/mixed_reward_groups", top=1),
         Chart("Responses cut at the limit", "share", cut, "response_length/clip_ratio", top=1),
-        *_by_round(run),
         *_hidden(run),
-        *_drafts(run),
-        *_ranked(run),
+        *(chart for part in parts for chart in part.charts(run)),
         *_of_hosts(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
@@ -157,29 +168,6 @@ def _ever(curves: list[Curve]) -> list[Curve]:
     return [curve for curve in curves if any(y for _, y in finite(curve.points))]
 
 
-def _by_round(run: Run) -> list[Chart]:
-    """Charts of rollout time and longest response by kind of round, and of the queue; none without long rounds."""
-    is_long = dict(run.series("rollout/long_round"))
-    if not any(is_long.values()):
-        return []
-
-    def dots(series: list[Point]) -> list[Curve]:
-        kinds = ((0.0, "short", "c1"), (1.0, "long", "c2"))
-        points = {kind: [(step, y) for step, y in series if is_long.get(step) == kind] for kind, *_ in kinds}
-        return [Curve(label, points[kind], colour, dots=True, line=False) for kind, label, colour in kinds]
-
-    rollout_s = [(row["step"], seconds_of(ROUND_PHASES, row)) for row in run.metrics if "timing_s/gen" in row]
-    queue = [
-        Curve("prompts that wait", run.series("rollout/queue_length")),
-        Curve("longest wait, steps", run.series("rollout/queue_age_steps/max"), "c2"),
-    ]
-    return [
-        Chart("Rollout time by round", "seconds", dots(rollout_s), "timing_s/gen"),
-        Chart("Longest response by round", "tokens", dots(run.series("response_length/max")), "response_length/max"),
-        Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length"),
-    ]
-
-
 def _hidden(run: Run) -> list[Chart]:
     """How much of the update ran beside a rollout; none where nothing could."""
     if not (seconds := hidden_shares(run.metrics)):
@@ -188,35 +176,6 @@ def _hidden(run: Run) -> list[Chart]:
     if prompts := run.series("actor/streamed_share"):
         curves.append(Curve("of its prompts", prompts, "c2"))
     return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
-
-
-def _drafts(run: Run) -> list[Chart]:
-    """What speculation brought, with the steps at which an epoch begins; none where it is off."""
-    if not run.series("rollout/spec/accept_rate"):
-        return []
-    shares = [
-        Curve("accepted, of those drafted", run.series("rollout/spec/accept_rate")),
-        Curve("of decoded tokens from drafts", run.series("rollout/spec/drafted_share"), "c2"),
-        Curve("of plans that verify", run.series("rollout/spec/plans_share"), "c4"),
-    ]
-    tokens = [Curve("tokens", run.series("rollout/spec/tokens_per_step"))]
-    charts = [
-        Chart("Drafts from history", "share", shares, "rollout/spec/accept_rate", top=1),
-        Chart("Tokens of a step that verifies", "per row", tokens, "rollout/spec/tokens_per_step"),
-    ]
-    return [_with_epochs(run, chart) for chart in charts]
-
-
-def _ranked(run: Run) -> list[Chart]:
-    """How busy ranking groups have kept the workers; none where they are off."""
-    if not run.series("rollout/ranking/idle_share"):
-        return []
-    shares = [
-        Curve("of workers' time idle", run.series("rollout/ranking/idle_share")),
-        Curve("of responses moved", run.series("rollout/ranking/moved_share"), "c2"),
-        Curve("begun in an earlier round", run.series("rollout/ranking/carried_share"), "c4"),
-    ]
-    return [_with_epochs(run, Chart("Workers of ranking groups", "share", shares, "rollout/ranking/*", top=1))]
 
 
 def _of_hosts(run: Run) -> list[Chart]:
@@ -233,7 +192,7 @@ def _of_hosts(run: Run) -> list[Chart]:
     return [Chart("Several hosts", "seconds", curves, "hosts/*")] if curves else []
 
 
-def _with_epochs(run: Run, chart: Chart) -> Chart:
+def with_epochs(run: Run, chart: Chart) -> Chart:
     """The chart, with the steps at which an epoch begins."""
     newest = run.series("training/epoch")
     begun = [step for (_, before), (step, epoch) in pairwise(newest) if epoch > before]

@@ -8,7 +8,7 @@ the rest of the page is as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from html import escape
@@ -23,9 +23,8 @@ from jaxrl.record.live import duration
 from jaxrl.record.metrics import hidden_shares
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite, number
-from jaxrl.report.curves import charts, short, validation_names
+from jaxrl.report.curves import PagePart, charts, short, validation_names
 from jaxrl.report.drawings import heat_card, histogram_card, rows_card
-from jaxrl.report.layouts import layouts_section
 from jaxrl.report.rewards import rewards_section
 from jaxrl.report.runs import Run, devices, option_text, read_run
 from jaxrl.report.samples import samples_section
@@ -40,9 +39,11 @@ def write_report(
     out: str | Path | None = None,
     removing: Removing = nullcontext,
     say: Callable[[str], None] = lambda text: None,
+    parts: Sequence[PagePart] = (),
 ) -> Path:
     """Writes the page (default: `report.html` in the run's folder, and several hosts' timelines as one beside it) and
-    returns where it is. What of the run cannot be read is on the page, and told by `say`."""
+    returns where it is. What of the run cannot be read is on the page, and told by `say`; `parts` are those of
+    mechanisms."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
@@ -50,7 +51,7 @@ def write_report(
     for problem in run.problems:
         say(f"{run_dir}: {problem}")
     target = Path(out) if out is not None else run.folder / "report.html"
-    write_whole(target, page(run), removing=removing)
+    write_whole(target, page(run, parts), removing=removing)
     if out is None:
         merge_timelines(run.folder)
     return target
@@ -59,19 +60,19 @@ def write_report(
 # ---------------------------------------------------------------- the page
 
 
-def page(run: Run) -> str:
+def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
     """The whole page."""
     name = str(run.option("trainer.experiment_name") or run.folder.resolve().name)
     problems = "".join(f"<p class=note>{escape(text)}</p>" for text in run.problems)
     span = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else None
-    drawn = "".join(card(replace(chart, span=span)) for chart in charts(run))
+    drawn = "".join(card(replace(chart, span=span)) for chart in charts(run, parts))
     return document(
         name,
         _subtitle(run),
         f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}"
         f"{histogram_card(run.batches)}{heat_card(run.batches)}</section>"
         f"{rows_card(run.drawn_round())}{rewards_section(run.metrics, span)}"
-        f"{layouts_section(run.layouts)}<h2>Samples</h2>{samples_section(run.samples)}"
+        f"{''.join(part.section(run) for part in parts)}<h2>Samples</h2>{samples_section(run.samples)}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
 

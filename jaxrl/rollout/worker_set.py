@@ -15,12 +15,12 @@ Over several hosts the one program runs on the devices of all of them, and every
 the hosts are replicas of each other as well. It makes the layout of the largest degree that the configuration allows,
 because no process knows which degrees are in use on other hosts. What comes after it, each host does for itself.
 
-With ranking groups the weights of the next round come while others are still in use
-(`jaxrl.mechanisms.ranking_groups.head_start`): they wait beside them, and each worker takes its part when it is done.
+Where workers begin with the next round ahead, its weights come while others are still in use: they wait beside them,
+and each worker takes its part when it is done.
 
-A worker whose layout switch failed halfway takes its weights from another worker of its host, which has the same: the
-trainer's may be spread over all devices, and no program runs on a part of them. The only worker of one of several hosts
-has no way back, and the run goes on from its last checkpoint.
+A worker whose change of layout failed halfway takes its weights from another worker of its host, which has the same:
+the trainer's may be spread over all devices, and no program runs on a part of them. The only worker of one of several
+hosts has no way back, and the run goes on from its last checkpoint.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from jaxrl.config import Config
 from jaxrl.config.hosts import with_workers_of_hosts
-from jaxrl.mechanisms import table
+from jaxrl.mechanisms.room import WORKERS
+from jaxrl.mechanisms.table import rooms_of
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
@@ -32,10 +33,10 @@ def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None 
 def lookahead(config: Config, ticks: Ticks = step_ticks) -> int | None:
     """Ticks after which what a round commands takes effect (`jaxrl.scheduling.tokens.order`): those of
     `LOOKAHEAD_PLANS` plans of the most steps and prefill tokens. None where it takes effect at once: with one worker,
-    and where a mechanism moves requests between workers."""
+    and where requests move between workers."""
     rollout = config.rollout
     num_workers = with_workers_of_hosts(rollout.num_workers, config.hosts.num)
-    if num_workers == 1 or table.moves_requests(config):
+    if num_workers == 1 or any(WORKERS in room.changes for room in rooms_of(config)):
         return None
     rows, steps, prefill = rollout.max_num_seqs, rollout.decode_steps, rollout.max_num_batched_tokens
     fullest = PlanTimes(0, steps, 0.0, prefill, rows, rows * config.max_model_length / 2, was_queued=True)

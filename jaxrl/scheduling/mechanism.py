@@ -1,9 +1,8 @@
 """What a mechanism may do, and when: the hooks that a run calls on each of a list of mechanisms.
 
-Purpose: a mechanism (a switch of the README: adaptive layouts, the stream trainer, drafts from history, ...) is a
-`Mechanism` with some of these methods. The loop (`jaxrl.loop`) and the backend (`jaxrl.runtime.backend`, with its
-events, plans and verdicts) hold a list of them and know none by name; with an empty list they train synchronously, on
-one batch after another.
+Purpose: a mechanism (a switch of the README) is a `Mechanism` with some of these methods. The loop (`jaxrl.loop`) and
+the backend (`jaxrl.runtime.backend`, with its events, plans and verdicts) hold a list of them and know none by name;
+with an empty list they train synchronously, on one batch after another.
 
 Every hook does nothing here, so a mechanism has only those that it needs. Hooks are called in the order of the list.
 
@@ -138,7 +137,7 @@ class RoundEnd:
 
     @property
     def scored(self) -> Sequence[Group]:
-        """The groups that have left it with a reward: trained on, or left out by dynamic sampling."""
+        """The groups that have left it with a reward: trained on, or filtered."""
         return () if self.result is None else (*self.result.groups, *self.result.judged)
 
 
@@ -172,8 +171,8 @@ class Mechanism:
     Attributes:
       name: of its part of a checkpoint, and of what it tells other processes; one that has neither needs none.
       rounds_ahead: by how many updates a round comes before the update that learns from it.
-      reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that dynamic sampling has left out, also of
-        those that other processes have drawn.
+      reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that were filtered, also of those that other
+        processes have drawn.
     """
 
     name: ClassVar[str] = ""

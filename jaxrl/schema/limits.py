@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from jaxrl.schema.declared import Cap
 
@@ -13,5 +15,7 @@ MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until the
 MAX_SAMPLES = Cap(65536, "a prompt's samples are kept in memory until the last one is scored")
 MAX_LENGTH = Cap(16777216, "every row of a batch has room for the longest sequence")
 MAX_FACTOR = Cap(100, "a round would launch that many batches at once")
+Factor = Annotated[float, Ge(1), MAX_FACTOR]
+"""By how much more a round launches than a batch has: the speculation factor η of RollPacker §3."""
 MAX_WAIT = Cap(10_000_000, "the system's clocks wait no longer, which is four months")
 MAX_GIB = Cap(2**20, "no machine has more")

@@ -1,9 +1,9 @@
 """Seconds and bytes of a simulated machine's work: the protocol, and an analytic roofline.
 
 Purpose: the simulated executor asks how long a plan takes (`decode_step_s`, `prefill_s`); others ask how long training,
-a weight sync and a layout switch take, and how many KV blocks a device holds. `CostModel` below is all that any of them
-may ask. Every answer is for one dp group (one model copy on `tp` devices): groups of a layout run in lockstep, so a
-plan takes as long as its slowest group.
+a weight sync and a change of layout take, and how many KV blocks a device holds. `CostModel` below is all that any of
+them may ask. Every answer is for one dp group (one model copy on `tp` devices): groups of a layout run in lockstep, so
+a plan takes as long as its slowest group.
 
 Source: the roofline of Williams et al. (2009) over the bytes and FLOPs of a dense decoder; decode as a function of
 (batch, total context) is PAT §4.2 (Fig. 6); the move of KV is PAT §4.3 (equations 1-2); each method names the mechanism
@@ -73,7 +73,7 @@ class Efficiency:
       train_fixed_s: seconds of a training step whatever its size: phases, loading of optimizer states, imbalance.
       sync_fixed_s: the same of a weight sync.
       rollout_fixed_s: the same of a rollout: engines and pools are woken, and drained at the end.
-      switch_fixed_s: the same of a layout switch: graphs and programs of the new layout, pools.
+      switch_fixed_s: the same of a change of layout: graphs and programs of the new layout, pools.
     """
 
     memory: float = 0.8
@@ -173,7 +173,7 @@ class CostModel(Protocol):
         """Seconds of waking and draining the engines, whenever a rollout has taken the devices over."""
         ...
 
-    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+    def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         """The cost of changing the TP degree. KV that is computed again costs a prefill instead."""
         ...
 
@@ -369,7 +369,7 @@ class RooflineCost:
     def rollout_fixed_s(self) -> float:
         return self.efficiency.rollout_fixed_s
 
-    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+    def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         """Groups that merge send each other their KV; see PAT's equations 1-2.
 
         A higher TP degree merges `new_tp / tp` groups: each device keeps `tp / new_tp` of the KV it has and sends the
@@ -378,7 +378,7 @@ class RooflineCost:
         _check_tp(tp)
         _check_tp(new_tp)
         if new_tp % tp and tp % new_tp:
-            raise ValueError(f"layout_switch: of tp ({tp}) and new tp ({new_tp}) one must divide the other")
+            raise ValueError(f"switch_cost: of tp ({tp}) and new tp ({new_tp}) one must divide the other")
         hw, eff = self.hardware, self.efficiency
         link = hw.bytes_per_s(max(tp, new_tp)) * eff.link
         held = [self.device_params(t, self.params.total) * self.number_bytes for t in (tp, new_tp)]

@@ -222,7 +222,7 @@ class SimulatedExecutor:
             seat = seat_of[row.request.request_id]
             groups.setdefault(seat // self.num_slots, []).append(int(old.context[seat]))
         fullest = max(groups.values(), key=sum, default=[])
-        cost = self._cost.layout_switch(self.tp, move.to_tp)
+        cost = self._cost.switch_cost(self.tp, move.to_tp)
         times = TimeTaken(cost.weights_s, cost.kv_s_per_token * sum(fullest), cost.fixed_s)
         self._take_sizes(self._layouts[move.to_tp])
         for row in move.rows:

@@ -45,6 +45,6 @@ def modelled_profile(
         )
         for p in prefill_points(points)
     ]
-    switches = [cost.layout_switch(tp, new_tp) for tp in degrees for new_tp in degrees if tp != new_tp]
+    switches = [cost.switch_cost(tp, new_tp) for tp in degrees for new_tp in degrees if tp != new_tp]
     identity = ProfileIdentity("", "", name, num_devices, "", "")
     return Profile(identity, tuple(decode), tuple(prefill), tuple(switches), source="synthetic")

@@ -2,7 +2,7 @@
 
 Purpose: a simulation in which lengths come from a run instead of a formula.
 
-Source: bootstrap resampling (Efron 1979), by prompt so that a long prompt is long again (RollPacker §3, RhymeRL §6.1).
+Source: bootstrap resampling (Efron 1979), by prompt so that its responses are long again (RollPacker §3, RhymeRL §6.1).
 The rule `by_rank` is the model of `jaxrl.sim.workload` with the recorded lengths as its distribution: a response's
 standard normal score is sqrt(c) a + sqrt(1 - c) b, a of the prompt and b of the response, and c is the correlation of
 the recorded scores within a prompt.

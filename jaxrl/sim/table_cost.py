@@ -18,7 +18,7 @@ from jaxrl.sim.cost_model import CostModel, TrainLoad
 
 @dataclass(frozen=True, slots=True)
 class TableCost:
-    """`CostModel` of the measured table in `predictor`: decode, prefill and layout switches; `rest` answers the rest.
+    """`CostModel` of the measured table in `predictor`: decode, prefill and switches; `rest` answers the rest.
 
     Measured values hold for the devices that they were measured on and are not scaled to another number of devices.
     """
@@ -51,7 +51,7 @@ class TableCost:
         rows = max(round(tokens / context), 1)
         return self.predictor.prefill_s(tp, rows, context) * tokens / (rows * context)
 
-    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+    def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         return self.predictor.switch_cost(tp, new_tp)
 
     def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:

@@ -4,8 +4,7 @@ Purpose: the pure half of `jaxrl tune`. A `Search` names the options of a rule t
 value and plain batches are simulated with the same seeds; `Table` compares them. It runs nothing itself.
 
 Source: RollPacker §6.3 (one speculation factor for prompts and responses, and a grid search over [1.1, 1.4]; Fig. 12:
-each factor alone, averages over whole periods of short rounds and a long one); APRIL §3 (N' / N of active partial
-rollout).
+each factor alone, averages over whole periods of short rounds and a long one); APRIL §3 (N' / N).
 
 Departures: instead of whole periods, a run is charged for the prompts that still wait at its end, as if they had run in
 long rounds of that run's mean time. So factors with periods of 4 and of 11 steps are compared over equally many steps.
@@ -18,30 +17,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from jaxrl.mechanisms.room import Searched
 from jaxrl.scheduling.rounds.batches import provisioned
 
-RuleName = Literal["tail_batching", "partial_rollout"]
 Factors = tuple[float, ...]  # one for each option of a search; none: plain batches
 PLAIN: Factors = ()
 _LEAST_STEPS = 20
-_PERIODS = 2  # of short rounds and a long one, at the least
+_PERIODS = 2  # at the least
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A rule, the options of its section that are searched, and the values that they take by default.
+    """A rule's section, what is searched of it, and the sections of all other rules."""
 
-    `warm_up` steps are left out of every mean: until then the rule carries less than it will.
-    """
+    section: str
+    of: Searched
+    others: tuple[str, ...] = ()
 
-    rule: RuleName
-    options: tuple[str, ...]
-    values: tuple[float, ...]
-    warm_up: int = 0
+    @property
+    def rule(self) -> str:
+        return self.section.removeprefix("rollout.")
 
     @property
     def name(self) -> str:
@@ -49,24 +48,24 @@ class Search:
 
     def together(self, values: Sequence[float]) -> list[Factors]:
         """The grid in which all options have the same value."""
-        return [(value,) * len(self.options) for value in values]
+        return [(value,) * len(self.of.options) for value in values]
 
     def overrides(self, factors: Factors) -> list[str]:
         """The options of a run with these factors, or with plain batches, as on the command line."""
-        section = f"rollout.{self.rule}"
-        values = [f"{section}.{name}={value:g}" for name, value in zip(self.options, factors, strict=bool(factors))]
-        return [f"{section}.enable={str(bool(factors)).lower()}", *values]
+        pairs = zip(self.of.options, factors, strict=bool(factors))
+        values = [f"{self.section}.{name}={value:g}" for name, value in pairs]
+        return [f"{self.section}.enable={str(bool(factors)).lower()}", *values]
 
     def alone(self, factors: Factors) -> list[str]:
         """`overrides`, with every other rule off, and without the changes that a rule makes when a run ends."""
-        others = [f"rollout.{rule}.enable=false" for rule in _RULES if rule != self.rule]
-        return [*others, *self.overrides(factors), f"rollout.{self.rule}.at_end=leave"]
+        others = [f"{section}.enable=false" for section in self.others]
+        return [*others, *self.overrides(factors), f"{self.section}.at_end=leave"]
 
     def launched(self, factors: Factors, num_prompts: int, group_size: int) -> tuple[int, int]:
         """Prompts, and samples of each, that a round launches: a short one, if there are long ones."""
         counts = [num_prompts, group_size]
-        for i, (name, factor) in enumerate(zip(self.options, factors, strict=bool(factors))):
-            counts[i] = provisioned(f"rollout.{self.rule}.{name}", factor, counts[i])
+        for i, (name, factor) in enumerate(zip(self.of.options, factors, strict=bool(factors))):
+            counts[i] = provisioned(f"{self.section}.{name}", factor, counts[i])
         return counts[0], counts[1]
 
     def distinct(self, grid: Sequence[Factors], num_prompts: int, group_size: int) -> list[Factors]:
@@ -78,24 +77,8 @@ class Search:
 
     def num_steps(self, grid: Sequence[Factors], num_prompts: int) -> int:
         """How many steps show each value of a grid: two periods of the one with the longest period, or 20."""
-        if self.rule != "tail_batching":
-            return _LEAST_STEPS + self.warm_up
-        return max(_LEAST_STEPS, *(_PERIODS * _period(factors[0], num_prompts) for factors in grid))
-
-
-SEARCHES: Mapping[RuleName, Search] = {
-    "tail_batching": Search(
-        "tail_batching", ("prompt_factor", "response_factor"), (1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4)
-    ),
-    "partial_rollout": Search("partial_rollout", ("over_provision",), (1.5, 2.0, 2.5, 3.0), warm_up=8),
-}
-_RULES = (*SEARCHES, "over_provisioning")
-
-
-def _period(prompt_factor: float, num_prompts: int) -> int:
-    """Steps until a long round has come."""
-    spare = provisioned("rollout.tail_batching.prompt_factor", prompt_factor, num_prompts) - num_prompts
-    return math.ceil(num_prompts / spare) + 1 if spare else 1
+        periods = (_PERIODS * self.of.period(factors[0], num_prompts) for factors in grid)
+        return self.of.warm_up + max(_LEAST_STEPS, *periods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +112,7 @@ def trial(steps: Sequence[Mapping[str, float]], num_prompts: int, warm_up: int =
     counted = steps[warm_up:]
     queue = [step.get("rollout/queue_length", 0.0) for step in counted]
     long = [step for step in counted if step["rollout/long_round"]]
-    # partial rollout carries as much at the start of the counted steps as at their end, and has no long rounds
+    # a rule that defers none carries as much at the start of the counted steps as at their end
     owed = queue[-1] / num_prompts if "rollout/deferred_prompts" in counted[-1] else 0.0
     if owed and not long:
         raise ValueError(
@@ -311,7 +294,7 @@ class Table:
         def entry(each: Tried) -> dict[str, Any]:
             step, speed = Spread.of(each.values("step_s")), each.speedup(self.plain)
             return {
-                "factors": dict(zip(self.search.options, each.factors, strict=bool(each.factors))),
+                "factors": dict(zip(self.search.of.options, each.factors, strict=bool(each.factors))),
                 "launched": list(each.launched),
                 "step_s": _known(step),
                 "speedup": _known(speed),

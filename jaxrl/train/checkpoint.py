@@ -1,7 +1,7 @@
 """Checkpoints: the training state on any mesh, and the host's queues, in one folder per step with its checksums.
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
-(named numpy arrays: long-prompt queue, partial-rollout buffer and the like, as flat integers with offsets). The named
+(named numpy arrays: what batch rules carry and the like, as flat integers with offsets). The named
 arrays are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays.
 
 Orbax writes a temporary folder, `<step>.tmp`, in the background. Then the manifest of SHA-256 checksums is added

@@ -1,10 +1,10 @@
 """One model in training: weights, optimizer state, gradients that accumulate, one update.
 
-Source: docs/architecture.md; streaming gradients in any order are RollPacker §4.4. Master weights, optimizer state and
-the accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is a
-prefix); rows of a microbatch are split over the same devices, and each layer's weights are gathered inside the scan, as
-in FSDP (Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its denominator
-and is divided once, so a minibatch may be cut into microbatches and parts of any size and order.
+Source: docs/architecture.md; gradients that add up in any order are RollPacker §4.4. Master weights, optimizer state
+and the accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is
+a prefix); rows of a microbatch are split over the same devices, and each layer's weights are gathered inside the scan,
+as in FSDP (Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its
+denominator and is divided once, so a minibatch may be cut into microbatches and parts of any size and order.
 
 Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`, and beside
 it, while a microbatch runs, that microbatch's gradients; activations as `actor.remat` says. For the backward pass,

@@ -1,11 +1,11 @@
 """Microbatches on one mesh: log-probabilities or values, and gradients that add up.
 
-Purpose: the part of the trainer that runs programs with given weights, which the stream trainer
-(`jaxrl.mechanisms.stream_trainer.gradients`) has as well, on other devices. What is done with the sums is the caller's
-part.
+Purpose: the part of the trainer that runs programs with given weights: its own, or a copy on other devices, for
+gradients beside a rollout. What is done with the sums is the caller's part.
 
 Each of the two is a generator that hands one microbatch to the devices per turn, so that its caller decides how far the
-host may be ahead: the trainer waits for the microbatch before the last one, the stream goes on when one has run.
+host may be ahead: the trainer waits for the microbatch before the last one; beside a rollout one goes on when one has
+run.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
 """What a batch needs before its gradients: the ratios' denominators, values, masks, advantages. numpy only, no jax.
 
-Purpose: the loop does it for a step's batch, and the stream trainer (`jaxrl.mechanisms.stream_trainer.gradients`) for
-the groups that it gets while others decode. All of it is known per group, unless the estimator of the advantages is one
+Purpose: the loop does it for a step's batch, and what computes gradients beside a rollout for the groups that it gets
+while others decode. All of it is known per group, unless the estimator of the advantages is one
 of `config.checks.NEEDS_WHOLE_BATCH`; so groups may be prepared apart and put together again (`joined`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.partial_rollout.rule import old_logprobs_by_version, on_policy_mask
 from jaxrl.train import advantages
-from jaxrl.types import Group, SampleKey, TrainBatch
+from jaxrl.types import Group, Sample, SampleKey, TrainBatch
 
 
 def needs_policy(config: Config, batch: TrainBatch, step: int) -> bool:
@@ -54,6 +53,32 @@ def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray]
     if config.rollout.stale_tokens != "mask":
         return None
     return [on_policy_mask(sample.versions, step - 1).astype(np.float32) for sample in batch.samples]
+
+
+def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
+    """bool [T]: the tokens that `policy_version` (the rollout's newest) wrote, for training that masks the others."""
+    return np.asarray(versions) >= policy_version
+
+
+def old_logprobs_by_version(
+    recorded: Sequence[np.ndarray], current: Sequence[np.ndarray], samples: Iterable[Sample], policy_version: int
+) -> list[np.ndarray]:
+    """The denominators of the ratios: recorded at sampling for tokens of earlier versions, recomputed under the current
+    policy for the others.
+
+    Args:
+      recorded: per sample float [T], `rollout_logprobs`.
+      current: per sample float [T], recomputed under the policy before the update.
+      samples: their versions decide.
+      policy_version: the rollout's newest.
+
+    Returns:
+      Per sample float32 [T].
+    """
+    return [
+        np.where(on_policy_mask(sample.versions, policy_version), now, then).astype(np.float32)
+        for then, now, sample in zip(recorded, current, samples, strict=True)
+    ]
 
 
 def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -> None:

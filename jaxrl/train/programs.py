@@ -91,7 +91,7 @@ class TrainPrograms(CompiledPrograms):
         """See `jaxrl.train.step.Trainer` for the arguments and for what is refused.
 
         `updates`: whether the optimizer is among the programs that will be needed; False where gradients alone are
-        computed (`jaxrl.mechanisms.stream_trainer.gradients`).
+        computed.
         """
         super().__init__()
         self._updates = updates

@@ -110,7 +110,7 @@ class Trainer(Learner):
         return self._forward(params, batch, kind)
 
     def take_over(self, sums: Accumulator) -> None:
-        """Begins the minibatch with sums of other devices (`jaxrl.mechanisms.stream_trainer.gradients`), which then
-        have these shardings: `programs.sums`. Nothing may have been accumulated yet."""
+        """Begins the minibatch with sums of other devices, which then have these shardings: `programs.sums`. Nothing
+        may have been accumulated yet."""
         assert self._passes.accumulator is None, "sums come from elsewhere before a minibatch is accumulated here"
         self._passes.accumulator = sums

@@ -71,7 +71,7 @@ def generation_s(cost: RooflineCost, setup: Setup, batch: Sequence[Sequence[int]
     left = everything[-reading.rows :]
     for rows in groups:
         _advance(rows, now)
-    switch = cost.layout_switch(reading.tp, reading.new_tp)
+    switch = cost.switch_cost(reading.tp, reading.new_tp)
     fullest = max(sum(PROMPT_TOKENS + row.done for row in rows if row in left) for rows in groups)
     now += switch.weights_s + switch.fixed_s + switch.kv_s_per_token * fullest
     after = setup.num_devices // reading.new_tp

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from jaxrl.config.files import load
+from jaxrl.mechanisms.dynamic_sampling.group_filter import differs_in
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.rounds.group_filter import differs_in
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, Sample, SampleKey

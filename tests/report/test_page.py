@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl.cli import main
 from jaxrl.config import from_mapping, to_mapping
+from jaxrl.mechanisms.table import page_parts
 from jaxrl.record.batches import BatchLog
 from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
 from jaxrl.record.timeline import Timeline
@@ -209,7 +210,7 @@ def test_rounds_are_drawn_by_kind(tmp_path):
                     "response_length/max": 900.0 if is_long else 100.0,
                 },
             )
-    page = write_report(tmp_path).read_text()
+    page = write_report(tmp_path, parts=page_parts()).read_text()
     for title in ("Rollout time by round", "Longest response by round", "Long-prompt queue"):
         assert title in page
     figure = page[page.index("Rollout time by round") :]
@@ -229,7 +230,7 @@ def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path):
             values = {f"rollout/spec/{name}": value for name, value in spec.items()}
             shares = {f"rollout/ranking/{name}_share": 0.01 * step for name in ("idle", "moved", "carried")}
             writer.write(step, values | shares | {"training/epoch": epoch})
-    page = check(write_report(tmp_path))
+    page = check(write_report(tmp_path, parts=page_parts()))
     for title in ("Drafts from history", "Tokens of a step that verifies", "Workers of ranking groups"):
         figure = page[page.index(title) :]
         figure = figure[: figure.index("</figure>")]
@@ -251,7 +252,7 @@ def test_what_several_hosts_cost_is_drawn_where_there_are_several(tmp_path):
 
 
 def test_without_history_there_is_nothing_drawn_of_it(tmp_path):
-    page = check(write_report(fake_run(tmp_path)))
+    page = check(write_report(fake_run(tmp_path), parts=page_parts()))
     assert "Drafts" not in page
     assert "ranking groups" not in page
 

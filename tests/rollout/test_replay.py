@@ -19,6 +19,7 @@ from replay_worker import ReplayWorker
 from sim_machine import Machine
 
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.models.loading import load_model
@@ -313,7 +314,7 @@ class Played:
 
 PARAMS = SamplingParams(max_tokens=30, stop_token_ids=STOPS)
 BATCH = BatchSettings(3, 2)
-FILTERING = replace(BATCH, filter_groups=FilterGroupsSection(enable=True, max_unscored_groups=0))
+FILTERING = replace(BATCH, group_filter=DynamicSampling(FilterGroupsSection(enable=True, max_unscored_groups=0)))
 TAIL = TailBatchingSection(enable=True, prompt_factor=1.5, response_factor=1.5)
 
 

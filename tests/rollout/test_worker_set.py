@@ -26,8 +26,7 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.scheduling.layouts.relayout import SwitchFailed
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request, resume

@@ -13,6 +13,7 @@ from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
 from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.mechanisms.speculation.drafts import draft_config
@@ -46,7 +47,7 @@ def test_plain_batches_are_the_default():
     limits = rule.limits
     batch = BatchSettings(4, 3, score_when="rollout", max_active_requests=9, max_response_length=LONGEST)
     assert limits == RaceLimits(batch, 3, 0)
-    assert not limits.batch.filter_groups.enable
+    assert limits.batch.group_filter is None
 
 
 def test_over_provisioning():
@@ -69,7 +70,7 @@ def test_tail_batching():
         )
     )
     assert isinstance(rule, TailBatching)
-    filtering = FilterGroupsSection(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
+    filtering = DynamicSampling(FilterGroupsSection(enable=True, max_num_gen_batches=3, max_unscored_groups=2))
     assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
     assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave")
 

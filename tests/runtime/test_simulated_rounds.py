@@ -13,6 +13,7 @@ from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, to
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
@@ -277,7 +278,7 @@ def test_replayed_lengths_tell_the_same():
 
 
 BATCH = BatchSettings(3, 3)
-FILTERING = replace(BATCH, filter_groups=FilterGroupsSection(enable=True, max_unscored_groups=1))
+FILTERING = replace(BATCH, group_filter=DynamicSampling(FilterGroupsSection(enable=True, max_unscored_groups=1)))
 AFTERWARDS, FILTERING_AFTERWARDS = (replace(batch, score_when="rollout") for batch in (BATCH, FILTERING))
 RULES: dict[str, Callable[[], BatchRule]] = {
     "plain": lambda: FreshBatches(BATCH),

@@ -135,7 +135,7 @@ def test_a_generation_that_switches_in_closed_form():
     alone = [cost.decode_step_s(1, 1, 200 + step) for step in range(200, 500)]
     second = drain(cost, 1, [200] * 2, [500, 200])[0]
     done = 200 + next(i for i in range(300) if second + sum(alone[: i + 1]) > now)
-    switch = cost.layout_switch(1, 2)
+    switch = cost.switch_cost(1, 2)
     moved_s = switch.weights_s + switch.fixed_s + switch.kv_s_per_token * (200 + done)
     rest = sum(cost.decode_step_s(2, 1, 200 + step) for step in range(done, 500))
     assert pat_closed.generation_s(cost, setup, batch, reading) == pytest.approx(now + moved_s + rest, rel=1e-3)

@@ -78,7 +78,7 @@ class Charging(ConstantCost):
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
-    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+    def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         self.asked.append((tp, new_tp))
         return SwitchCost(tp, new_tp, 1.0, 0.1, 3.0)
 

@@ -181,19 +181,19 @@ def test_weight_sync_by_hand():
     assert COST.weight_sync_s(2, 2) == pytest.approx(total / 2 / 1e9 + 3)  # as training has them: nothing to gather
 
 
-def test_layout_switch_by_hand():
-    up = COST.layout_switch(1, 2)
+def test_the_cost_of_a_switch_by_hand():
+    up = COST.switch_cost(1, 2)
     assert (up.from_tp, up.to_tp, up.fixed_s) == (1, 2, 2)
     assert up.weights_s == pytest.approx(2 * 202_048 / 1e9)  # read and write of one half in bfloat16; nothing crosses
     assert up.kv_s_per_token == pytest.approx(256 / 2 / 1e8)  # half of what it holds goes to the other
-    down = COST.layout_switch(2, 1)
+    down = COST.switch_cost(2, 1)
     assert down.weights_s == pytest.approx(202_048 / 1e8 + 4 * 202_048 / 1e9)  # the other half comes in
     assert 100 * down.kv_s_per_token == pytest.approx(50 * 128 / 1e8)  # 50 rows' other half of the heads
 
 
 def test_switching_past_the_key_value_heads_moves_copies():
     # Two groups of two devices become one of four, with as many key/value heads on each as before.
-    assert COST.layout_switch(2, 4).kv_s_per_token == pytest.approx(128 / 1e8)
+    assert COST.switch_cost(2, 4).kv_s_per_token == pytest.approx(128 / 1e8)
 
 
 def test_blocks_that_fit():
@@ -305,9 +305,9 @@ PROFILE_PREFILL = LatencyPredictor(PROFILE)
 
 
 def test_measured_switches_take_over():
-    assert table().layout_switch(1, 2) == PROFILE.switches[0]
+    assert table().switch_cost(1, 2) == PROFILE.switches[0]
     with pytest.raises(ValueError, match="no costs for a switch from tp 2 to 1"):
-        table().layout_switch(2, 1)
+        table().switch_cost(2, 1)
 
 
 # ---------------------------------------------------------------- refusals
@@ -335,6 +335,6 @@ def test_layouts_that_cannot_be():
     with pytest.raises(ValueError, match=r"TP degree \(0\)"):
         COST.decode_step_s(0, 1, 1)
     with pytest.raises(ValueError, match="one must divide the other"):
-        COST.layout_switch(2, 3)
+        COST.switch_cost(2, 3)
     with pytest.raises(ValueError, match=r"tp \(3\) must divide num_devices \(8\)"):
         COST.weight_sync_s(3, 8)

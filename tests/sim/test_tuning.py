@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from jaxrl.sim.tuning import PLAIN, SEARCHES, Table, Trial, Tried, label, trial
+from jaxrl.commands.tune import SEARCHES
+from jaxrl.sim.tuning import PLAIN, Table, Trial, Tried, label, trial
 
 TAIL, PARTIAL = SEARCHES["tail_batching"], SEARCHES["partial_rollout"]
 
@@ -22,9 +23,9 @@ def tried(factors: tuple[float, ...], *step_s: float) -> Tried:
 
 
 def test_the_grid_is_the_paper_s():
-    assert TAIL.values == (1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4)
-    assert TAIL.together(TAIL.values)[1] == (1.15, 1.15)
-    assert PARTIAL.together(PARTIAL.values) == [(1.5,), (2.0,), (2.5,), (3.0,)]
+    assert TAIL.of.values == (1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4)
+    assert TAIL.together(TAIL.of.values)[1] == (1.15, 1.15)
+    assert PARTIAL.together(PARTIAL.of.values) == [(1.5,), (2.0,), (2.5,), (3.0,)]
 
 
 def test_options_of_a_value():
@@ -48,7 +49,7 @@ def test_what_a_value_launches():
     assert TAIL.launched((1.25, 1.25), 128, 8) == (160, 10)
     assert TAIL.launched((1.25, 1.0), 128, 8) == (160, 8)
     assert PARTIAL.launched((2.5,), 128, 8) == (320, 8)
-    grid = TAIL.together(TAIL.values)
+    grid = TAIL.together(TAIL.of.values)
     assert TAIL.distinct(grid, 128, 64) == grid
     assert TAIL.distinct(grid, 8, 4) == TAIL.together([1.1, 1.15, 1.3, 1.4])  # 9 × 5, 10 × 5, 11 × 6, 12 × 6
 
@@ -57,7 +58,7 @@ def test_enough_steps_for_the_longest_period_twice():
     assert TAIL.num_steps(TAIL.together([1.1, 1.4]), 128) == 2 * 11  # 13 spare prompts: 10 short rounds fill a long one
     assert TAIL.num_steps(TAIL.together([1.01]), 100) == 2 * 101
     assert TAIL.num_steps([(1.0, 1.5)], 100) == 20, "nothing is deferred"
-    assert PARTIAL.num_steps(PARTIAL.together([1.5]), 100) == 20 + PARTIAL.warm_up
+    assert PARTIAL.num_steps(PARTIAL.together([1.5]), 100) == 20 + PARTIAL.of.warm_up
 
 
 # ---------------------------------------------------------------- what a run shows

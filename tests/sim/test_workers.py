@@ -17,13 +17,13 @@ from known_samples import KnownSample, KnownWorkload
 from sim_machine import STOP, ConstantCost, key, play, prompt, sizes
 
 from jaxrl.loop import Hooks
+from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
 from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.layouts import LayoutLog, read_layouts
-from jaxrl.report.layouts import layouts_section
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.runtime.lanes import PlanLanes
 from jaxrl.runtime.simulation import build
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Event, SampleFinished
 from jaxrl.scheduling.rounds.round import Round

@@ -10,6 +10,7 @@ from fake_rollout import FakePrompts, FakeRollout, FakeTraining, make_sample
 
 from jaxrl.config.rollouts import RolloutSection
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -39,9 +40,9 @@ def rule_sections() -> list[str]:
     return [name for name, section in sections.items() if is_dataclass(section) and hasattr(section, "enable")]
 
 
-def filtering(**options: Any) -> dict[str, Any]:
+def filtering(gen_batch_size: int = 0, **options: Any) -> dict[str, Any]:
     """`BatchSettings` with dynamic sampling."""
-    return {"filter_groups": FilterGroupsSection(enable=True, **options)}
+    return {"group_filter": DynamicSampling(FilterGroupsSection(enable=True, **options), gen_batch_size)}
 
 
 def key(index: int, i: int, attempt: int = 0) -> SampleKey:

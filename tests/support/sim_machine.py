@@ -74,7 +74,7 @@ class ConstantCost:
     def rollout_fixed_s(self) -> float:
         return 0.0
 
-    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+    def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         return SwitchCost(tp, new_tp, 0.0, 0.0, 0.0)
 
     def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:

@@ -9,12 +9,12 @@ from sim_machine import SMALL
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.loop import Hooks
+from jaxrl.mechanisms.dynamic_sampling.filtered_share import MOST_PER_MISSING
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
-from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING
 from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_rollout import make_sample
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.train import preparation
+from jaxrl.train.preparation import old_logprobs_by_version, on_policy_mask
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 STEP = 3  # trains version 2
@@ -114,3 +116,12 @@ def test_a_sample_in_two_parts_or_in_none():
         preparation.joined(FRESH[:1], [part])
     with pytest.raises(KeyError):
         preparation.joined([*FRESH, *STALE], [part])
+
+
+def test_the_staleness_of_tokens():
+    sample = make_sample(SampleKey(0, 0, 0), [3, 3, 4, 5, 5], "stop")
+    assert on_policy_mask(sample.versions, 5).tolist() == [False, False, False, True, True]
+    now = np.asarray([-1, -2, -3, -4, -5], np.float64)
+    (old,) = old_logprobs_by_version([sample.rollout_logprobs], [now], [sample], 5)
+    assert old.dtype == np.float32
+    assert old.tolist() == [-3.5, -3.5, -4.5, -4, -5]

@@ -32,11 +32,11 @@ from typing import Any
 
 from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
 from jaxrl.scheduling.layouts.situation import GroupCapacity, Situation
-from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory

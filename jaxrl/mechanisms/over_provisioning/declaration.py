@@ -8,4 +8,5 @@ ROOM = Room(
     lambda config: config.rollout.over_provisioning.enable,
     decides=frozenset({UNFINISHED}),
     races=True,
+    drops_slowest=lambda config: True,
 )

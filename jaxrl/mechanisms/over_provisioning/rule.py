@@ -1,7 +1,7 @@
 """Over-provisioning: launch more than is needed, keep what ends first, discard the rest for good.
 
 A round launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0) responses, and the first P0 × R0 are the
-batch. Prompts that lose leave the system as `filtered`.
+batch. Prompts that lose leave the system as `filtered`, so it trains on fewer long responses than the data holds.
 
 Source: RollPacker §3 and APRIL §2 name it as the baseline that they improve on.
 """
@@ -9,10 +9,10 @@ Source: RollPacker §3 and APRIL §2 name it as the baseline that they improve o
 from __future__ import annotations
 
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
-from jaxrl.scheduling.rounds.batches import FreshBatches, provisioned
+from jaxrl.scheduling.rounds.batches import FreshBatches, launched
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 
-_OPTION = "rollout.over_provisioning"
+_SECTION = "rollout.over_provisioning"
 
 
 class OverProvisioning(FreshBatches):
@@ -28,6 +28,9 @@ class OverProvisioning(FreshBatches):
     begins_ahead = False  # its batch depends on which responses end first
 
     def __init__(self, batch: BatchSettings, options: OverProvisioningSection) -> None:
-        num_prompts = provisioned(f"{_OPTION}.prompt_factor", options.prompt_factor, batch.num_groups)
-        num_responses = provisioned(f"{_OPTION}.response_factor", options.response_factor, batch.group_size)
+        num_prompts, num_responses = launched(_SECTION, options.prompt_factor, options.response_factor, batch)
         super().__init__(batch, RaceLimits(batch, num_responses, num_prompts - batch.num_groups))
+
+    @property
+    def name(self) -> str:
+        return "over-provisioning"

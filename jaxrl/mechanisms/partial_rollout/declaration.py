@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.room import UNFINISHED, Room
+from jaxrl.mechanisms.room import UNFINISHED, Room, Searched
 
 
 def _problem(config: Config, racing: Sequence[str]) -> str | None:
@@ -22,4 +22,5 @@ ROOM = Room(
     decides=frozenset({UNFINISHED}),
     races=True,
     problem=_problem,
+    searched=Searched(("over_provision",), (1.5, 2.0, 2.5, 3.0), warm_up=8),
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from jaxrl.schema.declared import Names
-from jaxrl.schema.limits import MAX_FACTOR, AtEnd
+from jaxrl.schema.limits import AtEnd, Factor
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,7 @@ class PartialRolloutSection:
     """A round stops at enough complete prompts, and the next round goes on with the others."""
 
     enable: Annotated[bool, "Switch active partial rollout on."] = False
-    over_provision: Annotated[
-        float, Ge(1), MAX_FACTOR, "Prompts under way, as a multiple of data.train_batch_size."
-    ] = 2.0
+    over_provision: Annotated[Factor, "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
     max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
     max_restarts: Annotated[
         int, Ge(0), "The most times that a sample may lose its tokens and start again; rounds wait for it in time."

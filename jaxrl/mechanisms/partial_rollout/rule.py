@@ -1,10 +1,9 @@
 """Active partial rollout: stop when enough groups are complete, and go on with the others in the next round.
 
-Purpose: the rule across rounds, and pure helpers for training on responses that several versions of the weights wrote.
-A round has N' > N groups under way: first complete groups that the last round did not need, then unfinished groups from
-the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the buffer
-with their tokens, and with both log-probabilities and the version of each token; they go on under the same key (same
-attempt) from their token ids.
+Purpose: the rule across rounds. A round has N' > N groups under way: first complete groups that the last round did not
+need, then unfinished groups from the buffer, oldest first, then new prompts. It stops at the N-th complete group.
+Unfinished samples stay in the buffer with their tokens, and with both log-probabilities and the version of each token;
+they go on under the same key (same attempt) from their token ids.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -38,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -57,12 +56,12 @@ from jaxrl.scheduling.rounds.batches import (
     discard_at_end,
     new_group,
     open_round,
+    pack_learnt,
     provisioned,
     queue_metrics,
     room_until_end,
 )
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
-from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round
 from jaxrl.types import Sample
@@ -121,7 +120,7 @@ class PartialRollout:
             )
         self.buffer: deque[BufferedGroup] = deque()  # by first launch; in a round, those that it has not launched
         self.num_rounds = 0
-        self.share = FilteredShare()
+        self.filter = batch.group_filter
         self._open: OpenRound | None = None
         self._restarted = 0
         self._dropped_tokens = 0
@@ -175,7 +174,7 @@ class PartialRollout:
             return new_group(prompts, batch.group_size, time.step, self.num_rounds)
 
         limits = self._limits(num_spare - len(held_back), self._most_left_over(time, num_spare, len(held_back)))
-        race = Race(limits, supply, due, self.share)
+        race = Race(limits, supply, due, self.filter)
         self._open = open_round(race, "partial", time)
         return self._open.round
 
@@ -270,7 +269,7 @@ class PartialRollout:
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race, ledger = opened.race, opened.ledger
-        self.share = race.share
+        self.filter = race.filter
         gone = {*race.batch, *race.filtered}
         kept: list[BufferedGroup] = []
         for prompt_key, group in race.groups.items():
@@ -288,7 +287,7 @@ class PartialRollout:
         metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens + thrown)
         metrics |= queue_metrics(self.buffer, opened.time.step, self.num_rounds)
         metrics |= self._partial_metrics(opened)
-        if self.batch.filter_groups.enable:
+        if self.filter:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         left |= {entry.key: "filtered" for entry in discarded}
@@ -315,7 +314,7 @@ class PartialRollout:
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
-            "filtered_share": self.share.state(),
+            "filtered_share": pack_learnt(self.filter),
             "groups": np.asarray(rows, np.int64).reshape(-1, 5),
             "samples": pack_samples([sample for entry in self.buffer for sample in entry.samples]),
         }
@@ -341,41 +340,12 @@ class PartialRollout:
             members = tuple(samples.popleft() for _ in range(count))
             buffer.append(BufferedGroup((epoch, index), first_step, first_round, members))
         self.buffer, self.num_rounds = buffer, int(state["num_rounds"])
-        self.share = FilteredShare.of_state(state["filtered_share"])
-
-
-# -- training on responses of several versions -------------------------------------------------------------------------
+        self.filter = self.filter and self.filter.of_state(state["filtered_share"])
 
 
 def has_ended(sample: Sample) -> bool:
     """Whether a response ended by itself."""
     return sample.finish_reason in ("stop", "length")
-
-
-def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
-    """bool [T]: the tokens that `policy_version` (the rollout's newest) wrote, for training that masks the others."""
-    return np.asarray(versions) >= policy_version
-
-
-def old_logprobs_by_version(
-    recorded: Sequence[np.ndarray], current: Sequence[np.ndarray], samples: Iterable[Sample], policy_version: int
-) -> list[np.ndarray]:
-    """The denominators of the ratios: recorded at sampling for tokens of earlier versions, recomputed under the current
-    policy for the others.
-
-    Args:
-      recorded: per sample float [T], `rollout_logprobs`.
-      current: per sample float [T], recomputed under the policy before the update.
-      samples: their versions decide.
-      policy_version: the rollout's newest.
-
-    Returns:
-      Per sample float32 [T].
-    """
-    return [
-        np.where(on_policy_mask(sample.versions, policy_version), now, then).astype(np.float32)
-        for then, now, sample in zip(recorded, current, samples, strict=True)
-    ]
 
 
 def version_spans(versions: np.ndarray) -> list[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.room import LAYOUTS, PROMPTS_OF_ROUNDS, Room
+from jaxrl.mechanisms.room import LAYOUTS, PROMPTS_OF_ROUNDS, WORKERS, Room
 
 
 def _problem(config: Config, racing: Sequence[str]) -> str | None:
@@ -38,12 +38,12 @@ ROOM = Room(
     "ranking groups",
     "rollout.ranking_groups.enable",
     lambda config: config.rollout.ranking_groups.enable,
+    changes=frozenset({WORKERS}),
     relies_on={
         PROMPTS_OF_ROUNDS: "both decide which prompts share a round's workers, the one by the last rollout's lengths "
         "and the other by those of this one",
         LAYOUTS: "groups are shared out by what workers of one layout take for them",
     },
-    moves_requests=True,
     reads_profile=lambda config: config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile),
     problem=_problem,
 )

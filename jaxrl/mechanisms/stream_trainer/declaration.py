@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxrl.config import Config
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.mechanisms.room import Room
+from jaxrl.mechanisms.room import WORKERS, Room
 from jaxrl.schema.devices import possible_workers
 
 
@@ -53,6 +53,6 @@ ROOM = Room(
     "stream trainer",
     "trainer.stream.enable",
     lambda config: config.trainer.stream.enable,
-    moves_requests=True,
+    changes=frozenset({WORKERS}),
     problem=_problem,
 )

@@ -48,19 +48,20 @@ from jaxrl.scheduling.rounds.batches import (
     check_schema,
     close_round,
     discard_at_end,
+    launched,
     new_group,
     open_round,
+    pack_learnt,
     pack_waiting,
-    provisioned,
     queue_metrics,
     room_until_end,
     unpack_waiting,
 )
-from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind
 
 SCHEMA = 2
+_SECTION = "rollout.tail_batching"
 
 
 class TailBatching:
@@ -79,11 +80,8 @@ class TailBatching:
 
     def __init__(self, batch: BatchSettings, options: TailBatchingSection) -> None:
         self.batch, self.options = batch, options
-        launched = provisioned("rollout.tail_batching.prompt_factor", options.prompt_factor, batch.num_groups)
-        self.num_spare = launched - batch.num_groups
-        self.num_responses = provisioned(
-            "rollout.tail_batching.response_factor", options.response_factor, batch.group_size
-        )
+        num_prompts, self.num_responses = launched(_SECTION, options.prompt_factor, options.response_factor, batch)
+        self.num_spare = num_prompts - batch.num_groups
         self._limits("short", self.num_spare)
         if options.max_age_steps and options.max_age_steps < self.least_age_bound:
             raise ValueError(
@@ -93,7 +91,7 @@ class TailBatching:
             )
         self.queue: deque[Waiting] = deque()
         self.num_rounds = 0
-        self.share = FilteredShare()
+        self.filter = batch.group_filter
         self._open: OpenRound | None = None
 
     @property
@@ -134,19 +132,19 @@ class TailBatching:
                 return self.queue.popleft().relaunch(prompts, self.batch.group_size)
             return new_group(prompts, limits.num_responses, time.step, self.num_rounds)
 
-        self._open = open_round(Race(limits, supply, share=self.share), kind, time)
+        self._open = open_round(Race(limits, supply, group_filter=self.filter), kind, time)
         return self._open.round
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
         """The kind of the next round, and how many prompts it launches beyond P0."""
         num_groups, num_waiting = self.batch.num_groups, len(self.queue)
-        enough = self.share.under_way(num_groups)  # num_groups without dynamic sampling
+        enough = self.filter.under_way(num_groups) if self.filter else num_groups
         if num_waiting >= enough or self._age_forces_long(time.step):
             return "long", 0
         room = room_until_end(self.options.at_end, num_groups, time, num_waiting)
         num_spare = self.num_spare if room is None else min(self.num_spare, room)
         # a race cannot wait for all of the prompts that dynamic sampling launches ahead, and must not lose any
-        crowded = self.batch.filter_groups.enable and room is not None and room < enough - num_groups + num_spare
+        crowded = self.filter and room is not None and room < enough - num_groups + num_spare
         return ("long", 0) if num_spare < 0 or crowded else ("short", num_spare)
 
     def _most_left_over(self, kind: RoundKind, time: RoundTime) -> int | None:
@@ -173,9 +171,9 @@ class TailBatching:
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race = opened.race
-        self.share = race.share
+        self.filter = race.filter
         deferred = [Waiting.of(group.planned) for group in race.left_over]
-        waits_for_all = current.kind == "long" and not self.batch.filter_groups.enable
+        waits_for_all = current.kind == "long" and not self.filter
         assert not (deferred and waits_for_all), "a long round waits for all of its prompts"
         if current.kind == "short":
             self.queue.extend(deferred)
@@ -188,7 +186,7 @@ class TailBatching:
         metrics = opened.metrics(groups, opened.tokens_lost())
         metrics["rollout/deferred_prompts"] = float(len(deferred))
         metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
-        if self.batch.filter_groups.enable:
+        if self.filter:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
         return RoundResult(current.kind, groups, left, metrics, opened.judged(), [])
 
@@ -200,7 +198,7 @@ class TailBatching:
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
-            "filtered_share": self.share.state(),
+            "filtered_share": pack_learnt(self.filter),
             "queue": pack_waiting(self.queue),
         }
 
@@ -209,4 +207,4 @@ class TailBatching:
         check_schema("tail batching", state, SCHEMA)
         self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
-        self.share = FilteredShare.of_state(state["filtered_share"])
+        self.filter = self.filter and self.filter.of_state(state["filtered_share"])

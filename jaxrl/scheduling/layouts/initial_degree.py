@@ -2,7 +2,7 @@
 
 Purpose: `fastest_degree` is what `rollout.tensor_model_parallel_size=auto` chooses.
 
-Source: RollPacker §4.2: the planner profiles the best degree without tail batching, and begins with it.
+Source: RollPacker §4.2: the planner profiles the best degree of a plain round, and begins with it.
 
 Departures: the paper measures rollouts; here a rollout is predicted from the profile of decode steps, for a plain batch
 of equal rows: all have the longest prompt and go on to the longest response, as PAT bounds what is left of a generation
@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow
-from jaxrl.scheduling.layouts.switch_rule import LatencyModel, remaining_s
+from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, StepTimes, remaining_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class DegreeChoice:
 
 
 def fastest_degree(
-    model: LatencyModel,
+    model: StepTimes,
     capacities: Mapping[int, GroupCapacity],
     num_rows: int,
     prompt_tokens: int,

@@ -20,8 +20,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.relayout import LayoutExecutor, rows_of
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How, LayoutExecutor, rows_of
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import PlanTimes
 

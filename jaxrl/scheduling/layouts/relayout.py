@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.situation import LiveRow, Rows
-from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat
 from jaxrl.scheduling.tokens.progress import Progress
+
+How = Literal["migrate", "recompute"]
+"""How a request's KV comes to another layout, or to another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class LayoutExecutor(Executor, Protocol):
 
 
 def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = None) -> tuple[Rows, ...]:
-    """The rows of each dp group, as the switch rule sees them: without what the plans in flight will bring.
+    """The rows of each dp group, as decisions about layouts see them: without what the plans in flight will bring.
 
     `expected`: how many more tokens history expects a response of so many to gain.
     """
@@ -141,7 +143,7 @@ def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = N
 def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
     """Works a change of layout out; nothing may be in flight.
 
-    Requests are regrouped as the switch rule assumes (`regroup`). In a group with more rows or blocks than
+    Requests are regrouped as predictions assume (`regroup`). In a group with more rows or blocks than
     its pool offers, the youngest give up their rows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The live rows of each dp group, which layout decisions look at.
+"""The live rows of each dp group, which layout decisions look at, and how long they go on.
 
 Source: PAT §4.2, Algorithm 1, lines 4 and 8. `jaxrl.scheduling.layouts.regroup` has line 7.
 
@@ -8,13 +8,26 @@ Legend: S decode steps; R rows; G dp groups; K stretches of steps between which 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
+MAX_TERMS = 2048
+
 Bound = Literal["max_length", "expected"]
+
+
+class StepTimes(Protocol):
+    """Predicted times of steps (`jaxrl.scheduling.layouts.latency.LatencyPredictor`)."""
+
+    @property
+    def num_devices(self) -> int: ...
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        """Seconds of decode steps, by rows and by tokens of the fullest dp group: [S], [S] -> [S]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,20 @@ def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[n
         here = slice(start_K[k], end_K[k])
         tokens_S[here] = (length_GK[:, k, None] + batch_GK[:, k, None] * step_S[here]).max(axis=0)
     return batch_S, tokens_S
+
+
+def remaining_s(model: StepTimes, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
+    """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time).
+
+    The sum of all steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many stretches.
+    """
+    num_steps = max((row.steps_left(bound) for rows in groups for row in rows), default=0)
+    if not num_steps:
+        return 0.0
+    starts = np.arange(0, num_steps, -(-num_steps // MAX_TERMS))
+    widths = np.diff(starts, append=num_steps)
+    step_s = model.decode_steps_s(tp, *load_at(groups, bound, starts + widths // 2))
+    return float(np.sum(step_s * widths))
 
 
 def _rows_by_stretch(group_R: np.ndarray, num_R: np.ndarray, num_stretches: int, value_R: np.ndarray) -> np.ndarray:

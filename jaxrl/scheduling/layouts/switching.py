@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, get_args, runtime_checkable
 
-from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, TimeTaken, plan_relayout, restart
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How, LayoutExecutor, SwitchFailed, TimeTaken, plan_relayout, restart
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.plan import Executor
 

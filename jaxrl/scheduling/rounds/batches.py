@@ -10,13 +10,12 @@ loop calls it without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-This module has the seam, the two baselines, and what rules share. Other rules are mechanisms
+This module has the seam, the baselines, and what rules share. Other rules are mechanisms
 (`jaxrl.mechanisms`), whose table says which settings exclude each other. `carried.py` packs what rules carry for a
 checkpoint.
 
 Source: the baselines of RollPacker §6.1 and §3: plain synchronous batches, optionally with all rewards after the
-rollout, and over-provisioning that discards its losers. (So it trains on fewer long responses than the data holds,
-which tail batching's queue avoids.)
+rollout, and races that discard their losers. (So they train on fewer long responses than the data holds.)
 
 Departures: a rule keeps prompt *keys* between rounds, and asks the source for the prompts when it launches them again.
 """
@@ -33,8 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl.scheduling.rounds.filtered_share import FilteredShare
-from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
+from jaxrl.scheduling.rounds.race import BatchSettings, GroupFilter, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind, RoundLedger
 from jaxrl.schema.limits import AtEnd
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -71,7 +69,7 @@ class RoundResult:
       groups: to train on, sorted by prompt key.
       left: prompts that leave the system now without being trained on, and why.
       metrics: of the round; counts are of prompts or samples as their names say.
-      judged: scored groups of those that dynamic sampling has left out, in the order in which they were judged.
+      judged: scored groups of those that were filtered, in the order in which they were judged.
       carried: samples with tokens that the rule keeps for a later round, those of earlier rounds among them. With
         several hosts their tokens come to all hosts, in place.
     """
@@ -131,9 +129,9 @@ class BatchRule(Protocol):
 class FreshBatches:
     """New prompts every round: plain synchronous batches that wait for all responses.
 
-    With dynamic sampling a plain round launches ahead of verdicts. Prompts that were launched and not needed are the
-    first of the next round, where they draw new responses (verl drops them): nothing is off-policy. Those that no step
-    is left for leave as `filtered`.
+    Where groups are filtered, a plain round launches ahead of verdicts. Prompts that were launched and not needed are
+    the first of the next round, where they draw new responses (verl drops them): nothing is off-policy. Those that no
+    step is left for leave as `filtered`.
 
     Args:
       batch: P0, R0, and what else rules share.
@@ -141,9 +139,9 @@ class FreshBatches:
         as `filtered`, for good.
 
     Attributes:
-      queue: prompts that dynamic sampling has launched and not needed.
+      queue: prompts that were launched ahead of verdicts and not needed.
       begun: prompts of the next round that were drawn ahead.
-      share: of groups that dynamic sampling filters.
+      filter: of groups, with what it has learnt.
     """
 
     SCHEMA = 2
@@ -155,12 +153,12 @@ class FreshBatches:
         self.queue: deque[Waiting] = deque()
         self.begun: deque[PromptKey] = deque()
         self.num_rounds = 0
-        self.share = FilteredShare()
+        self.filter = batch.group_filter
         self._open: OpenRound | None = None
 
     @property
     def name(self) -> str:
-        return "over-provisioning" if self.limits.is_race else "plain batches"
+        return "plain batches"
 
     @property
     def num_carried(self) -> int:
@@ -172,7 +170,7 @@ class FreshBatches:
 
     def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
         batch = self.limits.batch
-        if not self.begins_ahead or batch.filter_groups.enable or batch.max_active_requests:
+        if not self.begins_ahead or batch.group_filter or batch.max_active_requests:
             return []  # `jaxrl.mechanisms.table.is_timeless` says the same of a configuration
         missing = batch.num_groups - len(self.begun)  # a resumed run with smaller batches may have some
         self.begun.extend(prompt.key for prompt in prompts.next(max(missing, 0)))
@@ -191,13 +189,13 @@ class FreshBatches:
                 return self.queue.popleft().relaunch(prompts, self.limits.num_responses)
             return new_group(prompts, self.limits.num_responses, time.step, self.num_rounds)
 
-        self._open = open_round(Race(self.limits, supply, share=self.share), "plain", time)
+        self._open = open_round(Race(self.limits, supply, group_filter=self.filter), "plain", time)
         return self._open.round
 
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race, groups = opened.race, current.groups()
-        self.share = race.share
+        self.filter = race.filter
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         surplus = [Waiting.of(group.planned) for group in race.left_over]
         discarded = surplus
@@ -207,7 +205,7 @@ class FreshBatches:
         left |= {entry.key: "filtered" for entry in discarded}
         metrics = opened.metrics(groups, thrown_tokens=opened.tokens_lost())
         metrics["rollout/discarded_prompts"] = float(len(discarded))
-        if self.limits.batch.filter_groups.enable:
+        if self.filter:
             metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
         return RoundResult(current.kind, groups, left, metrics, opened.judged(), [])
 
@@ -220,7 +218,7 @@ class FreshBatches:
             "num_rounds": self.num_rounds,
             "queue": pack_waiting(self.queue),
             "begun": np.asarray(self.begun, np.int64).reshape(-1, 2),
-            "filtered_share": self.share.state(),
+            "filtered_share": pack_learnt(self.filter),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +226,7 @@ class FreshBatches:
         self.begun = deque((int(epoch), int(index)) for epoch, index in state["begun"])
         self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
-        self.share = FilteredShare.of_state(state["filtered_share"])
+        self.filter = self.filter and self.filter.of_state(state["filtered_share"])
 
 
 # -- what rules share --------------------------------------------------------------------------------------------------
@@ -239,6 +237,12 @@ def provisioned(option: str, factor: float, count: int) -> int:
     if not math.isfinite(factor):
         raise ValueError(f"{option} ({factor}) must be a finite number")
     return math.ceil(Fraction(str(factor)) * count)
+
+
+def launched(section: str, prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
+    """Prompts that a round launches, and samples of each. Raises ValueError as `provisioned` does."""
+    num_prompts = provisioned(f"{section}.prompt_factor", prompt_factor, batch.num_groups)
+    return num_prompts, provisioned(f"{section}.response_factor", response_factor, batch.group_size)
 
 
 def new_group(prompts: PromptStream, num_responses: int, step: int, round_index: int = 0) -> PlannedGroup:
@@ -293,6 +297,11 @@ def unpack_waiting(packed: Iterable[Sequence[int]]) -> deque[Waiting]:
     return deque(Waiting((epoch, index), *more) for epoch, index, *more in rows)
 
 
+def pack_learnt(group_filter: GroupFilter | None) -> list[float]:
+    """What a rule's filter has learnt, for a checkpoint; zeros without one."""
+    return group_filter.state() if group_filter else [0.0, 0.0]
+
+
 def room_until_end(at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting: int = 0) -> int | None:
     """How many prompts beyond its batch a round may leave over so that later steps can train on all of them, besides
     `num_waiting` that its rule carries; None: any number."""
@@ -324,10 +333,10 @@ C = TypeVar("C", bound=CarriedPrompt)
 
 
 def discard_at_end(carried: deque[C], batch: BatchSettings, at_end: AtEnd, time: RoundTime) -> list[C]:
-    """Takes the newest prompts out of `carried` that no step which is left could train on: dynamic sampling launched
-    them ahead. (Without it no rule launches too many. A run that is resumed with fewer steps keeps what it carries, and
-    says so at its end.)"""
-    room = room_until_end(at_end, batch.num_groups, time) if batch.filter_groups.enable else None
+    """Takes the newest prompts out of `carried` that no step which is left could train on: they were launched ahead of
+    verdicts. (Without a filter no rule launches too many. A run that is resumed with fewer steps keeps what it carries,
+    and says so at its end.)"""
+    room = room_until_end(at_end, batch.num_groups, time) if batch.group_filter else None
     discarded: list[C] = []
     while room is not None and len(carried) > room:
         discarded.append(carried.pop())
@@ -356,7 +365,7 @@ class OpenRound:
         return sum(len(sample) for sample in ended if sample.key not in kept)
 
     def judged(self) -> list[Group]:
-        """Scored groups of the prompts that dynamic sampling has left out, in the order in which they were judged."""
+        """Scored groups of the prompts that were filtered, in the order in which they were judged."""
         finished = self.ledger.finished
         groups = (self.race.groups[prompt_key] for prompt_key in self.race.filtered)
         return [Group(group.planned.prompt, [finished[key] for key in sorted(group.kept)]) for group in groups]
@@ -370,7 +379,7 @@ class OpenRound:
         counted = {key for group in race.groups.values() for key in group.kept}
         outcomes = list(race.filtered.values())
         filtered = [s for key in race.filtered for s in race.groups[key].kept.values()]
-        estimate = {"rollout/filtered_share": race.share.share} if race.limits.batch.filter_groups.enable else {}
+        estimate = {"rollout/filtered_share": race.filter.share} if race.filter else {}
         ages = [self.time.step - race.groups[group.prompt.key].planned.first_step for group in groups]
         return {
             "rollout/long_round": float(self.round.kind == "long"),

@@ -1,4 +1,4 @@
-"""What prompts' earlier responses are kept for: drafts of the next ones, and the ranking of prompts by length.
+"""What prompts' earlier responses are kept for: drafts of the next ones, and the order of prompts by length.
 
 Purpose: `HistoryStore` holds, for every prompt of the data, the responses of its last rollouts and their lengths. It is
 part of a checkpoint. What is made of the responses (`jaxrl.mechanisms.speculation.index`) lies elsewhere.
@@ -8,8 +8,8 @@ length is their median; by how much lengths have grown since the epoch before).
 
 Departures:
 
-- A group enters when it leaves its round, scored: those that are trained on, and those that dynamic sampling has judged
-  and left out. What a round discards, or carries on without samples, never enters: which of its responses had been
+- A group enters when it leaves its round, scored: those that are trained on, and those that were scored and
+  left out. What a round discards, or carries on without samples, never enters: which of its responses had been
   scored by then is decided by a clock. So the store is a function of logical time.
 - Samples are kept in the order of their keys, whatever the order in which they ended.
 - Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay. An index counts with

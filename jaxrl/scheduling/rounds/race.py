@@ -4,25 +4,23 @@ Purpose: `Race` is the `RoundRule` under every batch rule of `jaxrl.scheduling.r
 groups are wanted, how many more are under way, how many spare responses each may have, and whether losers keep their
 tokens. Without spare groups and responses it is the synchronous round.
 
-Source: RollPacker §3 (the first R0 responses of a prompt and the first P0 prompts; the others end at once), §7 (dynamic
-sampling with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its samples); DAPO
-(Yu et al. 2025, §3.2: prompts with all rewards equal are left out and replaced).
+Source: RollPacker §3 (the first R0 responses of a prompt and the first P0 prompts; the others end at once), §7 (groups
+that are left out, with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its
+samples).
 
 Departures:
 
-- Dynamic sampling launches ahead of verdicts: as many groups are under way as the share that was filtered so far says
-  are needed (`filtered_share.py`), so a round without filtered prompts is the plain short round. (RollPacker §7 keeps
-  the active requests at the cap until the end; verl draws batches of fixed size one after another.)
+- A round with a `GroupFilter` launches ahead of verdicts: as many groups are under way as it expects to be needed, so a
+  round without filtered prompts is the plain short round. (RollPacker §7 keeps the active requests at the cap until the
+  end; verl draws batches of fixed size one after another.)
 - So more groups may count than are needed. Where prompts do not race, the batch takes the first of them in the order of
   launch, as verl does, and waits for those before them: taking the first that end would neglect long responses. For
   the same reason groups launched after the batch's last one are left over, filtered or not (`_take_back`).
 - A verdict's decision (which groups are left out, how many come in) takes effect at a logical time: a completed group's
-  verdicts are asked for when `max_unscored_groups` other groups wait behind it, or when they could end the round;
-  generation then waits for them (`AwaitVerdict`). So nothing depends on how long scoring takes: neither the groups of
-  the batch, nor the plan that a replacement enters (and so the rows that decode together). By default the number is
-  half of the groups that still decode: many verdicts may be late while a wait would idle a full engine, and few when a
-  late replacement would prolong the round.
-- A group that dynamic sampling would filter leaves as `failed` if all its scorings failed.
+  verdicts are asked for when `max_unscored` other groups wait behind it, or when they could end the round; generation
+  then waits for them (`AwaitVerdict`). So nothing depends on how long scoring takes: neither the groups of the batch,
+  nor the plan that a replacement enters (and so the rows that decode together).
+- A group that is filtered leaves as `failed` if all its scorings failed.
 
 The order is that of completion: (dispatch, dp group, slot), as the engine reports it.
 """
@@ -31,16 +29,68 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 from jaxrl.config.rewards import ScoreWhen
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
-from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
-from jaxrl.scheduling.rounds.group_filter import KeepsGroup, differs_in, metric_problem
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, RoundLedger
 from jaxrl.types import Group, Prompt, Sample, SampleKey
+
+
+class GroupFilter(Protocol):
+    """Leaves complete groups out of the batch by their rewards; others replace them (dynamic sampling).
+
+    Immutable: `after` gives what it is when it has learnt from a group, which a rule carries from round to round.
+    """
+
+    def keeps(self, group: Group, verdicts: Sequence[Verdict], /) -> bool:
+        """Whether a group may be in the batch: asked with its scored samples and their verdicts, both sorted by key."""
+        ...
+
+    def after(self, *, kept: bool, num_groups: int) -> Self:
+        """The filter after one more group, in a run with batches of `num_groups`."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """The share of groups that it expects to leave out, below 1."""
+        ...
+
+    def under_way(self, missing: int, /) -> int:
+        """How many groups to have under way so that `missing` of them may be expected to count."""
+        ...
+
+    @property
+    def launched_at_once(self) -> int:
+        """Prompts that are launched together, at least 1."""
+        ...
+
+    def most_under_way(self, num_groups: int, /) -> int:
+        """The most that are under way for a batch of `num_groups`."""
+        ...
+
+    def most_launched(self, num_started: int, /) -> int:
+        """Prompts after which a round that starts with `num_started` gives up."""
+        ...
+
+    @property
+    def advice(self) -> str:
+        """What a user is told of a round that gave up."""
+        ...
+
+    def max_unscored(self, num_running: int, num_groups: int) -> int:
+        """Complete groups that may lack verdicts before generation waits, beside `num_running` that decode."""
+        ...
+
+    def state(self) -> list[float]:
+        """What it has learnt, as JSON values, for checkpoints."""
+        ...
+
+    def of_state(self, state: Sequence[float], /) -> Self:
+        """The same filter, with what another has learnt."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +101,20 @@ class BatchSettings:
       num_groups: prompts per batch, P0 (`data.train_batch_size`).
       group_size: samples per prompt, R0 (`rollout.n`).
       score_when: `reward.score_when`.
-      filter_groups: dynamic sampling (`algorithm.filter_groups`).
-      gen_batch_size: prompts launched at a time with dynamic sampling (`data.gen_batch_size`); 0: one by one.
-      keeps_group: which groups dynamic sampling keeps; None: those in which `algorithm.filter_groups.metric` differs.
+      group_filter: what leaves groups out of batches, with nothing learnt; None: every complete group counts.
       max_active_requests: the most samples under way; 0: no limit.
-      version_lag: versions by which the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
+      version_lag: versions by which the policy in training is ahead of the one that draws: 0, or 1 where a
+        round comes before the update that its weights lack.
       max_response_length: tokens of a response at most (`data.max_response_length`); 0: no limit.
     """
 
     num_groups: int
     group_size: int
     score_when: ScoreWhen = "sample"
-    filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
+    group_filter: GroupFilter | None = None
     max_active_requests: int = 0
     version_lag: int = 0
     max_response_length: int = 0
-    gen_batch_size: int = 0
-    keeps_group: KeepsGroup | None = None
-
-    def __post_init__(self) -> None:
-        problem = metric_problem(self.filter_groups.metric)
-        if self.filter_groups.enable and problem is not None:
-            raise ValueError(problem)
-        if self.filter_groups.enable and self.group_size < 2 and self.keeps_group is None:
-            raise ValueError(
-                f"dynamic sampling needs rollout.n >= 2, found {self.group_size}: the rewards of a group of one are "
-                "all equal, so every prompt would be left out"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +148,8 @@ class RaceLimits:
       num_responses: responses started per new prompt, at least `group_size`; the most a prompt may have under way.
       num_spare: groups under way beyond those still needed.
       keep_unfinished: whether the tokens of losing responses are kept.
-      max_left_over: the most prompts that dynamic sampling may launch beyond the batch and those that it filters; None:
-        no limit.
+      max_left_over: the most prompts that may be launched ahead of verdicts, beyond the batch and those that are
+        filtered; None: no limit.
     """
 
     batch: BatchSettings
@@ -127,7 +164,7 @@ class RaceLimits:
         assert batch.num_groups >= 1
         assert self.num_spare >= 0
         assert not (self.keep_unfinished and self.num_responses > batch.group_size), "a response too many has no place"
-        assert not (self.is_race and batch.filter_groups.enable and batch.score_when == "rollout"), (
+        assert not (self.is_race and batch.group_filter and batch.score_when == "rollout"), (
             "rewards decide which groups end the round"
         )
         if batch.max_active_requests and batch.max_active_requests < self.num_responses:
@@ -145,20 +182,13 @@ class RaceLimits:
     def in_launch_order(self) -> bool:
         """Whether the batch takes the first groups that count in the order of launch, whichever end first: so a rule
         without a race of prompts neglects no long response when it launches more prompts than it needs."""
-        return self.batch.filter_groups.enable and not self.num_spare
-
-    @property
-    def most_launched(self) -> int:
-        """Prompts after which a round of dynamic sampling gives up."""
-        started = self.batch.gen_batch_size or self.batch.num_groups + self.num_spare
-        return self.batch.filter_groups.max_num_gen_batches * started
+        return self.batch.group_filter is not None and not self.num_spare
 
     @property
     def max_under_way(self) -> tuple[int, int]:
         """The most that is under way at once, as (prompts, samples); `max_active_requests` caps the samples."""
-        prompts = self.batch.num_groups + self.num_spare
-        if self.batch.filter_groups.enable:
-            prompts += (MOST_PER_MISSING - 1) * self.batch.num_groups + max(self.batch.gen_batch_size - 1, 0)
+        num_groups, group_filter = self.batch.num_groups, self.batch.group_filter
+        prompts = (group_filter.most_under_way(num_groups) if group_filter else num_groups) + self.num_spare
         samples = prompts * self.num_responses
         return prompts, min(samples, self.batch.max_active_requests or samples)
 
@@ -180,13 +210,13 @@ class Race:
       supply: the next group to launch; called only when there is room for it.
       due: keys of prompts that must be in the batch: the round goes on until their groups are complete. They are the
         first that `supply` gives, and at most `num_groups`.
-      share: of the groups that dynamic sampling filters, as the rounds before have seen it.
+      group_filter: that of `limits.batch`, as the rounds before have left it; None: as it is there.
 
     Attributes, for settling the round when it is over:
       groups: all that were launched, in that order.
       accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
-      filtered: groups left out by dynamic sampling, and the outcome of each.
-      share: the estimate after this round's verdicts.
+      filtered: groups left out, and the outcome of each.
+      filter: after this round's verdicts.
     """
 
     def __init__(
@@ -194,12 +224,11 @@ class Race:
         limits: RaceLimits,
         supply: Callable[[], PlannedGroup],
         due: Collection[PromptKey] = frozenset(),
-        share: FilteredShare | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         assert len(due) <= limits.batch.num_groups
         self.limits = limits
-        self.share = share or FilteredShare()
-        self._keeps_group = limits.batch.keeps_group or differs_in(limits.batch.filter_groups.metric)
+        self.filter = group_filter or limits.batch.group_filter
         self.groups: dict[PromptKey, RacingGroup] = {}
         self.accepted: list[PromptKey] = []
         self.filtered: dict[PromptKey, Outcome] = {}
@@ -212,7 +241,7 @@ class Race:
         self._awaited: SampleKey | None = None
         self._sent: dict[SampleKey, None] = {}  # for scoring, in that order
         self._num_active = 0
-        self._num_owed = 0  # of a generation batch, still to be launched
+        self._num_owed = 0  # of those that are launched at once, still to be launched
         self._stopped = False
 
     @property
@@ -289,10 +318,10 @@ class Race:
         if not self._unresolved:
             return False
         group = self.groups[self._unresolved[0]]
-        if not self.limits.batch.filter_groups.enable:
+        if self.filter is None:
             self._accept(self._unresolved.popleft())
             return True
-        if not self._must_judge() or not all(key in self._sent for key in group.kept):
+        if not self._must_judge(self.filter) or not all(key in self._sent for key in group.kept):
             return False
         if not all(key in ledger.verdicts for key in group.kept):
             # verdicts come in the order in which samples were sent
@@ -302,8 +331,8 @@ class Race:
         prompt_key = self._unresolved.popleft()
         keys = sorted(group.kept)
         judged = Group(group.planned.prompt, [ledger.finished[key] for key in keys])
-        kept = self._keeps_group(judged, [ledger.verdicts[key] for key in keys])
-        self.share = self.share.after(not kept, self.limits.batch.num_groups)
+        kept = self.filter.keeps(judged, [ledger.verdicts[key] for key in keys])
+        self.filter = self.filter.after(kept=kept, num_groups=self.limits.batch.num_groups)
         if not kept:
             failed = all(ledger.verdicts[key].status != "ok" for key in group.kept)
             self.filtered[prompt_key] = "failed" if failed else "filtered"
@@ -312,14 +341,11 @@ class Race:
             self._accept(prompt_key)
         return True
 
-    def _must_judge(self) -> bool:
+    def _must_judge(self, group_filter: GroupFilter) -> bool:
         if self._has_batch({*self.accepted, *self._unresolved}):
             return True  # it could end the round
-        allowed = self.limits.batch.filter_groups.max_unscored_groups
-        if allowed < 0:
-            running = self._num_under_way - len(self._unresolved)
-            allowed = min(self.limits.batch.num_groups, running // 2)
-        return len(self._unresolved) > allowed
+        num_running = self._num_under_way - len(self._unresolved)
+        return len(self._unresolved) > group_filter.max_unscored(num_running, self.limits.batch.num_groups)
 
     def _has_batch(self, complete: Collection[PromptKey]) -> bool:
         """Whether a batch could be chosen if `complete` were the groups that count."""
@@ -345,20 +371,25 @@ class Race:
         if batch.max_active_requests and self._num_active + limits.num_responses > batch.max_active_requests:
             return False
         missing = batch.num_groups - len(self.accepted)
-        if not batch.filter_groups.enable:
+        if self.filter is None:
             return self._num_under_way < missing + limits.num_spare
+        gives_up = len(self.groups) >= self.filter.most_launched(batch.num_groups + limits.num_spare)
         if self._num_under_way < missing:
-            self._refuse_endless()
+            if gives_up:
+                raise ValueError(
+                    f"{len(self.groups)} prompts launched in one round, {len(self.filtered)} of them filtered, and "
+                    f"{len(self.accepted)} of {batch.num_groups} groups found: {self.filter.advice}"
+                )
             return True
         not_filtered = len(self.accepted) + self._num_under_way
         too_many = limits.max_left_over is not None and not_filtered >= batch.num_groups + limits.max_left_over
-        if missing <= 0 or too_many or len(self.groups) >= limits.most_launched:
+        if missing <= 0 or too_many or gives_up:
             self._num_owed = 0
             return False
-        return self._num_owed > 0 or self._num_under_way < self.share.under_way(missing) + limits.num_spare
+        return self._num_owed > 0 or self._num_under_way < self.filter.under_way(missing) + limits.num_spare
 
     def _launch(self, commands: list[Command]) -> None:
-        self._num_owed = (self._num_owed or max(self.limits.batch.gen_batch_size, 1)) - 1
+        self._num_owed = (self._num_owed or (self.filter.launched_at_once if self.filter else 1)) - 1
         planned = self._supply()
         prompt_key = planned.prompt.key
         assert prompt_key not in self.groups, f"{prompt_key} is in the round already"
@@ -370,16 +401,6 @@ class Race:
         if self.limits.batch.score_when == "sample":
             self._score(self.groups[prompt_key], commands)
         self._end_group_if_complete(prompt_key, commands)
-
-    def _refuse_endless(self) -> None:
-        batch, filtering = self.limits.batch, self.limits.batch.filter_groups
-        if len(self.groups) >= self.limits.most_launched:
-            raise ValueError(
-                f"dynamic sampling: {len(self.groups)} prompts launched in one round, {len(self.filtered)} of them "
-                f"filtered, and {len(self.accepted)} of {batch.num_groups} groups found: the "
-                "problems are too easy or too hard for the model; algorithm.filter_groups.max_num_gen_batches "
-                f"({filtering.max_num_gen_batches}) is the limit"
-            )
 
     def _take(self, ledger: RoundLedger, sample: Sample, commands: list[Command]) -> None:
         """A response has ended."""

@@ -46,7 +46,8 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey
 PromptKey = tuple[int, int]
 
 RoundKind = Literal["plain", "short", "long", "partial"]
-"""`short` and `long`: tail batching's; `partial`: stops early and keeps the unfinished; `plain`: all others."""
+"""`short`: launches more than it needs; `long`: waits for what such rounds have left; `partial`: stops early and keeps
+the unfinished; `plain`: all others."""
 
 
 @dataclass(slots=True)
@@ -201,8 +202,8 @@ class Round:
     def certain(self) -> list[Group]:
         """Groups that `groups` will have, whatever happens from now on, scored or not; sorted as there.
 
-        What a training step needs of them can be computed before the round has ended
-        (`jaxrl.mechanisms.stream_trainer.gradients`). A round that is given up yields nothing all the same.
+        What a training step needs of them can be computed before the round has ended. A round that is given up yields
+        nothing all the same.
         """
         ledger, wanted = self.ledger, set(self._rule.certain(self.ledger))
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}

@@ -1,7 +1,7 @@
 """Reward shaping: a wrong answer loses reward, and so does a response near the length limit.
 
 Purpose: `RewardShaping` changes the verdicts of training rounds before the round hears of them. So the reward that is
-logged, the one that dynamic sampling compares, and the one that advantages are made of are the same shaped one.
+logged, the one that groups are filtered by, and the one that advantages are made of are the same shaped one.
 Evaluations are not shaped.
 
 Source: DAPO (Yu et al. 2025, arXiv:2503.14476): rewards of 1 and -1 (eq. 7), and for length (eq. 13) no penalty up to
@@ -10,7 +10,7 @@ L_max - L_cache tokens, then linearly down to -1 at L_max. Names and the factor 
 
 Departures: a response cannot be longer than L_max here (`data.max_response_length`), so the equation's third case is
 the end of its second. A sample whose scoring failed has the reward of a wrong answer, whatever its length: a group of
-such samples must stay one of equal rewards, which dynamic sampling counts as failed.
+such samples must stay one of equal rewards, which a filter counts as failed.
 
 What the scorer said is kept in the sample's `reward_info` as verl's manager does: `acc` (unless the scorer gives one),
 `overlong_reward` (the penalty, 0 or below) and `overlong`; and where wrong answers lose something, `wrong_reward` (what

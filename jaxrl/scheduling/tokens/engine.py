@@ -5,8 +5,8 @@ Purpose: requests in, finished samples out, over any `Executor`: the model on a 
 
 Source: nano-vllm's `LLMEngine.step`; the overlap of host and device as in mini-sglang's overlap scheduler.
 
-Departures: requests can be aborted and added again with their tokens (`plan.resume`), which partial rollout and tail
-batching use; finished requests come in logical order (dispatch, dp group, slot), never in a clock's order.
+Departures: requests can be aborted and added again with their tokens (`plan.resume`); finished requests come in logical
+order (dispatch, dp group, slot), never in a clock's order.
 
 Example::
 
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.layouts.switching import Switched, switch
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket

@@ -16,8 +16,7 @@ hears what was told. `jaxrl.scheduling.tokens.order` has the rules; this file ha
 So what a worker plans, and at which tick, follows from the commands and their ticks alone, whoever waits for whom.
 
 Source: none published. Departures: `jaxrl.scheduling.tokens.workers` is for one worker, which needs no logical time,
-and for ranking groups and the stream trainer, which move requests between the workers of one process and let what is
-commanded take effect at once.
+and for mechanisms that move requests between the workers of one process, where what is commanded takes effect at once.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ own, with its own pool, layout and pace (docs/architecture.md). Requests are dea
 later; a worker may be closed, so that its devices do something else, and opened again. Where nothing of that is wanted,
 several workers are `jaxrl.scheduling.tokens.paced.PacedWorkers`, which several processes may share.
 
-A round in ranking groups says which worker each request goes to (`jaxrl.mechanisms.ranking_groups.rule`).
+A mechanism may say which worker each request goes to (`jaxrl.scheduling.mechanism.Mechanism.place`).
 
 Logical time: each worker has a tick, which grows with every plan that was collected by what the plan costs in whole
 ticks, as predicted from the plan and its load alone. A `step` does one of two things. As long as a worker has fewer
@@ -33,7 +33,7 @@ from functools import partial
 from typing import Literal
 
 from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts.control import MAX_TRACE, Decision, LayoutControl
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.switch_rule import Switch
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
-from jaxrl.scheduling.layouts.switch_rule import Switch
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, make_sample, through_disk
 from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, verdict
 
 from jaxrl.mechanisms.partial_rollout.buffer_filter import WaitingGroup
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import (
-    PartialRollout,
-    old_logprobs_by_version,
-    on_policy_mask,
-    version_spans,
-)
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout, version_spans
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
@@ -300,18 +294,10 @@ def test_a_filter_that_fails_is_named():
         filtered_training(broken).run_step()
 
 
-# -- training on several versions --------------------------------------------------------------------------------------
-
-
-def test_the_staleness_of_tokens_for_training():
+def test_stretches_of_one_version():
     sample = make_sample(key(0, 0), [3, 3, 4, 5, 5], "stop")
-    assert on_policy_mask(sample.versions, 5).tolist() == [False, False, False, True, True]
     assert version_spans(sample.versions) == [(3, 0, 2), (4, 2, 3), (5, 3, 5)]
     assert version_spans(sample.versions[:0]) == []
-    now = np.asarray([-1, -2, -3, -4, -5], np.float64)
-    (old,) = old_logprobs_by_version([sample.rollout_logprobs], [now], [sample], 5)
-    assert old.dtype == np.float32
-    assert old.tolist() == [-3.5, -3.5, -4.5, -4, -5]
 
 
 @pytest.mark.parametrize(

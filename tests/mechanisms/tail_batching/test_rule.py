@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_rollout import FakePrompts
 from rounds import (
@@ -273,3 +274,15 @@ def test_states_of_another_make_are_refused():
     state = rule.state_dict()
     with pytest.raises(ValueError, match="tail batching: state of schema 9"):
         rule.load_state_dict({**state, "schema": 9})
+
+
+def test_what_dynamic_sampling_learnt_delays_no_long_round_without_it():
+    """A run that is resumed with dynamic sampling switched off goes on with the queue alone."""
+    deferred = np.asarray([[0, 0, 0, 1, 1], [0, 1, 0, 1, 1]])
+    state = tail_batching(2, 1).state_dict() | {"filtered_share": [40.0, 30.0], "queue": deferred}
+    kinds = []
+    for shared in ({}, filtering()):
+        rule = tail_batching(2, 2, shared=shared, prompt_factor=1.5)
+        rule.load_state_dict(state)
+        kinds.append(rule.plan(FakePrompts(20, 2), RoundTime(2, 1)).kind)
+    assert kinds == ["long", "short"]

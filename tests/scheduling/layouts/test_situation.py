@@ -10,8 +10,7 @@ from made_up import SIMPLE, situation
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
-from jaxrl.scheduling.layouts.situation import LiveRow, load_at
-from jaxrl.scheduling.layouts.switch_rule import remaining_s
+from jaxrl.scheduling.layouts.situation import LiveRow, load_at, remaining_s
 
 
 @settings(deadline=None)

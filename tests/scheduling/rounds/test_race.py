@@ -80,11 +80,6 @@ def test_rewards_after_the_rollout():
     check_table(current, table)
 
 
-def test_a_group_of_one_leaves_dynamic_sampling_nothing_to_compare():
-    with pytest.raises(ValueError, match=r"dynamic sampling needs rollout\.n >= 2, found 1"):
-        BatchSettings(4, 1, **filtering())
-
-
 @pytest.mark.parametrize(("max_active", "samples"), [(0, 30), (12, 12), (99, 30)])
 def test_the_most_under_way(max_active: int, samples: int):
     """4 + 2 prompts of 5 samples, and the cap on active requests counts samples."""

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
+from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
@@ -70,8 +71,8 @@ def crashes_until(step: int) -> st.SearchStrategy[dict[int, Any]]:
 
 
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
-filter_groups = st.builds(
-    FilterGroupsSection, st.booleans(), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
+sampling_options = st.builds(
+    FilterGroupsSection, st.just(True), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
 )
 
 
@@ -80,14 +81,13 @@ filter_groups = st.builds(
 
 @st.composite
 def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]:
-    filtering = draw(filter_groups)
+    filtering = draw(st.none() | st.builds(DynamicSampling, sampling_options, st.sampled_from([0, 0, 5])))
     batch = BatchSettings(
         draw(st.integers(1, 4)),
-        draw(st.integers(2 if filtering.enable else 1, 3)),
+        draw(st.integers(2 if filtering else 1, 3)),
         score_when=draw(st.sampled_from(["sample", "group"])),
-        filter_groups=filtering,
+        group_filter=filtering,
         max_active_requests=draw(st.sampled_from([0, 8, 12])),
-        gen_batch_size=draw(st.sampled_from([0, 0, 5])) if filtering.enable else 0,
     )
     options = TailBatchingSection(
         enable=True,
@@ -138,7 +138,7 @@ def test_random_runs_of_tail_batching_keep_the_book(
     if options.at_end == "flush":
         assert training.rule.num_carried == 0
         assert training.departures.counts["trained"] == total * batch.num_groups
-        if not batch.filter_groups.enable:
+        if not batch.group_filter:
             assert training.prompts.position == total * batch.num_groups
     # the clock of the reward pool decides nothing
     for slow, eager in ((2, True), (5, False)):
@@ -158,7 +158,7 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
         after = [deferred.key for deferred in straight.rule.queue]
         waited = [prompt_key for prompt_key in before if prompt_key in after]
         assert waited == after[: len(waited)]
-        if not straight.rule.batch.filter_groups.enable:  # which may filter a prompt behind the last one of a batch
+        if not straight.rule.batch.group_filter:  # which may filter a prompt behind the last one of a batch
             assert before[len(before) - len(waited) :] == waited
         assert result.kind == "long" or waited == before
         before = after
@@ -174,15 +174,14 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
 
 @st.composite
 def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSection]:
-    filtering = draw(filter_groups)
+    filtering = draw(st.none() | st.builds(DynamicSampling, sampling_options, st.sampled_from([0, 0, 5])))
     lag = draw(st.integers(0, 1))
     batch = BatchSettings(
         draw(st.integers(1, 4)),
-        draw(st.integers(2 if filtering.enable else 1, 3)),
-        filter_groups=filtering,
+        draw(st.integers(2 if filtering else 1, 3)),
+        group_filter=filtering,
         max_active_requests=draw(st.sampled_from([0, 3, 7])),
         version_lag=lag,
-        gen_batch_size=draw(st.sampled_from([0, 0, 5])) if filtering.enable else 0,
     )
     options = PartialRolloutSection(
         enable=True,
@@ -223,7 +222,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
     training = run_with_crashes(lambda: make(0), total, crashes)
     for trained_version, result in enumerate(training.results):
         assert len(result.groups) == batch.num_groups
-        if not (batch.filter_groups.enable and options.max_staleness < 0):
+        if not (batch.group_filter and options.max_staleness < 0):
             # else filtered groups that were launched after the batch's last one are left over too, however many
             most = PartialRollout(batch, options).max_under_way[0] - batch.num_groups
             assert result.metrics["rollout/queue_length"] <= most
@@ -311,17 +310,17 @@ def test_no_sample_starts_again_too_often(
     factor=factors,
     responses=factors,
     seed=st.integers(0, 1000),
-    sampling=filter_groups,
+    sampling=st.none() | st.builds(DynamicSampling, sampling_options),
     num_slots=st.integers(2, 20),
     slow=st.integers(0, 4),
     crashes=crashes_until(5),
 )
 @settings(max_examples=30, deadline=None)
 def test_random_runs_of_the_baselines_keep_the_book(
-    factor: float, responses: float, seed: int, sampling: FilterGroupsSection, num_slots: int, slow: int, crashes: Any
+    factor: float, responses: float, seed: int, sampling: Any, num_slots: int, slow: int, crashes: Any
 ):
     def make(delay: int) -> FakeTraining:
-        batch = BatchSettings(3, 2, filter_groups=sampling)
+        batch = BatchSettings(3, 2, group_filter=sampling)
         rule = OverProvisioning(batch, OverProvisioningSection(True, factor, responses))
         rollout = random_rollout(seed, num_slots, 2, delay)
         return FakeTraining(rule, FakePrompts(7), rollout, None)

@@ -12,7 +12,7 @@ from checking import assert_empty, assert_whole, make_engine
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.workers import Deal, Workers

@@ -12,8 +12,7 @@ from checking import assert_empty, assert_whole, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import SwitchFailed
-from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import resume
 from jaxrl.scheduling.tokens.progress import PlanTimes

@@ -10,10 +10,10 @@ from fake_rollout import FakePrompts
 from rounds import START, filtering, finish, fresh_batches, key
 
 from jaxrl.config import ConfigError, from_mapping
+from jaxrl.mechanisms.dynamic_sampling.group_filter import FILTER_ARGUMENTS
 from jaxrl.mechanisms.table import batch_rule
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import Launch, Verdict
-from jaxrl.scheduling.rounds.group_filter import FILTER_ARGUMENTS
 from jaxrl.types import SampleKey
 
 
@@ -62,8 +62,15 @@ def test_a_metric_that_the_scorer_did_not_return_is_named():
         match=r"filter_groups\.metric \(acc\): the scorer returned no such value for sample 0 of prompt .*, found extr",
     ):
         kept(by_metric("acc"), said(key(0, 0), 0.0, extracted=1, mark="x"), said(key(0, 1), 1.0, acc=1))
-    with pytest.raises(ValueError, match="must not be seq_final_reward"):
-        by_metric("seq_final_reward")
+    with pytest.raises(ConfigError, match="must not be seq_final_reward"):
+        batch_rule(
+            from_mapping(
+                {
+                    "model": {"path": "x"},
+                    "algorithm": {"filter_groups": {"enable": True, "metric": "seq_final_reward"}},
+                }
+            )
+        )
 
 
 def own(folder: Path, source: str, **options: Any) -> BatchRule:
@@ -122,7 +129,7 @@ def test_a_file_or_function_that_is_not_there_is_refused_before_the_run(tmp_path
 
 def test_prompts_are_launched_by_the_generation_batch():
     """Three at a time: at the start, and again when fewer are under way than are expected to be needed."""
-    rule = fresh_batches(2, 2, gen_batch_size=3, **filtering(max_num_gen_batches=2))
+    rule = fresh_batches(2, 2, **filtering(3, max_num_gen_batches=2))
     current = rule.plan(FakePrompts(50), RoundTime(1, 0))
     assert len(current.handle(START)) == 3
     told = [(finish(key(p, 0)), finish(key(p, 1)), said(key(p, 0), 0.0), said(key(p, 1), 0.0)) for p in range(5)]

@@ -1,4 +1,4 @@
-"""How many groups dynamic sampling leaves out, learnt from those that were judged, and how many to have under way.
+"""How many groups are left out, learnt from those that were judged, and how many to have under way.
 
 Purpose: replacements that start when a verdict has come in start late: with most groups left out, a round becomes a
 chain of generations. So a round launches ahead of verdicts: if a share s of the groups is filtered, `missing` groups

@@ -3,9 +3,9 @@
 Purpose: between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each tensor-parallel
 degree, the cost of the switch included, and names the degree to go to, or none.
 
-Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are found in: 4 and 8 `remaining_s`; 7 `regroup`; 6-14
-with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the engine, which asks again later, so one generation can switch
-several times.
+Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are found in: 4 and 8 `remaining_s`
+(`jaxrl.scheduling.layouts.situation`); 7 `regroup`; 6-14 with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the
+engine, which asks again later, so one generation can switch several times.
 
 Departures:
 
@@ -25,8 +25,6 @@ Going back when a generation has ended costs nothing: no KV is left, and the nex
 Decisions rest on measured times, so each goes to the journal (`Switch.to_json`) before it takes effect, and a
 generation that runs again takes them from there. Their logical time is the dispatch number, counted from the start of
 the generation, by which the second run finds what the first one wrote.
-
-Legend: S decode steps.
 """
 
 from __future__ import annotations
@@ -34,30 +32,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
-from jaxrl.scheduling.layouts.situation import Bound, Rows, Situation, load_at, num_tokens
+from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.scheduling.layouts.situation import Rows, Situation, StepTimes, load_at, num_tokens, remaining_s
 
 SCHEMA = 1
-MAX_TERMS = 2048
-
-How = Literal["migrate", "recompute"]
 
 
-class LatencyModel(Protocol):
+class LatencyModel(StepTimes, Protocol):
     """The predictions that the rule asks for; `jaxrl.scheduling.layouts.latency.LatencyPredictor` gives them."""
-
-    @property
-    def num_devices(self) -> int: ...
-
-    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
-        """Seconds of decode steps, by rows and by tokens of the fullest dp group: [S], [S] -> [S]."""
-        ...
 
     def switch_cost(self, from_tp: int, to_tp: int) -> SwitchCost: ...
 
@@ -144,20 +133,6 @@ class Switch:
                 f"layout switch {dict(entry)!r}: this version reads schema {SCHEMA}, with the fields {', '.join(names)}"
             )
         return cls(**{name: entry[name] for name in names})
-
-
-def remaining_s(model: LatencyModel, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
-    """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time).
-
-    The sum of all steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many stretches.
-    """
-    num_steps = max((row.steps_left(bound) for rows in groups for row in rows), default=0)
-    if not num_steps:
-        return 0.0
-    starts = np.arange(0, num_steps, -(-num_steps // MAX_TERMS))
-    widths = np.diff(starts, append=num_steps)
-    step_s = model.decode_steps_s(tp, *load_at(groups, bound, starts + widths // 2))
-    return float(np.sum(step_s * widths))
 
 
 @dataclass(slots=True)

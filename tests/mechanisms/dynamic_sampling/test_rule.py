@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
+from jaxrl.mechanisms.dynamic_sampling.filtered_share import MOST_PER_MISSING, FilteredShare
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
@@ -26,7 +27,6 @@ from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
-from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
 
@@ -158,7 +158,7 @@ def test_a_plain_batch_takes_the_first_that_count_in_the_order_of_launch():
 
 
 RULES = {
-    "plain": lambda batch: fresh_batches(batch.num_groups, batch.group_size, filter_groups=batch.filter_groups),
+    "plain": lambda batch: fresh_batches(batch.num_groups, batch.group_size, group_filter=batch.group_filter),
     "tail batching": lambda batch: TailBatching(batch, TailBatchingSection(True, 1.5, 1.5, at_end="leave")),
     "partial rollout": lambda batch: PartialRollout(batch, PartialRolloutSection(True, at_end="leave")),
 }
@@ -195,7 +195,7 @@ def test_no_arrival_of_a_verdict_changes_a_launch_a_batch_or_a_departure(
             check_book(training)
             launches = [command for command in names(played.commands) if command[0] == "launch"]
             steps.append((fingerprint(result), launches))
-        outcomes.append((steps, rule.share))
+        outcomes.append((steps, rule.filter))
     assert outcomes[0] == outcomes[1]
 
 

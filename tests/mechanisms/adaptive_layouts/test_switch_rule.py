@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, predictor, situation
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, Situation
-from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchRule, Switch
 
 # PAT §3.1 (A40, eight devices): a step takes 15.37 -> 9.64 ms from tp 2 to tp 8 with one row, 24.41 -> 30.87 ms with
 # 128 rows in all: 32 in each of the four dp groups of tp 2. §5.4: a switch takes 1.03 s for weights, 2.36 s for the KV

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from jaxrl.mechanisms.adaptive_layouts.report import COLUMNS, layouts_section
+from jaxrl.mechanisms.table import page_parts
 from jaxrl.record.layouts import FILE_NAME, LayoutLog, read_layouts
-from jaxrl.report.layouts import COLUMNS, layouts_section
 from jaxrl.report.page import write_report
 
 SWITCH = {
@@ -116,9 +117,9 @@ def test_a_switch_that_failed_says_so(tmp_path: Path):
 
 def test_the_page_of_a_run(tmp_path: Path):
     (tmp_path / "run.json").write_text(json.dumps({"config": {}}))
-    assert "<h2>Layout</h2>" not in write_report(tmp_path).read_text()
+    assert "<h2>Layout</h2>" not in write_report(tmp_path, parts=page_parts()).read_text()
     write(tmp_path)
-    assert "<h2>Layout</h2>" in write_report(tmp_path).read_text()
+    assert "<h2>Layout</h2>" in write_report(tmp_path, parts=page_parts()).read_text()
 
 
 def test_a_number_that_is_not_finite_is_one_that_is_not_known(tmp_path: Path):
@@ -143,6 +144,6 @@ def test_a_number_that_is_not_finite_is_one_that_is_not_known(tmp_path: Path):
 def test_the_page_is_made_without_a_damaged_record(tmp_path: Path, line: str, words: str):
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / FILE_NAME).write_text(line + "\n")
-    text = write_report(tmp_path).read_text()
+    text = write_report(tmp_path, parts=page_parts()).read_text()
     assert "layouts.jsonl could not be read" in text
     assert words in html.unescape(text)

@@ -24,16 +24,6 @@ FILTER_ARGUMENTS = ("data_source", "rewards", "infos", "responses", "extra_info"
 """What a function of the user's is called with, by these names."""
 
 
-def metric_problem(metric: str) -> str | None:
-    """Why a metric cannot be compared, as a sentence, or None if it can."""
-    if metric == "seq_final_reward":
-        return (
-            "algorithm.filter_groups.metric must not be seq_final_reward: the KL in it is not known when groups are "
-            "filtered; use reward, or a name in what the scorer returns"
-        )
-    return None
-
-
 def differs_in(metric: str) -> KeepsGroup:
     """Keeps the groups whose samples do not all have the same value of `metric`: the reward, or a value of that name in
     what the scorer returned with it. A scoring that failed has the value 0, as its reward is."""
