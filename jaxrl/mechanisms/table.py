@@ -25,7 +25,7 @@ from jaxrl.mechanisms.partial_rollout import declaration as partial_rollout
 from jaxrl.mechanisms.ranking_groups import declaration as ranking_groups
 from jaxrl.mechanisms.reward_timeouts import build as build_reward_timeouts
 from jaxrl.mechanisms.reward_timeouts import declaration as reward_timeouts
-from jaxrl.mechanisms.room import Room
+from jaxrl.mechanisms.room import FreedMemory, PlannedRollout, RolloutMemory, Room
 from jaxrl.mechanisms.speculation import declaration as speculation
 from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
 from jaxrl.mechanisms.tail_batching import build as build_tail_batching
@@ -33,10 +33,12 @@ from jaxrl.mechanisms.tail_batching import declaration as tail_batching
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.schema.limits import FloatType
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
+    from jaxrl.models.config import ModelConfig
 
 ROOMS: tuple[Room, ...] = (
     tail_batching.ROOM,
@@ -93,11 +95,6 @@ def is_timeless(config: Config) -> bool:
     return not any(room.races or room.orders for room in rooms_of(config))
 
 
-def begins_ahead(config: Config) -> bool:
-    """Whether workers that are done with a round may begin with the next one, and so weights of two versions exist."""
-    return ranking_groups.ROOM.is_on(config) and is_timeless(config)
-
-
 def batch_rule(config: Config) -> BatchRule:
     """A new rule, with nothing carried. Raises ConfigError for settings that exclude each other."""
     problem = composition_problem(config)
@@ -135,10 +132,43 @@ def notes(config: Config) -> list[str]:
 
 def refuse_devices(config: Config, num_devices: int, num_processes: int = 1) -> None:
     """Raises ConfigError for a run's devices if a mechanism cannot have them."""
-    from jaxrl.mechanisms.stream_trainer.session import refuse_devices
+    for room in rooms_of(config):
+        if (problem := room.devices_problem(num_devices, num_processes)) is not None:
+            raise ConfigError(problem)
 
-    if stream_trainer.ROOM.is_on(config):
-        refuse_devices(num_devices, num_processes)
+
+def float_types(config: Config) -> list[FloatType]:
+    """In which mechanisms compute, beside those of the policy."""
+    return [each for room in rooms_of(config) for each in room.float_types(config)]
+
+
+def rollout_memory(config: Config, num_devices: int, platform: str, weight_bytes: int) -> list[RolloutMemory]:
+    """What mechanisms have on the rollout's devices; the arguments are those of `PlannedRollout`.
+
+    Raises ValueError for what a mechanism cannot do with its memory.
+    """
+    from jaxrl.mechanisms.judge import memory as memory_of_judge
+    from jaxrl.mechanisms.ranking_groups import memory as memory_of_ranking_groups
+    from jaxrl.mechanisms.speculation import memory as memory_of_speculation
+
+    planned = PlannedRollout(num_devices, platform, weight_bytes, is_timeless(config))
+    found = (
+        memory_of_ranking_groups.rollout_memory(config, planned),
+        memory_of_speculation.rollout_memory(config, planned),
+        memory_of_judge.rollout_memory(config, planned),
+    )
+    return [each for each in found if each is not None]
+
+
+def freed_memory(
+    config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+) -> list[FreedMemory]:
+    """What mechanisms have on devices that leave the rollout early; the arguments are those of
+    `jaxrl.train.update_memory.update_phases`."""
+    from jaxrl.mechanisms.stream_trainer import memory as memory_of_stream_trainer
+
+    found = (memory_of_stream_trainer.freed_memory(config, model, num_devices, platform, remat, chunk),)
+    return [each for each in found if each is not None]
 
 
 def refuse_unread(config: Config) -> None:

@@ -49,4 +49,26 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
     return None
 
 
-ROOM = Room("stream trainer", "trainer.stream.enable", lambda config: config.trainer.stream.enable, problem=_problem)
+def devices_problem(num_devices: int, num_processes: int) -> str | None:
+    """Why no gradients can be computed beside the rollout on a run's devices: so many have no halves that are meshes
+    like the whole, or they are those of several processes."""
+    if 2 not in possible_workers(num_devices):
+        return (
+            "trainer.stream.enable needs two halves of the devices that are meshes like the whole: the number of "
+            f"devices (trainer.num_devices) must be a power of two, found {num_devices}"
+        )
+    if num_processes > 1:
+        return (
+            f"trainer.stream.enable needs all devices in one process, found those of {num_processes} processes: what "
+            "goes between the halves of the devices cannot cross from one process to another"
+        )
+    return None
+
+
+ROOM = Room(
+    "stream trainer",
+    "trainer.stream.enable",
+    lambda config: config.trainer.stream.enable,
+    problem=_problem,
+    devices_problem=devices_problem,
+)
