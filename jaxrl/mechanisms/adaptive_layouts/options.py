@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.schema.declared import Names
+from jaxrl.schema.declared import Checked, Names, declared
 from jaxrl.schema.devices import MAX_DEVICES, prime_factors
 
 
 @dataclass(frozen=True)
-class LayoutSection:
+class LayoutSection(Checked):
     """Tensor parallelism that adapts; `rollout.tensor_model_parallel_size` is where it begins."""
 
     switch: Annotated[bool, "Change tp while a batch drains, where the profile says that it saves time."] = False
@@ -86,10 +87,10 @@ class LayoutSection:
                 )
         return degrees
 
-    def problem(self, tp: int | None, num_devices: int, num_workers: int) -> str | None:
-        """The first impossible setting on the rollout's devices, cut into equal workers, as a sentence, or None. `tp`
-        None: not chosen yet; so `num_devices` 0."""
-        degrees = self.degrees
+    def problem(self, config: Any) -> str | None:
+        rollout, degrees = config.rollout, self.degrees
+        tp = None if config.is_tp_open else rollout.tp
+        num_devices, num_workers = rollout.num_devices or config.trainer.num_devices, rollout.num_workers
         if not self.adapts and tp is not None:
             return None
         if self.switch and not self.profile:
@@ -113,3 +114,11 @@ class LayoutSection:
                 cut = f" / rollout.num_workers ({num_workers})" if num_workers > 1 else ""
                 return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices}){cut}"
         return None
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        if not self.planner:
+            names = frozenset(name for name in declared(type(self)) if name.startswith("planner_"))
+            yield names, "rollout.layout.planner is off"
+        if not self.switch:
+            names = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound", "headroom_tokens"})
+            yield names, "rollout.layout.switch is off"
