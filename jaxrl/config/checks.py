@@ -46,7 +46,9 @@ def check(c: Config) -> None:
     _check_sizes(c)
     _check_old_logprobs(c)
     _check_tokens(c)
-    _check_sections(c)
+    for section in _checked(c):
+        if (problem := section.problem(c)) is not None:
+            raise ConfigError(problem)
     _check_devices(c)
     _check_hosts(c)
 
@@ -197,13 +199,6 @@ def _check_tokens(c: Config) -> None:
             )
 
 
-def _check_sections(c: Config) -> None:
-    """What sections say themselves, in the order of declaration."""
-    for _, section in _checked_sections(c):
-        if (problem := section.problem(c)) is not None:
-            raise ConfigError(problem)
-
-
 def _check_devices(c: Config) -> None:
     devices, own, tp = c.trainer.num_devices, c.rollout.num_devices, 1 if c.is_tp_open else c.rollout.tp
     problem = devices_problem(own, devices, tp, "trainer.num_devices", c.rollout.num_workers)
@@ -247,7 +242,7 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
             f"trainer.num_devices ({c.trainer.num_devices}) and {several} exclude each other: all hosts have as many "
             f"devices; set {devices_option}"
         )
-    for _, section in _checked_sections(c):
+    for section in _checked(c):
         if (found := section.excludes_hosts(c)) is not None:
             raise ConfigError(f"{found[0]} and {several} exclude each other: {found[1]}")
 
@@ -281,13 +276,13 @@ def without_effect(c: Config) -> list[str]:
 
 def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     """Sections, the options in them that are not read (None: all), and why."""
-    for prefix in _switches(Config):
-        if not _section(c, prefix).enable:
-            yield prefix, None, f"{prefix}.enable is off"
+    for path, section in _sections(c):
+        if "enable" in declared(type(section)) and not section.enable:
+            yield path, None, f"{path}.enable is off"
+        elif isinstance(section, Checked):
+            yield from ((path, names, why) for names, why in section.unread(c))
     if c.rollout.num_workers == 1:
         yield "rollout", frozenset({"deal"}), "rollout.num_workers is 1"
-    for path, section in _checked_sections(c):
-        yield from ((path, names, why) for names, why in section.unread(c))
     if not c.actor.use_kl_loss:
         yield "actor", frozenset({"kl_loss_coef", "kl_loss_type"}), "actor.use_kl_loss is off"
     if not c.algorithm.use_kl_in_reward:
@@ -315,22 +310,18 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     yield from unread_rewards(c)
 
 
-def _switches(section: type, prefix: str = "") -> Iterator[str]:
-    """Paths of the sections below one that are switched on by an option `enable`."""
-    for name, found in declared(section).items():
+def _sections(within: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The sections within one, each before those in it, with their paths."""
+    for name, found in declared(type(within)).items():
         if found.is_section:
-            if "enable" in declared(found.type):
-                yield prefix + name
-            yield from _switches(found.type, f"{prefix}{name}.")
+            section = getattr(within, name)
+            yield prefix + name, section
+            yield from _sections(section, f"{prefix}{name}.")
 
 
-def _checked_sections(section: Any, path: str = "") -> Iterator[tuple[str, Checked]]:
-    """The sections that check themselves, a section before those in it, with their paths."""
-    if isinstance(section, Checked):
-        yield path, section
-    for name, found in declared(type(section)).items():
-        if found.is_section:
-            yield from _checked_sections(getattr(section, name), f"{path}.{name}" if path else name)
+def _checked(c: Config) -> Iterator[Checked]:
+    """The sections that check themselves, in the order of declaration."""
+    return (section for _, section in _sections(c) if isinstance(section, Checked))
 
 
 def _section(c: Config, path: str) -> Any:

@@ -46,22 +46,6 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRollout:
-    """A rollout of which the memory is planned.
-
-    Attributes:
-      num_devices: of a host. platform: of these.
-      weight_bytes: the rollout weights on each device.
-      is_timeless: whether a round brings the same batch whichever of its responses end first.
-    """
-
-    num_devices: int
-    platform: str
-    weight_bytes: int
-    is_timeless: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutMemory:
     """What a mechanism has on each device of the rollout, beside weights and KV pool.
 
@@ -69,7 +53,7 @@ class RolloutMemory:
       name: of all of it, for messages.
       parts: bytes by name, as `jaxrl explain-config` lists them.
       option: to lower where it leaves too little for a KV pool; empty: none makes it smaller.
-      lower: options with their values, where it is larger than the pool and does not fit; empty: as `option`.
+      lower: options with their values, to lower where it is larger than the pool and does not fit.
       positions: of a decode step of a dp group that have logits, beside one for each row.
       stays: whether it lies also on devices that leave the rollout before the end of a round.
       line: what else `jaxrl explain-config` says of it.

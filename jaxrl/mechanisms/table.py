@@ -10,7 +10,7 @@ Imports no jax before a run is built: what can be refused is refused before that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms.adaptive_layouts import declaration as adaptive_layouts
@@ -25,7 +25,7 @@ from jaxrl.mechanisms.partial_rollout import declaration as partial_rollout
 from jaxrl.mechanisms.ranking_groups import declaration as ranking_groups
 from jaxrl.mechanisms.reward_timeouts import build as build_reward_timeouts
 from jaxrl.mechanisms.reward_timeouts import declaration as reward_timeouts
-from jaxrl.mechanisms.room import FreedMemory, PlannedRollout, RolloutMemory, Room
+from jaxrl.mechanisms.room import FreedMemory, RolloutMemory, Room
 from jaxrl.mechanisms.speculation import declaration as speculation
 from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
 from jaxrl.mechanisms.tail_batching import build as build_tail_batching
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
     from jaxrl.models.config import ModelConfig
+
+T = TypeVar("T")
 
 ROOMS: tuple[Room, ...] = (
     tail_batching.ROOM,
@@ -143,21 +145,17 @@ def float_types(config: Config) -> list[FloatType]:
 
 
 def rollout_memory(config: Config, num_devices: int, platform: str, weight_bytes: int) -> list[RolloutMemory]:
-    """What mechanisms have on the rollout's devices; the arguments are those of `PlannedRollout`.
-
-    Raises ValueError for what a mechanism cannot do with its memory.
-    """
+    """What mechanisms have on the rollout's devices, so many on a host, each with weights of so many bytes. Raises
+    ValueError where one cannot work with the memory that it may have."""
     from jaxrl.mechanisms.judge import memory as memory_of_judge
     from jaxrl.mechanisms.ranking_groups import memory as memory_of_ranking_groups
     from jaxrl.mechanisms.speculation import memory as memory_of_speculation
 
-    planned = PlannedRollout(num_devices, platform, weight_bytes, is_timeless(config))
-    found = (
-        memory_of_ranking_groups.rollout_memory(config, planned),
-        memory_of_speculation.rollout_memory(config, planned),
-        memory_of_judge.rollout_memory(config, planned),
+    return _there(
+        memory_of_ranking_groups.rollout_memory(config, weight_bytes, is_timed=is_timeless(config)),
+        memory_of_speculation.rollout_memory(config, platform),
+        memory_of_judge.rollout_memory(config, num_devices),
     )
-    return [each for each in found if each is not None]
 
 
 def freed_memory(
@@ -167,8 +165,7 @@ def freed_memory(
     `jaxrl.train.update_memory.update_phases`."""
     from jaxrl.mechanisms.stream_trainer import memory as memory_of_stream_trainer
 
-    found = (memory_of_stream_trainer.freed_memory(config, model, num_devices, platform, remat, chunk),)
-    return [each for each in found if each is not None]
+    return _there(memory_of_stream_trainer.freed_memory(config, model, num_devices, platform, remat, chunk))
 
 
 def refuse_unread(config: Config) -> None:
@@ -188,7 +185,7 @@ def of_run(parts: RunParts) -> list[Mechanism]:
     from jaxrl.mechanisms.speculation import build as build_speculation
     from jaxrl.mechanisms.stream_trainer import build as build_stream_trainer
 
-    found: list[Mechanism | None] = [
+    return _there(
         build_judge.build(parts),
         build_adaptive_layouts.build(parts),
         build_stream_trainer.build(parts),
@@ -196,8 +193,7 @@ def of_run(parts: RunParts) -> list[Mechanism]:
         build_ranking_groups.build(parts),
         build_reward_timeouts.build(parts.config),
         build_one_step_off.build(parts),
-    ]
-    return [each for each in found if each is not None]
+    )
 
 
 def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
@@ -207,12 +203,15 @@ def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
     from jaxrl.mechanisms.speculation import simulated as simulated_speculation
     from jaxrl.mechanisms.stream_trainer import simulated as simulated_stream_trainer
 
-    found: list[Mechanism | None] = [
+    return _there(
         parts.layouts,
         simulated_stream_trainer.build(parts),
         simulated_speculation.build(parts),
         simulated_ranking_groups.build(parts),
         parts.timeouts,
         simulated_one_step_off.build(parts),
-    ]
+    )
+
+
+def _there(*found: T | None) -> list[T]:
     return [each for each in found if each is not None]

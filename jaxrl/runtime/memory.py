@@ -22,10 +22,10 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.room import FreedMemory, RolloutMemory
 from jaxrl.mechanisms.table import freed_memory, rollout_memory
 from jaxrl.models.config import ModelConfig
+from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
 from jaxrl.train.update_memory import (
-    BYTES,
     device_numbers,
     plan_chunk,
     plan_remat,
@@ -147,10 +147,7 @@ def layout_sizes(
     degrees = layout_degrees(config, num_devices)
     sizes: dict[int, tuple[int, int]] = {}
     for degree in degrees:
-        rows, blocks = rollout.max_num_seqs, rollout.num_blocks
-        if rollout.layout.scale_rows:
-            rows = max(rows * degree // tp, 1)
-            blocks = max((blocks - _RESERVED_BLOCKS) * degree // tp, 1) + _RESERVED_BLOCKS if blocks else 0
+        rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
         scaled = dataclasses.replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         own = dataclasses.replace(config, rollout=scaled)
         sizes[degree] = rows, plan_num_blocks(own, model_config, num_devices, memory_bytes)
@@ -260,10 +257,10 @@ def memory_problem(
         blocks = f"rollout.num_blocks ({rollout.num_blocks} blocks of {rollout.block_size} tokens)"
         lower = blocks if rollout.num_blocks and logits < pool / 2 else rows
         for each in plan.beside:
-            if each.option and each.total > pool:
+            if each.lower and each.total > pool:
                 return (
                     f"the rollout needs {in_bytes(needed)} per device, {in_bytes(each.total)} of it for {each.name}, "
-                    f"and {limit}: lower {each.lower or each.option}"
+                    f"and {limit}: lower {each.lower}"
                 )
         return (
             f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "

@@ -65,8 +65,7 @@ class Checked:
         return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
-        """Options of the section that nothing reads, by their names, and why; that all need `enable` goes without
-        saying."""
+        """Options of the section that nothing reads, by name, and why; asked unless an option `enable` is off."""
         yield from ()
 
 

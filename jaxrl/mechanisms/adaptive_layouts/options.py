@@ -69,6 +69,13 @@ class LayoutSection(Checked):
     def adapts(self) -> bool:
         return self.switch or self.planner
 
+    def scaled(self, rows: int, blocks: int, tp: int, degree: int) -> tuple[int, int]:
+        """Rows and KV blocks of a dp group at a degree, from those at `tp`, where one block is reserved; 0 blocks: what
+        the memory leaves."""
+        if not self.scale_rows:
+            return rows, blocks
+        return max(rows * degree // tp, 1), max((blocks - 1) * degree // tp, 1) + 1 if blocks else 0
+
     def degrees_on(self, tp: int, num_devices: int) -> tuple[int, ...]:
         """The degrees that rounds which start in `tp` use on a worker's devices. Raises ValueError where impossible."""
         return self.possible_on(num_devices, tp) if self.adapts else (tp,)

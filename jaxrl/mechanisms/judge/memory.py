@@ -17,16 +17,15 @@ from dataclasses import dataclass
 
 from jaxrl.config import Config
 from jaxrl.config.judges import judge_kind
-from jaxrl.mechanisms.room import PlannedRollout, RolloutMemory
+from jaxrl.mechanisms.room import RolloutMemory
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
-from jaxrl.schema.devices import prime_factors
+from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import in_bytes
-from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
-from jaxrl.train.update_memory import BYTES
+from jaxrl.train.update_memory import splits
 
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a step samples
 _BUFFERS = 2  # streamed layers that are on the devices at a time: one computes while the other's copy is under way
@@ -52,12 +51,8 @@ class JudgeMemory:
     parts: dict[str, int]
     host_bytes: int
 
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
 
-
-def rollout_memory(config: Config, planned: PlannedRollout) -> RolloutMemory | None:
+def rollout_memory(config: Config, num_devices: int) -> RolloutMemory | None:
     """Of the model that `reward.judge.model` names, of which the config is read; None where there is no judge.
 
     Raises:
@@ -66,7 +61,7 @@ def rollout_memory(config: Config, planned: PlannedRollout) -> RolloutMemory | N
     if judge_kind(config.reward) is None:
         return None
     judge, option = config.reward.judge, "reward.judge.model"
-    sizes = judge_memory(config, config_of(resolve_path(judge.model, option), option), planned.num_devices)
+    sizes = judge_memory(config, config_of(resolve_path(judge.model, option), option), num_devices)
     return RolloutMemory(
         "the judge",
         sizes.parts,
@@ -140,15 +135,12 @@ def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeM
 
 def _bytes(weight: Weight, num_devices: int, size: int) -> int:
     """Of one device's part of a weight in rollout form; norms have at least float32."""
-    shards = [
-        math.prod(dividing_factors(prime_factors(num_devices), length))
-        for dim, length in zip(weight.dims, weight.shape, strict=True)
-        if dim in TENSOR_DIMS
-    ]
+    dims = zip(weight.dims, weight.shape, strict=True)
+    shards = [splits(length, num_devices) for dim, length in dims if dim in TENSOR_DIMS]
     return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.init == "ones" else size)
 
 
 def _block_bytes(config: Config, padded: ModelConfig, num_devices: int, size: int) -> int:
     """One KV block on one device, of all layers."""
-    heads = padded.num_kv_heads // math.prod(dividing_factors(prime_factors(num_devices), padded.num_kv_heads))
+    heads = padded.num_kv_heads // splits(padded.num_kv_heads, num_devices)
     return 2 * config.rollout.block_size * padded.num_layers * padded.head_dim * heads * size

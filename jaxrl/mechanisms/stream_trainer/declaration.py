@@ -40,13 +40,7 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             f"{option} needs rollout.num_workers to be even, found {num_workers}: half of the rollout's workers are "
             "freed, each of them whole"
         )
-    devices = config.trainer.num_devices
-    if devices and 2 not in possible_workers(devices):
-        return (
-            f"{option} needs two halves of the devices that are meshes like the whole: trainer.num_devices ({devices}) "
-            "must be a power of two"
-        )
-    return None
+    return devices_problem(config.trainer.num_devices, 1) if config.trainer.num_devices else None
 
 
 def devices_problem(num_devices: int, num_processes: int) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from jaxrl.config import Config
 from jaxrl.mechanisms.room import FreedMemory
 from jaxrl.models.config import ModelConfig
-from jaxrl.train.update_memory import BYTES, device_numbers, update_phases
+from jaxrl.schema.limits import BYTES
+from jaxrl.train.update_memory import device_numbers, update_phases
 
 
 def freed_memory(
