@@ -1,8 +1,8 @@
 """Which options make which mechanisms, and which of them go together: the one file that knows them all.
 
 Purpose: `ROOMS` has what each declares (`jaxrl.mechanisms.room`), from which `composition_problem` follows;
-`batch_rule`, `of_run` and `of_simulation` make what a configuration asks for. docs/mechanisms.md lists them for
-readers, docs/rollout-rules.md which of them combine.
+`batch_rule`, `of_run` and `of_simulation` make what a configuration asks for, and `rollout_memory` and `freed_memory`
+say what it takes. docs/mechanisms.md lists them for readers, docs/rollout-rules.md which of them combine.
 
 Imports no jax before a run is built: what can be refused is refused before that.
 """
