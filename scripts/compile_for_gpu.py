@@ -172,9 +172,9 @@ def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, in
 def _training(options: argparse.Namespace, model: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
     """A microbatch of one device; with what the memory plan says of the update."""
     from jaxrl.config import from_mapping
-    from jaxrl.runtime.update_memory import plan_chunk, update_parts
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.programs import TrainPrograms
+    from jaxrl.train.update_memory import plan_chunk, update_parts
 
     chunk = options.chunk if options.chunk == "auto" else int(options.chunk)
     actor: dict[str, Any] = {

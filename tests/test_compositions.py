@@ -23,7 +23,7 @@ from rounds import rule_sections
 from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.config import ConfigError
-from jaxrl.mechanisms.table import batch_rule, begins_ahead
+from jaxrl.mechanisms.table import batch_rule, is_timeless
 from jaxrl.types import RunFailed
 
 BUFFER_FILTER = Path(__file__).parent / "support" / "any_buffer_filter.py"
@@ -163,9 +163,9 @@ def without_times(house: House, *more: str) -> Any:
     config = house.config
     if config.rollout.ranking_groups.enable:
         more += ("rollout/ranking/idle_share", "rollout/ranking/head_start_s")
-    if begins_ahead(config):
-        engines = ("preemptions", "bubble_ratio", "decode_steps", "prefill_tokens", "shared_tokens", "ranking/")
-        more += tuple(f"rollout/{name}" for name in engines)
+        if is_timeless(config):
+            engines = ("preemptions", "bubble_ratio", "decode_steps", "prefill_tokens", "shared_tokens", "ranking/")
+            more += tuple(f"rollout/{name}" for name in engines)
     return {s: {k: v for k, v in line.items() if not k.startswith(more)} for s, line in metrics.items()}, trained
 
 

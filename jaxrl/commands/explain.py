@@ -24,11 +24,11 @@ from jaxrl.runtime.build import share_notes
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem
-from jaxrl.runtime.update_memory import full_microbatch
 from jaxrl.schema.declared import Declared, number_problem
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.sharding.memory import DEFAULT_SHARE, device_bytes, in_bytes, memory_of, memory_share, share_variable
 from jaxrl.sharding.mesh import platform_of
+from jaxrl.train.update_memory import full_microbatch
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
 
@@ -39,7 +39,7 @@ class Counts:
 
     step_prompts: int
     step_samples: int
-    launched_prompts: int  # under way at once in a round, as far as rows allow; rules that speculate launch more
+    launched_prompts: int  # under way at once in a round, as far as rows allow; some rules launch more than a step
     launched_samples: int
     step_max_response_tokens: int
     step_max_tokens: int
@@ -263,7 +263,7 @@ def render(e: Explanation) -> str:
         f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
         f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
         *_worker_lines(e),
-        *_judge_line(m),
+        *(each.line for each in m.beside if each.line),
         f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
         "",
         *e.rewards,
@@ -292,13 +292,12 @@ def _steps_line(c: Counts) -> str:
 
 
 def _memory_table(m: MemoryPlan) -> list[str]:
-    resident, stream = m.resident, m.stream
-    phases = [resident | m.rollout if m.shared else m.rollout, resident | m.update]
-    phases += [resident | stream] if stream else []  # on a device that is freed in the middle of a round
-    rows = [("", "rollout", "update", "stream")[: 1 + len(phases)]]
-    for name in dict.fromkeys((*resident, *m.rollout, *m.update, *stream)):
-        rows.append((name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases)))
-    rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases)))
+    phases = {"rollout": m.resident | m.rollout if m.shared else m.rollout, "update": m.resident | m.update}
+    phases |= {each.column: {**m.resident, **each.parts} for each in m.freed}
+    rows = [("", *phases)]
+    for name in dict.fromkeys(name for parts in (m.resident, *phases.values()) for name in parts):
+        rows.append((name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases.values())))
+    rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases.values())))
     if m.device_bytes is not None:
         rows.append(("of", *[in_bytes(m.device_bytes)] * len(phases)))
     return _table(*rows)
@@ -317,15 +316,6 @@ def _worker_lines(e: Explanation) -> list[str]:
         f"weights of {weights} and KV pools of {pools} together,",
         f"  rows for {workers.num_rows * workers.dp:,} samples and KV for {m.pool_requests * workers.dp:,} of the "
         f"longest length; about {per_worker:,} of the {e.counts.launched_samples:,} samples under way are its own",
-    ]
-
-
-def _judge_line(m: MemoryPlan) -> list[str]:
-    if (judge := m.judge) is None:
-        return []
-    return [
-        f"judge: {judge.resident_layers} of {judge.num_layers} layers stay, the others are streamed; "
-        f"{in_bytes(judge.host_bytes)} of the host's memory per device"
     ]
 
 

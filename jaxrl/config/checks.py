@@ -1,4 +1,5 @@
-"""Rules between several options. The bounds of a single option stand on its field.
+"""Rules between several options. The bounds of a single option stand on its field; what a section says of its own
+options and of what they need stands with it (`jaxrl.schema.declared.Checked`).
 
 Each check raises `ConfigError` with one sentence: which options, what was found, what is allowed.
 """
@@ -14,7 +15,7 @@ from jaxrl.config.domains import unread as unread_rewards
 from jaxrl.config.judges import template_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
-from jaxrl.schema.declared import MAX_INT, declared, shown
+from jaxrl.schema.declared import MAX_INT, Checked, declared, shown
 from jaxrl.schema.devices import devices_problem
 
 _MAX_STEP_SAMPLES = 1 << 20
@@ -38,7 +39,6 @@ def check(c: Config) -> None:
         )
     _check_data(c)
     _check_quotas(c)
-    _check_filtering(c)
     _check_reward(c)
     _check_overlong(c)
     _check_batch(c)
@@ -46,8 +46,9 @@ def check(c: Config) -> None:
     _check_sizes(c)
     _check_old_logprobs(c)
     _check_tokens(c)
-    _check_speculation(c)
-    _check_stream(c)
+    for section in _checked(c):
+        if (problem := section.problem(c)) is not None:
+            raise ConfigError(problem)
     _check_devices(c)
     _check_hosts(c)
 
@@ -86,29 +87,6 @@ def _check_quotas(c: Config) -> None:
         raise ConfigError(
             f"data.source_quotas must add up to data.train_batch_size ({batch} prompts), found {sum(quotas.values())}"
         )
-
-
-def _check_filtering(c: Config) -> None:
-    filtering = c.algorithm.filter_groups
-    if c.data.gen_batch_size and not filtering.enable:
-        raise ConfigError(
-            f"data.gen_batch_size ({c.data.gen_batch_size} prompts) needs algorithm.filter_groups.enable: without "
-            "dynamic sampling a step launches what its rollout rule says"
-        )
-    most = c.data.gen_batch_size * filtering.max_num_gen_batches
-    if 0 < most < c.data.train_batch_size:
-        raise ConfigError(
-            f"data.gen_batch_size ({c.data.gen_batch_size} prompts) × algorithm.filter_groups.max_num_gen_batches "
-            f"({filtering.max_num_gen_batches}) must be >= data.train_batch_size ({c.data.train_batch_size} prompts): "
-            "else a round gives up before it has launched a batch"
-        )
-    if filtering.path and filtering.metric != "reward":
-        raise ConfigError(
-            f"algorithm.filter_groups.path and algorithm.filter_groups.metric ({filtering.metric}) exclude each other: "
-            "the function decides alone which prompts are kept"
-        )
-    if filtering.enable and not filtering.metric:
-        raise ConfigError("algorithm.filter_groups.metric is empty: name reward, or a value that the scorer returns")
 
 
 def _check_reward(c: Config) -> None:
@@ -150,19 +128,10 @@ def _check_batch(c: Config) -> None:
 
 def _check_greedy(c: Config) -> None:
     """Without chance the samples of a prompt are equal, and there is nothing to compare."""
-    rollout = c.rollout
-    if rollout.temperature > 0 and rollout.top_k != 1:
-        return
-    greedy = "rollout.top_k (1)" if rollout.temperature > 0 else "rollout.temperature (0)"
-    if c.algorithm.adv_estimator in GROUP_RELATIVE:
+    if c.greedy_option and c.algorithm.adv_estimator in GROUP_RELATIVE:
         raise ConfigError(
-            f"{greedy} makes all samples of a prompt equal, and algorithm.adv_estimator={c.algorithm.adv_estimator} "
-            "compares them with each other: every advantage would be 0"
-        )
-    if c.algorithm.filter_groups.enable and not c.algorithm.filter_groups.path:
-        raise ConfigError(
-            f"{greedy} makes all samples of a prompt equal, and algorithm.filter_groups.enable leaves such prompts "
-            "out: no prompt would be left"
+            f"{c.greedy_option} makes all samples of a prompt equal, and algorithm.adv_estimator="
+            f"{c.algorithm.adv_estimator} compares them with each other: every advantage would be 0"
         )
 
 
@@ -230,48 +199,9 @@ def _check_tokens(c: Config) -> None:
             )
 
 
-def _check_speculation(c: Config) -> None:
-    spec, option = c.rollout.speculation, "rollout.speculation"
-    for least, most in (("min_prefix", "max_prefix"), ("min_window", "max_window")):
-        if getattr(spec, least) > getattr(spec, most):
-            raise ConfigError(
-                f"{option}.{least} ({getattr(spec, least)} tokens) must be at most {option}.{most} "
-                f"({getattr(spec, most)} tokens)"
-            )
-    responses = c.rollout.n * spec.epochs
-    text = responses * (c.data.max_response_length + spec.max_prefix + 1)
-    prefixes = spec.max_prefix - spec.min_prefix + 1
-    if spec.enable and text * prefixes > MAX_INT:
-        raise ConfigError(
-            f"{option}: rollout.n ({c.rollout.n}) × {option}.epochs ({spec.epochs}) responses of "
-            f"data.max_response_length ({c.data.max_response_length} tokens) with {prefixes} lengths of prefixes "
-            f"({option}.min_prefix to {option}.max_prefix) must be at most {MAX_INT} entries of an index, found "
-            f"{text * prefixes}"
-        )
-
-
-def _check_stream(c: Config) -> None:
-    stream = c.trainer.stream
-    if stream.min_done > stream.max_done:
-        raise ConfigError(
-            f"trainer.stream.min_done ({stream.min_done}) must be at most trainer.stream.max_done ({stream.max_done}): "
-            "between them workers may be freed"
-        )
-
-
 def _check_devices(c: Config) -> None:
-    devices, own = c.trainer.num_devices, c.rollout.num_devices
-    tp = None if c.is_tp_open else c.rollout.tp
-    if own and not c.trainer.one_step_off:
-        raise ConfigError(
-            f"rollout.num_devices ({own}) needs trainer.one_step_off: without it rollout and update wait for each "
-            "other, and devices of their own would stand idle in turns"
-        )
-    num_workers = c.rollout.num_workers
-    problem = devices_problem(own, devices, tp or 1, "trainer.num_devices", num_workers)
-    if problem is not None:
-        raise ConfigError(problem)
-    problem = c.rollout.layout.problem(tp, own or devices, num_workers)
+    devices, own, tp = c.trainer.num_devices, c.rollout.num_devices, 1 if c.is_tp_open else c.rollout.tp
+    problem = devices_problem(own, devices, tp, "trainer.num_devices", c.rollout.num_workers)
     if problem is not None:
         raise ConfigError(problem)
 
@@ -312,17 +242,9 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
             f"trainer.num_devices ({c.trainer.num_devices}) and {several} exclude each other: all hosts have as many "
             f"devices; set {devices_option}"
         )
-    if c.trainer.stream.enable:
-        raise ConfigError(
-            f"trainer.stream.enable and {several} exclude each other: what goes between the halves of the devices "
-            "cannot cross from one process to another"
-        )
-    if c.algorithm.filter_groups.enable and c.algorithm.filter_groups.path:
-        raise ConfigError(
-            f"algorithm.filter_groups.path ({c.algorithm.filter_groups.path}) and {several} exclude each other: the "
-            "function is asked in the middle of a round, when each host knows the texts of its own responses alone; "
-            "use algorithm.filter_groups.metric"
-        )
+    for section in _checked(c):
+        if (found := section.excludes_hosts(c)) is not None:
+            raise ConfigError(f"{found[0]} and {several} exclude each other: {found[1]}")
 
 
 def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:
@@ -354,18 +276,13 @@ def without_effect(c: Config) -> list[str]:
 
 def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     """Sections, the options in them that are not read (None: all), and why."""
-    for prefix in _switches(Config):
-        if not _section(c, prefix).enable:
-            yield prefix, None, f"{prefix}.enable is off"
+    for path, section in _sections(c):
+        if "enable" in declared(type(section)) and not section.enable:
+            yield path, None, f"{path}.enable is off"
+        elif isinstance(section, Checked):
+            yield from ((path, names, why) for names, why in section.unread(c))
     if c.rollout.num_workers == 1:
         yield "rollout", frozenset({"deal"}), "rollout.num_workers is 1"
-    layout, names = c.rollout.layout, frozenset(declared(type(c.rollout.layout)))
-    if not layout.planner:
-        planner = frozenset(name for name in names if name.startswith("planner_"))
-        yield "rollout.layout", planner, "rollout.layout.planner is off"
-    if not layout.switch:
-        switching = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound", "headroom_tokens"})
-        yield "rollout.layout", switching, "rollout.layout.switch is off"
     if not c.actor.use_kl_loss:
         yield "actor", frozenset({"kl_loss_coef", "kl_loss_type"}), "actor.use_kl_loss is off"
     if not c.algorithm.use_kl_in_reward:
@@ -393,13 +310,18 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     yield from unread_rewards(c)
 
 
-def _switches(section: type, prefix: str = "") -> Iterator[str]:
-    """Paths of the sections below one that are switched on by an option `enable`."""
-    for name, found in declared(section).items():
+def _sections(within: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The sections within one, each before those in it, with their paths."""
+    for name, found in declared(type(within)).items():
         if found.is_section:
-            if "enable" in declared(found.type):
-                yield prefix + name
-            yield from _switches(found.type, f"{prefix}{name}.")
+            section = getattr(within, name)
+            yield prefix + name, section
+            yield from _sections(section, f"{prefix}{name}.")
+
+
+def _checked(c: Config) -> Iterator[Checked]:
+    """The sections that check themselves, in the order of declaration."""
+    return (section for _, section in _sections(c) if isinstance(section, Checked))
 
 
 def _section(c: Config, path: str) -> Any:

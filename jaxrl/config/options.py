@@ -1,10 +1,10 @@
-"""The whole configuration, typed. Every option is declared once, here or in `updates`, `rollouts`, `rewards`,
-`layout`, `hosts` and `simulation`.
+"""The whole configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts` or
+`simulation`, or in `options.py` of a mechanism's room.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
 the errors made from them in `mapping`; the texts are what `reference` lists. What must hold between options stands in
-`checks`. Options follow verl's names where verl has one. An option that counts says whether it counts prompts, samples
-or tokens.
+`checks`, or with a section (`Checked`). Options follow verl's names where verl has one. An option that counts says
+whether it counts prompts, samples or tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
-from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names, Or
+from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names, Or
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_WAIT
 
@@ -162,7 +162,7 @@ class AlgorithmSection:
 
 
 @dataclass(frozen=True)
-class TrainerSection:
+class TrainerSection(Checked):
     """The run: how long it is, what it saves, and where."""
 
     run_dir: Annotated[
@@ -208,6 +208,14 @@ class TrainerSection:
         "Seconds without progress (a phase, a decode call or a compiled program has ended) after which the run is "
         "ended, with every thread's stack; after half of them it is only reported. 0: off.",
     ] = 3600.0
+
+    def problem(self, config: Config) -> str | None:
+        if config.rollout.num_devices and not self.one_step_off:
+            return (
+                f"rollout.num_devices ({config.rollout.num_devices}) needs trainer.one_step_off: without it rollout "
+                "and update wait for each other, and devices of their own would stand idle in turns"
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -266,6 +274,14 @@ class Config:
     def needs_ref(self) -> bool:
         """Whether a frozen reference model is kept."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def greedy_option(self) -> str:
+        """The option, with its value, that makes all samples of a prompt equal; empty: they are drawn."""
+        rollout = self.rollout
+        if rollout.temperature == 0:
+            return "rollout.temperature (0)"
+        return "rollout.top_k (1)" if rollout.top_k == 1 else ""
 
     @property
     def max_model_length(self) -> int:

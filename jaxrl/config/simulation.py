@@ -65,14 +65,14 @@ class SimulatedScoring:
         float,
         Ge(0),
         _MAX_SECONDS,
-        "Seconds that scoring a response takes from the rollout's devices, as a judge on them does; 0: it takes none, "
+        "Seconds that scoring a response takes from the rollout's devices, as a model on them does; 0: it takes none, "
         "but workers.",
     ] = 0.0
 
 
 @dataclass(frozen=True)
 class SimulatedHistory:
-    """How much of a response its prompt's responses of the epoch before foretell; rollout.speculation reads it."""
+    """How much of a response its prompt's responses of the epoch before foretell."""
 
     stretch_median: Annotated[
         float,
@@ -84,7 +84,7 @@ class SimulatedHistory:
         float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of the tokens foretold in a row."
     ] = 2.0
     gap_mean: Annotated[
-        float, Ge(0), _MAX_TOKENS, "Mean tokens for which no draft is found, before each foretold stretch."
+        float, Ge(0), _MAX_TOKENS, "Mean tokens that history does not foretell, before each foretold stretch."
     ] = 1.0
     growth: Annotated[float, Gt(-1), "Share by which foretold stretches grow per epoch."] = 0.0
 

@@ -1,4 +1,4 @@
-"""What the room of a mechanism declares about it: when it is on, and what it goes with."""
+"""What the room of a mechanism declares about it: when it is on, what it goes with, and what memory it takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxrl.config import Config
+from jaxrl.schema.limits import FloatType
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Room:
       reads_profile: whether a configuration has it read `rollout.layout.profile`.
       problem: why a configuration with it is impossible, as a sentence; None: it is possible. Asked where it is on,
         with the names of the mechanisms that race.
+      devices_problem: why it cannot run on so many devices, of so many processes; None: it can. Asked where it is on.
+      float_types: in which it computes, beside those of the policy.
       note: what a start says about it; None: nothing.
       drops_slowest: whether a configuration has it end the slowest responses of a prompt, for good.
       searched: its factors, of a rule that `jaxrl tune` searches.
@@ -56,9 +59,56 @@ class Room:
     orders: bool = False
     reads_profile: Callable[[Config], bool] = lambda config: False
     problem: Callable[[Config, Sequence[str]], str | None] = lambda config, racing: None
+    devices_problem: Callable[[int, int], str | None] = lambda num_devices, num_processes: None
+    float_types: Callable[[Config], Sequence[FloatType]] = lambda config: ()
     note: Callable[[Config], str | None] = lambda config: None
     drops_slowest: Callable[[Config], bool] = lambda config: False
     searched: Searched | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """What a mechanism has on each device of the rollout, beside weights and KV pool.
+
+    Attributes:
+      name: of all of it, for messages.
+      parts: bytes by name, as `jaxrl explain-config` lists them.
+      option: to lower where it leaves too little for a KV pool; empty: none makes it smaller.
+      lower: options with their values, to lower where it is larger than the pool and does not fit.
+      positions: of a decode step of a dp group that have logits, beside one for each row.
+      stays: whether it lies also on devices that leave the rollout before the end of a round.
+      line: what else `jaxrl explain-config` says of it.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    option: str = ""
+    lower: str = ""
+    positions: int = 0
+    stays: bool = False
+    line: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class FreedMemory:
+    """What a mechanism has on devices that leave the rollout before the end of a round, beside what is always there.
+
+    Attributes:
+      column: its name in `jaxrl explain-config`.
+      parts: bytes by name.
+      what, why: what needs them, and why so many, for the refusal where they do not fit.
+      advice: what else helps than to lower options of the update.
+    """
+
+    column: str
+    parts: Mapping[str, int]
+    what: str
+    why: str
+    advice: str
 
 
 UNFINISHED = "what becomes of unfinished responses"

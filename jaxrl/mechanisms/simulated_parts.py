@@ -28,7 +28,7 @@ class SimulatedParts:
       pace: predicts the steps of a worker whose layout switches; None: layouts stay.
       is_timeless: whether a round brings the same batch whichever of its responses end first.
       layouts, timeouts: mechanisms that the modelled machine has been built with; None: it has none.
-      feeding: stands between the stream trainer and each of its streams.
+      feeding: stands between a round and each stream of gradients beside it.
       history: what earlier responses are kept for, once a mechanism keeps them.
     """
 

@@ -1,8 +1,8 @@
 """Which options make which mechanisms, and which of them go together: the one file that knows them all.
 
 Purpose: `ROOMS` has what each declares (`jaxrl.mechanisms.room`), from which `composition_problem` follows;
-`batch_rule`, `of_run` and `of_simulation` make what a configuration asks for. docs/mechanisms.md lists them for
-readers, docs/rollout-rules.md which of them combine.
+`batch_rule`, `of_run` and `of_simulation` make what a configuration asks for, and `rollout_memory` and `freed_memory`
+say what it takes. docs/mechanisms.md lists them for readers, docs/rollout-rules.md which of them combine.
 
 Imports no jax before a run is built: what can be refused is refused before that.
 """
@@ -10,7 +10,7 @@ Imports no jax before a run is built: what can be refused is refused before that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms.adaptive_layouts import declaration as adaptive_layouts
@@ -25,7 +25,7 @@ from jaxrl.mechanisms.partial_rollout import declaration as partial_rollout
 from jaxrl.mechanisms.ranking_groups import declaration as ranking_groups
 from jaxrl.mechanisms.reward_timeouts import build as build_reward_timeouts
 from jaxrl.mechanisms.reward_timeouts import declaration as reward_timeouts
-from jaxrl.mechanisms.room import Room
+from jaxrl.mechanisms.room import FreedMemory, RolloutMemory, Room
 from jaxrl.mechanisms.speculation import declaration as speculation
 from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
 from jaxrl.mechanisms.tail_batching import build as build_tail_batching
@@ -33,10 +33,12 @@ from jaxrl.mechanisms.tail_batching import declaration as tail_batching
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.schema.limits import FloatType
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
+    from jaxrl.models.config import ModelConfig
     from jaxrl.report.curves import PagePart
     from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.proposals import Proposer
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from jaxrl.sim.cost_model import CostModel
     from jaxrl.sim.verification import Proposals
     from jaxrl.sim.workload import Workload
+
+T = TypeVar("T")
 
 ROOMS: tuple[Room, ...] = (
     tail_batching.ROOM,
@@ -99,11 +103,6 @@ def is_timeless(config: Config) -> bool:
     """Whether a round brings the same batch whichever of its responses end first; so a clock may decide where and when
     they run."""
     return not any(room.races or room.orders for room in rooms_of(config))
-
-
-def begins_ahead(config: Config) -> bool:
-    """Whether workers that are done with a round may begin with the next one, and so weights of two versions exist."""
-    return ranking_groups.ROOM.is_on(config) and is_timeless(config)
 
 
 def batch_rule(config: Config) -> BatchRule:
@@ -171,10 +170,38 @@ def notes(config: Config) -> list[str]:
 
 def refuse_devices(config: Config, num_devices: int, num_processes: int = 1) -> None:
     """Raises ConfigError for a run's devices if a mechanism cannot have them."""
-    from jaxrl.mechanisms.stream_trainer.session import refuse_devices
+    for room in rooms_of(config):
+        if (problem := room.devices_problem(num_devices, num_processes)) is not None:
+            raise ConfigError(problem)
 
-    if stream_trainer.ROOM.is_on(config):
-        refuse_devices(num_devices, num_processes)
+
+def float_types(config: Config) -> list[FloatType]:
+    """In which mechanisms compute, beside those of the policy."""
+    return [each for room in rooms_of(config) for each in room.float_types(config)]
+
+
+def rollout_memory(config: Config, num_devices: int, platform: str, weight_bytes: int) -> list[RolloutMemory]:
+    """What mechanisms have on the rollout's devices, so many on a host, each with weights of so many bytes. Raises
+    ValueError where one cannot work with the memory that it may have."""
+    from jaxrl.mechanisms.judge import memory as memory_of_judge
+    from jaxrl.mechanisms.ranking_groups import memory as memory_of_ranking_groups
+    from jaxrl.mechanisms.speculation import memory as memory_of_speculation
+
+    return _there(
+        memory_of_ranking_groups.rollout_memory(config, weight_bytes, is_timed=is_timeless(config)),
+        memory_of_speculation.rollout_memory(config, platform),
+        memory_of_judge.rollout_memory(config, num_devices),
+    )
+
+
+def freed_memory(
+    config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+) -> list[FreedMemory]:
+    """What mechanisms have on devices that leave the rollout early; the arguments are those of
+    `jaxrl.train.update_memory.update_phases`."""
+    from jaxrl.mechanisms.stream_trainer import memory as memory_of_stream_trainer
+
+    return _there(memory_of_stream_trainer.freed_memory(config, model, num_devices, platform, remat, chunk))
 
 
 def refuse_unread(config: Config) -> None:
@@ -209,7 +236,7 @@ def of_run(parts: RunParts) -> list[Mechanism]:
     from jaxrl.mechanisms.speculation import build as build_speculation
     from jaxrl.mechanisms.stream_trainer import build as build_stream_trainer
 
-    found: list[Mechanism | None] = [
+    return _there(
         build_judge.build(parts),
         build_adaptive_layouts.build(parts),
         build_stream_trainer.build(parts),
@@ -217,8 +244,7 @@ def of_run(parts: RunParts) -> list[Mechanism]:
         build_ranking_groups.build(parts),
         build_reward_timeouts.build(parts.config),
         build_one_step_off.build(parts),
-    ]
-    return [each for each in found if each is not None]
+    )
 
 
 def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
@@ -228,12 +254,15 @@ def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
     from jaxrl.mechanisms.speculation import simulated as simulated_speculation
     from jaxrl.mechanisms.stream_trainer import simulated as simulated_stream_trainer
 
-    found: list[Mechanism | None] = [
+    return _there(
         parts.layouts,
         simulated_stream_trainer.build(parts),
         simulated_speculation.build(parts),
         simulated_ranking_groups.build(parts),
         parts.timeouts,
         simulated_one_step_off.build(parts),
-    ]
+    )
+
+
+def _there(*found: T | None) -> list[T]:
     return [each for each in found if each is not None]

@@ -26,7 +26,6 @@ from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config, workers_of
-from jaxrl.runtime.update_memory import plan_chunk, plan_remat
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.pace import PredictedTicks
@@ -45,6 +44,7 @@ from jaxrl.sharding.memory import (
 )
 from jaxrl.sharding.mesh import platform_of, submeshes
 from jaxrl.sharding.rules import train_shardings
+from jaxrl.train.update_memory import plan_chunk, plan_remat
 
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
 _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import host_problem
-from jaxrl.config.judges import judge_kind
+from jaxrl.mechanisms.table import float_types
 from jaxrl.sharding.memory import DeviceMemory, memory_of
 from jaxrl.sharding.mesh import make_mesh
 
@@ -136,6 +136,6 @@ def prepare_hosts(config: Config) -> ProcessDevices:
 
 
 def _set_types(config: Config) -> None:
-    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
-    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
+    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype, *float_types(config))
+    if "float64" in types:
         jax.config.update("jax_enable_x64", True)

@@ -4,39 +4,37 @@ Purpose: `plan_num_blocks` and `layout_sizes` alone decide the size of the KV po
 `jaxrl explain-config`; `memory_problem` refuses what no device could hold.
 
 Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights and KV follow exactly
-from the table of weights and the sharding rules; what training needs is in `jaxrl.runtime.update_memory`.
+from the table of weights and the sharding rules; what training needs is in `jaxrl.train.update_memory`.
 
 What lives when, per device. Always: master weights, the optimizer's moments (unless `actor.offload_optimizer`), the
 same of a critic (`algorithm.adv_estimator=gae`), and the frozen reference (where there is a KL term). In rollout also:
-the rollout weights and the KV pool. In the update also: gradients and activations; the KV pool and the rollout weights
-are released. `rollout.memory_fraction` bounds the rollout phase as a whole.
+the rollout weights, the KV pool and what mechanisms have beside them. In the update also: gradients and activations;
+what the rollout has is released. `rollout.memory_fraction` bounds the rollout phase as a whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.judge.memory import JudgeMemory, planned_judge
-from jaxrl.mechanisms.speculation.build import draft_book_bytes, verified_positions
-from jaxrl.mechanisms.table import begins_ahead
+from jaxrl.mechanisms.room import FreedMemory, RolloutMemory
+from jaxrl.mechanisms.table import freed_memory, rollout_memory
 from jaxrl.models.config import ModelConfig
-from jaxrl.runtime.update_memory import (
-    BYTES,
+from jaxrl.schema.limits import BYTES
+from jaxrl.sharding.memory import in_bytes
+from jaxrl.sharding.rules import padded_config
+from jaxrl.train.update_memory import (
     device_numbers,
     plan_chunk,
     plan_remat,
     resident_parts,
     splits,
     update_parts,
-    update_phases,
 )
-from jaxrl.sharding.memory import in_bytes
-from jaxrl.sharding.rules import padded_config
 
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
-_BOOKS = "draft indexes"
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a decode step samples
 _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory by more than the estimate may be off
 
@@ -71,13 +69,11 @@ class MemoryPlan:
     shared: bool = True  # both phases have the same devices
     remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
     chunk_tokens: int = 0
-    num_verified: int = 0  # drafted tokens of a step, per dp group
-    stream: dict[str, int] = field(default_factory=dict)  # added on a freed device, which holds no KV of the actor then
-    judge: JudgeMemory | None = None  # on the rollout's devices
+    beside: Sequence[RolloutMemory] = ()  # the parts of `rollout` that are mechanisms'
+    freed: Sequence[FreedMemory] = ()  # each with the parts of `beside` that stay; there is no KV of the actor then
 
-    @property
-    def stream_bytes(self) -> int:
-        return sum(self.resident.values()) + sum(self.stream.values())
+    def freed_bytes(self, freed: FreedMemory) -> int:
+        return sum(self.resident.values()) + sum(freed.parts.values())
 
     @property
     def rollout_bytes(self) -> int:
@@ -106,26 +102,27 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     if memory_bytes is None:
         return useful
     resident = {} if rollout.num_devices else resident_parts(config, model_config, devices * config.hosts.num)
-    weights, books = _rollout_weights(config, model_config, devices), draft_book_bytes(config)
-    judge = planned_judge(config, devices)
-    beside = books + (judge.total if judge is not None else 0)
-    taken = sum(resident.values()) + weights * (2 if begins_ahead(config) else 1) + beside
+    weights = _rollout_weights(config, model_config, devices)
+    beside = rollout_memory(config, devices, "cpu", weights)  # bytes are the same on every platform
+    taken = sum(resident.values()) + weights + sum(each.total for each in beside)
     left = int(memory_bytes * rollout.memory_fraction) - taken
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
     if fitting < per_request + _RESERVED_BLOCKS:
         raise ValueError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
-            f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state"
-            + (f", {in_bytes(books)} of draft indexes with them" if books else "")
-            + (f", {in_bytes(judge.total)} of the judge with them, " if judge is not None else ", ")
+            f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state, "
+            + "".join(f"{in_bytes(each.total)} of {each.name} with them, " for each in beside)
             + f"but one request of {config.max_model_length} tokens needs "
-            f"{in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower "
-            + ("rollout.speculation.num_indexes, " if books else "")
-            + ("reward.judge.max_memory_gib, " if judge is not None else "")
-            + f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
+            f"{in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower {_options(beside)}"
+            f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
         )
     return min(useful, fitting)
+
+
+def _options(beside: Sequence[RolloutMemory]) -> str:
+    """What to lower of what mechanisms have, before more options."""
+    return "".join(f"{each.option}, " for each in beside if each.option)
 
 
 def _wider(config: Config, num_devices: int) -> str:
@@ -150,10 +147,7 @@ def layout_sizes(
     degrees = layout_degrees(config, num_devices)
     sizes: dict[int, tuple[int, int]] = {}
     for degree in degrees:
-        rows, blocks = rollout.max_num_seqs, rollout.num_blocks
-        if rollout.layout.scale_rows:
-            rows = max(rows * degree // tp, 1)
-            blocks = max((blocks - _RESERVED_BLOCKS) * degree // tp, 1) + _RESERVED_BLOCKS if blocks else 0
+        rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
         scaled = dataclasses.replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         own = dataclasses.replace(config, rollout=scaled)
         sizes[degree] = rows, plan_num_blocks(own, model_config, num_devices, memory_bytes)
@@ -190,28 +184,6 @@ def _logits(config: Config, model_config: ModelConfig, num_devices: int, positio
     return _LOGITS_COPIES * positions * share * 4
 
 
-def _stream_parts(
-    config: Config,
-    model_config: ModelConfig,
-    num_devices: int,
-    platform: str,
-    remat: str,
-    chunk: int,
-    judge: JudgeMemory | None,
-) -> dict[str, int]:
-    """Bytes of what the stream trainer adds on half of the devices: a share of the weights that is twice the trainer's,
-    and what an update there would add, but for the optimizer. The reference's weights come in turns with the others. A
-    judge, which goes on with all devices, lies beside them."""
-    if not config.trainer.stream.enable:
-        return {}
-    half = num_devices // 2
-    weights = device_numbers(model_config, half) * BYTES[config.actor.param_dtype]
-    phases = update_phases(config, model_config, half, platform, remat, chunk)
-    most = max((phases[name] for name in ("head", "layers", "embedding")), key=lambda parts: sum(parts.values()))
-    beside = {} if judge is None else judge.parts
-    return {"weights of the half": weights} | {name: size for name, size in most.items() if size} | beside
-
-
 def memory_plan(
     config: Config, model_config: ModelConfig, num_devices: int, device_bytes: int | None, platform: str
 ) -> MemoryPlan:
@@ -223,7 +195,7 @@ def memory_plan(
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
     Raises:
-      ValueError: as `layout_sizes`, and as `choose_packed` for `actor.attention`.
+      ValueError: as `layout_sizes` and `rollout_memory`, and as `choose_packed` for `actor.attention`.
     """
     own = config.rollout.num_devices
     rolling, training = own or num_devices // config.hosts.num, num_devices - own
@@ -232,16 +204,16 @@ def memory_plan(
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
     block_size = config.rollout.block_size
     usable = num_blocks - _RESERVED_BLOCKS
-    judge = planned_judge(config, rolling)
     weights = _rollout_weights(config, model_config, rolling)
+    beside = rollout_memory(config, rolling, platform, weights)
+    stays = {name: size for each in beside if each.stays for name, size in each.parts.items()}
+    freed = freed_memory(config, model_config, training, platform, remat, chunk)
     return MemoryPlan(
         resident=resident_parts(config, model_config, training),
         rollout={
             "rollout weights": weights,
-            **({"rollout weights of the next round": weights} if begins_ahead(config) else {}),
             "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
-            **({_BOOKS: books} if (books := draft_book_bytes(config)) else {}),
-            **(judge.parts if judge is not None else {}),
+            **{name: size for each in beside for name, size in each.parts.items()},
         },
         update=update_parts(config, model_config, training, platform, remat, chunk),
         num_blocks=num_blocks,
@@ -252,9 +224,8 @@ def memory_plan(
         shared=not own,
         remat=remat,
         chunk_tokens=chunk,
-        num_verified=verified_positions(config, platform),
-        stream=_stream_parts(config, model_config, training, platform, remat, chunk, judge),
-        judge=judge,
+        beside=beside,
+        freed=[dataclasses.replace(each, parts={**each.parts, **stays}) for each in freed],
     )
 
 
@@ -270,7 +241,8 @@ def memory_problem(
     """
     rollout, longest = config.rollout, config.max_model_length
     resident = plan.resident if trains else {"master weights": plan.resident["master weights"]}
-    logits = _logits(config, model_config, num_devices, rollout.max_num_seqs + plan.num_verified)
+    positions = rollout.max_num_seqs + sum(each.positions for each in plan.beside)
+    logits = _logits(config, model_config, num_devices, positions)
     held = (sum(resident.values()) if plan.shared else 0) + sum(plan.rollout.values())
     needed, pool = held + logits, plan.rollout["KV pool"] + logits
     limit = None
@@ -284,18 +256,12 @@ def memory_problem(
         rows += f", where a step has {config.data.train_batch_size * rollout.n} samples)"
         blocks = f"rollout.num_blocks ({rollout.num_blocks} blocks of {rollout.block_size} tokens)"
         lower = blocks if rollout.num_blocks and logits < pool / 2 else rows
-        if (books := plan.rollout.get(_BOOKS, 0)) > pool:
-            return (
-                f"the rollout needs {in_bytes(needed)} per device, {in_bytes(books)} of it for {_BOOKS}, and {limit}: "
-                f"lower rollout.speculation.num_indexes ({rollout.speculation.num_indexes or rollout.max_num_seqs} per "
-                f"dp group) or rollout.speculation.epochs ({rollout.speculation.epochs})"
-            )
-        if plan.judge is not None and plan.judge.total > pool:
-            return (
-                f"the rollout needs {in_bytes(needed)} per device, {in_bytes(plan.judge.total)} of it for the judge, "
-                f"and {limit}: lower reward.judge.max_memory_gib ({config.reward.judge.max_memory_gib:g}), "
-                "max_num_seqs or max_prompt_tokens"
-            )
+        for each in plan.beside:
+            if each.lower and each.total > pool:
+                return (
+                    f"the rollout needs {in_bytes(needed)} per device, {in_bytes(each.total)} of it for {each.name}, "
+                    f"and {limit}: lower {each.lower}"
+                )
         return (
             f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "
             f"{limit}: " + (f"lower {lower}" if pool > needed / 2 else "use more devices, or a smaller model")
@@ -309,14 +275,13 @@ def memory_problem(
             f"({config.actor.ppo_max_token_len_per_gpu} tokens), data.max_response_length or "
             "actor.logprob_chunk_tokens, or use more devices"
         )
-    if trains and plan.stream and plan.stream_bytes > _ESTIMATE_ROOM * bytes_each:
-        return (
-            f"gradients beside the rollout need about {in_bytes(plan.stream_bytes)} per freed device, with twice the "
-            "trainer's share of weights and sums"
-            + ("" if plan.judge is None else f" and {in_bytes(plan.judge.total)} of the judge")
-            + f", and each of {num_devices} has {in_bytes(bytes_each)}: switch trainer.stream.enable off, set "
-            "actor.offload_optimizer, or lower "
-            + ("" if plan.judge is None else "reward.judge.max_memory_gib, ")
-            + f"actor.ppo_max_token_len_per_gpu ({config.actor.ppo_max_token_len_per_gpu} tokens)"
-        )
+    stays = [each for each in plan.beside if each.stays]
+    for freed in plan.freed if trains else ():
+        if (size := plan.freed_bytes(freed)) > _ESTIMATE_ROOM * bytes_each:
+            return (
+                f"{freed.what} need about {in_bytes(size)} per freed device, with {freed.why}"
+                + "".join(f" and {in_bytes(each.total)} of {each.name}" for each in stays)
+                + f", and each of {num_devices} has {in_bytes(bytes_each)}: {freed.advice}, or lower {_options(stays)}"
+                f"actor.ppo_max_token_len_per_gpu ({config.actor.ppo_max_token_len_per_gpu} tokens)"
+            )
     return None

@@ -50,6 +50,25 @@ class Names:
     what: Literal["file", "folder", "new folder"]
 
 
+class Checked:
+    """A section that says itself how its options go with each other and with those of other sections.
+
+    `config` is the whole configuration (`jaxrl.config.Config`), of which the section is a part.
+    """
+
+    def problem(self, config: Any) -> str | None:
+        """Why the options do not go together, as a sentence; None if they do."""
+        return None
+
+    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
+        """An option that excludes several hosts, and why; None: there is none."""
+        return None
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        """Options of the section that nothing reads, by name, and why; asked unless an option `enable` is off."""
+        yield from ()
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """One field of a section.

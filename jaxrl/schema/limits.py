@@ -9,6 +9,8 @@ from annotated_types import Ge
 from jaxrl.schema.declared import Cap
 
 FloatType = Literal["float32", "bfloat16", "float64"]
+BYTES: dict[FloatType, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
+"""Of a number."""
 AtEnd = Literal["flush", "leave"]
 
 MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until their step is over")

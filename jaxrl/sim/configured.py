@@ -25,6 +25,7 @@ from jaxrl.scheduling.layouts.initial_degree import fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.situation import GroupCapacity
+from jaxrl.schema.limits import BYTES
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost
 from jaxrl.sim.executor import MachineSizes
@@ -35,7 +36,6 @@ from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
 
 _NODE = 8  # devices, if no option says how many
-_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 PLATFORM = "gpu"
 """Of simulated devices, where an option's default goes by the platform."""
@@ -111,7 +111,7 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
                 raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
-    roofline = RooflineCost(model_sizes(config), machine, factors, _BYTES[config.rollout.dtype])
+    roofline = RooflineCost(model_sizes(config), machine, factors, BYTES[config.rollout.dtype])
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
         return roofline, described
@@ -256,7 +256,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     resident = (
         0
         if model is None or rollout.num_devices
-        else numbers * _BYTES[config.actor.param_dtype] * model.num_params() / rollout_devices_of(config)
+        else numbers * BYTES[config.actor.param_dtype] * model.num_params() / rollout_devices_of(config)
     )
     fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident)
     if fitting < per_request + 1:
@@ -276,10 +276,7 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
     tp = rollout.tp
     found: dict[int, MachineSizes] = {}
     for degree in _named(rollout.layout.degrees_on, tp, num_devices):
-        rows, blocks = rollout.max_num_seqs, rollout.num_blocks
-        if rollout.layout.scale_rows:
-            rows = max(rows * degree // tp, 1)
-            blocks = max((blocks - 1) * degree // tp, 1) + 1 if blocks else 0  # one is reserved
+        rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
         own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
         needed = -(-config.max_model_length // rollout.block_size)

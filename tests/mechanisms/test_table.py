@@ -115,7 +115,7 @@ def streaming(**options: Any) -> Config:
         ({"rollout__num_workers": 1}, "rollout.num_workers to be even, found 1"),
         (
             {"rollout__num_workers": 6, "trainer__num_devices": 12},
-            "trainer.num_devices (12) must be a power of two",
+            "the number of devices (trainer.num_devices) must be a power of two, found 12",
         ),
     ],
 )

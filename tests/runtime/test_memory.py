@@ -145,22 +145,24 @@ def test_memory_of_gradients_beside_the_rollout():
     """On a freed device: the trainer's own, and on half of the devices weights, sums and a microbatch's gradients."""
     stream, options = {"stream": {"enable": True}}, {"rollout": {"num_workers": 2}}
     plain, e = (explain(config(trainer=trainer, **options), SMOLLM2, 4) for trainer in ({}, stream))
-    assert plain.memory.stream == {}
+    assert plain.memory.freed == []
+    (freed,) = e.memory.freed
     assert (e.memory.resident, e.memory.rollout, e.memory.update) == (
         plain.memory.resident,
         plain.memory.rollout,
         plain.memory.update,
     )
     on_two = explain(config(), SMOLLM2, 2).memory
-    assert e.memory.stream["weights of the half"] == on_two.resident["master weights"]
-    assert e.memory.stream["gradients"] == on_two.update["gradients"]
-    assert e.memory.stream_bytes == sum(e.memory.resident.values()) + sum(e.memory.stream.values())
+    assert freed.parts["weights of the half"] == on_two.resident["master weights"]
+    assert freed.parts["gradients"] == on_two.update["gradients"]
+    size = e.memory.freed_bytes(freed)
+    assert size == sum(e.memory.resident.values()) + sum(freed.parts.values())
     assert "stream" in render(e)
     assert "stream" not in render(plain)
     plan, c = e.memory, config(trainer=stream, **options)
-    assert memory_problem(c, SMOLLM2, plan, 4, 2 * plan.stream_bytes) is None
+    assert memory_problem(c, SMOLLM2, plan, 4, 2 * size) is None
     short = replace(plan, rollout={"rollout weights": 0, "KV pool": 0}, update={})
-    text = memory_problem(c, SMOLLM2, short, 4, plan.stream_bytes // 2)
+    text = memory_problem(c, SMOLLM2, short, 4, size // 2)
     assert text is not None
     assert text.startswith("gradients beside the rollout need about ")
     assert "switch trainer.stream.enable off, set actor.offload_optimizer, or lower actor.ppo_max_token" in text

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.schema.declared import Names
+from jaxrl.schema.declared import Checked, Names, declared
 from jaxrl.schema.devices import MAX_DEVICES, prime_factors
 
 
 @dataclass(frozen=True)
-class LayoutSection:
+class LayoutSection(Checked):
     """Tensor parallelism that adapts; `rollout.tensor_model_parallel_size` is where it begins."""
 
     switch: Annotated[bool, "Change tp while a batch drains, where the profile says that it saves time."] = False
@@ -68,6 +69,13 @@ class LayoutSection:
     def adapts(self) -> bool:
         return self.switch or self.planner
 
+    def scaled(self, rows: int, blocks: int, tp: int, degree: int) -> tuple[int, int]:
+        """Rows and KV blocks of a dp group at a degree, from those at `tp`, where one block is reserved; 0 blocks: what
+        the memory leaves."""
+        if not self.scale_rows:
+            return rows, blocks
+        return max(rows * degree // tp, 1), max((blocks - 1) * degree // tp, 1) + 1 if blocks else 0
+
     def degrees_on(self, tp: int, num_devices: int) -> tuple[int, ...]:
         """The degrees that rounds which start in `tp` use on a worker's devices. Raises ValueError where impossible."""
         return self.possible_on(num_devices, tp) if self.adapts else (tp,)
@@ -86,10 +94,10 @@ class LayoutSection:
                 )
         return degrees
 
-    def problem(self, tp: int | None, num_devices: int, num_workers: int) -> str | None:
-        """The first impossible setting on the rollout's devices, cut into equal workers, as a sentence, or None. `tp`
-        None: not chosen yet; so `num_devices` 0."""
-        degrees = self.degrees
+    def problem(self, config: Any) -> str | None:
+        rollout, degrees = config.rollout, self.degrees
+        tp = None if config.is_tp_open else rollout.tp
+        num_devices, num_workers = rollout.num_devices or config.trainer.num_devices, rollout.num_workers
         if not self.adapts and tp is not None:
             return None
         if self.switch and not self.profile:
@@ -113,3 +121,11 @@ class LayoutSection:
                 cut = f" / rollout.num_workers ({num_workers})" if num_workers > 1 else ""
                 return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices}){cut}"
         return None
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        if not self.planner:
+            names = frozenset(name for name in declared(type(self)) if name.startswith("planner_"))
+            yield names, "rollout.layout.planner is off"
+        if not self.switch:
+            names = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound", "headroom_tokens"})
+            yield names, "rollout.layout.switch is off"

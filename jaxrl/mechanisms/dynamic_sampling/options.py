@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from jaxrl.schema.declared import Names
+from jaxrl.schema.declared import Checked, Names
 
 
 @dataclass(frozen=True)
-class FilterGroupsSection:
+class FilterGroupsSection(Checked):
     """DAPO's dynamic sampling: prompts that teach nothing (all rewards equal) are left out and replaced by others."""
 
     enable: Annotated[bool, "Switch dynamic sampling on."] = False
@@ -38,3 +38,38 @@ class FilterGroupsSection:
         "Complete prompts that may lack rewards before generation waits; -1: half as many as still decode, and at most "
         "data.train_batch_size.",
     ] = -1
+
+    def problem(self, config: Any) -> str | None:
+        data, option = config.data, "algorithm.filter_groups"
+        if data.gen_batch_size and not self.enable:
+            return (
+                f"data.gen_batch_size ({data.gen_batch_size} prompts) needs {option}.enable: without dynamic sampling "
+                "a step launches what its rollout rule says"
+            )
+        if 0 < data.gen_batch_size * self.max_num_gen_batches < data.train_batch_size:
+            return (
+                f"data.gen_batch_size ({data.gen_batch_size} prompts) × {option}.max_num_gen_batches "
+                f"({self.max_num_gen_batches}) must be >= data.train_batch_size ({data.train_batch_size} prompts): "
+                "else a round gives up before it has launched a batch"
+            )
+        if self.path and self.metric != "reward":
+            return (
+                f"{option}.path and {option}.metric ({self.metric}) exclude each other: the function decides alone "
+                "which prompts are kept"
+            )
+        if self.enable and not self.metric:
+            return f"{option}.metric is empty: name reward, or a value that the scorer returns"
+        if self.enable and not self.path and config.greedy_option:
+            return (
+                f"{config.greedy_option} makes all samples of a prompt equal, and {option}.enable leaves such prompts "
+                "out: no prompt would be left"
+            )
+        return None
+
+    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
+        if not self.enable or not self.path:
+            return None
+        return f"algorithm.filter_groups.path ({self.path})", (
+            "the function is asked in the middle of a round, when each host knows the texts of its own responses "
+            "alone; use algorithm.filter_groups.metric"
+        )

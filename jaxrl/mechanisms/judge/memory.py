@@ -1,8 +1,8 @@
 """The memory of a judge on the rollout's devices, per device, before anything is allocated.
 
 Purpose: `judge_memory` decides how many of a judge's layers stay resident and how large its KV pool is, from
-`reward.judge` and the judge's shapes alone. `jaxrl.runtime.memory` counts its parts with the rollout's, so the actor's
-KV pool takes what the judge leaves, and with those of gradients on freed devices.
+`reward.judge` and the judge's shapes alone. `jaxrl.runtime.memory` counts its parts (`rollout_memory`) with the
+rollout's, so the actor's KV pool takes what the judge leaves, and with those of gradients on freed devices.
 
 Source: RollPacker §4.3: the number of offloaded layers follows from memory and input lengths.
 
@@ -17,15 +17,16 @@ from dataclasses import dataclass
 
 from jaxrl.config import Config
 from jaxrl.config.judges import judge_kind
+from jaxrl.mechanisms.room import RolloutMemory
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
-from jaxrl.schema.devices import prime_factors
-from jaxrl.sharding.mesh import dividing_factors
+from jaxrl.schema.limits import BYTES
+from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
+from jaxrl.train.update_memory import splits
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a step samples
 _BUFFERS = 2  # streamed layers that are on the devices at a time: one computes while the other's copy is under way
 _GIB = 1 << 30
@@ -50,24 +51,26 @@ class JudgeMemory:
     parts: dict[str, int]
     host_bytes: int
 
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
 
-
-def planned_judge(config: Config, num_devices: int) -> JudgeMemory | None:
+def rollout_memory(config: Config, num_devices: int) -> RolloutMemory | None:
     """Of the model that `reward.judge.model` names, of which the config is read; None where there is no judge.
-
-    Args:
-      num_devices: of the rollout.
 
     Raises:
       ValueError: as `judge_memory`, and what reading the model's config may raise.
     """
     if judge_kind(config.reward) is None:
         return None
-    option = "reward.judge.model"
-    return judge_memory(config, config_of(resolve_path(config.reward.judge.model, option), option), num_devices)
+    judge, option = config.reward.judge, "reward.judge.model"
+    sizes = judge_memory(config, config_of(resolve_path(judge.model, option), option), num_devices)
+    return RolloutMemory(
+        "the judge",
+        sizes.parts,
+        "reward.judge.max_memory_gib",
+        f"reward.judge.max_memory_gib ({judge.max_memory_gib:g}), max_num_seqs or max_prompt_tokens",
+        stays=True,  # it goes on with all devices
+        line=f"judge: {sizes.resident_layers} of {sizes.num_layers} layers stay, the others are streamed; "
+        f"{in_bytes(sizes.host_bytes)} of the host's memory per device",
+    )
 
 
 def judge_length(config: Config) -> int:
@@ -82,7 +85,7 @@ def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeM
     Raises:
       ValueError: reward.judge.max_memory_gib is too small for one verdict, or for the resident layers asked for.
     """
-    judge, size = config.reward.judge, _BYTES[config.reward.judge.dtype]
+    judge, size = config.reward.judge, BYTES[config.reward.judge.dtype]
     padded = padded_config(model, num_devices)
     layers = padded.weights()["layers"]
     matrices = sum(_bytes(weight, num_devices, size) for name, weight in layers.items() if name in STREAMED)
@@ -132,15 +135,12 @@ def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeM
 
 def _bytes(weight: Weight, num_devices: int, size: int) -> int:
     """Of one device's part of a weight in rollout form; norms have at least float32."""
-    shards = [
-        math.prod(dividing_factors(prime_factors(num_devices), length))
-        for dim, length in zip(weight.dims, weight.shape, strict=True)
-        if dim in TENSOR_DIMS
-    ]
+    dims = zip(weight.dims, weight.shape, strict=True)
+    shards = [splits(length, num_devices) for dim, length in dims if dim in TENSOR_DIMS]
     return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.init == "ones" else size)
 
 
 def _block_bytes(config: Config, padded: ModelConfig, num_devices: int, size: int) -> int:
     """One KV block on one device, of all layers."""
-    heads = padded.num_kv_heads // math.prod(dividing_factors(prime_factors(num_devices), padded.num_kv_heads))
+    heads = padded.num_kv_heads // splits(padded.num_kv_heads, num_devices)
     return 2 * config.rollout.block_size * padded.num_layers * padded.head_dim * heads * size

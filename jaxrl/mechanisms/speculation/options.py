@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Interval
 
-from jaxrl.schema.declared import Cap
+from jaxrl.schema.declared import MAX_INT, Cap, Checked
 
 
 @dataclass(frozen=True)
-class SpeculationSection:
+class SpeculationSection(Checked):
     """Drafts from a prompt's earlier responses, verified several tokens a step; the tokens stay the same."""
 
     enable: Annotated[bool, "Switch history speculation on."] = False
@@ -48,3 +48,21 @@ class SpeculationSection:
         Cap(16384, "each has room for the longest history"),
         "Prompts whose history is on the devices at once, per dp group; 0: one for each row.",
     ] = 0
+
+    def problem(self, config: Any) -> str | None:
+        option, data, n = "rollout.speculation", config.data, config.rollout.n
+        for least, most in (("min_prefix", "max_prefix"), ("min_window", "max_window")):
+            if getattr(self, least) > getattr(self, most):
+                return (
+                    f"{option}.{least} ({getattr(self, least)} tokens) must be at most {option}.{most} "
+                    f"({getattr(self, most)} tokens)"
+                )
+        text = n * self.epochs * (data.max_response_length + self.max_prefix + 1)
+        prefixes = self.max_prefix - self.min_prefix + 1
+        if self.enable and text * prefixes > MAX_INT:
+            return (
+                f"{option}: rollout.n ({n}) × {option}.epochs ({self.epochs}) responses of data.max_response_length "
+                f"({data.max_response_length} tokens) with {prefixes} lengths of prefixes ({option}.min_prefix to "
+                f"{option}.max_prefix) must be at most {MAX_INT} entries of an index, found {text * prefixes}"
+            )
+        return None

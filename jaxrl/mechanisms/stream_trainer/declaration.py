@@ -40,11 +40,21 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             f"{option} needs rollout.num_workers to be even, found {num_workers}: half of the rollout's workers are "
             "freed, each of them whole"
         )
-    devices = config.trainer.num_devices
-    if devices and 2 not in possible_workers(devices):
+    return devices_problem(config.trainer.num_devices, 1) if config.trainer.num_devices else None
+
+
+def devices_problem(num_devices: int, num_processes: int) -> str | None:
+    """Why no gradients can be computed beside the rollout on a run's devices: so many have no halves that are meshes
+    like the whole, or they are those of several processes."""
+    if 2 not in possible_workers(num_devices):
         return (
-            f"{option} needs two halves of the devices that are meshes like the whole: trainer.num_devices ({devices}) "
-            "must be a power of two"
+            "trainer.stream.enable needs two halves of the devices that are meshes like the whole: the number of "
+            f"devices (trainer.num_devices) must be a power of two, found {num_devices}"
+        )
+    if num_processes > 1:
+        return (
+            f"trainer.stream.enable needs all devices in one process, found those of {num_processes} processes: what "
+            "goes between the halves of the devices cannot cross from one process to another"
         )
     return None
 
@@ -55,4 +65,5 @@ ROOM = Room(
     lambda config: config.trainer.stream.enable,
     changes=frozenset({WORKERS}),
     problem=_problem,
+    devices_problem=devices_problem,
 )

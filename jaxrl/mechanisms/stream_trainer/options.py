@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
+from jaxrl.schema.declared import Checked
+
 
 @dataclass(frozen=True)
-class StreamSection:
+class StreamSection(Checked):
     """The stream trainer: gradients of complete prompts on half of the rollout's devices, while the others decode."""
 
     enable: Annotated[bool, "Switch the stream trainer on."] = False
@@ -52,3 +54,15 @@ class StreamSection:
     short_rounds: Annotated[bool, "Free workers in tail batching's short rounds too, not in its long ones alone."] = (
         False
     )
+
+    def problem(self, config: Any) -> str | None:
+        if self.min_done > self.max_done:
+            return (
+                f"trainer.stream.min_done ({self.min_done}) must be at most trainer.stream.max_done "
+                f"({self.max_done}): between them workers may be freed"
+            )
+        return None
+
+    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
+        why = "what goes between the halves of the devices cannot cross from one process to another"
+        return ("trainer.stream.enable", why) if self.enable else None

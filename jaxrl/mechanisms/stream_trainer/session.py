@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from jaxrl.config import ConfigError
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDown, ScaleDownDecision, load_of
 from jaxrl.mechanisms.stream_trainer.stream_pace import StreamPace
@@ -42,26 +41,10 @@ from jaxrl.scheduling.mechanism import Drawing, Mechanism, Phase, RoundEnd, Roun
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.tokens.workers import PREFILL_TOKENS_PER_STEP, By, Workers
-from jaxrl.schema.devices import possible_workers
 from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
 
 FREED = "scale_down"
 """The kind of an entry in the journal, of the step of the update."""
-
-
-def refuse_devices(num_devices: int, num_processes: int = 1) -> None:
-    """Raises ConfigError for a run's devices if no gradients can be computed there beside the rollout: so many have no
-    halves that are meshes like the whole, or they are those of several processes."""
-    if 2 not in possible_workers(num_devices):
-        raise ConfigError(
-            "trainer.stream.enable needs two halves of the devices that are meshes like the whole: the number of "
-            f"devices (trainer.num_devices) must be a power of two, found {num_devices}"
-        )
-    if num_processes > 1:
-        raise ConfigError(
-            f"trainer.stream.enable needs all devices in one process, found those of {num_processes} processes: what "
-            "goes between the halves of the devices cannot cross from one process to another"
-        )
 
 
 class GradientStream(Protocol):

@@ -64,7 +64,7 @@ def test_layers_stay_as_memory_allows():
     shorter = judge_memory(config(max_memory_gib=8), QWEN, 1)
     assert longer.resident_layers < shorter.resident_layers
     for plan in (longer, shorter):
-        assert plan.total - plan.parts["judge: logits"] <= 8 << 30
+        assert sum(plan.parts.values()) - plan.parts["judge: logits"] <= 8 << 30
 
 
 def test_half_of_the_weights_without_a_budget():
@@ -95,18 +95,18 @@ def test_beside_gradients_on_a_freed_device(tmp_path: Path, mixed: bool):
     """The judge goes on with all devices, so those that are freed hold it as well; domains of other kinds or not."""
     model = f"random:{write_tiny_model(tmp_path)}"
     stream = {"trainer": {"stream": {"enable": True}}, "rollout": {"num_workers": 2}}
-    plain = explain(sizes(**stream), SMOLLM2, 4).memory
+    (plain,) = explain(sizes(**stream), SMOLLM2, 4).memory.freed
     judge = {"model": model, "max_prompt_tokens": 1000}
     reward = {"domains": {"words": {"kind": "judge"}}} if mixed else {"kind": "judge"}
     c = sizes(reward=reward | {"judge": judge}, **stream)
     e = explain(c, SMOLLM2, 4)
     plan = e.memory
-    assert plan.judge is not None
-    assert plan.stream == plain.stream | plan.judge.parts
+    (judge_part,), (freed,) = plan.beside, plan.freed
+    assert freed.parts == {**plain.parts, **judge_part.parts}
     (line,) = (line for line in render(e).splitlines() if "judge: KV pool" in line)
     assert line.count("iB") == 2, "in the rollout, and beside gradients"
     short = replace(plan, rollout={"rollout weights": 0, "KV pool": 0}, update={})
-    text = memory_problem(c, SMOLLM2, short, 4, plan.stream_bytes // 2)
+    text = memory_problem(c, SMOLLM2, short, 4, plan.freed_bytes(freed) // 2)
     assert text is not None
-    assert f"sums and {in_bytes(plan.judge.total)} of the judge, and each of 4 has" in text
+    assert f"sums and {in_bytes(judge_part.total)} of the judge, and each of 4 has" in text
     assert "or lower reward.judge.max_memory_gib, actor.ppo_max_token_len_per_gpu" in text

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.stream_trainer.scale_down import LeftRequest, WorkerLoad
-from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession, refuse_devices
+from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.layouts.handover import HandedOver
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -419,24 +418,3 @@ def test_kv_that_cannot_be_copied_ends_the_round():
     assert house.log == [], "the worker is still open"
     house.session.cancelled()
     assert house.log == []
-
-
-# ---------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("count", "processes", "sentence"),
-    [
-        (1, 1, r"the number of devices \(trainer\.num_devices\) must be a power of two, found 1$"),
-        (6, 1, r"the number of devices \(trainer\.num_devices\) must be a power of two, found 6$"),
-        (4, 2, "all devices in one process, found those of 2 processes: what goes between the halves of the devices "),
-        (2, 1, None),
-        (8, 1, None),
-    ],
-)
-def test_devices_without_a_stream(count: int, processes: int, sentence: str | None):
-    if sentence is None:
-        refuse_devices(count, processes)
-        return
-    with pytest.raises(ConfigError, match=sentence):
-        refuse_devices(count, processes)

@@ -28,13 +28,13 @@ from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
 from jaxrl.schema.devices import mesh_factors
+from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS
 from jaxrl.train.critic import critic_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
 from jaxrl.train.packing import Shape, microbatch_shapes
 
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
 _SCORE_COPIES = 3

@@ -10,11 +10,11 @@ from known_sizes import SMOLLM2, TINY, config
 
 from jaxrl.commands.explain import explain
 from jaxrl.models.decoder import init
-from jaxrl.runtime.update_memory import device_numbers, plan_remat, update_phases
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
 from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.update_memory import device_numbers, plan_remat, update_phases
 
 MIB = 1 << 20
 
