@@ -13,10 +13,11 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-from jaxrl.config import Config, ConfigError
+from jaxrl.config import Config
 from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
+from jaxrl.mechanisms.table import join_pools, refuse_without_devices
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
@@ -25,7 +26,7 @@ from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.pool_base import RewardPool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, RunFailed, Sample
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 _AHEAD = 64  # responses under way for each worker, so that a slow one holds none of the others up
 
@@ -90,13 +91,8 @@ def score(
     refuse_file(out, "--out")
     refuse_overwriting(out, "--out", [responses, *inputs, *inputs_of(config)])
     (path,) = data_files([responses], "--responses")
+    refuse_without_devices(config)
     of = domains(config.reward)
-    on_devices = next((domain for domain in of.values() if domain.place == "devices"), None)
-    if on_devices is not None:
-        raise ConfigError(
-            f"{on_devices.option}.kind is {on_devices.kind}, with a model on the devices, and score has none: name a "
-            "server in reward.judge.endpoint, or use eval"
-        )
 
     def needs_answer(source: str) -> bool:
         return (of.get(source) or of[""]).kind in ("math", "auto", "task")
@@ -106,7 +102,12 @@ def score(
     scores = Scores()
     places: dict[int, str] = {}  # of the rows under way: file and line
     scorer = build_scorer(_with_file(config, responses))
-    with closing(build_pool(config, scorer, where=lambda key: places[key.prompt_index])) as pool:
+
+    def where(key: SampleKey) -> str:
+        return places[key.prompt_index]
+
+    with closing(build_pool(config, scorer, where=where)) as pool:
+        join_pools(config, pool, where)
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()

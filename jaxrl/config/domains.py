@@ -10,15 +10,10 @@ import difflib
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from jaxrl.config.judges import OF_DEVICES, OF_ENDPOINT, OF_WORDS, judge_problem
 from jaxrl.config.options import Config
-from jaxrl.config.rewards import Extract, PartSection, RewardKind, RewardSection
+from jaxrl.config.rewards import Extract, PartSection, Place, RewardKind, RewardSection
 from jaxrl.schema.declared import shown
-
-Place = Literal["workers", "endpoint", "devices"]
-"""Where a domain's samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
 
 _MAX_SHOWN = 8  # sources in a sentence
 
@@ -103,9 +98,8 @@ def _timeout(kind: RewardKind, reward: RewardSection) -> tuple[float, str]:
 
 
 def _place(kind: RewardKind, reward: RewardSection) -> Place:
-    if kind == "model" or (kind == "judge" and not reward.judge.endpoint):
-        return "devices"
-    return "endpoint" if kind == "judge" else "workers"
+    model = reward.model_scorer(kind)
+    return "workers" if model is None else model.place(kind)
 
 
 def is_staged(reward: RewardSection) -> bool:
@@ -129,12 +123,13 @@ def problem(c: Config) -> str | None:
 def _problems(c: Config) -> Iterator[str]:
     if "" in c.reward.domains:
         yield "reward.domains: a source must have a name, found an empty one; reward.kind is for all other sources"
-    for domain in domains(c.reward).values():
+    found = domains(c.reward).values()
+    for domain in found:
         yield from _of_kind(domain, c)
-    kinds = {each.kind for each in domains(c.reward).values()}
-    judges = judge_problem(c.reward.judge, kinds, has_answers=bool(c.data.answer_key or c.data.task))
-    if judges is not None:
-        yield judges
+    option_of = {domain.kind: domain.option for domain in reversed(found)}  # the first of each kind
+    for model in c.reward.model_scorers:
+        if why := model.problem(option_of, has_answers=bool(c.data.answer_key or c.data.task)):
+            yield why
     for name, part in c.reward.parts.items():
         yield from _of_part(f"reward.parts.{name}", part, c)
 
@@ -147,12 +142,6 @@ def _of_kind(domain: Domain, c: Config) -> Iterator[str]:
         yield f"{option}.path ({domain.path}) needs {option}.kind=custom, found {kind}"
     if kind == "task" and not c.data.task:
         yield f"{option}.kind is task, which needs data.task: the scorer is the task's own"
-    kinds = {each.kind for each in domains(c.reward).values()}
-    if kind == "model" and "judge" in kinds:
-        yield (
-            f"{option}.kind is model, and another kind is judge: reward.judge names one model, which is a reward model "
-            "or a judge"
-        )
 
 
 def _of_part(option: str, part: PartSection, c: Config) -> Iterator[str]:
@@ -206,11 +195,11 @@ def _listed(names: list[str]) -> str:
 
 def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     """Options of section `reward` that are not read: the section, their names (None: all of it), and why."""
-    kinds = {each.kind for each in domains(c.reward).values()}
+    kinds = c.reward.kinds
     for domain in domains(c.reward).values():
         if domain.kind != "custom":
             yield domain.option, frozenset({"name"}), f"{domain.option}.kind is {domain.kind}"
-        if domain.kind in ("custom", "code", "judge", "model") and domain.source:
+        if domain.kind not in ("auto", "math", "task") and domain.source:
             yield domain.option, frozenset({"extract"}), f"{domain.option}.kind is {domain.kind}"
     for name, part in c.reward.parts.items():
         if part.kind != "custom":
@@ -221,11 +210,5 @@ def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "reward.code", None, "no reward's kind is code"
     elif c.reward.code.score == "all":
         yield "reward.code", frozenset({"max_failing_s"}), "reward.code.score is all"
-    if not kinds & {"judge", "model"}:
-        yield "reward.judge", None, "no reward's kind is judge or model"
-    elif c.reward.judge.endpoint:
-        yield "reward.judge", OF_DEVICES, "an endpoint is the judge, and no model on the devices"
-    else:
-        yield "reward.judge", OF_ENDPOINT, "a model on the devices scores, and no endpoint"
-    if "model" in kinds:
-        yield "reward.judge", OF_WORDS, "a reward model gives a number, and no text"
+    for model in c.reward.model_scorers:
+        yield from model.unread(kinds)

@@ -1,12 +1,13 @@
-"""Options of the reward stage (`reward.*`): scorers, domains and parts, the sandbox for code, and judges.
+"""Options of the reward stage (`reward.*`): scorers, domains and parts, the sandbox for code, and models that score.
 
-Source: RollPacker §4.3 for adaptive timeouts and the judge beside the actor.
+Source: RollPacker §4.3 for adaptive timeouts and the model that scores beside the actor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from annotated_types import Ge, Gt, Lt
 
@@ -17,6 +18,36 @@ from jaxrl.schema.limits import MAX_WAIT
 RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom"]
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
 ScoreWhen = Literal["sample", "group", "rollout"]
+Place = Literal["workers", "endpoint", "devices"]
+"""Where samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
+
+
+class ModelScorer(Protocol):
+    """A section of `reward`: a model that scores samples of some kinds, outside the worker processes."""
+
+    @property
+    def kinds(self) -> Collection[str]: ...
+
+    def place(self, kind: str) -> Place:
+        """Where samples of one of its kinds are scored."""
+        ...
+
+    def explained(self, kind: str) -> tuple[str, str, str]:
+        """What scores one of its kinds, its time limit, and how much it does at once, for `jaxrl explain-config`."""
+        ...
+
+    def unread(self, kinds: Collection[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+        """Options that rewards of these kinds do not read: the section, their names (None: all of it), and why."""
+        ...
+
+    def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
+        """Why it cannot score, as a sentence; None if it can.
+
+        Args:
+          option_of: the kinds of rewards that are asked for, each with the section that asks for it.
+          has_answers: whether prompts have reference answers.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -193,3 +224,16 @@ class RewardSection:
     code: CodeSection = field(default_factory=CodeSection)
     judge: JudgeSection = field(default_factory=JudgeSection)
     overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
+
+    @property
+    def kinds(self) -> frozenset[RewardKind]:
+        """Those that are asked for."""
+        return frozenset({self.kind, *(domain.kind for domain in self.domains.values())})
+
+    @property
+    def model_scorers(self) -> tuple[ModelScorer, ...]:
+        return (self.judge,)
+
+    def model_scorer(self, kind: RewardKind) -> ModelScorer | None:
+        """The model that scores a kind; None: worker processes do."""
+        return next((each for each in self.model_scorers if kind in each.kinds), None)

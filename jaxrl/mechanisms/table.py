@@ -9,7 +9,7 @@ Imports no jax before a run is built: what can be refused is refused before that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
@@ -17,6 +17,8 @@ from jaxrl.mechanisms.adaptive_layouts import declaration as adaptive_layouts
 from jaxrl.mechanisms.dynamic_sampling import build as build_dynamic_sampling
 from jaxrl.mechanisms.dynamic_sampling import declaration as dynamic_sampling
 from jaxrl.mechanisms.judge import declaration as judge
+from jaxrl.mechanisms.judge.endpoint import join_endpoint
+from jaxrl.mechanisms.judge.verdict_text import refuse_fields
 from jaxrl.mechanisms.one_step_off import declaration as one_step_off
 from jaxrl.mechanisms.over_provisioning import build as build_over_provisioning
 from jaxrl.mechanisms.over_provisioning import declaration as over_provisioning
@@ -30,13 +32,19 @@ from jaxrl.mechanisms.speculation import declaration as speculation
 from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
 from jaxrl.mechanisms.tail_batching import build as build_tail_batching
 from jaxrl.mechanisms.tail_batching import declaration as tail_batching
+from jaxrl.rewards.pool_base import RewardPool, in_words
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.types import SampleKey
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
+    from jaxrl.sim.scoring import DeviceScoring
 
 ROOMS: tuple[Room, ...] = (
     tail_batching.ROOM,
@@ -149,6 +157,41 @@ def refuse_unread(config: Config) -> None:
         read_judge(config)
 
 
+def refuse_requests(config: Config, requests: Iterable[ScoreRequest]) -> None:
+    """Raises ConfigError for data of which a mechanism can score nothing."""
+    refuse_fields(config, requests)
+
+
+def refuse_without_devices(config: Config) -> None:
+    """Raises ConfigError for rewards that need the devices of a run."""
+    problem = judge.no_devices_problem(config)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def join_pools(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = in_words) -> None:
+    """Has mechanisms score what a run's pool has for them; those on devices join it in `of_run` and `of_evaluation`.
+
+    Args:
+      where: how warnings name a sample whose reward failed.
+
+    Raises:
+      ValueError: an option names a variable of the environment that is not set.
+    """
+    join_endpoint(config, pool, where)
+
+
+def of_evaluation(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> list[Mechanism]:
+    """The mechanisms of an evaluation without training: those that score on the rollout's devices.
+
+    Args:
+      quiet: waits for what else runs on the devices.
+    """
+    from jaxrl.mechanisms.judge.build import judge_beside
+
+    return [each for each in (judge_beside(config, mesh, quiet, pool),) if each is not None]
+
+
 def of_run(parts: RunParts) -> list[Mechanism]:
     """The mechanisms of a real run, in the order in which they are called."""
     from jaxrl.mechanisms.adaptive_layouts import build as build_adaptive_layouts
@@ -168,6 +211,13 @@ def of_run(parts: RunParts) -> list[Mechanism]:
         build_one_step_off.build(parts),
     ]
     return [each for each in found if each is not None]
+
+
+def simulated_scoring(config: Config, occupy: Callable[[int, int], int]) -> DeviceScoring:
+    """What scores on the devices of a simulated rollout. `occupy`: as in `DeviceScoring`."""
+    from jaxrl.mechanisms.judge.simulated import scoring
+
+    return scoring(config, occupy)
 
 
 def of_simulation(parts: SimulatedParts) -> list[Mechanism]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import host_problem
-from jaxrl.config.judges import judge_kind
+from jaxrl.mechanisms.judge.declaration import judge_kind
 from jaxrl.sharding.memory import DeviceMemory, memory_of
 from jaxrl.sharding.mesh import make_mesh
 

@@ -17,6 +17,7 @@ from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions, layout_ses
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.mechanisms.speculation.drafts import draft_config
 from jaxrl.mechanisms.speculation.simulated import drafting_of, step_costs
+from jaxrl.mechanisms.table import simulated_scoring
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.other_host import HostTimes, OtherHost
 from jaxrl.runtime.rules import batcher_config, lookahead, workers_of
@@ -188,9 +189,8 @@ class MachineParts:
         own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
         order = [task.name for task in tasks] if chosen.score_in_turn else []
         limits = reward.num_workers, reward.timeout_s
-        judged = {task.name: task.scoring.device_s for task in tasks if task.scoring.device_s}
-        timeouts, occupy = self._timeouts, executors.occupy
-        return ScoringWorkers(self._workload, clock, drawn, *limits, own, order, timeouts, judged, occupy)
+        on_devices = simulated_scoring(self._config, executors.occupy)
+        return ScoringWorkers(self._workload, clock, drawn, *limits, own, order, self._timeouts, on_devices)
 
 
 def slownesses(num_hosts: int, spread: float, seed: int) -> list[float]:

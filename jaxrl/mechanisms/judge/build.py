@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.judge.declaration import judge_kind
 from jaxrl.mechanisms.judge.memory import JudgeMemory, judge_length, judge_memory
 from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.mechanisms.judge.session import JudgeSession
 from jaxrl.mechanisms.judge.turns import JudgeTurns
+from jaxrl.mechanisms.judge.verdict_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
-from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rollout.executor import MeshExecutor
@@ -135,17 +135,19 @@ def build_judge(
 
 
 def build(parts: RunParts) -> JudgeSession | None:
-    """The judge of a training run, joined to its reward pool; None: no model judges on the devices."""
-    if judge_kind(parts.config.reward) is None:
-        return None
-    parts.beat("loading the judge")
+    """The judge of a training run, as `judge_beside`."""
+    if judge_kind(parts.config.reward) is not None:
+        parts.beat("loading the judge")
     session = judge_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
-    parts.rollout_programs += session.judge.machine.programs
+    if session is not None:
+        parts.rollout_programs += session.judge.machine.programs
     return session
 
 
-def judge_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession:
-    """A judge on the devices of a rollout, joined to its reward pool; as `build_judge`."""
+def judge_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession | None:
+    """A judge on the devices of a rollout, joined to its reward pool; None: no model scores there. As `build_judge`."""
+    if judge_kind(config.reward) is None:
+        return None
     judge = build_judge(config, mesh, quiet)
     assert isinstance(pool, RewardRouter), "a judge scores beside others"
     pool.join("devices", judge)
