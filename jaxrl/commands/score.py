@@ -13,11 +13,11 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-from jaxrl.config import Config
+from jaxrl.config import Config, ConfigError
 from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
-from jaxrl.mechanisms.table import join_pools, refuse_without_devices
+from jaxrl.mechanisms.table import join_pools
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
@@ -91,8 +91,13 @@ def score(
     refuse_file(out, "--out")
     refuse_overwriting(out, "--out", [responses, *inputs, *inputs_of(config)])
     (path,) = data_files([responses], "--responses")
-    refuse_without_devices(config)
     of = domains(config.reward)
+    on_devices = next((domain for domain in of.values() if domain.place == "devices"), None)
+    if on_devices is not None:
+        raise ConfigError(
+            f"{on_devices.option}.kind is {on_devices.kind}, with a model on the devices, and score has none: use "
+            "eval, or a model at an endpoint"
+        )
 
     def needs_answer(source: str) -> bool:
         return (of.get(source) or of[""]).kind in ("math", "auto", "task")

@@ -5,9 +5,8 @@ Source: RollPacker §4.3 for adaptive timeouts and the model that scores beside 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -20,34 +19,6 @@ Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
 ScoreWhen = Literal["sample", "group", "rollout"]
 Place = Literal["workers", "endpoint", "devices"]
 """Where samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
-
-
-class ModelScorer(Protocol):
-    """A section of `reward`: a model that scores samples of some kinds, outside the worker processes."""
-
-    @property
-    def kinds(self) -> Collection[str]: ...
-
-    def place(self, kind: str) -> Place:
-        """Where samples of one of its kinds are scored."""
-        ...
-
-    def explained(self, kind: str) -> tuple[str, str, str]:
-        """What scores one of its kinds, its time limit, and how much it does at once, for `jaxrl explain-config`."""
-        ...
-
-    def unread(self, kinds: Collection[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
-        """Options that rewards of these kinds do not read: the section, their names (None: all of it), and why."""
-        ...
-
-    def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
-        """Why it cannot score, as a sentence; None if it can.
-
-        Args:
-          option_of: the kinds of rewards that are asked for, each with the section that asks for it.
-          has_answers: whether prompts have reference answers.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -231,9 +202,10 @@ class RewardSection:
         return frozenset({self.kind, *(domain.kind for domain in self.domains.values())})
 
     @property
-    def model_scorers(self) -> tuple[ModelScorer, ...]:
+    def models(self) -> tuple[JudgeSection, ...]:
+        """Sections of models that score some kinds, outside the worker processes."""
         return (self.judge,)
 
-    def model_scorer(self, kind: RewardKind) -> ModelScorer | None:
-        """The model that scores a kind; None: worker processes do."""
-        return next((each for each in self.model_scorers if kind in each.kinds), None)
+    def model_of(self, kind: RewardKind) -> JudgeSection | None:
+        """The one that scores a kind; None: worker processes do."""
+        return next((model for model in self.models if kind in model.kinds), None)

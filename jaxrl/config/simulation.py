@@ -65,8 +65,8 @@ class SimulatedScoring:
         float,
         Ge(0),
         _MAX_SECONDS,
-        "Seconds that scoring a response takes from the rollout's devices, as a model that scores on them does; 0: it takes "
-        "none, but workers.",
+        "Seconds that scoring a response takes from the rollout's devices, as a model on them does; 0: it takes none, "
+        "but workers.",
     ] = 0.0
 
 

@@ -162,34 +162,17 @@ def refuse_requests(config: Config, requests: Iterable[ScoreRequest]) -> None:
     refuse_fields(config, requests)
 
 
-def refuse_without_devices(config: Config) -> None:
-    """Raises ConfigError for rewards that need the devices of a run."""
-    problem = judge.no_devices_problem(config)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
 def join_pools(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = in_words) -> None:
-    """Has mechanisms score what a run's pool has for them; those on devices join it in `of_run` and `of_evaluation`.
-
-    Args:
-      where: how warnings name a sample whose reward failed.
-
-    Raises:
-      ValueError: an option names a variable of the environment that is not set.
-    """
+    """Has mechanisms score what a run's pool has for them. `where`: as in `jaxrl.rewards.pool.build_pool`. Raises
+    ValueError for an option that names a variable of the environment that is not set."""
     join_endpoint(config, pool, where)
 
 
 def of_evaluation(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> list[Mechanism]:
-    """The mechanisms of an evaluation without training: those that score on the rollout's devices.
+    """Those of an evaluation alone, which score on its devices. `quiet`: waits for what else runs there."""
+    from jaxrl.mechanisms.judge.build import build_beside
 
-    Args:
-      quiet: waits for what else runs on the devices.
-    """
-    from jaxrl.mechanisms.judge.build import judge_beside
-
-    return [each for each in (judge_beside(config, mesh, quiet, pool),) if each is not None]
+    return [each for each in (build_beside(config, mesh, quiet, pool),) if each is not None]
 
 
 def of_run(parts: RunParts) -> list[Mechanism]:

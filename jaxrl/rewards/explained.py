@@ -32,9 +32,10 @@ def part_lines(config: Config) -> list[str]:
 
 
 def _row(domain: Domain, name: str, config: Config) -> tuple[str, ...]:
-    model = config.reward.model_scorer(domain.kind)
-    own = _scorer(domain, config), _limit(domain, config), _at_once(domain, config)
-    return name, *(own if model is None else model.explained(domain.kind)), f"{domain.weight:g}"
+    weight, model = f"{domain.weight:g}", config.reward.model_of(domain.kind)
+    if model is not None:
+        return name, *model.explained(domain.kind), weight
+    return name, _scorer(domain, config), _limit(domain, config), _at_once(domain, config), weight
 
 
 def _scorer(domain: Domain, config: Config) -> str:

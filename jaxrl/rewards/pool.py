@@ -42,7 +42,7 @@ def build_pool(
     clock: Callable[[], float] = time.monotonic,
     log: Path | None = None,
     where: Callable[[SampleKey], str] = in_words,
-) -> RewardPool | RewardRouter:
+) -> RewardPool:
     """What scores a run's samples: the pool that `reward.pool` asks for, or a router over it where domains or parts are
     configured. It begins to start its workers, and does not wait for them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -95,34 +94,37 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
     return tokenizer, model
 
 
-def build_judge(
-    config: Config,
-    mesh: Mesh,
-    quiet: Callable[[], None],
-    clock: Callable[[], float] = time.monotonic,
-    ahead: bool = True,
-) -> JudgePool:
-    """Loads the judge's weights into the host's memory, layer by layer through the devices; its pool.
+def build(parts: RunParts) -> JudgeSession | None:
+    """The judge of a training run, as `build_beside`."""
+    if judge_kind(parts.config.reward) is not None:
+        parts.beat("loading the judge")
+    session = build_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
+    if session is not None:
+        parts.rollout_programs += session.judge.machine.programs
+    return session
+
+
+def build_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession | None:
+    """Loads a judge's weights into the host's memory, layer by layer through the devices of a rollout, and joins it to
+    the rollout's reward pool; None: no model scores on the devices.
 
     Args:
-      mesh: of the rollout.
       quiet: waits for the actor's programs, and for gradients on freed devices. On a CPU it does so before the judge's
         begin: XLA:CPU can hang on two collectives at once.
-      clock: the backend's.
-      ahead: stream layers ahead of their turn (for measurements).
 
     Raises:
       ValueError: as `read_judge` and `judge_memory`, or the host has not the memory.
     """
+    if judge_kind(config.reward) is None:
+        return None
     judge, seed = config.reward.judge, config.trainer.seed
     tokenizer, model = read_judge(config)
     plan = judge_memory(config, model, mesh.size)
     _refuse_host(plan, mesh)
-    executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size, ahead))
+    executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size))
     _, outer, layers = load_layerwise(
         resolve_path(judge.model, "reward.judge.model", weights=True), mesh, jnp.dtype(judge.dtype)
     )
-    weights = HostWeights(executor, outer, layers)
     reading: Reading
     if model.scalar_head:
         reading = Scalars(judge, tokenizer, model.pad_token_id)
@@ -130,31 +132,14 @@ def build_judge(
         reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
     engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
-    machine = JudgeMachine(executor, weights, quiet, alone=collectives)
-    return JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share), clock)
-
-
-def build(parts: RunParts) -> JudgeSession | None:
-    """The judge of a training run, as `judge_beside`."""
-    if judge_kind(parts.config.reward) is not None:
-        parts.beat("loading the judge")
-    session = judge_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
-    if session is not None:
-        parts.rollout_programs += session.judge.machine.programs
-    return session
-
-
-def judge_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession | None:
-    """A judge on the devices of a rollout, joined to its reward pool; None: no model scores there. As `build_judge`."""
-    if judge_kind(config.reward) is None:
-        return None
-    judge = build_judge(config, mesh, quiet)
+    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), quiet, alone=collectives)
+    scoring = JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share))
     assert isinstance(pool, RewardRouter), "a judge scores beside others"
-    pool.join("devices", judge)
-    return JudgeSession(judge)
+    pool.join("devices", scoring)
+    return JudgeSession(scoring)
 
 
-def _sizes(config: Config, plan: JudgeMemory, tp: int, ahead: bool) -> ExecutorConfig:
+def _sizes(config: Config, plan: JudgeMemory, tp: int) -> ExecutorConfig:
     judge, rollout = config.reward.judge, config.rollout
     return ExecutorConfig(
         num_slots=judge.max_num_seqs,
@@ -168,7 +153,6 @@ def _sizes(config: Config, plan: JudgeMemory, tp: int, ahead: bool) -> ExecutorC
         seed=config.trainer.seed,
         max_tp=tp,
         resident_layers=plan.resident_layers,
-        ahead=ahead,
     )
 
 

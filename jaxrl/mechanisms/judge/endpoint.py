@@ -97,9 +97,7 @@ class EndpointPool:
         try:
             messages = self._text.ask(ScoreRequest.of(prompt, sample))
         except ValueError as error:
-            if (
-                not self._has_asked
-            ):  # a field that no prompt has, most likely: the user mends it before anything is lost
+            if not self._has_asked:  # most likely a field that no prompt has: mended before anything is lost
                 raise
             self._pending[number] = sample.key
             self._ended.put((number, ("error", 0.0, {"error": describe(error)}, 0.0), self._clock()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -18,17 +18,11 @@ from jaxrl.schema.chat_template import template_problem
 from jaxrl.schema.declared import Cap, Names, shown
 from jaxrl.schema.limits import MAX_GIB, MAX_WAIT
 
-OF_DEVICES = frozenset(
-    {
-        *("max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib"),
-        *("resident_layers", "when", "busy_share"),
-    }
+_OF_DEVICES = frozenset(
+    ["max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "when", "busy_share"]
 )
-"""Options that an endpoint's model does not read: it has a tokenizer and a machine of its own."""
-OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})
-"""Those that a model on the devices does not."""
-OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
-"""Those that a reward model does not."""
+_OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})
+_OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
 _URL_RULE = "reward.judge.endpoint must be a URL such as http://localhost:8000/v1"
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
@@ -36,8 +30,6 @@ _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 @dataclass(frozen=True)
 class JudgeSection:
     """A language model that scores (reward.kind=judge), or a reward model with a scalar head (reward.kind=model)."""
-
-    # what it says of itself as a `ModelScorer` (jaxrl/config/rewards.py) stands below its options
 
     model: Annotated[
         str,
@@ -103,12 +95,14 @@ class JudgeSection:
         float, Interval(ge=0, le=1), "The share of the rows that may be busy when the judge takes a turn."
     ] = 0.5
 
-    kinds = frozenset({"judge", "model"})
+    kinds = frozenset({"judge", "model"})  # of rewards, that are scored so
 
     def place(self, kind: str) -> Literal["endpoint", "devices"]:
+        """Where samples of one of its kinds are scored."""
         return "endpoint" if kind == "judge" and self.endpoint else "devices"
 
     def explained(self, kind: str) -> tuple[str, str, str]:
+        """What scores one of its kinds, its time limit, and how much it does at once, for `jaxrl explain-config`."""
         if self.place(kind) == "devices":
             return f"{kind}: {self.model}", "none", f"{self.max_num_seqs} verdicts, {self.when}"
         rate = f", {self.requests_per_minute:g} a minute" if self.requests_per_minute else ""
@@ -118,25 +112,32 @@ class JudgeSection:
             f"{self.max_requests} requests{rate}",
         )
 
-    def unread(self, kinds: Collection[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
-        if not self.kinds & set(kinds):
+    def unread(self, kinds: frozenset[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+        """Options that rewards of these kinds do not read: the section, their names (None: all of it), and why."""
+        if not self.kinds & kinds:
             yield "reward.judge", None, "no reward's kind is judge or model"
         elif self.endpoint:
-            yield "reward.judge", OF_DEVICES, "an endpoint is the judge, and no model on the devices"
+            yield "reward.judge", _OF_DEVICES, "an endpoint is the judge, and no model on the devices"
         else:
-            yield "reward.judge", OF_ENDPOINT, "a model on the devices scores, and no endpoint"
+            yield "reward.judge", _OF_ENDPOINT, "a model on the devices scores, and no endpoint"
         if "model" in kinds:
-            yield "reward.judge", OF_WORDS, "a reward model gives a number, and no text"
+            yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
 
     def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
+        """Why it cannot score, as a sentence; None if it can.
+
+        Args:
+          option_of: the kinds of rewards that are asked for, each with the section that asks for it.
+          has_answers: whether prompts have reference answers.
+        """
         if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
             return f"{_URL_RULE}, found one with a name or password in it: give the key by reward.judge.api_key_env"
-        if self.kinds <= set(option_of):
+        if self.kinds <= option_of.keys():
             return (
                 f"{option_of['model']}.kind is model, and another kind is judge: reward.judge names one model, which "
                 "is a reward model or a judge"
             )
-        if self.kinds & set(option_of) and (problem := template_problem(self.apply_chat_template_kwargs)):
+        if self.kinds & option_of.keys() and (problem := template_problem(self.apply_chat_template_kwargs)):
             return f"reward.judge.apply_chat_template_kwargs.{problem}"
         if "judge" in option_of:
             return _source_problem(self) or _text_problem(self, has_answers)
