@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,7 +38,6 @@ __all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardRouter", "
 def build_pool(
     config: Config,
     scorer: Scorer,
-    clock: Callable[[], float] = time.monotonic,
     log: Path | None = None,
     where: Callable[[SampleKey], str] = in_words,
 ) -> RewardPool:
@@ -50,7 +48,6 @@ def build_pool(
 
     Args:
       scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
-      clock: stamps its verdicts (the backend's own).
       log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
       where: how warnings name a sample whose reward failed.
 
@@ -59,18 +56,12 @@ def build_pool(
     """
     reward = config.reward
     if not is_staged(reward):
-        return _worker_pool(config, scorer, clock, log, where)
-    pool = _worker_pool(config, scorer, clock, log, where) if needs_workers(reward) else None
+        return _worker_pool(config, scorer, log, where)
+    pool = _worker_pool(config, scorer, log, where) if needs_workers(reward) else None
     return RewardRouter(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
 
 
-def _worker_pool(
-    config: Config,
-    scorer: Scorer,
-    clock: Callable[[], float],
-    log: Path | None,
-    where: Callable[[SampleKey], str],
-) -> RewardPool:
+def _worker_pool(config: Config, scorer: Scorer, log: Path | None, where: Callable[[SampleKey], str]) -> RewardPool:
     reward = config.reward
     settings = WorkerSettings(
         scorer=pickle.dumps(scorer),
@@ -84,9 +75,7 @@ def _worker_pool(
     )
     pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
     limits = DomainLimits.of(domains(reward))
-    return pool(
-        settings, num_workers=reward.num_workers, env=_named(reward.env), limits=limits, clock=clock, where=where
-    )
+    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), limits=limits, where=where)
 
 
 def _named(names: Sequence[str]) -> dict[str, str]:
