@@ -60,7 +60,7 @@ class Prompt:
       source: where it comes from (the data set's or task's name); a reward may depend on it.
       answer: the reference answer, if there is one.
       extra: whatever else the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
-      question: the last user message before templates, as a judge reads it; empty: there is only `text`.
+      question: the last user message before templates, as a model that scores reads it; empty: there is only `text`.
     """
 
     epoch: int

@@ -37,17 +37,8 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 AT_RUN_TIME = {
-    "acceptance",
-    "build",
-    "gradients",
-    "memory",
-    "overlap",
-    "pool",
-    "proposer",
-    "ranked",
-    "report",
-    "session",
-    "simulated",
+    *("acceptance", "build", "endpoint", "endpoint_client", "gradients", "memory", "overlap", "pool", "proposer"),
+    *("ranked", "report", "session", "simulated", "verdict_text", "verdict_tokens"),
 }
 """Files of a mechanism's room that are its part in a run. `options.py` declares options; all else are rules, as pure as
 `scheduling`."""
@@ -55,7 +46,7 @@ IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduli
 PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
     f"jaxrl.config.{name}"
     for name in (
-        *("checks", "domains", "judges", "mapping", "options", "reference", "rewards"),
+        *("checks", "domains", "mapping", "options", "reference", "rewards"),
         *("rollouts", "simulation", "updates"),
     )
 }

@@ -19,13 +19,11 @@ from jax.sharding import Mesh
 from jaxrl.commands.majority import Ballots, ballots, majorities
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.hosts import HostsSection
-from jaxrl.config.judges import judge_kind
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.judge.build import judge_beside
 from jaxrl.mechanisms.speculation.options import SpeculationSection
-from jaxrl.mechanisms.table import refuse_unread
+from jaxrl.mechanisms.table import join_pools, of_evaluation, refuse_unread
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
@@ -47,7 +45,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
-from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
@@ -103,6 +101,7 @@ def evaluate(
         raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
     with ExitStack() as stack:
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
+        join_pools(config, pool)
         pool.warm()
         params = load_weights(config, mesh)
         if place is not None:
@@ -154,9 +153,6 @@ def _responses(
         stop_strings=tuple(config.rollout.stop),
     )
     engine = build_engine(config, executor, tokenizer)
-    mechanisms: list[Mechanism] = []
-    if judge_kind(config.reward) is not None:
-        mechanisms.append(judge_beside(config, mesh, executor.wait_quiet, pool))
     total = len(prompts) * val.n
     backend = RolloutBackend(
         engine,
@@ -164,7 +160,7 @@ def _responses(
         pool,
         text_by(tokenizer),
         lambda: params,
-        mechanisms,
+        of_evaluation(config, mesh, executor.wait_quiet, pool),
         Surroundings(on_progress=lambda busy, rows, tokens, done, launched: progress(done, total)),
     )
     backend.enter_rollout(0)

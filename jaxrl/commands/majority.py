@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.record.files import to_json
 from jaxrl.record.metrics import RIGHT
-from jaxrl.rewards.pool import RewardPool, RewardRouter, build_pool
+from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import MathScorer
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
@@ -30,7 +30,7 @@ def ballots(config: Config, groups: Sequence[Group]) -> Ballots:
     named = [[_named(sample) for sample in group.samples] for group in groups]
     found: Ballots = [[] for _ in groups]
     with ExitStack() as stack:
-        pool: RewardPool | RewardRouter | None = None
+        pool: RewardPool | None = None
         if any(len({*answers} - {None}) > 1 for answers in named):
             by_math = replace(config, reward=replace(config.reward, kind="math", domains={}, parts={}))
             pool = build_pool(by_math, MathScorer("none"), where=lambda key: "two answers that maj@k compares")

@@ -17,6 +17,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
+from jaxrl.mechanisms.table import join_pools
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
@@ -25,7 +26,7 @@ from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.pool_base import RewardPool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, RunFailed, Sample
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 _AHEAD = 64  # responses under way for each worker, so that a slow one holds none of the others up
 
@@ -94,8 +95,8 @@ def score(
     on_devices = next((domain for domain in of.values() if domain.place == "devices"), None)
     if on_devices is not None:
         raise ConfigError(
-            f"{on_devices.option}.kind is {on_devices.kind}, with a model on the devices, and score has none: name a "
-            "server in reward.judge.endpoint, or use eval"
+            f"{on_devices.option}.kind is {on_devices.kind}, with a model on the devices, and score has none: use "
+            "eval, or a model at an endpoint"
         )
 
     def needs_answer(source: str) -> bool:
@@ -106,7 +107,12 @@ def score(
     scores = Scores()
     places: dict[int, str] = {}  # of the rows under way: file and line
     scorer = build_scorer(_with_file(config, responses))
-    with closing(build_pool(config, scorer, where=lambda key: places[key.prompt_index])) as pool:
+
+    def where(key: SampleKey) -> str:
+        return places[key.prompt_index]
+
+    with closing(build_pool(config, scorer, where=where)) as pool:
+        join_pools(config, pool, where)
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()

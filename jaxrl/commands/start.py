@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
-from jaxrl.mechanisms.table import batch_rule
+from jaxrl.mechanisms.table import batch_rule, join_pools, refuse_requests
 from jaxrl.record.integrity import refuse_damaged
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import FollowerRunDir, RunDir
 from jaxrl.record.run_record import RunOutcome
 from jaxrl.record.sinks import sink_package
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.rewards.domains import build_scorer, refuse_fields, refuse_tests
+from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.cache_folder import with_cache_folder
@@ -64,7 +64,7 @@ def _refuse_rows(config: Config, problems: Sequence[Problem]) -> None:
 
     for problem in problems:
         refuse_tests(config, problem.where, request(problem))
-    refuse_fields(config, map(request, problems))
+    refuse_requests(config, map(request, problems))
 
 
 def _refuse_no_folder(config: Config) -> None:
@@ -127,6 +127,7 @@ def _start(
         watchdog.beat("reading the reward function")
         log = run_dir.early_file("rewards.log")  # a reward file may print while it is imported
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config), log=log)))
+        join_pools(config, pool)
 
         watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it

@@ -12,9 +12,9 @@ from typing import Any
 
 from jaxrl.config.domains import problem as reward_problem
 from jaxrl.config.domains import unread as unread_rewards
-from jaxrl.config.judges import template_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
+from jaxrl.schema.chat_template import template_problem
 from jaxrl.schema.declared import MAX_INT, Checked, declared, shown
 from jaxrl.schema.devices import devices_problem
 

@@ -10,15 +10,10 @@ import difflib
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from jaxrl.config.judges import OF_DEVICES, OF_ENDPOINT, OF_WORDS, judge_problem
 from jaxrl.config.options import Config
-from jaxrl.config.rewards import Extract, PartSection, RewardKind, RewardSection
+from jaxrl.config.rewards import DomainSection, Extract, PartSection, Place, RewardKind, RewardSection
 from jaxrl.schema.declared import shown
-
-Place = Literal["workers", "endpoint", "devices"]
-"""Where a domain's samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
 
 _MAX_SHOWN = 8  # sources in a sentence
 
@@ -55,40 +50,27 @@ class Domain:
 
 def domains(reward: RewardSection) -> dict[str, Domain]:
     """All domains by source, that of other sources (the empty name) first."""
-    limit_s, limit_option = _timeout(reward.kind, reward)
-    found = {
-        "": Domain(
-            source="",
-            kind=reward.kind,
-            weight=1.0,
-            path=reward.path,
-            name=reward.name,
-            extract=reward.extract,
-            timeout_s=limit_s,
-            max_concurrent=0,
-            inherits_timeout=True,
-            timeout_option=limit_option,
-            place=_place(reward.kind, reward),
-        )
-    }
-    for source, each in reward.domains.items():
-        inherits = each.timeout_s < 0
-        own = each.timeout_s, f"reward.domains.{source}.timeout_s"
-        limit_s, limit_option = _timeout(each.kind, reward) if inherits else own
-        found[source] = Domain(
-            source=source,
-            kind=each.kind,
-            weight=each.weight,
-            path=each.path,
-            name=each.name,
-            extract=reward.extract if each.extract == "inherit" else each.extract,
-            timeout_s=limit_s,
-            max_concurrent=each.max_concurrent,
-            inherits_timeout=inherits,
-            timeout_option=limit_option,
-            place=_place(each.kind, reward),
-        )
-    return found
+    others = DomainSection(kind=reward.kind, path=reward.path, name=reward.name)
+    return {source: _domain(source, each, reward) for source, each in {"": others, **reward.domains}.items()}
+
+
+def _domain(source: str, section: DomainSection, reward: RewardSection) -> Domain:
+    inherits = section.timeout_s < 0
+    own = section.timeout_s, f"reward.domains.{source}.timeout_s"
+    limit_s, limit_option = _timeout(section.kind, reward) if inherits else own
+    return Domain(
+        source=source,
+        kind=section.kind,
+        weight=section.weight,
+        path=section.path,
+        name=section.name,
+        extract=reward.extract if section.extract == "inherit" else section.extract,
+        timeout_s=limit_s,
+        max_concurrent=section.max_concurrent,
+        inherits_timeout=inherits,
+        timeout_option=limit_option,
+        place=_place(section.kind, reward),
+    )
 
 
 def _timeout(kind: RewardKind, reward: RewardSection) -> tuple[float, str]:
@@ -103,9 +85,8 @@ def _timeout(kind: RewardKind, reward: RewardSection) -> tuple[float, str]:
 
 
 def _place(kind: RewardKind, reward: RewardSection) -> Place:
-    if kind == "model" or (kind == "judge" and not reward.judge.endpoint):
-        return "devices"
-    return "endpoint" if kind == "judge" else "workers"
+    model = reward.model_of(kind)
+    return "workers" if model is None else model.place(kind)
 
 
 def is_staged(reward: RewardSection) -> bool:
@@ -129,37 +110,28 @@ def problem(c: Config) -> str | None:
 def _problems(c: Config) -> Iterator[str]:
     if "" in c.reward.domains:
         yield "reward.domains: a source must have a name, found an empty one; reward.kind is for all other sources"
-    for domain in domains(c.reward).values():
-        yield from _of_kind(domain, c)
-    kinds = {each.kind for each in domains(c.reward).values()}
-    judges = judge_problem(c.reward.judge, kinds, has_answers=bool(c.data.answer_key or c.data.task))
-    if judges is not None:
-        yield judges
+    found = domains(c.reward).values()
+    for domain in found:
+        yield from _of_file(domain.option, domain)
+        if domain.kind == "task" and not c.data.task:
+            yield f"{domain.option}.kind is task, which needs data.task: the scorer is the task's own"
+    option_of = {domain.kind: domain.option for domain in reversed(found)}  # the first of each kind
+    for model in c.reward.models:
+        if why := model.problem(option_of, has_answers=bool(c.data.answer_key or c.data.task)):
+            yield why
     for name, part in c.reward.parts.items():
         yield from _of_part(f"reward.parts.{name}", part, c)
 
 
-def _of_kind(domain: Domain, c: Config) -> Iterator[str]:
-    option, kind = domain.option, domain.kind
-    if kind == "custom" and not domain.path:
+def _of_file(option: str, scorer: Domain | PartSection) -> Iterator[str]:
+    if scorer.kind == "custom" and not scorer.path:
         yield f"{option}.path is missing: {option}.kind is custom, which needs a Python file"
-    if domain.path and kind != "custom":
-        yield f"{option}.path ({domain.path}) needs {option}.kind=custom, found {kind}"
-    if kind == "task" and not c.data.task:
-        yield f"{option}.kind is task, which needs data.task: the scorer is the task's own"
-    kinds = {each.kind for each in domains(c.reward).values()}
-    if kind == "model" and "judge" in kinds:
-        yield (
-            f"{option}.kind is model, and another kind is judge: reward.judge names one model, which is a reward model "
-            "or a judge"
-        )
+    if scorer.path and scorer.kind != "custom":
+        yield f"{option}.path ({scorer.path}) needs {option}.kind=custom, found {scorer.kind}"
 
 
 def _of_part(option: str, part: PartSection, c: Config) -> Iterator[str]:
-    if part.kind == "custom" and not part.path:
-        yield f"{option}.path is missing: {option}.kind is custom, which needs a Python file"
-    if part.path and part.kind != "custom":
-        yield f"{option}.path ({part.path}) needs {option}.kind=custom, found {part.kind}"
+    yield from _of_file(option, part)
     if part.kind == "format":
         if not part.pattern:
             yield f"{option}.pattern is missing: {option}.kind is format, which compares the response with it"
@@ -206,11 +178,11 @@ def _listed(names: list[str]) -> str:
 
 def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     """Options of section `reward` that are not read: the section, their names (None: all of it), and why."""
-    kinds = {each.kind for each in domains(c.reward).values()}
+    kinds = c.reward.kinds
     for domain in domains(c.reward).values():
         if domain.kind != "custom":
             yield domain.option, frozenset({"name"}), f"{domain.option}.kind is {domain.kind}"
-        if domain.kind in ("custom", "code", "judge", "model") and domain.source:
+        if domain.kind not in ("auto", "math", "task") and domain.source:
             yield domain.option, frozenset({"extract"}), f"{domain.option}.kind is {domain.kind}"
     for name, part in c.reward.parts.items():
         if part.kind != "custom":
@@ -221,11 +193,5 @@ def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "reward.code", None, "no reward's kind is code"
     elif c.reward.code.score == "all":
         yield "reward.code", frozenset({"max_failing_s"}), "reward.code.score is all"
-    if not kinds & {"judge", "model"}:
-        yield "reward.judge", None, "no reward's kind is judge or model"
-    elif c.reward.judge.endpoint:
-        yield "reward.judge", OF_DEVICES, "an endpoint is the judge, and no model on the devices"
-    else:
-        yield "reward.judge", OF_ENDPOINT, "a model on the devices scores, and no endpoint"
-    if "model" in kinds:
-        yield "reward.judge", OF_WORDS, "a reward model gives a number, and no text"
+    for model in c.reward.models:
+        yield from model.unread(kinds)

@@ -1,6 +1,6 @@
-"""Options of the reward stage (`reward.*`): scorers, domains and parts, the sandbox for code, and judges.
+"""Options of the reward stage (`reward.*`): scorers, domains and parts, the sandbox for code, and models that score.
 
-Source: RollPacker §4.3 for adaptive timeouts and the judge beside the actor.
+Source: RollPacker §4.3 for adaptive timeouts and the model that scores beside the actor.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from jaxrl.schema.limits import MAX_WAIT
 RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom"]
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
 ScoreWhen = Literal["sample", "group", "rollout"]
+Place = Literal["workers", "endpoint", "devices"]
+"""Where samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
 
 
 @dataclass(frozen=True)
@@ -193,3 +195,17 @@ class RewardSection:
     code: CodeSection = field(default_factory=CodeSection)
     judge: JudgeSection = field(default_factory=JudgeSection)
     overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
+
+    @property
+    def kinds(self) -> frozenset[RewardKind]:
+        """Those that are asked for."""
+        return frozenset({self.kind, *(domain.kind for domain in self.domains.values())})
+
+    @property
+    def models(self) -> tuple[JudgeSection, ...]:
+        """Sections of models that score some kinds, outside the worker processes."""
+        return (self.judge,)
+
+    def model_of(self, kind: RewardKind) -> JudgeSection | None:
+        """The one that scores a kind; None: worker processes do."""
+        return next((model for model in self.models if kind in model.kinds), None)

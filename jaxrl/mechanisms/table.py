@@ -9,7 +9,7 @@ Imports no jax before a run is built: what can be refused is refused before that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxrl.config import Config, ConfigError
@@ -17,6 +17,8 @@ from jaxrl.mechanisms.adaptive_layouts import declaration as adaptive_layouts
 from jaxrl.mechanisms.dynamic_sampling import build as build_dynamic_sampling
 from jaxrl.mechanisms.dynamic_sampling import declaration as dynamic_sampling
 from jaxrl.mechanisms.judge import declaration as judge
+from jaxrl.mechanisms.judge.endpoint import join_endpoint
+from jaxrl.mechanisms.judge.verdict_text import refuse_fields
 from jaxrl.mechanisms.one_step_off import declaration as one_step_off
 from jaxrl.mechanisms.over_provisioning import build as build_over_provisioning
 from jaxrl.mechanisms.over_provisioning import declaration as over_provisioning
@@ -30,12 +32,17 @@ from jaxrl.mechanisms.speculation import declaration as speculation
 from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
 from jaxrl.mechanisms.tail_batching import build as build_tail_batching
 from jaxrl.mechanisms.tail_batching import declaration as tail_batching
+from jaxrl.rewards.pool_base import RewardPool, in_words
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.schema.limits import FloatType
+from jaxrl.types import SampleKey
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
     from jaxrl.models.config import ModelConfig
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
     from jaxrl.scheduling.layouts.latency_profile import Profile
     from jaxrl.scheduling.tokens.plan import VerifyRule
     from jaxrl.sim.cost_model import CostModel
+    from jaxrl.sim.scoring import DeviceScoring
     from jaxrl.sim.verification import Proposals
     from jaxrl.sim.workload import Workload
 
@@ -227,6 +235,24 @@ def page_parts() -> list[PagePart]:
     ]
 
 
+def refuse_requests(config: Config, requests: Iterable[ScoreRequest]) -> None:
+    """Raises ConfigError for data of which a mechanism can score nothing."""
+    refuse_fields(config, requests)
+
+
+def join_pools(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = in_words) -> None:
+    """Has mechanisms score what a run's pool has for them. `where`: as in `jaxrl.rewards.pool.build_pool`. Raises
+    ValueError for an option that names a variable of the environment that is not set."""
+    join_endpoint(config, pool, where)
+
+
+def of_evaluation(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> list[Mechanism]:
+    """Those of an evaluation alone, which score on its devices. `quiet`: waits for what else runs there."""
+    from jaxrl.mechanisms.judge.build import build_beside
+
+    return [each for each in (build_beside(config, mesh, quiet, pool),) if each is not None]
+
+
 def of_run(parts: RunParts) -> list[Mechanism]:
     """The mechanisms of a real run, in the order in which they are called."""
     from jaxrl.mechanisms.adaptive_layouts import build as build_adaptive_layouts
@@ -245,6 +271,13 @@ def of_run(parts: RunParts) -> list[Mechanism]:
         build_reward_timeouts.build(parts.config),
         build_one_step_off.build(parts),
     )
+
+
+def simulated_scoring(config: Config, occupy: Callable[[int, int], int]) -> DeviceScoring:
+    """What scores on the devices of a simulated rollout. `occupy`: as in `DeviceScoring`."""
+    from jaxrl.mechanisms.judge.simulated import scoring
+
+    return scoring(config, occupy)
 
 
 def of_simulation(parts: SimulatedParts) -> list[Mechanism]:

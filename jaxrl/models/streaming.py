@@ -1,6 +1,6 @@
 """Weights of layers that lie in the host's memory and come to the devices while the model runs.
 
-Purpose: a model beside another on the same devices (a judge beside the actor) with few of its layers resident.
+Purpose: a model beside the actor on the same devices with few of its layers resident.
 
 Source: RollPacker §4.3, the layer-wise pipeline scheme: a layer's copy runs under the compute of the layers before it.
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_ANSWER_BYTES = 1 << 20
-"""The longest answer of a worker, as JSON text: it may hold a long judgement, and no data."""
+"""The longest answer of a worker, as JSON text: it may hold a scorer's long text, and no data."""
 HEADROOM_BYTES = 4096
 """What comes around an answer in a message."""
 TASK_ID_BYTES = 16

@@ -10,13 +10,12 @@ Domains that an endpoint or the devices score (`jaxrl.rewards.router`) have only
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.config import Config, ConfigError
+from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains
-from jaxrl.rewards.judge import JudgeText
 from jaxrl.rewards.parts import Weighted, build_parts
 from jaxrl.rewards.programs import checks_of
 from jaxrl.rewards.scorers import Scorer, ScoreRequest, scorer_of
@@ -59,20 +58,6 @@ def build_scorer(config: Config) -> Scorer:
 
     built = {source: scorer(domain) for source, domain in domains(config.reward).items()}
     return DomainScorer(built) if len(built) > 1 else built[""]
-
-
-def refuse_fields(config: Config, requests: Iterable[ScoreRequest]) -> None:
-    """Raises ConfigError where `reward.judge.prompt` names what no prompt has that a judge is to score."""
-    of, refused = domains(config.reward), None
-    for request in requests:
-        if (of.get(request.source) or of[""]).kind == "judge":
-            try:
-                JudgeText(config.reward.judge).ask(request)
-                return
-            except ConfigError as error:
-                refused = refused or error
-    if refused is not None:
-        raise refused
 
 
 def refuse_tests(config: Config, where: str, request: ScoreRequest) -> None:

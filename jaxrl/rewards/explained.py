@@ -32,7 +32,10 @@ def part_lines(config: Config) -> list[str]:
 
 
 def _row(domain: Domain, name: str, config: Config) -> tuple[str, ...]:
-    return name, _scorer(domain, config), _limit(domain, config), _at_once(domain, config), f"{domain.weight:g}"
+    weight, model = f"{domain.weight:g}", config.reward.model_of(domain.kind)
+    if model is not None:
+        return name, *model.explained(domain.kind), weight
+    return name, _scorer(domain, config), _limit(domain, config), _at_once(domain, config), weight
 
 
 def _scorer(domain: Domain, config: Config) -> str:
@@ -46,22 +49,13 @@ def _scorer(domain: Domain, config: Config) -> str:
             return f"task: {task}"
         case "code":
             return f"code: {'all tests' if reward.code.score == 'all' else 'share of tests'}"
-        case "judge":
-            asked = f"{reward.judge.endpoint_model or 'a model'} at {reward.judge.endpoint}"
-            return f"judge: {asked if domain.place == 'endpoint' else reward.judge.model}"
-        case "model":
-            return f"model: {reward.judge.model}"
         case "custom":
             return f"custom: {domain.name} of {domain.path}"
     return domain.kind
 
 
 def _limit(domain: Domain, config: Config) -> str:
-    code, judge = config.reward.code, config.reward.judge
-    if domain.place == "endpoint":
-        return f"{judge.request_timeout_s:g} s a request"
-    if domain.place == "devices":
-        return "none"
+    code = config.reward.code
     found = [f"{domain.timeout_s:g} s a sample"] if domain.timeout_s else []
     if domain.kind == "code":
         least = min(code.min_timeout_s, code.max_timeout_s)
@@ -72,11 +66,6 @@ def _limit(domain: Domain, config: Config) -> str:
 
 def _at_once(domain: Domain, config: Config) -> str:
     reward = config.reward
-    if domain.place == "endpoint":
-        rate = reward.judge.requests_per_minute
-        return f"{reward.judge.max_requests} requests" + (f", {rate:g} a minute" if rate else "")
-    if domain.place == "devices":
-        return f"{reward.judge.max_num_seqs} verdicts, {reward.judge.when}"
     workers = reward.num_workers
     sharing = sum(each.place == "workers" or bool(reward.parts) for each in domains(reward).values())
     most = min(domain.max_concurrent, workers) or max(workers - sharing + 1, 1)

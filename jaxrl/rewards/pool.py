@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxrl.config import Config
 from jaxrl.config.domains import domains, is_staged, needs_workers
 from jaxrl.rewards.domain_limits import DomainLimits
-from jaxrl.rewards.endpoint import EndpointPool
 from jaxrl.rewards.pool_base import RewardPool, in_words
 from jaxrl.rewards.process_pool import ProcessRewardPool
 from jaxrl.rewards.ray_pool import RayRewardPool
@@ -40,42 +38,30 @@ __all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardRouter", "
 def build_pool(
     config: Config,
     scorer: Scorer,
-    clock: Callable[[], float] = time.monotonic,
     log: Path | None = None,
     where: Callable[[SampleKey], str] = in_words,
-) -> RewardPool | RewardRouter:
+) -> RewardPool:
     """What scores a run's samples: the pool that `reward.pool` asks for, or a router over it where domains or parts are
     configured. It begins to start its workers, and does not wait for them.
 
-    An endpoint has joined the router where one is asked. What scores on the run's devices is built later, and joins
-    then (`RewardRouter.join`).
+    What scores at an endpoint or on the run's devices is built apart, and joins the router then (`RewardRouter.join`).
 
     Args:
       scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
-      clock: stamps its verdicts (the backend's own).
       log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
       where: how warnings name a sample whose reward failed.
 
     Raises:
-      ValueError: `reward.env` or `reward.judge.api_key_env` names a variable that is not set, or ray is not installed.
+      ValueError: `reward.env` names a variable that is not set, or ray is not installed.
     """
     reward = config.reward
     if not is_staged(reward):
-        return _worker_pool(config, scorer, clock, log, where)
-    pool = _worker_pool(config, scorer, clock, log, where) if needs_workers(reward) else None
-    router = RewardRouter(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
-    if "endpoint" in router.places:
-        router.join("endpoint", EndpointPool(reward.judge, seed=config.trainer.seed, clock=clock, where=where))
-    return router
+        return _worker_pool(config, scorer, log, where)
+    pool = _worker_pool(config, scorer, log, where) if needs_workers(reward) else None
+    return RewardRouter(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
 
 
-def _worker_pool(
-    config: Config,
-    scorer: Scorer,
-    clock: Callable[[], float],
-    log: Path | None,
-    where: Callable[[SampleKey], str],
-) -> RewardPool:
+def _worker_pool(config: Config, scorer: Scorer, log: Path | None, where: Callable[[SampleKey], str]) -> RewardPool:
     reward = config.reward
     settings = WorkerSettings(
         scorer=pickle.dumps(scorer),
@@ -89,9 +75,7 @@ def _worker_pool(
     )
     pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
     limits = DomainLimits.of(domains(reward))
-    return pool(
-        settings, num_workers=reward.num_workers, env=_named(reward.env), limits=limits, clock=clock, where=where
-    )
+    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), limits=limits, where=where)
 
 
 def _named(names: Sequence[str]) -> dict[str, str]:

@@ -21,7 +21,8 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from jaxrl.config.domains import Domain, Place
+from jaxrl.config.domains import Domain
+from jaxrl.config.rewards import Place
 from jaxrl.rewards.pool_base import RewardPool
 from jaxrl.rewards.reward_metrics import timeouts_of
 from jaxrl.scheduling.rounds.events import Verdict

@@ -8,7 +8,7 @@ Kinds (`reward.kind`):
 
 - `math`: the final answer, compared with the reference (`jaxrl.rewards.math`).
 - `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers give part of the reward to
-  a long text that contains the right answer, which a policy learns to exploit; so a marked answer is judged alone.
+  a long text that contains the right answer, which a policy learns to exploit; so a marked answer is scored alone.
   Without a mark, a task with numbers as answers takes the response's last number, any other task the whole response.
 - `code`: tests that the response's program must pass, in a sandbox (`jaxrl.rewards.code`).
 - `custom`: the user's function, with the signature that verl uses.

@@ -1,8 +1,8 @@
 """The seconds that plans take on an executor's devices, as the host sees them.
 
 Purpose: plans queue, so one begins when it is submitted or when the one before has ended, and has ended when its values
-are there. Where the host looks later (a judge has had a turn on the devices behind a plan), the plan ended when the
-devices were last seen quiet: `seen_quiet` keeps what comes after out of its time.
+are there. Where the host looks later (another model has had the devices behind a plan), the plan ended when the devices
+were last seen quiet: `seen_quiet` keeps what comes after out of its time.
 """
 
 from __future__ import annotations

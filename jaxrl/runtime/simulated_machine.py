@@ -186,9 +186,8 @@ class MachineParts:
         own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
         order = [task.name for task in tasks] if chosen.score_in_turn else []
         limits = reward.num_workers, reward.timeout_s
-        judged = {task.name: task.scoring.device_s for task in tasks if task.scoring.device_s}
-        timeouts, occupy = self._timeouts, executors.occupy
-        return ScoringWorkers(self._workload, clock, drawn, *limits, own, order, timeouts, judged, occupy)
+        on_devices = table.simulated_scoring(self._config, executors.occupy)
+        return ScoringWorkers(self._workload, clock, drawn, *limits, own, order, self._timeouts, on_devices)
 
 
 def slownesses(num_hosts: int, spread: float, seed: int) -> list[float]:

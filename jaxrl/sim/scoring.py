@@ -10,9 +10,8 @@ before it has ended, and the stages of a mixed batch add up.
 Source: rewards beside the rollout, RollPacker §4.3; tasks in turn, as its authors' code waits for a batch's rewards
 (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
 
-A task may be scored on the rollout's devices, as by a judge beside the actor: a verdict then takes them for a while,
-between two plans, as soon as its response is there. That is the judge without a rule for when it runs, and without a
-GPU that shares itself out.
+A task may be scored on the rollout's devices (`DeviceScoring`): a verdict then takes them for a while, between two
+plans, as soon as its response is there.
 
 A task of code has one test case for each response, which takes all of its scoring's seconds; its limit comes with the
 response, as in a real run (RollPacker §4.3; `jaxrl.mechanisms.reward_timeouts.rule`).
@@ -46,6 +45,21 @@ class Drawn(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceScoring:
+    """Scoring on the rollout's devices.
+
+    Attributes:
+      track: on which it is drawn.
+      seconds: by task, for which a response takes the devices.
+      occupy: takes them from a moment on, for a duration, both in nanoseconds; when that has ended.
+    """
+
+    track: str
+    seconds: Mapping[str, float]
+    occupy: Callable[[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Queued:
     """Scoring that waits for its task's turn."""
 
@@ -66,10 +80,9 @@ class ScoringWorkers:
       timeout_s: when scoring is cut off; 0: never.
       own_workers: by task, the processes that score it alone; `num_workers` score all other tasks.
       in_turn: tasks in the order in which they are scored; empty: all at once.
-      on_devices: by task that is scored on the rollout's devices, the seconds for which a response takes them.
-      occupy: takes the devices from a moment on, for a duration, both in nanoseconds; when that has ended.
       timeouts: says which tasks are of code, and when a test case that comes without a limit is cut off; None: none
         are.
+      on_devices: scores other tasks; None: none are scored there.
     """
 
     def __init__(
@@ -82,8 +95,7 @@ class ScoringWorkers:
         own_workers: Mapping[str, int] | None = None,
         in_turn: Sequence[str] = (),
         timeouts: AdaptiveTimeouts | None = None,
-        on_devices: Mapping[str, float] | None = None,
-        occupy: Callable[[int, int], int] | None = None,
+        on_devices: DeviceScoring | None = None,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"reward.num_workers ({num_workers}) must be >= 1")
@@ -91,7 +103,7 @@ class ScoringWorkers:
         self._clock = clock
         self._phases = phases
         self._timeout_s, self._timeouts = timeout_s, timeouts
-        self._on_devices, self._occupy = dict(on_devices or {}), occupy
+        self._on_devices = on_devices
         # heaps of (free from, worker): by task, and under the empty name the one that other tasks share
         pools = {"": num_workers, **(own_workers or {})}
         first = dict(zip(pools, itertools.accumulate((0, *pools.values())), strict=False))
@@ -134,10 +146,10 @@ class ScoringWorkers:
         seconds = self._workload.reward_s(key, step)
         duration_ns = nanoseconds(min(seconds, limit_s) if limit_s else seconds)
         is_over = 0 < nanoseconds(limit_s) <= duration_ns
-        if task in self._on_devices:
-            assert self._occupy is not None, "a task is scored on devices, and there are none"
-            duration_ns, is_over = nanoseconds(self._on_devices[task]), False
-            track, end_ns = "judge", self._occupy(from_ns, duration_ns)
+        devices = self._on_devices
+        if devices is not None and task in devices.seconds:
+            duration_ns, is_over = nanoseconds(devices.seconds[task]), False
+            track, end_ns = devices.track, devices.occupy(from_ns, duration_ns)
         else:
             free = self._free.get(task, self._free[""])
             free_ns, worker = heapq.heappop(free)

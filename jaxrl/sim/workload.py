@@ -3,9 +3,9 @@
 Purpose: the lengths and times of `jaxrl simulate`. Every number is a pure function of (seed, identity): a change of
 schedule does not change what is generated, and no state is kept.
 
-Source: RollPacker §2.2 and Fig. 2 (long-tailed lengths; math, code and judge tasks), §4.3 and Fig. 8 (time-outs of the
-sandbox); RhymeRL §3.1 (lengths grow over training) and §6.1 (a prompt's rank by length is stable over epochs); APRIL
-§3.2.3 (lengths vary less within a prompt than between prompts).
+Source: RollPacker §2.2 and Fig. 2 (long-tailed lengths, by kind of task), §4.3 and Fig. 8 (time-outs of the sandbox);
+RhymeRL §3.1 (lengths grow over training) and §6.1 (a prompt's rank by length is stable over epochs); APRIL §3.2.3
+(lengths vary less within a prompt than between prompts).
 
 Model: a response has a standard normal *score* z = sqrt(c) a + sqrt(1 - c) b, in which a belongs to the prompt (in
 every epoch and attempt) and b to the response. Its length is the quantile of Phi(z) in the distribution that

@@ -84,8 +84,7 @@ REFUSED = (
     Refusal(
         "devices",
         (*SCORE, "--kind", "judge", "reward.judge.model=m"),
-        "reward.kind is judge, with a model on the devices, and score has none: name a server in "
-        "reward.judge.endpoint, or use eval",
+        "reward.kind is judge, with a model on the devices, and score has none: use eval, or a model at an endpoint",
         wrong_row,
     ),
 )

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
-from jaxrl.config.domains import Place, domains
+from jaxrl.config.domains import domains
+from jaxrl.config.rewards import Place
 from jaxrl.rewards.reward_metrics import timeouts_of
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.scheduling.rounds.events import Verdict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -10,18 +9,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.judge.declaration import judge_kind
 from jaxrl.mechanisms.judge.memory import JudgeMemory, judge_length, judge_memory
 from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.mechanisms.judge.session import JudgeSession
 from jaxrl.mechanisms.judge.turns import JudgeTurns
+from jaxrl.mechanisms.judge.verdict_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
-from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rollout.executor import MeshExecutor
@@ -95,34 +94,37 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
     return tokenizer, model
 
 
-def build_judge(
-    config: Config,
-    mesh: Mesh,
-    quiet: Callable[[], None],
-    clock: Callable[[], float] = time.monotonic,
-    ahead: bool = True,
-) -> JudgePool:
-    """Loads the judge's weights into the host's memory, layer by layer through the devices; its pool.
+def build(parts: RunParts) -> JudgeSession | None:
+    """The judge of a training run, as `build_beside`."""
+    if judge_kind(parts.config.reward) is not None:
+        parts.beat("loading the judge")
+    session = build_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
+    if session is not None:
+        parts.rollout_programs += session.judge.machine.programs
+    return session
+
+
+def build_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession | None:
+    """Loads a judge's weights into the host's memory, layer by layer through the devices of a rollout, and joins it to
+    the rollout's reward pool; None: no model scores on the devices.
 
     Args:
-      mesh: of the rollout.
       quiet: waits for the actor's programs, and for gradients on freed devices. On a CPU it does so before the judge's
         begin: XLA:CPU can hang on two collectives at once.
-      clock: the backend's.
-      ahead: stream layers ahead of their turn (for measurements).
 
     Raises:
       ValueError: as `read_judge` and `judge_memory`, or the host has not the memory.
     """
+    if judge_kind(config.reward) is None:
+        return None
     judge, seed = config.reward.judge, config.trainer.seed
     tokenizer, model = read_judge(config)
     plan = judge_memory(config, model, mesh.size)
     _refuse_host(plan, mesh)
-    executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size, ahead))
+    executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size))
     _, outer, layers = load_layerwise(
         resolve_path(judge.model, "reward.judge.model", weights=True), mesh, jnp.dtype(judge.dtype)
     )
-    weights = HostWeights(executor, outer, layers)
     reading: Reading
     if model.scalar_head:
         reading = Scalars(judge, tokenizer, model.pad_token_id)
@@ -130,29 +132,14 @@ def build_judge(
         reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
     engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
-    machine = JudgeMachine(executor, weights, quiet, alone=collectives)
-    return JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share), clock)
-
-
-def build(parts: RunParts) -> JudgeSession | None:
-    """The judge of a training run, joined to its reward pool; None: no model judges on the devices."""
-    if judge_kind(parts.config.reward) is None:
-        return None
-    parts.beat("loading the judge")
-    session = judge_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
-    parts.rollout_programs += session.judge.machine.programs
-    return session
-
-
-def judge_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession:
-    """A judge on the devices of a rollout, joined to its reward pool; as `build_judge`."""
-    judge = build_judge(config, mesh, quiet)
+    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), quiet, alone=collectives)
+    scoring = JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share))
     assert isinstance(pool, RewardRouter), "a judge scores beside others"
-    pool.join("devices", judge)
-    return JudgeSession(judge)
+    pool.join("devices", scoring)
+    return JudgeSession(scoring)
 
 
-def _sizes(config: Config, plan: JudgeMemory, tp: int, ahead: bool) -> ExecutorConfig:
+def _sizes(config: Config, plan: JudgeMemory, tp: int) -> ExecutorConfig:
     judge, rollout = config.reward.judge, config.rollout
     return ExecutorConfig(
         num_slots=judge.max_num_seqs,
@@ -166,7 +153,6 @@ def _sizes(config: Config, plan: JudgeMemory, tp: int, ahead: bool) -> ExecutorC
         seed=config.trainer.seed,
         max_tp=tp,
         resident_layers=plan.resident_layers,
-        ahead=ahead,
     )
 
 

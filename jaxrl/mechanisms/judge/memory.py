@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from jaxrl.config import Config
-from jaxrl.config.judges import judge_kind
+from jaxrl.mechanisms.judge.declaration import judge_kind
 from jaxrl.mechanisms.room import RolloutMemory
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path

@@ -1,14 +1,30 @@
-"""The options `reward.judge.*`."""
+"""The options `reward.judge.*`, what must hold between them, and which fields the judge's template has.
+
+A template is text with `{name}` where the value of a field goes; `{{name}}` stands for `{name}` itself. All other
+braces stay as they are, so that JSON and `\\boxed{}` can be written without a thought.
+"""
 
 from __future__ import annotations
 
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.schema.declared import Cap, Names
+from jaxrl.schema.chat_template import template_problem
+from jaxrl.schema.declared import Cap, Names, shown
 from jaxrl.schema.limits import MAX_GIB, MAX_WAIT
+
+_OF_DEVICES = frozenset(
+    ["max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "when", "busy_share"]
+)
+_OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})
+_OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
+_URL_RULE = "reward.judge.endpoint must be a URL such as http://localhost:8000/v1"
+_FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True)
@@ -78,3 +94,124 @@ class JudgeSection:
     busy_share: Annotated[
         float, Interval(ge=0, le=1), "The share of the rows that may be busy when the judge takes a turn."
     ] = 0.5
+
+    kinds = frozenset({"judge", "model"})  # of rewards, that are scored so
+
+    def place(self, kind: str) -> Literal["endpoint", "devices"]:
+        """Where samples of one of its kinds are scored."""
+        return "endpoint" if kind == "judge" and self.endpoint else "devices"
+
+    def explained(self, kind: str) -> tuple[str, str, str]:
+        """What scores one of its kinds, its time limit, and how much it does at once, for `jaxrl explain-config`."""
+        if self.place(kind) == "devices":
+            return f"{kind}: {self.model}", "none", f"{self.max_num_seqs} verdicts, {self.when}"
+        rate = f", {self.requests_per_minute:g} a minute" if self.requests_per_minute else ""
+        return (
+            f"judge: {self.endpoint_model or 'a model'} at {self.endpoint}",
+            f"{self.request_timeout_s:g} s a request",
+            f"{self.max_requests} requests{rate}",
+        )
+
+    def unread(self, kinds: frozenset[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+        """Options that rewards of these kinds do not read: the section, their names (None: all of it), and why."""
+        if not self.kinds & kinds:
+            yield "reward.judge", None, "no reward's kind is judge or model"
+        elif self.endpoint:
+            yield "reward.judge", _OF_DEVICES, "an endpoint is the judge, and no model on the devices"
+        else:
+            yield "reward.judge", _OF_ENDPOINT, "a model on the devices scores, and no endpoint"
+        if "model" in kinds:
+            yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
+
+    def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
+        """Why it cannot score, as a sentence; None if it can.
+
+        Args:
+          option_of: the kinds of rewards that are asked for, each with the section that asks for it.
+          has_answers: whether prompts have reference answers.
+        """
+        if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
+            return f"{_URL_RULE}, found one with a name or password in it: give the key by reward.judge.api_key_env"
+        if self.kinds <= option_of.keys():
+            return (
+                f"{option_of['model']}.kind is model, and another kind is judge: reward.judge names one model, which "
+                "is a reward model or a judge"
+            )
+        if self.kinds & option_of.keys() and (problem := template_problem(self.apply_chat_template_kwargs)):
+            return f"reward.judge.apply_chat_template_kwargs.{problem}"
+        if "judge" in option_of:
+            return _source_problem(self) or _text_problem(self, has_answers)
+        if "model" in option_of:
+            if not self.model:
+                return "reward.judge.model is missing: reward.kind=model needs a reward model's folder"
+            if self.endpoint:
+                return f"reward.judge.endpoint ({self.endpoint}) needs reward.kind=judge: a reward model is a folder"
+        return None
+
+
+def template_fields(template: str) -> list[str]:
+    """The names of a template's fields, each once, in their order."""
+    return list(dict.fromkeys(match[2] for match in _FIELD.finditer(template) if match[2]))
+
+
+def fill_template(template: str, value_of: Callable[[str], str]) -> str:
+    """The template with its fields' values in one pass: braces in a value are text."""
+    return _FIELD.sub(lambda match: value_of(match[2]) if match[2] else "{" + match[1] + "}", template)
+
+
+def _source_problem(judge: JudgeSection) -> str | None:
+    if bool(judge.model) == bool(judge.endpoint):
+        found = "both" if judge.model else "neither"
+        return f"reward.kind=judge needs one of reward.judge.model and reward.judge.endpoint, found {found}"
+    if judge.model:
+        unread = {"endpoint_model": judge.endpoint_model, "api_key_env": judge.api_key_env}
+        name = next((name for name, value in unread.items() if value), None)
+        return name and f"reward.judge.{name} ({unread[name]}) needs reward.judge.endpoint, which is empty"
+    return _endpoint_problem(judge.endpoint) or (
+        None
+        if judge.endpoint_model
+        else "reward.judge.endpoint_model is missing: name the model that the endpoint is asked for"
+    )
+
+
+def _endpoint_problem(endpoint: str) -> str | None:
+    try:
+        url = urllib.parse.urlsplit(endpoint)
+        port_is_right = url.port is None or url.port > 0  # reading the port may raise
+    except ValueError as error:
+        return f"{_URL_RULE}, found {shown(endpoint)} ({error})"
+    is_plain = endpoint.isascii() and endpoint.isprintable() and " " not in endpoint
+    if url.scheme not in ("http", "https") or not url.hostname or not port_is_right or not is_plain:
+        return f"{_URL_RULE}, found {shown(endpoint)}"
+    if url.query or url.fragment:
+        return f"{_URL_RULE}, without a query and a fragment, found {shown(endpoint)}"
+    if url.path.rstrip("/").endswith("/completions"):
+        return f"{_URL_RULE}, without /chat/completions at its end, found {shown(endpoint)}"
+    return None
+
+
+def _text_problem(judge: JudgeSection, has_answers: bool) -> str | None:
+    fields = template_fields(judge.prompt)
+    if "response" not in fields:
+        return f"reward.judge.prompt must have the field {{response}}, found {shown(judge.prompt)}"
+    if "answer" in fields and not has_answers:
+        return "reward.judge.prompt has the field {answer}, but data.answer_key is empty: write a prompt without it"
+    try:
+        groups = re.compile(judge.score_pattern).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"reward.judge.score_pattern ({shown(judge.score_pattern)}) is no regular expression: {error}"
+    if not groups:
+        return (
+            f"reward.judge.score_pattern ({shown(judge.score_pattern)}) must have a group: the parentheses that hold "
+            "the score"
+        )
+    if not judge.min_score < judge.max_score:
+        return (
+            f"reward.judge.min_score ({judge.min_score:g}) must be below reward.judge.max_score ({judge.max_score:g})"
+        )
+    if judge.num_samples > 1 and judge.temperature == 0:
+        return (
+            f"reward.judge.num_samples ({judge.num_samples}) needs reward.judge.temperature above 0: greedy verdicts "
+            "on a sample are all the same"
+        )
+    return None

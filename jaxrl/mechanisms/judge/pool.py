@@ -8,8 +8,8 @@ Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers s
 
 A turn is one plan, waited for: nothing of the judge is in flight when the actor makes its next plan, and the actor's
 plan before it is seen to end, so that neither's seconds count as the other's (layouts learn from the actor's). Nothing
-it does depends on a clock: its tokens depend on keys (`jaxrl.rewards.judge_tokens.verdict_key`), and what it holds on
-the devices comes with the first turn of a rollout and goes before the update.
+it does depends on a clock: its tokens depend on keys (`jaxrl.mechanisms.judge.verdict_tokens.verdict_key`), and what it
+holds on the devices comes with the first turn of a rollout and goes before the update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxrl.mechanisms.judge.turns import JudgeTurns
-from jaxrl.rewards.judge_tokens import Reading, verdict_key
+from jaxrl.mechanisms.judge.verdict_tokens import Reading, verdict_key
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest, describe
 from jaxrl.scheduling.rounds.events import Verdict

@@ -58,7 +58,7 @@ def proposer(config: Config, platform: str) -> Drafting | None:
     )
 
 
-def draft_book_bytes(config: Config) -> int:
+def index_bytes_of(config: Config) -> int:
     """Bytes on each device of the indexes that a dp group of `rollout.max_num_seqs` rows has room for; 0 where
     `rollout.speculation` is off."""
     drafting = proposer(config, "cpu")  # sizes are the same on every platform

@@ -2,7 +2,7 @@
 
 from jaxrl.config import Config
 from jaxrl.mechanisms.room import RolloutMemory
-from jaxrl.mechanisms.speculation.build import draft_book_bytes, verified_positions
+from jaxrl.mechanisms.speculation.build import index_bytes_of, verified_positions
 
 
 def rollout_memory(config: Config, platform: str) -> RolloutMemory | None:
@@ -12,7 +12,7 @@ def rollout_memory(config: Config, platform: str) -> RolloutMemory | None:
         return None
     return RolloutMemory(
         name,
-        {name: draft_book_bytes(config)},
+        {name: index_bytes_of(config)},
         "rollout.speculation.num_indexes",
         f"rollout.speculation.num_indexes ({spec.num_indexes or config.rollout.max_num_seqs} per dp group) or "
         f"rollout.speculation.epochs ({spec.epochs})",

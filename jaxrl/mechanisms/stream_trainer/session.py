@@ -191,7 +191,7 @@ class StreamSession(Mechanism):
             self._give()
 
     def wait_quiet(self) -> None:
-        """Waits until the freed devices have run what they have got so far: a judge on all devices has its turn."""
+        """Waits until the freed devices have run what they have got so far: all devices are wanted by another model."""
         if self._stream is not None:
             with self._failures():
                 self._stream.wait_quiet()

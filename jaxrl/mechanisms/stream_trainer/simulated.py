@@ -2,8 +2,8 @@
 
 Purpose: `SimulatedStream` is a `jaxrl.mechanisms.stream_trainer.session.GradientStream` on modelled devices;
 `jaxrl.mechanisms.stream_trainer.gradients` is the real one. The freed devices have a time of their own, beside the
-clock's: what they are given begins when they are free, and the rollout does not wait for it. A judge
-on all devices takes its time from them as from the others (`occupy`).
+clock's: what they are given begins when they are free, and the rollout does not wait for it. Another model on all
+devices takes its time from them as from the others (`occupy`).
 
 Source: RollPacker §4.4 and §5. Charged are: the weights' way to the freed devices, and the sums' way back before the
 update; a forward pass for each set of log-probabilities that training asks for, with the swap of the reference's
@@ -88,7 +88,7 @@ class SimulatedStream:
         return self._free_ns is None or self._free_ns <= self._clock.now_ns
 
     def wait_quiet(self) -> None:
-        """Nothing: a simulated judge takes the devices by `occupy`."""
+        """Nothing: what else runs on the devices takes them by `occupy`."""
 
     def occupy(self, from_ns: int, duration_ns: int) -> None:
         """Something else runs on the freed devices, from a moment on, for a duration: what they have got ends later."""

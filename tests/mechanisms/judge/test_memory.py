@@ -45,7 +45,7 @@ def test_planned_bytes_are_those_of_the_arrays(model, num_devices):
     c = config(resident_layers=3)
     plan = judge_memory(c, model, num_devices)
     mesh = make_mesh(jax.devices()[:num_devices])
-    programs = LayoutPrograms(model, Layout(mesh, num_devices), _sizes(c, plan, num_devices, True))
+    programs = LayoutPrograms(model, Layout(mesh, num_devices), _sizes(c, plan, num_devices))
     arrays = jax.tree.leaves(programs.abstract_params())
     streamed = sum(part(x) for x in arrays if x.sharding.memory_kind == HOST)
     assert plan.parts["judge: weights that stay"] == sum(map(part, arrays)) - streamed

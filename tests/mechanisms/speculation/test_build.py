@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.mechanisms.speculation.build import draft_book_bytes, proposer, step_costs, verified_positions
+from jaxrl.mechanisms.speculation.build import index_bytes_of, proposer, step_costs, verified_positions
 from jaxrl.mechanisms.speculation.declaration import asks_profile, unmeasured_note
 from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
@@ -42,12 +42,12 @@ def profile(**more: Any) -> Profile:
 
 def test_what_an_executor_is_built_for():
     assert proposer(config(), "cpu") is None
-    assert draft_book_bytes(config()) == verified_positions(config(), "gpu") == 0
+    assert index_bytes_of(config()) == verified_positions(config(), "gpu") == 0
     chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
     expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), Window(2, 2, 6), 3)
     assert proposer(chosen, "cpu") == expected
-    assert draft_book_bytes(chosen) == 3 * 4 * (sum(expected.sizes) + 2)
-    assert draft_book_bytes(config(enable=True)) % 5 == 0, "one for each row"
+    assert index_bytes_of(chosen) == 3 * 4 * (sum(expected.sizes) + 2)
+    assert index_bytes_of(config(enable=True)) % 5 == 0, "one for each row"
     assert verified_positions(chosen, "cpu") == 9
 
 

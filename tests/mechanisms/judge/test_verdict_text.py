@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.config.judges import template_fields
-from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.rewards.judge import MAX_KEPT_CHARS, JudgeText
+from jaxrl.mechanisms.judge.options import JudgeSection, template_fields
+from jaxrl.mechanisms.judge.verdict_text import MAX_KEPT_CHARS, JudgeText
 from jaxrl.rewards.scorers import ScoreRequest
 
 REQUEST = ScoreRequest(

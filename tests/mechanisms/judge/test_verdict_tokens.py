@@ -11,7 +11,7 @@ from tiny import write_tiny_model
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.rewards.judge_tokens import Scalars, WrittenVerdicts
+from jaxrl.mechanisms.judge.verdict_tokens import Scalars, WrittenVerdicts
 from jaxrl.rewards.scorers import ScoreRequest
 from jaxrl.types import Sample, SampleKey
 

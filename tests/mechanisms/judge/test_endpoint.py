@@ -27,9 +27,10 @@ from chat_server import (
 )
 
 from jaxrl.config import ConfigError, from_mapping
+from jaxrl.mechanisms.judge.endpoint import EndpointPool, api_key, verdict_seed
 from jaxrl.mechanisms.judge.options import JudgeSection
+from jaxrl.mechanisms.table import join_pools
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.endpoint import EndpointPool, api_key, verdict_seed
 from jaxrl.rewards.pool import RewardRouter, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
@@ -426,6 +427,7 @@ def test_in_a_stage():
         judge = {"endpoint": server.url, "endpoint_model": "m"}
         config = from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
         router = build_pool(config, build_scorer(config))
+        join_pools(config, router)
         assert isinstance(router, RewardRouter)
         router.warm()
         router.submit(*sample(0))

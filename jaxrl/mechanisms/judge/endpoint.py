@@ -2,7 +2,7 @@
 
 Purpose: `EndpointPool` scores the domains of `reward.kind=judge` with `reward.judge.endpoint` (RollPacker §4.3: a judge
 among the rewards). One thread sends the requests, at most `max_requests` at once and `requests_per_minute` in a minute
-(`jaxrl.rewards.endpoint_client`), while the trainer computes.
+(`jaxrl.mechanisms.judge.endpoint_client`), while the trainer computes.
 
 Whatever the endpoint does costs the samples at hand, and never the run:
 
@@ -31,11 +31,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from jaxrl.config import Config
+from jaxrl.mechanisms.judge.endpoint_client import Client, Failed, Refused, UnderWay, request_body
 from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.rewards.endpoint_client import Client, Failed, Refused, UnderWay, request_body
-from jaxrl.rewards.judge import JudgeText
-from jaxrl.rewards.pool_base import Ended, awaited, in_words, taken, verdict_of
+from jaxrl.mechanisms.judge.verdict_text import JudgeText
+from jaxrl.rewards.pool_base import Ended, RewardPool, awaited, in_words, taken, verdict_of
 from jaxrl.rewards.reward_metrics import PoolMetrics
+from jaxrl.rewards.router import RewardRouter
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
@@ -95,9 +97,7 @@ class EndpointPool:
         try:
             messages = self._text.ask(ScoreRequest.of(prompt, sample))
         except ValueError as error:
-            if (
-                not self._has_asked
-            ):  # a field that no prompt has, most likely: the user mends it before anything is lost
+            if not self._has_asked:  # most likely a field that no prompt has: mended before anything is lost
                 raise
             self._pending[number] = sample.key
             self._ended.put((number, ("error", 0.0, {"error": describe(error)}, 0.0), self._clock()))
@@ -204,6 +204,12 @@ class EndpointPool:
         reward, info = self._text.read(texts)
         info |= {**outside, **({"failed": len(failed)} if failed else {})}
         return "error" if "error" in info else "ok", reward, info, seconds
+
+
+def join_endpoint(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = in_words) -> None:
+    """Has the endpoint score what a run's pool has for it, if anything; as `EndpointPool`."""
+    if isinstance(pool, RewardRouter) and "endpoint" in pool.places:
+        pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed, where=where))
 
 
 def verdict_seed(seed: int, key: SampleKey, number: int) -> int:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from jaxrl.config import ConfigError
-from jaxrl.config.judges import fill_template, template_fields
-from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.rewards.scorers import ScoreRequest
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.domains import domains
+from jaxrl.mechanisms.judge.options import JudgeSection, fill_template
+from jaxrl.rewards.request import ScoreRequest
 
 MAX_KEPT_CHARS = 8000
 """Of a sample's verdicts, all together, that are kept in its info."""
@@ -26,12 +26,11 @@ _MAX_READ_CHARS = 1_000_000  # of one verdict: the user's pattern must not meet 
 
 
 class JudgeText:
-    """The prompt and the score of `reward.judge`, which must have passed `judge_problem`."""
+    """The prompt and the score of `reward.judge`, which must have no `problem`."""
 
     def __init__(self, judge: JudgeSection):
         self._judge = judge
         self._pattern = re.compile(judge.score_pattern)
-        self.fields = tuple(template_fields(judge.prompt))
 
     def ask(self, request: ScoreRequest) -> list[dict[str, str]]:
         """The chat messages that ask for a verdict on a sample: perhaps a system message, and the user's.
@@ -100,3 +99,17 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
     """What a template may name; the data's columns give way to the sample's response and its reference answer."""
     columns = {"question": request.extra.get("prompt"), **request.extra}
     return {**columns, "source": request.source, "response": request.response, "answer": request.answer}
+
+
+def refuse_fields(config: Config, requests: Iterable[ScoreRequest]) -> None:
+    """Raises ConfigError where `reward.judge.prompt` names what no prompt has that a judge is to score."""
+    of, refused = domains(config.reward), None
+    for request in requests:
+        if (of.get(request.source) or of[""]).kind == "judge":
+            try:
+                JudgeText(config.reward.judge).ask(request)
+                return
+            except ConfigError as error:
+                refused = refused or error
+    if refused is not None:
+        raise refused

@@ -1,7 +1,7 @@
 """What a judge on the run's devices reads, as token ids, and what its responses come to.
 
-Two kinds: a model that writes verdicts (`WrittenVerdicts`, over `jaxrl.rewards.judge`), and a reward model with a
-scalar head (`Scalars`), which reads the question and the response as a conversation and writes nothing.
+Two kinds: a model that writes verdicts (`WrittenVerdicts`, over `jaxrl.mechanisms.judge.verdict_text`), and a reward
+model with a scalar head (`Scalars`), which reads the question and the response as a conversation and writes nothing.
 
 A text that is too long loses the middle of its response: its beginning and its end, where the answer is, stay. Special
 tokens that a response spells out are broken up, so that it cannot end its own turn and write the judge's.
@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.rewards.judge import JudgeText
-from jaxrl.rewards.scorers import ScoreRequest
+from jaxrl.mechanisms.judge.verdict_text import JudgeText
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 _CUT = " [...] "
