@@ -2,9 +2,8 @@
 
 One line per round: `{"step", "round", "kind", "source", "points", "switches"}`; one per round and worker where there
 are several, with `"worker"`. Of several hosts each writes those of its own workers, in a file of its own. `points` are
-[seconds since the round began, live requests, tp]; `switches` are those of
-`jaxrl.mechanisms.adaptive_layouts.control.Episode.to_json`; `source` says whether the profile behind them was measured
-or made up ("synthetic").
+[seconds since the round began, live requests, tp]; `switches` the changes, as the mechanism describes them; `source`
+says whether the profile behind them was measured or made up ("synthetic").
 """
 
 from __future__ import annotations

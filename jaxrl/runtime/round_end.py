@@ -101,7 +101,7 @@ def merged(counts: Sequence[RoundCounts]) -> dict[str, float]:
 def samples_of(result: RoundResult, *, left_out: bool) -> list[Sample]:
     """The samples of a round that are looked at after it: trained on and carried, and with `left_out` also those of
     groups that were scored and left out of the batch."""
-    groups = (*result.groups, *(result.judged if left_out else ()))
+    groups = (*result.groups, *(result.filtered if left_out else ()))
     return [*(sample for group in groups for sample in group.samples), *result.carried]
 
 

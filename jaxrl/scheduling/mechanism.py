@@ -138,7 +138,7 @@ class RoundEnd:
     @property
     def scored(self) -> Sequence[Group]:
         """The groups that have left it with a reward: trained on, or filtered."""
-        return () if self.result is None else (*self.result.groups, *self.result.judged)
+        return () if self.result is None else (*self.result.groups, *self.result.filtered)
 
 
 class Step(Protocol):

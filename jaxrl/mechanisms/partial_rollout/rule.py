@@ -292,7 +292,7 @@ class PartialRollout:
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         left |= {entry.key: "filtered" for entry in discarded}
         begun = [sample for entry in self.buffer for sample in entry.samples if len(sample)]
-        return RoundResult(current.kind, groups, left, metrics, opened.judged(), begun)
+        return RoundResult(current.kind, groups, left, metrics, opened.filtered(), begun)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
         spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]

@@ -188,7 +188,7 @@ class TailBatching:
         metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
         if self.filter:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
-        return RoundResult(current.kind, groups, left, metrics, opened.judged(), [])
+        return RoundResult(current.kind, groups, left, metrics, opened.filtered(), [])
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class RoundResult:
       groups: to train on, sorted by prompt key.
       left: prompts that leave the system now without being trained on, and why.
       metrics: of the round; counts are of prompts or samples as their names say.
-      judged: scored groups of those that were filtered, in the order in which they were judged.
+      filtered: scored groups of those that were filtered, in the order in which that was decided.
       carried: samples with tokens that the rule keeps for a later round, those of earlier rounds among them. With
         several hosts their tokens come to all hosts, in place.
     """
@@ -78,7 +78,7 @@ class RoundResult:
     groups: list[Group]
     left: dict[PromptKey, Outcome]
     metrics: dict[str, float]
-    judged: list[Group]
+    filtered: list[Group]
     carried: list[Sample]
 
 
@@ -207,7 +207,7 @@ class FreshBatches:
         metrics["rollout/discarded_prompts"] = float(len(discarded))
         if self.filter:
             metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
-        return RoundResult(current.kind, groups, left, metrics, opened.judged(), [])
+        return RoundResult(current.kind, groups, left, metrics, opened.filtered(), [])
 
     def state_dict(self) -> dict[str, Any]:
         """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order; what was drawn ahead as
@@ -364,8 +364,8 @@ class OpenRound:
         ended = (*self.ledger.finished.values(), *self.ledger.aborted.values())
         return sum(len(sample) for sample in ended if sample.key not in kept)
 
-    def judged(self) -> list[Group]:
-        """Scored groups of the prompts that were filtered, in the order in which they were judged."""
+    def filtered(self) -> list[Group]:
+        """Scored groups of the prompts that were filtered, in the order in which that was decided."""
         finished = self.ledger.finished
         groups = (self.race.groups[prompt_key] for prompt_key in self.race.filtered)
         return [Group(group.planned.prompt, [finished[key] for key in sorted(group.kept)]) for group in groups]

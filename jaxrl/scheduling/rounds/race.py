@@ -236,7 +236,7 @@ class Race:
         self._supply = supply
         self._due = frozenset(due)
         self._due_left = set(due)
-        self._unresolved: deque[PromptKey] = deque()  # complete, not judged yet
+        self._unresolved: deque[PromptKey] = deque()  # complete, not decided about yet
         self._backlog: deque[Sample] = deque()  # ended, and to be dealt with when the awaited verdict is there
         self._awaited: SampleKey | None = None
         self._sent: dict[SampleKey, None] = {}  # for scoring, in that order
@@ -301,7 +301,7 @@ class Race:
         while not self._stopped and self._awaited is None:
             if self._has_batch(self.accepted) and not self._due_left:
                 self._stop(ledger, commands)
-            elif self._judge_next(ledger, commands):
+            elif self._decide_next(ledger, commands):
                 continue
             elif self._awaited is not None:
                 break
@@ -313,7 +313,7 @@ class Race:
                 break
         return commands
 
-    def _judge_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
+    def _decide_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
         """Accepts or filters the group that has been complete for longest; False if its turn has not come."""
         if not self._unresolved:
             return False
@@ -321,7 +321,7 @@ class Race:
         if self.filter is None:
             self._accept(self._unresolved.popleft())
             return True
-        if not self._must_judge(self.filter) or not all(key in self._sent for key in group.kept):
+        if not self._must_decide(self.filter) or not all(key in self._sent for key in group.kept):
             return False
         if not all(key in ledger.verdicts for key in group.kept):
             # verdicts come in the order in which samples were sent
@@ -330,8 +330,8 @@ class Race:
             return False
         prompt_key = self._unresolved.popleft()
         keys = sorted(group.kept)
-        judged = Group(group.planned.prompt, [ledger.finished[key] for key in keys])
-        kept = self.filter.keeps(judged, [ledger.verdicts[key] for key in keys])
+        scored = Group(group.planned.prompt, [ledger.finished[key] for key in keys])
+        kept = self.filter.keeps(scored, [ledger.verdicts[key] for key in keys])
         self.filter = self.filter.after(kept=kept, num_groups=self.limits.batch.num_groups)
         if not kept:
             failed = all(ledger.verdicts[key].status != "ok" for key in group.kept)
@@ -341,7 +341,7 @@ class Race:
             self._accept(prompt_key)
         return True
 
-    def _must_judge(self, group_filter: GroupFilter) -> bool:
+    def _must_decide(self, group_filter: GroupFilter) -> bool:
         if self._has_batch({*self.accepted, *self._unresolved}):
             return True  # it could end the round
         num_running = self._num_under_way - len(self._unresolved)
@@ -362,7 +362,7 @@ class Race:
 
     @property
     def _num_under_way(self) -> int:
-        """Groups that were launched and are not judged."""
+        """Groups that were launched and are not decided about."""
         return len(self.groups) - len(self.accepted) - len(self.filtered)
 
     def _has_room(self) -> bool:
@@ -469,8 +469,8 @@ class Race:
     def _take_back(self, last: int, place: Mapping[PromptKey, int]) -> None:
         """Groups that were filtered, and launched after the batch's last one, are left over like the others there.
 
-        Those that have been judged by now are the short ones. Were they to leave, and the long ones to be judged in a
-        later round only, short groups would pass two filters where long ones pass one."""
+        Those that have been decided about by now are the short ones. Were they to leave, and the long ones to be
+        decided about in a later round only, short groups would pass two filters where long ones pass one."""
         room = self.limits.max_left_over
         num_back = None if room is None else max(room - len(self.left_over), 0)
         later = [prompt_key for prompt_key in self.groups if prompt_key in self.filtered and place[prompt_key] > last]

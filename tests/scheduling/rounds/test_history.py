@@ -212,9 +212,9 @@ def test_what_dynamic_sampling_leaves_out_is_told():
     _, (result,) = run_steps(
         rule, lambda k: 3, 1, reward=lambda k: (float(k.sample_index if k.prompt_index > 1 else 1), "ok")
     )
-    assert [each.prompt.index for each in result.judged] == [0, 1]
-    assert [[sample.reward for sample in each.samples] for each in result.judged] == [[1, 1], [1, 1]]
+    assert [each.prompt.index for each in result.filtered] == [0, 1]
+    assert [[sample.reward for sample in each.samples] for each in result.filtered] == [[1, 1], [1, 1]]
     assert [each.prompt.index for each in result.groups] == [2, 3]
-    assert [sample.key for sample in result.judged[0].samples] == [key(0, 0), key(0, 1)]
+    assert [sample.key for sample in result.filtered[0].samples] == [key(0, 0), key(0, 1)]
     store = HistoryStore(1)
-    assert sorted(store.add([*result.groups, *result.judged])) == [0, 1, 2, 3]
+    assert sorted(store.add([*result.groups, *result.filtered])) == [0, 1, 2, 3]
