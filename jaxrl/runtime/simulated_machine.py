@@ -20,12 +20,13 @@ from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.other_host import HostTimes, OtherHost
 from jaxrl.runtime.rules import batcher_config, lookahead, workers_of
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import PredictedTicks
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.configured import layout_predictor
+from jaxrl.sim.configured import worker_predictor
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
@@ -109,7 +110,7 @@ class MachineParts:
         self._config, self._cost, self._workload, self._sizes = config, cost, workload, sizes
         self._layouts, self._timeouts, self._num_processes = layouts, timeouts, num_processes
         self._batching = batcher_config(config, table.simulated_verify_rule(config, cost))
-        self.pace = layout_predictor(config, cost, tuple(layouts))
+        self.pace = self._predictor()
         self._slowness = slownesses(config.hosts.num, config.simulate.host_spread, config.trainer.seed)
 
     def host(self, process: int, clock: SimulatedClock, drawn: Drawn, log: LayoutLog | None = None) -> HostMachine:
@@ -173,11 +174,16 @@ class MachineParts:
     ) -> LayoutSessions:
         """The sessions of the layouts of a host's workers."""
         config, degrees = self._config, tuple(self._layouts)
-        predictors = [layout_predictor(config, self._cost, degrees) for _ in engines]
+        predictors = [self._predictor() for _ in engines]
         kept = (lambda: clock.now_s, drawn, log, None)
         first, count = process * len(engines), config.num_workers
         options, initial = config.rollout.layout, config.rollout.tp
         return layout_sessions(options, degrees, initial, engines, predictors, *kept, first=first, count=count)
+
+    def _predictor(self) -> LatencyPredictor | None:
+        if not self._config.rollout.layout.switch:
+            return None
+        return worker_predictor(self._config, self._cost, tuple(self._layouts))
 
     def _scoring(self, clock: SimulatedClock, drawn: Drawn, executors: SimulatedWorkers) -> ScoringWorkers:
         """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""

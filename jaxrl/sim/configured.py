@@ -204,10 +204,8 @@ def with_degree(config: Config) -> tuple[Config, str]:
     if not possible:
         assert refused is not None, "a machine has a smallest degree"
         raise refused
-    predicting = replace(rollout, layout=replace(rollout.layout, switch=True))
-    own = replace(config, rollout=predicting).with_tp(min(possible))
-    predictor = layout_predictor(own, cost_model(own)[0], tuple(possible))
-    assert predictor is not None
+    own = config.with_tp(min(possible))
+    predictor = worker_predictor(own, cost_model(own)[0], tuple(possible))
     rows = -(-data.train_batch_size * rollout.n // config.num_workers)
     chosen = fastest_degree(predictor, possible, rows, data.max_prompt_length, data.max_response_length)
     return config.with_tp(chosen.degree), (
@@ -287,11 +285,6 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
                 f"({rollout.num_blocks}), or leave tp {degree} out of rollout.layout.degrees"
             )
     return found
-
-
-def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor | None:
-    """The predictor of a worker's switch rule, if `rollout.layout.switch` is on."""
-    return worker_predictor(config, cost, degrees) if config.rollout.layout.switch else None
 
 
 def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor:

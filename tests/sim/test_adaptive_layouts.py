@@ -23,7 +23,7 @@ from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.configured import layout_predictor, layout_sizes
+from jaxrl.sim.configured import layout_sizes, worker_predictor
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
@@ -181,8 +181,8 @@ def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(t
     adaptive = config(switch=True)
     section = replace(adaptive.simulate, **table)
     with pytest.raises(ConfigError, match=r"holds tp 1, 2, 4, and rounds may use 8 as well"):
-        layout_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4, 8))
-    predictor = layout_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4))
+        worker_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4, 8))
+    predictor = worker_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4))
     assert predictor is not None
     assert predictor.num_devices == 8
     small = config(switch=True, degrees=[1, 4])
