@@ -369,7 +369,7 @@ def _explain_layout(options: argparse.Namespace) -> int:
     from jaxrl.models.shapes import named_shape
     from jaxrl.record.files import refuse_file, write_whole
     from jaxrl.sharding.explain import explain_layout
-    from jaxrl.sharding.picture import draw, png, svg
+    from jaxrl.sharding.layout_drawing import draw, png, svg
 
     for out, option in ((options.svg, "--svg"), (options.png, "--png")):
         if out:

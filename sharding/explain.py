@@ -2,7 +2,7 @@
 
 Purpose: `jaxrl explain-layout`. `explain_layout` works it out from the same rules that place the arrays
 (`Layout`, `rules.rollout_spec`), for any number of devices, present or not; its `str()` is the text, and
-`jaxrl.sharding.picture` draws it.
+`jaxrl.sharding.layout_drawing` draws it.
 
 Source: docs/architecture.md.
 """

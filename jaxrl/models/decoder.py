@@ -9,8 +9,8 @@ Training and rollout share `layer`; they differ in the attention that they pass 
   With `features_first` its matrices are [out..., in...] and the residual stream is [E, ...] instead of [..., E]:
   XLA:CPU then multiplies weights from the left, two to three times as fast for a few dozen rows
   (docs/performance.md). Attention always gets its heads as [..., heads, D];
-- *merged rollout form* (`jaxrl.sharding.merged`): the rollout form with features last, in which a layer has `qkv`
-  [E,K,G+2,D] and `gate_up` [E,2,F]: one product each.
+- *with fused projections* (`jaxrl.sharding.fused_projections`): the rollout form with features last, where a layer
+  has `qkv` [E,K,G+2,D] and `gate_up` [E,2,F]: one product each.
 
 Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
 head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
@@ -191,7 +191,7 @@ def _queries_keys_values(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = weights.norm("attn_norm", x)
     if "qkv" in weights.lp:
-        q, k, v = _merged_heads(weights, h)
+        q, k, v = _fused_heads(weights, h)
     else:
         q, k, v = (weights.heads(name, h) for name in ("q", "k", "v"))
     if "q_bias" in weights.lp:
@@ -201,7 +201,7 @@ def _queries_keys_values(
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
-def _merged_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _fused_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[..., H, D] and twice [..., K, D], with their biases, from one product."""
     slab = jnp.einsum("...e,ekxd->...kxd", h, weights.get("qkv"))
     if "qkv_bias" in weights.lp:
