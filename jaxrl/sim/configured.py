@@ -26,12 +26,11 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.situation import GroupCapacity
 from jaxrl.sim.calibration import Calibration
-from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost
+from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
 
 _NODE = 8  # devices, if no option says how many
@@ -111,15 +110,14 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
                 raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
-    roofline = RooflineCost(model_sizes(config), machine, factors, _BYTES[config.rollout.dtype])
+    parts = model_sizes(config), machine, factors, _BYTES[config.rollout.dtype]
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
-        return roofline, described
+        return CostModel(*parts), described
     predictor = _profiled(config)
     identity = predictor.profile.identity
-    table = TableCost(predictor, roofline)
     measured_on = f"({identity.model} on {identity.device_kind})"
-    return table, (
+    return TableCost(*parts, predictor=predictor), (
         f"{predictor.profile.source} table {chosen.profile} {measured_on} for decode and prefill; the rest: {described}"
     )
 
