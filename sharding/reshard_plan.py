@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,6 +20,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jaxrl.sharding.mesh import entry_axes
 
 _SCALARS = 16  # bytes per leaf for the offsets that a program works out
 
@@ -148,8 +150,7 @@ def _across(name: str, here: NamedSharding, target: NamedSharding) -> tuple[Name
 
 def _has_axes(there: NamedSharding, named: NamedSharding) -> bool:
     """Whether the mesh `there` has all axes that split something in the spec of `named`, with the same sizes."""
-    entries: Iterable[Any] = (entry for entry in named.spec if entry is not None)
-    axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)]
+    axes = [axis for entry in named.spec for axis in entry_axes(entry)]
     sizes = cast(dict[str, int], there.mesh.shape)
     return all(sizes.get(axis) == named.mesh.shape[axis] for axis in axes)
 
@@ -158,8 +159,7 @@ def _without_ones(sharding: NamedSharding) -> NamedSharding:
     """The same sharding, its spec without the axes of size 1: they split nothing, and another mesh may lack them."""
 
     def kept(entry: Any) -> Any:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        return tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) or None
+        return tuple(axis for axis in entry_axes(entry) if sharding.mesh.shape[axis] > 1) or None
 
     spec = PartitionSpec(*(kept(entry) for entry in sharding.spec))
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.judges import judge_kind
-from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge.memory import JudgeMemory, judge_length, judge_memory
@@ -20,6 +19,7 @@ from jaxrl.mechanisms.judge.session import JudgeSession
 from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.rewards.pool import RewardPool
