@@ -31,6 +31,7 @@ from typing import Any, NoReturn, Protocol
 from jaxrl.processes.messages import (
     HEADROOM_BYTES,
     MAX_ANSWER_BYTES,
+    MAX_REQUEST_BYTES,
     TASK_ID_BYTES,
     BadMessage,
     Channel,
@@ -48,7 +49,6 @@ STOPPED_S = 10.0
 DROP_S = 1.0
 _EXIT_S = 0.5  # for a worker whose socket has closed to be gone by itself
 _SLICE_S = 5.0  # the longest that a supervisor sleeps
-_MAX_REQUEST_BYTES = (1 << 32) - 1  # the pool is trusted
 
 
 @dataclass
@@ -147,7 +147,7 @@ class WorkerSupervisor:
         work: Work,
         settings: SupervisorSettings,
     ):
-        self._pool = Channel(pool, _MAX_REQUEST_BYTES)
+        self._pool = Channel(pool, MAX_REQUEST_BYTES)
         self._server, self._wakeup, self._work, self._settings = server, wakeup, work, settings
         self._taken = mmap.mmap(-1, TASK_ID_BYTES)
         self._output = _Output(settings.log)

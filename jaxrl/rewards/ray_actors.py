@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from jaxrl.processes.messages import BadMessage, Channel, read_message, to_bytes
-from jaxrl.processes.ray_process import MAX_MESSAGE_BYTES, begin, connect
+from jaxrl.processes.messages import MAX_REQUEST_BYTES, BadMessage, Channel, read_message, to_bytes
+from jaxrl.processes.ray_process import begin, connect
 from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
 from jaxrl.rewards.pool_base import crashed
@@ -270,7 +270,7 @@ def main() -> NoReturn:
     sock, setup = begin()
     assert isinstance(setup, RaySetup)
     ray = connect(setup.address)
-    channel = Channel(sock, MAX_MESSAGE_BYTES)
+    channel = Channel(sock, MAX_REQUEST_BYTES)
 
     def say(message: dict[str, Any]) -> None:
         channel.send(to_bytes(message))

@@ -18,6 +18,7 @@ import struct
 import sys
 from typing import Any, NoReturn
 
+from jaxrl.processes.messages import send_message
 from jaxrl.processes.process_tree import adopt_orphans, die_with_parent, kill_descendants
 from jaxrl.rewards.sandbox.cage import Cage, make_cage
 from jaxrl.rewards.sandbox.locks import Limits, Means
@@ -79,9 +80,8 @@ def _next(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _say(sock: socket.socket, message: dict[str, Any]) -> None:
-    payload = json.dumps(message).encode()
     with contextlib.suppress(OSError):  # the client is gone: `_next` finds the same
-        sock.sendall(HEADER.pack(len(payload)) + payload)
+        send_message(sock, json.dumps(message).encode())
 
 
 def _execute(sock: socket.socket, cage: Cage, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
