@@ -281,9 +281,10 @@ def to_rollout(
         decode step on GPUs.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
-    form = (layout, jnp.dtype(dtype), _checked(layout, max_tp))
+    form: dict[str, Any] = {"features_first": features_first, "fused_projections": fused_projections}
     out, layers = {}, list[Tree]()
-    for program, arguments in _calls(params, config, form, features_first, fused_projections, layers_per_call):
+    calls = rollout_calls(params, config, layout, dtype, max_tp, **form, layers_per_call=layers_per_call)
+    for program, arguments in calls:
         made = program(*arguments)
         if len(arguments) == 1:
             out = made
@@ -292,7 +293,7 @@ def to_rollout(
     return out | {"layers": layers}
 
 
-def compile_to_rollout(
+def rollout_calls(
     params: Tree,
     config: Model,
     layout: Layout,
@@ -302,27 +303,17 @@ def compile_to_rollout(
     features_first: bool = False,
     fused_projections: bool = False,
     layers_per_call: int = 4,
-) -> None:
-    """Compiles what `to_rollout` with the same arguments would run, and moves nothing."""
-    form = (layout, jnp.dtype(dtype), _checked(layout, max_tp))
-    for program, arguments in _calls(params, config, form, features_first, fused_projections, layers_per_call):
-        program.lower(*arguments).compile()
-
-
-def _calls(
-    params: Tree,
-    config: Model,
-    form: tuple[Layout, Any, int],
-    features_first: bool,
-    fused_projections: bool,
-    layers_per_call: int,
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The programs of `to_rollout` with their arguments: one for what is outside the layers, then some layers each."""
-    outer, chunk = _compiled(config, *form, layers_per_call, features_first, fused_projections)
+    """What `to_rollout` with the same arguments runs: each program with its arguments, first the one for what is
+    outside the layers, then some layers each."""
+
+    def programs(count: int) -> tuple[Any, Any]:
+        return _compiled(
+            config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, features_first, fused_projections
+        )
+
     if rest := {name: value for name, value in params.items() if name != "layers"}:
-        yield outer, (rest,)
+        yield programs(layers_per_call)[0], (rest,)
     for start in range(0, config.num_layers, layers_per_call):
-        count = min(layers_per_call, config.num_layers - start)
-        if count < layers_per_call:
-            _, chunk = _compiled(config, *form, count, features_first, fused_projections)
+        _, chunk = programs(min(layers_per_call, config.num_layers - start))
         yield chunk, (params["layers"], start)

@@ -9,13 +9,12 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from jaxrl.commands.arguments import (
     MAX_TOKENS,
-    Parser,
+    Command,
     add_dtype,
     device_count,
     filled,
@@ -31,11 +30,7 @@ if TYPE_CHECKING:
     from jaxrl.text import TextPrompt
 
 
-class _Command(Protocol):
-    def __call__(self, name: str, run: Callable[..., int], text: str) -> Parser: ...
-
-
-def add_drawing(command: _Command) -> None:
+def add_drawing(command: Command) -> None:
     """Adds the two commands."""
     generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
     generate.add_argument("--model", type=filled, required=True, help="as model.path")

@@ -36,7 +36,7 @@ from jax.sharding import Mesh
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, Meet, alone, compile_threads
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.rules import compile_to_rollout, rollout_shardings
+from jaxrl.sharding.rules import rollout_calls, rollout_shardings
 from jaxrl.sharding.submesh_arrays import submesh_arrays
 
 
@@ -117,9 +117,9 @@ class WorkerSet:
         first, layouts = self.executors[0], self._layouts()
         together = Layout(self._whole, layouts[0].tp)
         if not self._met and self._whole.size > self.mesh.size:
-            compile_to_rollout(
-                train_params, first.model, together, first.config.dtype, first.config.max_tp, **first.form
-            )
+            form = first.config.dtype, first.config.max_tp
+            for program, arguments in rollout_calls(train_params, first.model, together, *form, **first.form):
+                program.lower(*arguments).compile()
             self._meet("weights")
             self._met = True
         whole = first.rollout_form(train_params, together)
