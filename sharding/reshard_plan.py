@@ -239,7 +239,9 @@ def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> Res
 
     def order(kind: tuple[Any, ...]) -> tuple[Any, ...]:
         leaf = leaves[classes[kind][0]]
-        return leaf.bytes_on(len(leaf.path) - 1) > leaf.bytes_on(0), _way(leaf)
+        # leaves that share a program agree in devices and memory at every hop
+        way = tuple((sorted(device.id for device in s.device_set), _kind(s)) for s in leaf.path)
+        return leaf.bytes_on(len(leaf.path) - 1) > leaf.bytes_on(0), way
 
     chunks: list[list[int]] = []
     room, current = 0, None
@@ -273,11 +275,6 @@ def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> Res
         oversized=oversized,
     )
     return ReshardPlan(tuple(map(tuple, chunks)), report)
-
-
-def _way(leaf: Leaf) -> tuple[Any, ...]:
-    """What leaves must agree in to share a program: devices and memory at every hop."""
-    return tuple((sorted(device.id for device in s.device_set), _kind(s)) for s in leaf.path)
 
 
 def _peak_extra(leaves: Sequence[Leaf], chunks: Sequence[Sequence[int]], keep: bool) -> int:

@@ -128,7 +128,11 @@ def rollout_shardings(
     """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
     max_tp = _checked(layout, max_tp)
     padded = padded_config(config, max_tp)
-    _check_form(padded, max_tp, features_first, fused_projections)
+    if fused_projections and (features_first or not can_fuse(padded.num_kv_heads, max_tp)):
+        raise ValueError(
+            "rollout weights with fused projections must have features last, and key/value heads "
+            f"({padded.num_kv_heads}, padded) in whole groups on each of {max_tp} devices (rollout.max_tp)"
+        )
 
     def one(weight: Weight) -> NamedSharding:
         return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
@@ -136,14 +140,6 @@ def rollout_shardings(
     tree = map_weights(one, config.weights())
     layer = fused_shardings(tree["layers"], layout) if fused_projections else tree["layers"]
     return tree | {"layers": [dict(layer) for _ in range(config.num_layers)]}
-
-
-def _check_form(padded: Model, max_tp: int, features_first: bool, fused_projections: bool) -> None:
-    if fused_projections and (features_first or not can_fuse(padded.num_kv_heads, max_tp)):
-        raise ValueError(
-            "rollout weights with fused projections must have features last, and key/value heads "
-            f"({padded.num_kv_heads}, padded) in whole groups on each of {max_tp} devices (rollout.max_tp)"
-        )
 
 
 def map_weights(function: Callable[..., Any], *trees: Mapping[str, Any]) -> Tree:

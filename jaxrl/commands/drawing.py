@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxrl.commands.arguments import (
@@ -97,7 +98,9 @@ def _generate(options: argparse.Namespace) -> int:
     if options.raw and options.system is not None:
         raise ValueError("generate: --system and --raw exclude each other")
     prompts = options.prompts or _prompts_from_input()
-    asked = [_asked(prompt, options.system) for prompt in prompts]
+    asked: list[TextPrompt] = list(prompts)
+    if options.system is not None:
+        asked = [[{"role": "system", "content": options.system}, {"role": "user", "content": each}] for each in prompts]
     from jaxrl.record.stages import Stages
     from jaxrl.text import TextEngine
     from jaxrl.types import SamplingParams
@@ -110,7 +113,8 @@ def _generate(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         stop_strings=tuple(options.stop),
     )
-    with closing(Stages(_tell)) as stages:
+    # responses alone are on stdout
+    with closing(Stages(partial(print, file=sys.stderr, flush=True))) as stages:
         stages.begin("reading the model")
         engine = TextEngine.from_path(
             options.model,
@@ -136,17 +140,6 @@ def _generate(options: argparse.Namespace) -> int:
             else:
                 print(sample.text)
     return 0
-
-
-def _asked(prompt: str, system: str | None) -> TextPrompt:
-    """A prompt as the engine takes it."""
-    if system is None:
-        return prompt
-    return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # responses alone are on stdout
 
 
 def _prompts_from_input() -> list[str]:

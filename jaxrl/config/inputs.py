@@ -91,6 +91,14 @@ def read_json(path: Path) -> Any:
         return strict_json(path.read_text(encoding="utf-8"))
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The same of a file that must hold a JSON object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
 def strict_json(text: str) -> Any:
     """A JSON value; inside `reading`, which names the file in whatever is wrong with it.
 

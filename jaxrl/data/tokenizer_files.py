@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.config.inputs import read_json, reading
+from jaxrl.config.inputs import read_object, reading
 from jaxrl.data.chat_template import DEFAULT, ChatTemplate, check_template_name
 
 DEFAULT_TEMPLATE, ADDITIONAL_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -102,12 +102,7 @@ def _fast(folder: Path) -> FastTokenizer:
 
 def _object(file: Path) -> dict[str, Any]:
     """A file's JSON object; empty where there is no such file."""
-    if not file.exists():
-        return {}
-    value = read_json(file)
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: must hold a JSON object, found {type(value).__name__}")
-    return value
+    return read_object(file) if file.exists() else {}
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.streaming import LayerFeed
-from jaxrl.models.weights import Weight, weights
+from jaxrl.models.weights import Weight
 
 Params = dict[str, Any]
 Remat = Literal["none", "full", "dots"]
@@ -55,7 +55,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
         own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return (INIT_STD * jax.random.normal(own_key, weight.shape, _at_least_float32(dtype))).astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(one, weights(config), is_leaf=lambda x: isinstance(x, Weight))
+    return jax.tree_util.tree_map_with_path(one, config.weights(), is_leaf=lambda x: isinstance(x, Weight))
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

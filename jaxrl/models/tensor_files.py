@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.config.inputs import reading, regular_size
-from jaxrl.models.fields import read_object
+from jaxrl.models.fields import read_model_file
 from jaxrl.models.weights import leaves
 from jaxrl.schema.declared import shown
 
@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_indexed(folder: Path, index: Path) -> dict[str, Tensor]:
-    placed = read_object(index).get("weight_map")
+    placed = read_model_file(index).get("weight_map")
     if not isinstance(placed, dict):
         raise ValueError(f"{index}: must have an object weight_map")
     for name, file in placed.items():

@@ -7,7 +7,6 @@ Every model comes with a sentence about the source of its numbers. Errors name o
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import check_across_hosts, host_problem
 from jaxrl.config.hosts import HostsSection
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import read_json
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
@@ -128,10 +127,8 @@ def _profiled(config: Config) -> LatencyPredictor:
         raise ConfigError("simulate.profile is missing: simulate.cost is table, which needs a file of `jaxrl profile`")
     if not path.is_file():
         raise ConfigError(f"simulate.profile ({path}) must be a file of `jaxrl profile`, and there is no such file")
-    with reading(path):
-        values = json.loads(path.read_text(encoding="utf-8"))
     try:
-        predictor = LatencyPredictor(Profile.from_json(values))
+        predictor = LatencyPredictor(Profile.from_json(read_json(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"simulate.profile: {path} is not a latency profile ({error})") from None
     if tp not in predictor.degrees or not any(point.tp == tp for point in predictor.profile.prefill):

@@ -19,6 +19,7 @@ import random
 import select
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +46,10 @@ class Order:
     """
 
     mode: str
-    limits_s: tuple[float, ...]
+    limits_s: Sequence[float]
     default_limit_s: float
     limits: Limits
-    command: tuple[str, ...] = ()
+    command: Sequence[str] = ()
 
     def limit_s(self, case: int) -> float:
         if case < 0 or not self.limits_s:
