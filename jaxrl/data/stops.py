@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
@@ -51,10 +52,7 @@ def stop_string_check(tokenizer: Tokenizer) -> Callable[[Asked, Any], int | None
 
         if not holds(len(ids)):
             return None
-        low, high = 1, len(ids)  # the first prefix that holds one: text only grows with tokens
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle + 1, high)
-        return low
+        # the first prefix that holds one: text only grows with tokens
+        return 1 + bisect_left(range(1, len(ids)), True, key=holds)
 
     return check
