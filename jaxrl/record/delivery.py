@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.config.text import one_line
+from jaxrl.config.inputs import one_line
 from jaxrl.record.sinks import Sink, Unreachable
 
 RETRY_S = 60.0
