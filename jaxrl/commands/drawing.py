@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from jaxrl.commands.arguments import (
     MAX_TOKENS,
     Command,
+    Parser,
     add_dtype,
     device_count,
     filled,
@@ -36,14 +37,7 @@ def add_drawing(command: Command) -> None:
     generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
     generate.add_argument("--model", type=filled, required=True, help="as model.path")
     generate.add_argument("--max-tokens", type=whole(1, MAX_TOKENS), default=128, help="of a response (128)")
-    generate.add_argument("--temperature", type=number(0, 1000), default=1.0, help="0 is greedy (1.0)")
-    generate.add_argument(
-        "--top-p", type=number(0, 1, above=True), default=1.0, help="share of the likeliest tokens (1.0)"
-    )
-    generate.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    generate.add_argument(
-        "--min-p", type=number(0, 1), default=0.0, help="least probability, as a share of the likeliest's (0.0)"
-    )
+    _add_sampling(generate, temperature=1.0, text="0 is greedy (1.0)")
     generate.add_argument(
         "--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="a stop string; may be repeated"
     )
@@ -76,12 +70,16 @@ def add_drawing(command: Command) -> None:
     add_dtype(serve, "float32", "bfloat16", "float64", default="float32")
     serve.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
     serve.add_argument("--seed", type=seed, default=0, help="the same seed draws the same responses (0)")
-    serve.add_argument("--temperature", type=number(0, 1000), default=0.0, help="of all requests; 0 is greedy (0)")
-    serve.add_argument(
+    _add_sampling(serve, temperature=0.0, text="of all requests; 0 is greedy (0)")
+
+
+def _add_sampling(command: Parser, temperature: float, text: str) -> None:
+    command.add_argument("--temperature", type=number(0, 1000), default=temperature, help=text)
+    command.add_argument(
         "--top-p", type=number(0, 1, above=True), default=1.0, help="share of the likeliest tokens (1.0)"
     )
-    serve.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    serve.add_argument(
+    command.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
+    command.add_argument(
         "--min-p", type=number(0, 1), default=0.0, help="least probability, as a share of the likeliest's (0.0)"
     )
 
