@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from jaxrl import __version__
 from jaxrl.commands.arguments import (
@@ -32,6 +32,7 @@ from jaxrl.commands.arguments import (
     MAX_SEEDS,
     MAX_STEPS,
     MAX_TOKENS,
+    Command,
     Parser,
     add_command,
     add_dtype,
@@ -46,7 +47,6 @@ from jaxrl.commands.arguments import (
     written,
 )
 from jaxrl.commands.drawing import add_drawing
-from jaxrl.commands.queries import add_queries
 from jaxrl.record.progress import ProgressCounter
 from jaxrl.runtime.answer import answer, one_line
 from jaxrl.runtime.stop import Stop
@@ -110,12 +110,6 @@ def _output_is_whole() -> bool:
     return True
 
 
-class _Command(Protocol):
-    """Adds a command; with `config`, one that takes a configuration file and options on top of it."""
-
-    def __call__(self, name: str, run: Callable[..., int], text: str, *, config: bool = False) -> Parser: ...
-
-
 def _parser() -> tuple[Parser, dict[str, Parser]]:
     """The whole parser, and each command's own by name."""
     parser = Parser(prog="jaxrl", description="RL post-training of language models in JAX.")
@@ -139,13 +133,13 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         _add_explanations,
         _add_profile,
         _add_hosts,
-        add_queries,
+        _add_queries,
     ):
         add(command)
     return parser, commands.choices
 
 
-def _add_tune(command: _Command) -> None:
+def _add_tune(command: Command) -> None:
     tune = command("tune", _tune, "Find a rule's fastest factors by simulation, from a run's recorded lengths.")
     # not a positional: it would be taken for an override
     tune.add_argument(
@@ -167,7 +161,7 @@ def _add_tune(command: _Command) -> None:
     tune.add_argument("--out", type=written, metavar="FILE", help="also write the results as JSON")
 
 
-def _add_eval_and_export(command: _Command) -> None:
+def _add_eval_and_export(command: Command) -> None:
     evaluate = command("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.", config=True)
     evaluate.add_argument(
         "--checkpoint", type=filled, metavar="DIR", help="a run directory: its last checkpoint's parameters"
@@ -184,7 +178,7 @@ def _add_eval_and_export(command: _Command) -> None:
     add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
 
 
-def _add_score(command: _Command) -> None:
+def _add_score(command: Command) -> None:
     score = command("score", _score, "Score given responses with a reward, without a model.", config=True)
     kinds = ("auto", "math", "task", "code", "judge", "custom")
     score.add_argument(
@@ -202,7 +196,7 @@ def _add_score(command: _Command) -> None:
     )
 
 
-def _add_explanations(command: _Command) -> None:
+def _add_explanations(command: Command) -> None:
     devices, degree = device_count(0), device_count(1)
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
     explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
@@ -220,7 +214,7 @@ def _add_explanations(command: _Command) -> None:
     layout.add_argument("--png", type=written, metavar="FILE", help="also draw it (needs pillow)")
 
 
-def _add_profile(command: _Command) -> None:
+def _add_profile(command: Command) -> None:
     measure = command(
         "profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.", config=True
     )
@@ -231,9 +225,31 @@ def _add_profile(command: _Command) -> None:
     measure.add_argument("--repeats", type=whole(1, MAX_REPEATS), default=3, help="measurements of a fast point (3)")
 
 
-def _add_hosts(command: _Command) -> None:
+def _add_hosts(command: Command) -> None:
     hosts = command("hosts", _hosts, "Compare the hosts of a run, and time what they say to each other.", config=True)
     hosts.add_argument("--json", type=written, metavar="FILE", help="also write it as JSON (process 0)")
+
+
+def _add_queries(command: Command) -> None:
+    options = command("options", _options, "List the options of the configuration, with defaults, units and bounds.")
+    options.add_argument(
+        "section", nargs="?", default="", metavar="SECTION", help="a section (rollout.layout), or an option (rollout.n)"
+    )
+    options.add_argument("--json", action="store_true", help="as a JSON list")
+
+    completion = command("completion", _completion, 'Print what a shell reads for completion: eval "$(...)".')
+    shells = ("bash", "zsh", "fish")
+    completion.add_argument("shell", type=one_of(*shells), metavar=f"{{{','.join(shells)}}}")
+
+    report = command("report", _report, "Write a run's page, report.html; of several runs one that compares them.")
+    report.add_argument("run_dir", type=filled, metavar="RUN")
+    report.add_argument("others", nargs="*", type=filled, default=[], metavar="RUN", help="runs to compare it with")
+    report.add_argument(
+        "--out",
+        type=written,
+        metavar="FILE",
+        help="the page (report.html in the run; of several, comparison.html here)",
+    )
 
 
 def _config(options: argparse.Namespace, launches: bool = False) -> Config:
@@ -369,7 +385,7 @@ def _explain_layout(options: argparse.Namespace) -> int:
     from jaxrl.models.shapes import named_shape
     from jaxrl.record.files import refuse_file, write_whole
     from jaxrl.sharding.explain import explain_layout
-    from jaxrl.sharding.picture import draw, png, svg
+    from jaxrl.sharding.layout_drawing import draw, png, svg
 
     for out, option in ((options.svg, "--svg"), (options.png, "--png")):
         if out:
@@ -411,6 +427,43 @@ def _hosts(options: argparse.Namespace) -> int:
     from jaxrl.commands.hosts import hosts
 
     hosts(config, options.json or "", stop=options.signals, removing=_removing(options))
+    return 0
+
+
+def _options(options: argparse.Namespace) -> int:
+    from jaxrl.commands.options import options_json, options_text
+
+    print((options_json if options.json else options_text)(options.section))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from jaxrl.commands.completion import script
+
+    print(script(options.shell))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    removing = _removing(options)
+    if not options.others:
+        from jaxrl.mechanisms.table import page_parts
+        from jaxrl.report.page import write_report
+
+        print(
+            write_report(
+                options.run_dir,
+                options.out,
+                removing,
+                lambda text: print(f"jaxrl: {text}", file=sys.stderr),
+                page_parts(),
+            )
+        )
+        return 0
+    from jaxrl.report.comparison import write_comparison
+
+    page, summary = write_comparison([options.run_dir, *options.others], options.out or "comparison.html", removing)
+    print(f"{summary}\n\n{page}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""One interface to attention over a paged KV cache, to the writes into it, and to attention over packed rows.
+"""One interface to attention over a paged KV cache, and to attention over packed rows.
 
 Prefill, decode and verification are the same operation with a different number of queries per row: `PagedAttention`
 takes C queries a row and masks by position. On GPUs a decode step's attention can also be the kernel that begins with
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 
 Implementation = Literal["auto", "reference", "pallas"]
 _KERNEL_KEYS = 128  # two tiles of keys: the kernels skip most other tiles, so packing may count on about as much
-
-
-def write_kv(
-    pool_KNPD: jax.Array, new_RCKD: jax.Array, tables_RW: jax.Array, positions_RC: jax.Array, valid_RC: jax.Array
-) -> jax.Array:
-    """Writes keys (or values) of C positions per row through the rows' block tables; invalid ones go to block 0."""
-    return reference.write_kv(pool_KNPD, new_RCKD, tables_RW, positions_RC, valid_RC)
 
 
 class PagedAttention(NamedTuple):
@@ -102,20 +95,6 @@ def choose_paged(implementation: Implementation, platform: str, *, interpret: bo
             f"rollout.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
         )
     return PagedAttention(implementation if runs else "reference", interpret)
-
-
-def paged_attention(
-    q_RCHD: jax.Array,
-    k_KNPD: jax.Array,
-    v_KNPD: jax.Array,
-    tables_RW: jax.Array,
-    positions_RC: jax.Array,
-    *,
-    implementation: Implementation = "auto",
-) -> jax.Array:
-    """`PagedAttention.attend` on JAX's default backend."""
-    how = choose_paged(implementation, jax.default_backend())
-    return how.attend(q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
 
 
 class PackedAttention(NamedTuple):

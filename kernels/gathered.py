@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.kernels import attention
+from jaxrl.kernels import reference
 
 _HIDDEN = -1e30
 """Added to scores that must not count: lower than any score, but finite."""
@@ -224,6 +224,6 @@ def scatter(
 
     def write(pool_KNPD: jax.Array, new_BTD: jax.Array) -> jax.Array:
         new_KRTD = new_BTD.reshape(heads, rows, *new_BTD.shape[1:])
-        return attention.write_kv(pool_KNPD, jnp.moveaxis(new_KRTD, 0, 2), tables_RW, positions_RT, valid_RT)
+        return reference.write_kv(pool_KNPD, jnp.moveaxis(new_KRTD, 0, 2), tables_RW, positions_RT, valid_RT)
 
     return write(pool_k_KNPD, fresh.keys_BTD), write(pool_v_KNPD, fresh.values_BTD)

@@ -130,7 +130,7 @@ def _streamed(options: argparse.Namespace, config: ModelConfig) -> tuple[compile
         dtype=options.dtype,
         attention="reference",
         features_first=False,
-        merged=True,
+        fused_projections=True,
         gathered=False,
         resident_layers=options.resident,
         ahead=not options.serial,

@@ -2,7 +2,7 @@
 
 Purpose: `jaxrl explain-layout`. `explain_layout` works it out from the same rules that place the arrays
 (`Layout`, `rules.rollout_spec`), for any number of devices, present or not; its `str()` is the text, and
-`jaxrl.sharding.picture` draws it.
+`jaxrl.sharding.layout_drawing` draws it.
 
 Source: docs/architecture.md.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from annotated_types import Interval
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxrl.schema.declared import Declared, number_problem
 from jaxrl.schema.devices import MAX_DEVICES, prime_factors
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import axes_size
+from jaxrl.sharding.mesh import axes_size, entry_axes
 from jaxrl.sharding.rules import Model, Weight, padded_config, rollout_spec
 
 
@@ -159,19 +159,16 @@ def _parts(config: Model, padded: Model, layout: Layout) -> Iterator[WeightPart]
         stacked = weight.dims[0] == "layers"
         shape = weight.shape[1:] if stacked else weight.shape
         spec = rollout_spec(weight, layout, padded)
-        held = tuple(size // axes_size(layout.mesh, axes) for size, axes in zip(shape, _axes(spec), strict=True))
+        held = tuple(
+            size // axes_size(layout.mesh, axes) for size, axes in zip(shape, map(entry_axes, spec), strict=True)
+        )
         yield WeightPart(name, shape, _split(weight, spec, layout), held, config.num_layers if stacked else 1)
-
-
-def _axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """The axes of each entry of a spec."""
-    entries: list[Any] = list(spec)
-    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
 
 
 def _split(weight: Weight, spec: PartitionSpec, layout: Layout) -> str:
     dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
-    found = [f"{dim} over {axes_size(layout.mesh, axes)}" for dim, axes in zip(dims, _axes(spec), strict=True) if axes]
+    split = zip(dims, map(entry_axes, spec), strict=True)
+    found = [f"{dim} over {axes_size(layout.mesh, axes)}" for dim, axes in split if axes]
     return ", ".join(found) or "whole on every device"
 
 

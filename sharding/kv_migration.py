@@ -24,11 +24,16 @@ For key/value heads that are replicated over a part of tp, the identity makes th
 (it warns of an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees,
 with one all-to-all per array over the axes that split heads, and one all-gather over the other axes.
 
-One program moves an array: take the live blocks of each lane, exchange, scatter into the new pool
-(`jaxrl.sharding.kv_lanes`). One array (of keys or of values, of one layer) is the unit of a chunk; the old one is
-deleted right after its dispatch.
+One program moves an array: take the live blocks of each lane, exchange, scatter into the new pool. One array (of keys
+or of values, of one layer) is the unit of a chunk; the old one is deleted right after its dispatch.
 
-Dims: dp groups, K key/value heads, N blocks of a pool, P positions per block, D head dim, M places of a lane.
+A *lane* is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
+over several axes stack them (`_lane_order`); only the block numbers depend on that order. A *home* is one dp group of
+the layout that has fewer of them. Blocks that change their home (guests) take the last places of a lane, as many for
+each home in turn. They cross to the lane of the same place in the other home, and are then exchanged with the others.
+
+Dims: dp groups, l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D
+head dim, M places of a lane.
 """
 
 from __future__ import annotations
@@ -42,12 +47,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.sharding.kv_lanes import exchange, lane_order, put, take
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES
-from jaxrl.sharding.reshard_plan import crossing_bytes
+from jaxrl.sharding.mesh import axes_size
+from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES, crossing_bytes
 
 MIN_LANE_BLOCKS = 8
 Pool = list[tuple[jax.Array, jax.Array]]
@@ -283,7 +288,7 @@ def _checked(
             "(rollout.num_blocks)"
         )
     source_index, target_index = (_padded(lanes[i], lanes[i + 2], shape) for i in range(2))
-    order = lane_order(before, after, heads)
+    order = _lane_order(before, after, heads)
     own = (order + len(order) * np.arange(num_lanes // len(order))[:, None]).ravel()
     # The side with several lanes per dp group stacks them; on the other side each lane is a group.
     if before.dp < after.dp:
@@ -328,8 +333,8 @@ def _move(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, sources, targets = arguments
-        lanes = [take(array[0], sources) for array in arrays]
-        lanes = [exchange(each, before, after, shape.num_kv_heads, shape.guest_blocks) for each in lanes]
+        lanes = [_take(array[0], sources) for array in arrays]
+        lanes = [_exchange(each, before, after, shape.num_kv_heads, shape.guest_blocks) for each in lanes]
         return tuple(_fresh(shape, each, targets) for each in lanes)
 
     old, new = _pool_spec(before, shape), _pool_spec(after, shape)
@@ -346,7 +351,7 @@ def _pack(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, sources = arguments
-        return tuple(take(array[0], sources) for array in arrays)
+        return tuple(_take(array[0], sources) for array in arrays)
 
     spec, rows = _pool_spec(before, shape), PartitionSpec(before.dp_axes or None)
     index = _index(before, rows, max(before.dp, after.dp), shape)
@@ -360,10 +365,10 @@ def _unpack(shape: _Shape, landing: Layout, after: Layout, count: int) -> Any:
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, targets = arguments
-        lanes = [exchange(array, landing, after, shape.num_kv_heads, shape.guest_blocks) for array in arrays[:count]]
+        lanes = [_exchange(array, landing, after, shape.num_kv_heads, shape.guest_blocks) for array in arrays[:count]]
         if not shape.is_filled:
             return tuple(_fresh(shape, each, targets) for each in lanes)
-        return tuple(put(pool[0], each, targets)[None] for pool, each in zip(arrays[count:], lanes, strict=True))
+        return tuple(_put(pool[0], each, targets)[None] for pool, each in zip(arrays[count:], lanes, strict=True))
 
     rows = PartitionSpec(after.dp_axes or None)
     num_lanes = max(landing.dp, after.dp)
@@ -383,7 +388,7 @@ def _unpack(shape: _Shape, landing: Layout, after: Layout, count: int) -> Any:
 def _fresh(shape: _Shape, lanes: jax.Array, targets: jax.Array) -> jax.Array:
     """A zeroed pool of a dp group with the lanes in it, [1, K', N, P, D]."""
     zeros = jnp.zeros((lanes.shape[1], shape.new_num_blocks, *lanes.shape[3:]), lanes.dtype)
-    return put(zeros, lanes, targets)[None]
+    return _put(zeros, lanes, targets)[None]
 
 
 def _abstract(layout: Layout, shape: _Shape, num_blocks: int) -> jax.ShapeDtypeStruct:
@@ -407,6 +412,64 @@ def _compile(
     # check_vma off: key/value heads may be replicated over a part of tp
     mapped = jax.shard_map(local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile()
+
+
+# ---------------------------------------------------------------- lanes, inside shard_map; local to a device
+
+
+def _moved_axes(before: Layout, after: Layout, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that change between dp and tp: those that split heads in the layout with larger tp, and the others."""
+    large, small = (before, after) if before.tp > after.tp else (after, before)
+    moved = [axis for axis in large.tp_axes if axis not in small.tp_axes]
+    split = large.kv_axes(heads)
+    return tuple(axis for axis in moved if axis in split), tuple(axis for axis in moved if axis not in split)
+
+
+def _lane_order(before: Layout, after: Layout, heads: int) -> np.ndarray:
+    """The lane at each place of a device's stack, within one dp group of the layout that has fewer dp groups.
+
+    Lanes are numbered as dp groups are, by the mesh's order of axes. Collectives stack by the order in which axes are
+    named to them: those that replicate first, then those that split heads, the major part of the heads first.
+    """
+    split, rest = _moved_axes(before, after, heads)
+    mesh = before.mesh
+    natural = [axis for axis in mesh.axis_names if axis in (*split, *rest)]
+    numbers = np.arange(axes_size(mesh, natural)).reshape([mesh.shape[axis] for axis in natural])
+    return numbers.transpose([natural.index(axis) for axis in (*rest, *split)]).ravel()
+
+
+def _exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int, guests: int) -> jax.Array:
+    """Packed lanes [l, K', M, P, D] of a device in one layout to those in the other.
+
+    `guests`: places for each home, at the end of a lane.
+    """
+    if guests:
+        homes = min(before.dp_axes, after.dp_axes, key=len)  # the axes of dp that both have tell homes apart
+        first = lanes.shape[2] - guests * axes_size(before.mesh, homes)
+        crossed = lax.all_to_all(lanes[:, :, first:], homes, split_axis=2, concat_axis=2, tiled=True)
+        lanes = lax.concatenate([lanes[:, :, :first], crossed], 2)
+    split, rest = _moved_axes(before, after, heads)
+    if after.tp >= before.tp:
+        if split:
+            lanes = lax.all_to_all(lanes, split, split_axis=1, concat_axis=0, tiled=True)
+        return lax.all_gather(lanes, rest, axis=0, tiled=True) if rest else lanes
+    if rest:
+        # Each device along these axes has the same heads of all the group's lanes, and keeps its own lane.
+        count = lanes.shape[0] // axes_size(before.mesh, rest)
+        lanes = lax.dynamic_slice_in_dim(lanes, lax.axis_index(rest) * count, count, axis=0)
+    return lax.all_to_all(lanes, split, split_axis=0, concat_axis=1, tiled=True) if split else lanes
+
+
+def _take(pool_KNPD: jax.Array, sources_LM: jax.Array) -> jax.Array:
+    """The lanes' blocks, [l, K', M, P, D]; numbers are checked on the host."""
+    return jax.vmap(lambda blocks: jnp.take(pool_KNPD, blocks, axis=1, mode="clip"))(sources_LM)
+
+
+def _put(pool_KNPD: jax.Array, lanes_LKMPD: jax.Array, targets_LM: jax.Array) -> jax.Array:
+    """A pool with the lanes' blocks in it; numbers beyond the last block are dropped."""
+    K, _, P, D = pool_KNPD.shape
+    blocks_KBPD = jnp.moveaxis(lanes_LKMPD, 0, 1).reshape(K, -1, P, D)
+    return pool_KNPD.at[:, targets_LM.ravel()].set(blocks_KBPD, mode="drop")
 
 
 # ---------------------------------------------------------------- chunks and the report

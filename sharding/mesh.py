@@ -73,6 +73,11 @@ def nested_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(reversed(mesh.axis_names))
 
 
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
     """The number of shards that splitting over `axes` makes."""
     return int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))

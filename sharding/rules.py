@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.schema.devices import prime_factors
+from jaxrl.sharding.fused_projections import can_fuse, fuse, fused_shardings
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.merged import can_merge, merge, merged_shardings
 from jaxrl.sharding.mesh import dividing_prefix, nested_axes
 
 TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
@@ -118,27 +118,28 @@ def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: 
 
 
 def rollout_shardings(
-    config: Model, layout: Layout, max_tp: int | None = None, *, features_first: bool = False, merged: bool = False
+    config: Model,
+    layout: Layout,
+    max_tp: int | None = None,
+    *,
+    features_first: bool = False,
+    fused_projections: bool = False,
 ) -> Tree:
     """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
     max_tp = _checked(layout, max_tp)
     padded = padded_config(config, max_tp)
-    _check_form(padded, max_tp, features_first, merged)
+    if fused_projections and (features_first or not can_fuse(padded.num_kv_heads, max_tp)):
+        raise ValueError(
+            "rollout weights with fused projections must have features last, and key/value heads "
+            f"({padded.num_kv_heads}, padded) in whole groups on each of {max_tp} devices (rollout.max_tp)"
+        )
 
     def one(weight: Weight) -> NamedSharding:
         return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
 
     tree = map_weights(one, config.weights())
-    layer = merged_shardings(tree["layers"], layout) if merged else tree["layers"]
+    layer = fused_shardings(tree["layers"], layout) if fused_projections else tree["layers"]
     return tree | {"layers": [dict(layer) for _ in range(config.num_layers)]}
-
-
-def _check_form(padded: Model, max_tp: int, features_first: bool, merged: bool) -> None:
-    if merged and (features_first or not can_merge(padded.num_kv_heads, max_tp)):
-        raise ValueError(
-            f"rollout weights in merged form must have features last, and key/value heads ({padded.num_kv_heads}, "
-            f"padded) in whole groups on each of {max_tp} devices (rollout.max_tp)"
-        )
 
 
 def map_weights(function: Callable[..., Any], *trees: Mapping[str, Any]) -> Tree:
@@ -195,14 +196,16 @@ def rollout_params_fn(
     max_tp: int | None = None,
     *,
     features_first: bool = False,
-    merged: bool = False,
+    fused_projections: bool = False,
 ) -> tuple[Callable[[Tree], Tree], Tree]:
     """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
 
     The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
     """
-    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first, merged=merged)
-    outer, layers = _converters(config, _checked(layout, max_tp), dtype, features_first, merged)
+    shardings = rollout_shardings(
+        config, layout, max_tp, features_first=features_first, fused_projections=fused_projections
+    )
+    outer, layers = _converters(config, _checked(layout, max_tp), dtype, features_first, fused_projections)
 
     def function(params: Tree) -> Tree:
         rest = {name: value for name, value in params.items() if name != "layers"}
@@ -212,7 +215,7 @@ def rollout_params_fn(
 
 
 def _converters(
-    config: Model, max_tp: int, dtype: Any, features_first: bool, merged: bool
+    config: Model, max_tp: int, dtype: Any, features_first: bool, fused_projections: bool
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
     """The conversion of what is outside the layers, and of `count` layers from `start` on."""
     padded = padded_config(config, max_tp)
@@ -232,17 +235,19 @@ def _converters(
             return convert(before["layers"][name], after["layers"][name], array)
 
         separate = [{name: one(name, start + i) for name in stacked} for i in range(count)]
-        return [merge(layer) for layer in separate] if merged else separate
+        return [fuse(layer) for layer in separate] if fused_projections else separate
 
     return outer, layers
 
 
 @lru_cache(maxsize=64)
 def _compiled(
-    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, features_first: bool, merged: bool
+    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, features_first: bool, fused_projections: bool
 ) -> tuple[Any, Any]:
-    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first, merged=merged)
-    outer, layers = _converters(config, max_tp, dtype, features_first, merged)
+    shardings = rollout_shardings(
+        config, layout, max_tp, features_first=features_first, fused_projections=fused_projections
+    )
+    outer, layers = _converters(config, max_tp, dtype, features_first, fused_projections)
     rest = {name: value for name, value in shardings.items() if name != "layers"}
     chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
     return jax.jit(outer, out_shardings=rest), chunk
@@ -256,7 +261,7 @@ def to_rollout(
     max_tp: int | None = None,
     *,
     features_first: bool = False,
-    merged: bool = False,
+    fused_projections: bool = False,
     layers_per_call: int = 4,
 ) -> Tree:
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
@@ -268,12 +273,14 @@ def to_rollout(
       dtype: of the result's matrices and biases (norms: at least float32).
       max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
       features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
-      merged: products of the same activations in one matrix (`jaxrl.sharding.merged`), for a decode step on GPUs.
+      fused_projections: products of the same activations in one matrix (`jaxrl.sharding.fused_projections`), for a
+        decode step on GPUs.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
-    form = (layout, jnp.dtype(dtype), _checked(layout, max_tp))
+    form: dict[str, Any] = {"features_first": features_first, "fused_projections": fused_projections}
     out, layers = {}, list[Tree]()
-    for program, arguments in _calls(params, config, form, features_first, merged, layers_per_call):
+    calls = rollout_calls(params, config, layout, dtype, max_tp, **form, layers_per_call=layers_per_call)
+    for program, arguments in calls:
         made = program(*arguments)
         if len(arguments) == 1:
             out = made
@@ -282,7 +289,7 @@ def to_rollout(
     return out | {"layers": layers}
 
 
-def compile_to_rollout(
+def rollout_calls(
     params: Tree,
     config: Model,
     layout: Layout,
@@ -290,29 +297,19 @@ def compile_to_rollout(
     max_tp: int | None = None,
     *,
     features_first: bool = False,
-    merged: bool = False,
+    fused_projections: bool = False,
     layers_per_call: int = 4,
-) -> None:
-    """Compiles what `to_rollout` with the same arguments would run, and moves nothing."""
-    form = (layout, jnp.dtype(dtype), _checked(layout, max_tp))
-    for program, arguments in _calls(params, config, form, features_first, merged, layers_per_call):
-        program.lower(*arguments).compile()
-
-
-def _calls(
-    params: Tree,
-    config: Model,
-    form: tuple[Layout, Any, int],
-    features_first: bool,
-    merged: bool,
-    layers_per_call: int,
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The programs of `to_rollout` with their arguments: one for what is outside the layers, then some layers each."""
-    outer, chunk = _compiled(config, *form, layers_per_call, features_first, merged)
+    """What `to_rollout` with the same arguments runs: each program with its arguments, first the one for what is
+    outside the layers, then some layers each."""
+
+    def programs(count: int) -> tuple[Any, Any]:
+        return _compiled(
+            config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, features_first, fused_projections
+        )
+
     if rest := {name: value for name, value in params.items() if name != "layers"}:
-        yield outer, (rest,)
+        yield programs(layers_per_call)[0], (rest,)
     for start in range(0, config.num_layers, layers_per_call):
-        count = min(layers_per_call, config.num_layers - start)
-        if count < layers_per_call:
-            _, chunk = _compiled(config, *form, count, features_first, merged)
+        _, chunk = programs(min(layers_per_call, config.num_layers - start))
         yield chunk, (params["layers"], start)

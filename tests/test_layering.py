@@ -61,7 +61,6 @@ WITHOUT_JAX = {
     "jaxrl.commands.tune",
     "jaxrl.commands.completion",
     "jaxrl.commands.options",
-    "jaxrl.commands.queries",
     "jaxrl.config.files",
     "jaxrl.loop",
     "jaxrl.report.comparison",

@@ -16,7 +16,7 @@ from simulated_runs import House, Metrics, check, make_config, make_workload, wh
 
 from jaxrl.loop import Hooks
 from jaxrl.runtime.simulation import build
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 
 ON = {"enable": True}
@@ -274,7 +274,7 @@ def test_evaluation_is_not_shaped():
     config = make_config({**SHAPING, "trainer.test_freq": 1, "trainer.total_training_steps": 3})
     workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
     hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, m, g: evaluated.append((m, g)), lambda *_: None, bool)
-    assert build(config, RooflineCost(SMALL, H100), workload, hooks).loop.run()
+    assert build(config, CostModel(SMALL, H100), workload, hooks).loop.run()
     assert any(len(sample) > 10 for _, groups in evaluated for group in groups for sample in group.samples)
     assert [measured["val/accuracy"] for measured, _ in evaluated] == [1.0, 1.0, 1.0]
 
@@ -300,7 +300,7 @@ def learnt_from(values: dict[str, Any]) -> list[Any]:
     """The batches that the trainer is given."""
     house = House(make_config({**RULES["partial rollout"], **values}), make_workload(4))
     hooks = Hooks(lambda *_: None, house.on_step, lambda *_: None, house.save, house.stop)
-    simulation = build(house.config, RooflineCost(SMALL, H100), house.workload, hooks)
+    simulation = build(house.config, CostModel(SMALL, H100), house.workload, hooks)
     batches: list[Any] = []
     trainer: Any = simulation.loop._models.policy
     trainer.accumulate = lambda batch: batches.append(batch)

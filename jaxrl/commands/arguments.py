@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 MAX_TOKENS = 2**20  # the longest context of any model
 MAX_REPEATS, MAX_SEEDS, MAX_STEPS, MAX_PROCESSES = 1000, 1000, 100_000, 256  # of `profile` and `tune`
@@ -83,6 +83,12 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
 
 def _takes(command: Parser, name: str) -> bool:
     return any(action.dest == name for action in command._actions)
+
+
+class Command(Protocol):
+    """Adds a command; with `config`, one that takes a configuration file and options on top of it."""
+
+    def __call__(self, name: str, run: Callable[..., int], text: str, *, config: bool = False) -> Parser: ...
 
 
 def add_command(commands: Any, name: str, run: Callable[..., int], text: str) -> Parser:

@@ -9,12 +9,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxrl.commands.arguments import (
     MAX_TOKENS,
+    Command,
     Parser,
     add_dtype,
     device_count,
@@ -31,23 +32,12 @@ if TYPE_CHECKING:
     from jaxrl.text import TextPrompt
 
 
-class _Command(Protocol):
-    def __call__(self, name: str, run: Callable[..., int], text: str) -> Parser: ...
-
-
-def add_drawing(command: _Command) -> None:
+def add_drawing(command: Command) -> None:
     """Adds the two commands."""
     generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
     generate.add_argument("--model", type=filled, required=True, help="as model.path")
     generate.add_argument("--max-tokens", type=whole(1, MAX_TOKENS), default=128, help="of a response (128)")
-    generate.add_argument("--temperature", type=number(0, 1000), default=1.0, help="0 is greedy (1.0)")
-    generate.add_argument(
-        "--top-p", type=number(0, 1, above=True), default=1.0, help="share of the likeliest tokens (1.0)"
-    )
-    generate.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    generate.add_argument(
-        "--min-p", type=number(0, 1), default=0.0, help="least probability, as a share of the likeliest's (0.0)"
-    )
+    _add_sampling(generate, temperature=1.0, text="0 is greedy (1.0)")
     generate.add_argument(
         "--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="a stop string; may be repeated"
     )
@@ -80,12 +70,16 @@ def add_drawing(command: _Command) -> None:
     add_dtype(serve, "float32", "bfloat16", "float64", default="float32")
     serve.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
     serve.add_argument("--seed", type=seed, default=0, help="the same seed draws the same responses (0)")
-    serve.add_argument("--temperature", type=number(0, 1000), default=0.0, help="of all requests; 0 is greedy (0)")
-    serve.add_argument(
+    _add_sampling(serve, temperature=0.0, text="of all requests; 0 is greedy (0)")
+
+
+def _add_sampling(command: Parser, temperature: float, text: str) -> None:
+    command.add_argument("--temperature", type=number(0, 1000), default=temperature, help=text)
+    command.add_argument(
         "--top-p", type=number(0, 1, above=True), default=1.0, help="share of the likeliest tokens (1.0)"
     )
-    serve.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    serve.add_argument(
+    command.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
+    command.add_argument(
         "--min-p", type=number(0, 1), default=0.0, help="least probability, as a share of the likeliest's (0.0)"
     )
 
@@ -102,7 +96,9 @@ def _generate(options: argparse.Namespace) -> int:
     if options.raw and options.system is not None:
         raise ValueError("generate: --system and --raw exclude each other")
     prompts = options.prompts or _prompts_from_input()
-    asked = [_asked(prompt, options.system) for prompt in prompts]
+    asked: list[TextPrompt] = list(prompts)
+    if options.system is not None:
+        asked = [[{"role": "system", "content": options.system}, {"role": "user", "content": each}] for each in prompts]
     from jaxrl.record.progress import StartupProgress
     from jaxrl.text import TextEngine
     from jaxrl.types import SamplingParams
@@ -115,7 +111,8 @@ def _generate(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         stop_strings=tuple(options.stop),
     )
-    with closing(StartupProgress(_tell)) as stages:
+    # responses alone are on stdout
+    with closing(StartupProgress(partial(print, file=sys.stderr, flush=True))) as stages:
         stages.begin("reading the model")
         engine = TextEngine.from_path(
             options.model,
@@ -141,17 +138,6 @@ def _generate(options: argparse.Namespace) -> int:
             else:
                 print(sample.text)
     return 0
-
-
-def _asked(prompt: str, system: str | None) -> TextPrompt:
-    """A prompt as the engine takes it."""
-    if system is None:
-        return prompt
-    return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # responses alone are on stdout
 
 
 def _prompts_from_input() -> list[str]:

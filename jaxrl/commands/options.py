@@ -62,7 +62,9 @@ def find(name: str) -> list[OptionDoc]:
         lambda option: option.path.rpartition(".")[2] == name,
         lambda option: _begins(name, option.path) or name.lower() in _values(option),
         lambda option: _begins(name, option.doc),
-        lambda option: all(_begins(word, _searched(option)) for word in name.split()),
+        lambda option: all(
+            _begins(word, " ".join([option.path, *_values(option), option.doc])) for word in name.split()
+        ),
     ):
         if found := [option for option in every if fits(option)]:
             return found
@@ -85,10 +87,6 @@ def _values(option: OptionDoc) -> list[str]:
     """The names that its value, or an element of it, may be; those of a switch tell nothing about it."""
     listed = option.type.partition("list of one of ")[2]
     return listed.split(", ") if listed else [] if option.type == "bool" else list(option.choices)
-
-
-def _searched(option: OptionDoc) -> str:
-    return " ".join([option.path, *_values(option), option.doc])
 
 
 def _overview(every: Sequence[OptionDoc]) -> str:

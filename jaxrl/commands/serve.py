@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.data.fit import check_vocabulary
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.fit import check_vocabulary
 from jaxrl.models.loading import RANDOM, config_of, resolve_path
 from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.layout import Layout

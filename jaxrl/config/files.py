@@ -16,9 +16,9 @@ from typing import Any
 from jaxrl import __version__
 from jaxrl.config.checks import ConfigError, without_effect
 from jaxrl.config.gin_file import GinFile
+from jaxrl.config.inputs import Options, read_text, refuse_unprintable
 from jaxrl.config.mapping import from_mapping, is_section, is_text
 from jaxrl.config.options import Config
-from jaxrl.config.text import Options, read_text, refuse_unprintable
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
 from jaxrl.schema.declared import shown
 from jaxrl.schema.hidden import hider

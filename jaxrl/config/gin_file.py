@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.checks import ConfigError
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import MAX_VALUES, Options, one_line, read_text, reading
 from jaxrl.config.options import Config
-from jaxrl.config.text import MAX_VALUES, Options, one_line, read_text
 from jaxrl.schema.declared import declared, shown, walk
 
 _MAX_INCLUDES = 1000

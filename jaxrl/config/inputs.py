@@ -14,11 +14,14 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+
+from jaxrl.config.checks import ConfigError
 
 MAX_JSON_BYTES = 100_000_000
 """Of a JSON file and of a tensor file's header: the limit that the safetensors format sets."""
@@ -26,9 +29,23 @@ MAX_DIGITS = 400
 """Of a whole number in JSON: as many as the largest float has, and some. Python itself refuses 4301 of them."""
 MAX_DEPTH = 100
 """Of lists and objects in each other: what takes a value on (copies, pickles, writes it) is recursive."""
+MAX_CONFIG_BYTES = 1 << 20
+MAX_VALUES = 100_000
+"""Values in a config file, each use of an alias or a macro counted: ten lines of them can stand for billions."""
+
+# what YAML's own reader accepts; half of a pair and control characters belong in no text
+_UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\x85\\xa0-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
 
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclass(slots=True)
+class Options:
+    """Nested values of a configuration, and where each option was given (`file, line 3`)."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
 
 
 class NotStrict(ValueError):
@@ -83,12 +100,55 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
+def read_text(path: Path) -> str:
+    """The text of a config file, of at most `MAX_CONFIG_BYTES` and without control characters; a BOM is left out."""
+    with reading(path):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such config file")
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):  # a device or a pipe may have no end
+            what = "a pipe or a socket" if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else kind_of(mode)
+            raise ConfigError(f"{path}: cannot be read as a config file: it is {what}")
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+        if len(raw) > MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"{path}: is larger than the 1 MiB that a config file may have: was another file meant, such as data?"
+            )
+        if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise ConfigError(f"{path}: not UTF-8 text but UTF-16: save it as UTF-8")
+        text = raw.decode("utf-8-sig")
+    refuse_unprintable(text, str(path))
+    return text
+
+
+def refuse_unprintable(text: str, place: str) -> None:
+    """Raises ConfigError for a character that no text file has, with its line."""
+    if found := _UNPRINTABLE.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        raise ConfigError(f"{place}, line {line}: the character U+{ord(found[0]):04X} is not allowed")
+
+
+def one_line(text: str) -> str:
+    """A parser's message as part of a sentence: in one line, of bounded length, without a full stop."""
+    text = " ".join(text.split()).rstrip(".")
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def read_json(path: Path) -> Any:
     """The value of a JSON file, read by `strict_json`; ValueError for what is no file or has over `MAX_JSON_BYTES`."""
     with reading(path):
         if (size := regular_size(path)) > MAX_JSON_BYTES:
             raise ValueError(f"{path}: has {size} bytes, and at most {MAX_JSON_BYTES} are read")
         return strict_json(path.read_text(encoding="utf-8"))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The same of a file that must hold a JSON object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, found {type(value).__name__}")
+    return value
 
 
 def strict_json(text: str) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from jaxrl.config.checks import ConfigError
-from jaxrl.config.inputs import reading
-from jaxrl.config.text import MAX_VALUES, one_line
+from jaxrl.config.inputs import MAX_VALUES, one_line, reading
 
 _MERGE = "tag:yaml.org,2002:merge"
 _DATE = "tag:yaml.org,2002:timestamp"

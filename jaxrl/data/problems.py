@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import ConfigError, DataSection
-from jaxrl.config.inputs import reading, strict_json
-from jaxrl.config.text import one_line
+from jaxrl.config.inputs import one_line, reading, strict_json
 from jaxrl.data.files import data_files, rows
 from jaxrl.data.hub import data_set_name
 from jaxrl.schema.declared import shown

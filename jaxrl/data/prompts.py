@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,22 +26,13 @@ from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.data.problems import Problem, read_problems
 from jaxrl.data.quotas import SourceQuotas
 from jaxrl.data.tasks import draw_task
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import Prompt
 
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
 _LONG_TOKEN = 256  # characters: longer than the tokens of any text are on average
-
-
-class PromptTokenizer(Protocol):
-    """What rendering needs of a tokenizer (`jaxrl.data.tokenizer.Tokenizer` has it)."""
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
-
-    def apply_chat_template(
-        self, messages: list[Any], /, add_generation_prompt: bool = True, **variables: Any
-    ) -> str: ...
 
 
 Problems = Sequence[Problem]
@@ -104,7 +95,7 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
         raise ConfigError(problem)
 
 
-def validation_prompts(config: Config, tokenizer: PromptTokenizer, held_out: Problems | None = None) -> list[Prompt]:
+def validation_prompts(config: Config, tokenizer: Tokenizer, held_out: Problems | None = None) -> list[Prompt]:
     """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training.
 
     Args:
@@ -128,7 +119,7 @@ class PromptSource:
     cursor is the position.
     """
 
-    def __init__(self, problems: Problems, tokenizer: PromptTokenizer, config: Config):
+    def __init__(self, problems: Problems, tokenizer: Tokenizer, config: Config):
         import grain
 
         data = config.data
@@ -244,7 +235,7 @@ class PromptSource:
 class _Rendered:
     """Problems with their tokenised prompts, the overlong ones dropped; tokens lie in one flat array."""
 
-    def __init__(self, problems: Problems, tokenizer: PromptTokenizer, data: DataSection):
+    def __init__(self, problems: Problems, tokenizer: Tokenizer, data: DataSection):
         self._tokenizer = tokenizer
         self._data = data
         kept: list[Problem] = []
@@ -321,7 +312,7 @@ class _Rendered:
         return digest.hexdigest()[:16]
 
 
-def _render(problem: Problem, tokenizer: PromptTokenizer, data: DataSection) -> str:
+def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection) -> str:
     messages = [dict(message) for message in problem.messages]
     for message in reversed(messages):
         if message["role"] == "user":

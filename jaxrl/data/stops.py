@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import SamplingParams
 
 MAX_STOP_CHARACTERS = 1000
 """The longest stop string: it is looked for in every response, each time that tokens come."""
-
-
-class TextDecoder(Protocol):
-    """What turns token ids into text (`jaxrl.data.tokenizer.Tokenizer` has it)."""
-
-    def decode(self, ids: Any, /) -> str: ...
-
-
-class TokenizerStops(Protocol):
-    """A tokenizer that knows which ids end a response."""
-
-    @property
-    def stop_token_ids(self) -> Collection[int]: ...
 
 
 class Asked(Protocol):
@@ -46,12 +35,12 @@ def check_stop_strings(stops: Iterable[Any], option: str) -> None:
             raise ValueError(f"{option}: {stop!r:.80} holds half a character, which no response does") from None
 
 
-def stop_ids(tokenizer: TokenizerStops, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+def stop_ids(tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> tuple[int, ...]:
     """Token ids that end a response: the tokenizer's and the model's."""
     return tuple(sorted({*tokenizer.stop_token_ids, *eos_token_ids}))
 
 
-def stop_string_check(tokenizer: TextDecoder) -> Callable[[Asked, Any], int | None]:
+def stop_string_check(tokenizer: Tokenizer) -> Callable[[Asked, Any], int | None]:
     """The engine's `stop_check`: the number of response tokens to keep once their text holds a stop string."""
 
     def check(request: Asked, token_ids: Any) -> int | None:
@@ -63,10 +52,7 @@ def stop_string_check(tokenizer: TextDecoder) -> Callable[[Asked, Any], int | No
 
         if not holds(len(ids)):
             return None
-        low, high = 1, len(ids)  # the first prefix that holds one: text only grows with tokens
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle + 1, high)
-        return low
+        # the first prefix that holds one: text only grows with tokens
+        return 1 + bisect_left(range(1, len(ids)), True, key=holds)
 
     return check

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer as FastTokenizer
 
 from jaxrl.data.chat_template import DEFAULT, ChatTemplate, choose, render, variables_of
 from jaxrl.data.tokenizer_files import ADDITIONAL_TEMPLATES, DEFAULT_TEMPLATE, TokenizerFiles, read_folder
@@ -42,24 +40,12 @@ class Tokenizer:
       named_ids: ids that other files of the model name, by file and entry.
     """
 
-    def __init__(
-        self,
-        fast: FastTokenizer,
-        *,
-        special_tokens: Mapping[str, str],
-        chat_templates: Mapping[str, ChatTemplate] | None = None,
-        eos_token_ids: Iterable[int] = (),
-        config: Mapping[str, Any] | None = None,
-        name: str = "tokenizer",
-        named_ids: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        self._fast = fast
-        self._config = dict(config or {})
-        self._name = name
-        self.named_ids = dict(named_ids or {})
-        self.special_tokens = dict(special_tokens)
-        self.chat_templates = dict(chat_templates or {})
-        eos = [self._id("eos_token"), *eos_token_ids]
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._fast, self._config, self._name = files.fast, files.config, files.name
+        self.special_tokens = files.special_tokens
+        self.chat_templates = files.chat_templates
+        self.named_ids = files.named_ids
+        eos = [self._id("eos_token"), *files.eos_token_ids]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in eos if i is not None))
 
     @classmethod
@@ -67,22 +53,10 @@ class Tokenizer:
         """The tokenizer of a Hugging Face folder or a GGUF file."""
         path = Path(path)
         if path.suffix == ".gguf":
-            return cls._of(read_gguf(path))
+            return cls(read_gguf(path))
         if path.is_dir():
-            return cls._of(read_folder(path))
+            return cls(read_folder(path))
         raise ValueError(f"{path}: a tokenizer must be a Hugging Face folder or a .gguf file")
-
-    @classmethod
-    def _of(cls, files: TokenizerFiles) -> Tokenizer:
-        return cls(
-            files.fast,
-            special_tokens=files.special_tokens,
-            chat_templates=files.chat_templates,
-            eos_token_ids=files.eos_token_ids,
-            config=files.config,
-            name=files.name,
-            named_ids=files.named_ids,
-        )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written in the text always become their ids. Raises ValueError for half characters,

@@ -13,9 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.config.inputs import read_json, reading
+from jaxrl.config.inputs import read_object, reading
 from jaxrl.data.chat_template import DEFAULT, ChatTemplate, check_template_name
-from jaxrl.data.fit import token_ids
 
 DEFAULT_TEMPLATE, ADDITIONAL_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 """The file of the default chat template, and the folder in which the others have files named after them."""
@@ -73,6 +72,15 @@ def read_folder(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(fast, special, str(folder), eos, templates, config, named)
 
 
+def token_ids(value: Any, place: str) -> tuple[int, ...]:
+    """The ids of an entry such as `eos_token_id`: none (null), one, or a list of them. `place`: file and entry."""
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+            raise ValueError(f"{place} must be a token id, a list of them or null, found {value!r:.80}")
+    return ids
+
+
 def _fast(folder: Path) -> FastTokenizer:
     file = folder / "tokenizer.json"
     if not file.exists():
@@ -94,12 +102,7 @@ def _fast(folder: Path) -> FastTokenizer:
 
 def _object(file: Path) -> dict[str, Any]:
     """A file's JSON object; empty where there is no such file."""
-    if not file.exists():
-        return {}
-    value = read_json(file)
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: must hold a JSON object, found {type(value).__name__}")
-    return value
+    return read_object(file) if file.exists() else {}
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

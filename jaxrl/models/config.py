@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from jaxrl.models.fields import MAX_ID, Fields, read_object
+from jaxrl.models.fields import MAX_ID, Fields, read_model_file
 from jaxrl.models.rope import DEFAULT_THETA, RopeScaling, read_rope
-from jaxrl.models.weights import leaves, weights
+from jaxrl.models.weights import Init, Weight, leaves
 from jaxrl.schema.declared import shown
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -96,8 +96,8 @@ class ModelConfig:
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
         generation_path = path.with_name("generation_config.json")
-        generation = read_object(generation_path) if generation_path.exists() else {}
-        return _read(Fields(read_object(path), str(path)), Fields(generation, str(generation_path)))
+        generation = read_model_file(generation_path) if generation_path.exists() else {}
+        return _read(Fields(read_model_file(path), str(path)), Fields(generation, str(generation_path)))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of config.json, readable by transformers 4 and 5."""
@@ -157,12 +157,94 @@ class ModelConfig:
                 return given
 
     def weights(self) -> dict[str, Any]:
-        """The table of weights (`jaxrl.models.weights`)."""
-        return weights(self)
+        """The table of weights: the training form's tree with a `Weight` at each leaf."""
+        return _weights(self)
 
     def num_params(self) -> int:
         """How many numbers the weights hold; tied embeddings count once."""
         return sum(math.prod(weight.shape) for weight in leaves(self.weights()))
+
+
+def _weights(sizes: ModelConfig) -> dict[str, Any]:
+    V, E = sizes.vocab_size, sizes.hidden_size
+    tree: dict[str, Any] = {
+        "embed": Weight((V, E), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "token_embd.weight", (V, E)),
+        "layers": _attention(sizes) | _mlp(sizes),
+        "final_norm": Weight((E,), ("embed",), "ones", "model.norm.weight", "output_norm.weight", (E,)),
+    }
+    if sizes.scalar_head:
+        tree["score"] = Weight((E, 1), ("embed", "labels"), "normal", "score.weight", "", (1, E), transpose=True)
+    elif not sizes.tie_word_embeddings:
+        tree["lm_head"] = Weight(
+            (E, V), ("embed", "vocab"), "normal", "lm_head.weight", "output.weight", (V, E), transpose=True
+        )
+    return tree
+
+
+def _attention(sizes: ModelConfig) -> dict[str, Weight]:
+    E, H, K, D = sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+
+    def project_in(heads: int, dim: str, name: str) -> Weight:
+        names = (f"self_attn.{name}_proj.weight", f"attn_{name}.weight")
+        return _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
+
+    def bias(heads: int, dim: str, name: str) -> Weight:
+        names = (f"self_attn.{name}_proj.bias", f"attn_{name}.bias")
+        return _stacked(sizes, (heads, D), (dim, "head_dim"), "zeros", names, (heads * D,))
+
+    out_names = ("self_attn.o_proj.weight", "attn_output.weight")
+    table = {
+        "attn_norm": _norm(sizes, E, "embed", "input_layernorm", "attn_norm"),
+        "q": project_in(H, "heads", "q"),
+        "k": project_in(K, "kv_heads", "k"),
+        "v": project_in(K, "kv_heads", "v"),
+        "o": _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D)),
+    }
+    if sizes.qkv_bias:
+        table |= {
+            "q_bias": bias(H, "heads", "q"),
+            "k_bias": bias(K, "kv_heads", "k"),
+            "v_bias": bias(K, "kv_heads", "v"),
+        }
+    if sizes.qk_norm:
+        table |= {
+            "q_norm": _norm(sizes, D, "head_dim", "self_attn.q_norm", "attn_q_norm"),
+            "k_norm": _norm(sizes, D, "head_dim", "self_attn.k_norm", "attn_k_norm"),
+        }
+    return table
+
+
+def _mlp(sizes: ModelConfig) -> dict[str, Weight]:
+    E, F = sizes.hidden_size, sizes.intermediate_size
+
+    def matrix(name: str) -> Weight:
+        shape, dims = ((F, E), ("mlp", "embed")) if name == "down" else ((E, F), ("embed", "mlp"))
+        return _stacked(sizes, shape, dims, "normal", (f"mlp.{name}_proj.weight", f"ffn_{name}.weight"), shape[::-1])
+
+    return {
+        "mlp_norm": _norm(sizes, E, "embed", "post_attention_layernorm", "ffn_norm"),
+        "gate": matrix("gate"),
+        "up": matrix("up"),
+        "down": matrix("down"),
+    }
+
+
+def _norm(sizes: ModelConfig, size: int, dim: str, *names: str) -> Weight:
+    return _stacked(sizes, (size,), (dim,), "ones", (f"{names[0]}.weight", f"{names[1]}.weight"), (size,))
+
+
+def _stacked(
+    sizes: ModelConfig,
+    shape: tuple[int, ...],
+    dims: tuple[str, ...],
+    init: Init,
+    names: tuple[str, str],
+    hf_shape: tuple[int, ...],
+) -> Weight:
+    """A weight of all layers; shape, dims and names (Hugging Face, GGUF) are those of one layer."""
+    hf_name, gguf_name = "model.layers.{layer}." + names[0], "blk.{layer}." + names[1]
+    shape, dims = (sizes.num_layers, *shape), ("layers", *dims)
+    return Weight(shape, dims, init, hf_name, gguf_name, hf_shape, transpose=len(hf_shape) == 2)
 
 
 def _read(fields: Fields, generation: Fields) -> ModelConfig:

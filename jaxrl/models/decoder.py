@@ -9,8 +9,8 @@ Training and rollout share `layer`; they differ in the attention that they pass 
   With `features_first` its matrices are [out..., in...] and the residual stream is [E, ...] instead of [..., E]:
   XLA:CPU then multiplies weights from the left, two to three times as fast for a few dozen rows
   (docs/performance.md). Attention always gets its heads as [..., heads, D];
-- *merged rollout form* (`jaxrl.sharding.merged`): the rollout form with features last, in which a layer has `qkv`
-  [E,K,G+2,D] and `gate_up` [E,2,F]: one product each.
+- *with fused projections* (`jaxrl.sharding.fused_projections`): the rollout form with features last, where a layer
+  has `qkv` [E,K,G+2,D] and `gate_up` [E,2,F]: one product each.
 
 Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
 head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.streaming import LayerFeed
-from jaxrl.models.weights import Weight, weights
+from jaxrl.models.weights import Weight
 
 Params = dict[str, Any]
 Remat = Literal["none", "full", "dots"]
@@ -55,7 +55,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
         own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return (INIT_STD * jax.random.normal(own_key, weight.shape, _at_least_float32(dtype))).astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(one, weights(config), is_leaf=lambda x: isinstance(x, Weight))
+    return jax.tree_util.tree_map_with_path(one, config.weights(), is_leaf=lambda x: isinstance(x, Weight))
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
@@ -191,7 +191,7 @@ def _queries_keys_values(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = weights.norm("attn_norm", x)
     if "qkv" in weights.lp:
-        q, k, v = _merged_heads(weights, h)
+        q, k, v = _fused_heads(weights, h)
     else:
         q, k, v = (weights.heads(name, h) for name in ("q", "k", "v"))
     if "q_bias" in weights.lp:
@@ -201,7 +201,7 @@ def _queries_keys_values(
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
-def _merged_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _fused_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[..., H, D] and twice [..., K, D], with their biases, from one product."""
     slab = jnp.einsum("...e,ekxd->...kxd", h, weights.get("qkv"))
     if "qkv_bias" in weights.lp:

@@ -11,22 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.config.inputs import read_json
+from jaxrl.config.inputs import read_object
 from jaxrl.schema.declared import shown
 
 MAX_ID = 2**31 - 1
 """Token ids and positions are 32-bit integers on the devices."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ValueError with one sentence otherwise."""
+def read_model_file(path: Path) -> dict[str, Any]:
+    """A JSON object of a model's folder; ValueError with one sentence otherwise."""
     try:
-        value = read_json(path)
+        return read_object(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; a model folder needs config.json") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 class Fields:

@@ -26,8 +26,7 @@ from jaxrl.models.config import LARGEST, Family, ModelConfig
 from jaxrl.models.decoder import rope_frequencies
 from jaxrl.models.fields import MAX_ID
 from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
-from jaxrl.models.safetensors import OpenModel
-from jaxrl.models.tensor_files import check_tensors
+from jaxrl.models.safetensors import OpenModel, check_tensors
 from jaxrl.models.weights import Weight
 from jaxrl.schema.declared import shown
 

@@ -25,7 +25,7 @@ import jax
 from jax import lax
 
 STREAMED = frozenset({"q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up"})
-"""The weights of a layer that are streamed: its matrices, merged ones too."""
+"""The weights of a layer that are streamed: its matrices, fused ones too."""
 
 HOST = "pinned_host"
 """The kind of memory that streamed weights lie in: pages that devices read by themselves."""

@@ -1,6 +1,6 @@
-"""The weights of a decoder, each declared once.
+"""A weight of a decoder, as it is declared: once, in the table of `jaxrl.models.config`.
 
-Random initialisation, shardings, loading (safetensors and GGUF), export and padding all derive from this table, so that
+Random initialisation, shardings, loading (safetensors and GGUF), export and padding all derive from that table, so that
 a weight's shape, its logical dims and its names in files are written down in one place only.
 
 Logical dims: `vocab`, `embed` (the residual stream), `heads` (query heads), `kv_heads`, `head_dim`, `mlp`, `layers`,
@@ -12,36 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Init = Literal["normal", "ones", "zeros"]
-
-
-class Sizes(Protocol):
-    """The fields that the table reads of a model config (`jaxrl.models.config.ModelConfig`, a frozen dataclass)."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def scalar_head(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,86 +104,3 @@ def leaves(table: dict[str, Any]) -> list[Weight]:
     """Every weight of a table, in the order of declaration."""
     flat = (leaves(value) if isinstance(value, dict) else [value] for value in table.values())
     return [weight for group in flat for weight in group]
-
-
-def weights(sizes: Sizes) -> dict[str, Any]:
-    """The table: the training form's tree with a `Weight` at each leaf."""
-    V, E = sizes.vocab_size, sizes.hidden_size
-    tree: dict[str, Any] = {
-        "embed": Weight((V, E), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "token_embd.weight", (V, E)),
-        "layers": _attention(sizes) | _mlp(sizes),
-        "final_norm": Weight((E,), ("embed",), "ones", "model.norm.weight", "output_norm.weight", (E,)),
-    }
-    if sizes.scalar_head:
-        tree["score"] = Weight((E, 1), ("embed", "labels"), "normal", "score.weight", "", (1, E), transpose=True)
-    elif not sizes.tie_word_embeddings:
-        tree["lm_head"] = Weight(
-            (E, V), ("embed", "vocab"), "normal", "lm_head.weight", "output.weight", (V, E), transpose=True
-        )
-    return tree
-
-
-def _attention(sizes: Sizes) -> dict[str, Weight]:
-    E, H, K, D = sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-
-    def project_in(heads: int, dim: str, name: str) -> Weight:
-        names = (f"self_attn.{name}_proj.weight", f"attn_{name}.weight")
-        return _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
-
-    def bias(heads: int, dim: str, name: str) -> Weight:
-        names = (f"self_attn.{name}_proj.bias", f"attn_{name}.bias")
-        return _stacked(sizes, (heads, D), (dim, "head_dim"), "zeros", names, (heads * D,))
-
-    out_names = ("self_attn.o_proj.weight", "attn_output.weight")
-    table = {
-        "attn_norm": _norm(sizes, E, "embed", "input_layernorm", "attn_norm"),
-        "q": project_in(H, "heads", "q"),
-        "k": project_in(K, "kv_heads", "k"),
-        "v": project_in(K, "kv_heads", "v"),
-        "o": _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D)),
-    }
-    if sizes.qkv_bias:
-        table |= {
-            "q_bias": bias(H, "heads", "q"),
-            "k_bias": bias(K, "kv_heads", "k"),
-            "v_bias": bias(K, "kv_heads", "v"),
-        }
-    if sizes.qk_norm:
-        table |= {
-            "q_norm": _norm(sizes, D, "head_dim", "self_attn.q_norm", "attn_q_norm"),
-            "k_norm": _norm(sizes, D, "head_dim", "self_attn.k_norm", "attn_k_norm"),
-        }
-    return table
-
-
-def _mlp(sizes: Sizes) -> dict[str, Weight]:
-    E, F = sizes.hidden_size, sizes.intermediate_size
-
-    def matrix(name: str) -> Weight:
-        shape, dims = ((F, E), ("mlp", "embed")) if name == "down" else ((E, F), ("embed", "mlp"))
-        return _stacked(sizes, shape, dims, "normal", (f"mlp.{name}_proj.weight", f"ffn_{name}.weight"), shape[::-1])
-
-    return {
-        "mlp_norm": _norm(sizes, E, "embed", "post_attention_layernorm", "ffn_norm"),
-        "gate": matrix("gate"),
-        "up": matrix("up"),
-        "down": matrix("down"),
-    }
-
-
-def _norm(sizes: Sizes, size: int, dim: str, *names: str) -> Weight:
-    return _stacked(sizes, (size,), (dim,), "ones", (f"{names[0]}.weight", f"{names[1]}.weight"), (size,))
-
-
-def _stacked(
-    sizes: Sizes,
-    shape: tuple[int, ...],
-    dims: tuple[str, ...],
-    init: Init,
-    names: tuple[str, str],
-    hf_shape: tuple[int, ...],
-) -> Weight:
-    """A weight of all layers; shape, dims and names (Hugging Face, GGUF) are those of one layer."""
-    hf_name, gguf_name = "model.layers.{layer}." + names[0], "blk.{layer}." + names[1]
-    shape, dims = (sizes.num_layers, *shape), ("layers", *dims)
-    return Weight(shape, dims, init, hf_name, gguf_name, hf_shape, transpose=len(hf_shape) == 2)

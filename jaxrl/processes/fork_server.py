@@ -33,7 +33,7 @@ from jaxrl.processes.process_tree import (
     kill_descendants,
     wake_by_children,
 )
-from jaxrl.processes.python_child import last_line, start_python
+from jaxrl.processes.python_child import last_line, start_python, wait_or_kill
 
 _PID = struct.Struct("!I")  # what comes with a supervisor's socket
 _COMMAND_BYTES = 4096
@@ -140,11 +140,7 @@ class ForkServer:
         if self._process is None:
             return
         self.control.close()
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, _CLOSE_S)
         self._process = None
 
     def close(self) -> None:

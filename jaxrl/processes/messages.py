@@ -18,6 +18,8 @@ MAX_ANSWER_BYTES = 1 << 20
 """The longest answer of a worker, as JSON text: it may hold a scorer's long text, and no data."""
 HEADROOM_BYTES = 4096
 """What comes around an answer in a message."""
+MAX_REQUEST_BYTES = (1 << 32) - 1
+"""The longest that a length can say: for a sender that is trusted."""
 TASK_ID_BYTES = 16
 
 _TASK = struct.Struct(f"!{TASK_ID_BYTES}sd")
@@ -28,6 +30,10 @@ _READS = 16  # per look, so that a flood from one socket does not keep its reade
 
 class BadMessage(Exception):
     """What came is no message, or not one that is expected: the sender is not to be listened to any more."""
+
+
+def _above(length: int, most: int) -> BadMessage:
+    return BadMessage(f"a message of {length} bytes, where {most} are the most")
 
 
 class Channel:
@@ -85,7 +91,7 @@ class Channel:
         while len(self._in) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._in)
             if length > self._max_bytes:
-                raise BadMessage(f"a message of {length} bytes, where {self._max_bytes} are the most")
+                raise _above(length, self._max_bytes)
             if len(self._in) < _HEADER.size + length:
                 break
             payload = bytes(self._in[_HEADER.size : _HEADER.size + length])
@@ -98,16 +104,21 @@ class Channel:
             self.sock.close()
 
 
-def receive_message(sock: socket.socket) -> bytes | None:
-    """Waits for the next message of a trusted sender; None when it has closed."""
+def receive_message(sock: socket.socket, max_bytes: int = MAX_REQUEST_BYTES) -> bytes | None:
+    """Waits for the next message; None when the sender has closed. Raises BadMessage for a length above the cap."""
     header = _read_exactly(sock, _HEADER.size)
-    return None if header is None else _read_exactly(sock, _HEADER.unpack(header)[0])
+    if header is None:
+        return None
+    (length,) = _HEADER.unpack(header)
+    if length > max_bytes:
+        raise _above(length, max_bytes)
+    return _read_exactly(sock, length)
 
 
 def _read_exactly(sock: socket.socket, count: int) -> bytes | None:
     data = bytearray()
     while len(data) < count:
-        piece = sock.recv(count - len(data))
+        piece = sock.recv(min(count - len(data), 1 << 20))
         if not piece:
             return None
         data += piece

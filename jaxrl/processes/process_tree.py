@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 IS_LINUX = sys.platform == "linux"
 PATIENCE_S = 5.0
@@ -41,6 +41,18 @@ def die_with_parent(parent: int) -> None:
 def _prctl(option: int, value: int) -> None:
     if _libc is not None and _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
+
+
+def works_in_fork(attempt: Callable[[], object]) -> bool:
+    """Whether a fork that ends at once can do something without an error."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            attempt()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def wake_by_children() -> socket.socket:

@@ -44,6 +44,15 @@ def start_python(
     )
 
 
+def wait_or_kill(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Returns when a process that is to end by itself has; kills it where it does not."""
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def last_line(output: IO[Any]) -> str:
     """The last line in a file that a process writes to."""
     size = output.seek(0, os.SEEK_END)

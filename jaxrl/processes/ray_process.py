@@ -15,7 +15,6 @@ import pickle
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,9 +22,8 @@ import time
 from typing import Any
 
 from jaxrl.processes.messages import HEADROOM_BYTES, MAX_ANSWER_BYTES, Channel, read_message, receive_message
-from jaxrl.processes.python_child import last_line, start_python
+from jaxrl.processes.python_child import last_line, start_python, wait_or_kill
 
-MAX_MESSAGE_BYTES = (1 << 32) - 1  # to the process; who started it is trusted
 SILENT_S = 150.0
 """Longer than ray may be busy with one call; the process says every few seconds that it lives."""
 END_S = 10.0
@@ -90,11 +88,7 @@ class RayProcess:
     def end(self) -> None:
         """Closes the socket, on which it ends the actors and itself; kills it if it does not."""
         self._channel.close()
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, _CLOSE_S)
         os.close(self._lifeline)
         self._stderr.close()
 

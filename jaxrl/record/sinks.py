@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from jaxrl.config.text import one_line
+from jaxrl.config.inputs import one_line
 from jaxrl.record.files import write_whole
 from jaxrl.types import RunFailed
 

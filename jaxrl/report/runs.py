@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import flatten
-from jaxrl.config.text import read_text
+from jaxrl.config.inputs import read_text
 from jaxrl.config.yaml_text import parse_yaml
 from jaxrl.record.batches import FILE_NAME as BATCHES_FILE
 from jaxrl.record.batches import read_batches

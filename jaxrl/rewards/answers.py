@@ -92,14 +92,10 @@ def last_boxed(text: str) -> str | None:
         return None
     begin, start, end = boxes.pop()
     answers = [text[start:end].strip()]
-    while boxes and begin - boxes[-1][2] <= _JOIN and _joins(text[boxes[-1][2] + 1 : begin]):
+    while boxes and begin - boxes[-1][2] <= _JOIN and _BESIDE_JOIN.sub("", text[boxes[-1][2] + 1 : begin]) in _JOINS:
         begin, start, end = boxes.pop()
         answers.append(text[start:end].strip())
     return ", ".join(reversed(answers))
-
-
-def _joins(between: str) -> bool:
-    return _BESIDE_JOIN.sub("", between) in _JOINS
 
 
 def last_hashed(text: str) -> str | None:

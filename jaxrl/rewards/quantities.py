@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from math import log10
 
@@ -208,7 +209,7 @@ def _unsigned(found: re.Match[str]) -> Fraction | None:
         return _ratio(found["latex_top"], found["latex_bottom"], found["latex_whole"])
     if found["repeated"]:
         fixed, repeated = found["fixed"], found["repeated"]
-        tail = Fraction(_whole(repeated), 10 ** len(repeated) - 1)
+        tail = _decimal(repeated) / (10 ** len(repeated) - 1)
         return _decimal(f"{found['before']}.{fixed}0") + tail / 10 ** len(fixed)
     mantissa = _decimal(found["mantissa"])
     if found["divisor"]:
@@ -241,29 +242,17 @@ def _ratio(top: str, bottom: str, whole: str | None) -> Fraction | None:
     value = _decimal(top) / below
     if whole is None:
         return value
-    return _whole(whole) + value if 0 <= value < 1 else _whole(whole) * value
+    return _decimal(whole) + value if 0 <= value < 1 else _decimal(whole) * value
 
 
 def _decimal(text: str) -> Fraction:
-    whole, _, places = text.removeprefix("-").partition(".")
-    value = Fraction(_whole(whole + places), 10 ** len(places))
-    return -value if text.startswith("-") else value
-
-
-def _whole(digits: str) -> int:
-    """`int` without its limit of 4,300 digits, which is there for the sake of time: `_MAX_DIGITS` bounds that here."""
-    value = 0
-    for i in range(0, len(digits), 4000):
-        piece = digits[i : i + 4000]
-        value = value * 10 ** len(piece) + int(piece)
-    return value
+    """Exact, and by way of `Decimal`, since `int` takes no text of more than 4,300 digits."""
+    return Fraction(Decimal(text))
 
 
 def _unit(rest: str) -> tuple[str, ...] | None:
     """The words of the unit that a text is; None if it is none. After `because` anything may stand."""
-    if _REASON.match(rest):
-        return ()
-    if not rest:
+    if not rest or _REASON.match(rest):
         return ()
     if rest in ("%", " %"):
         return ("%",)

@@ -21,15 +21,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from jaxrl.processes.messages import BadMessage, Channel, read_message, to_bytes
-from jaxrl.processes.ray_process import MAX_MESSAGE_BYTES, begin, connect
-from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
+from jaxrl.processes.messages import MAX_REQUEST_BYTES, BadMessage, Channel, read_message, to_bytes
+from jaxrl.processes.ray_process import begin, connect
 from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
 from jaxrl.rewards.pool_base import crashed
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.worker_pool import WorkerPool
+from jaxrl.rewards.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.types import RunFailed
 
 SLACK_S = 60.0
@@ -270,7 +270,7 @@ def main() -> NoReturn:
     sock, setup = begin()
     assert isinstance(setup, RaySetup)
     ray = connect(setup.address)
-    channel = Channel(sock, MAX_MESSAGE_BYTES)
+    channel = Channel(sock, MAX_REQUEST_BYTES)
 
     def say(message: dict[str, Any]) -> None:
         channel.send(to_bytes(message))

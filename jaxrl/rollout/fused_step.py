@@ -2,8 +2,9 @@
 
     add and norm | q, k, v product | attention [, merge] | output product | add and norm | gate and up | silu | down
 
-Needs weights in merged form (`jaxrl.sharding.merged`) and shapes that `PagedAttention.decodes` takes. The numbers are
-those of `decoder.layer` with `kv_cache.attend`: rounded at the same places, sums in another order.
+Needs weights with fused projections (`jaxrl.sharding.fused_projections`) and shapes that `PagedAttention.decodes`
+takes. The numbers are those of `decoder.layer` with `kv_cache.attend`: rounded at the same places, sums in another
+order.
 
 The products before a kernel of ours give partial sums over equal shares of the features, and the kernel adds them up:
 a product of few rows has too few tiles for all multiprocessors otherwise. XLA would cut the sum itself, but its
@@ -57,13 +58,13 @@ def forward(
     """(final-normed hidden states [dp, R, E], the pool with the new keys and values).
 
     Args:
-      params: in merged form, padded for `max_tp`.
+      params: with fused projections, padded for `max_tp`.
       tokens, positions, active: [dp, R]; rows that are not active read no KV, and write none.
       tables: int32 [dp, R, W].
     """
     cos, sin = decoder.rope_tables(positions, config, dtype)
     x = decoder.embed(params, tokens, dtype)
-    shardings = rollout_shardings(config, layout, max_tp, merged=True)
+    shardings = rollout_shardings(config, layout, max_tp, fused_projections=True)
     layers = jax.tree.map(lambda sharding: sharding.spec, shardings["layers"])
     rows, paged = PartitionSpec(layout.dp_axes or None), kv_cache.pool_spec(layout, pool[0][0].shape[1])
 

@@ -42,9 +42,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import RANDOM, load_model
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import MAX_STOP_IDS, Programs, RowState, host_rows, row_state_shapes

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels import attention, gathered
+from jaxrl.kernels import attention, gathered, reference
 from jaxrl.sharding.layout import Layout
 
 Pool = list[tuple[jax.Array, jax.Array]]
@@ -89,8 +89,8 @@ def attend(
     paged, rows = PartitionSpec(dp, kv), PartitionSpec(dp)
 
     def local(q, k, v, pool_k, pool_v, tables, positions, valid):
-        pool_k = attention.write_kv(pool_k[0], k[0], tables[0], positions[0], valid[0])
-        pool_v = attention.write_kv(pool_v[0], v[0], tables[0], positions[0], valid[0])
+        pool_k = reference.write_kv(pool_k[0], k[0], tables[0], positions[0], valid[0])
+        pool_v = reference.write_kv(pool_v[0], v[0], tables[0], positions[0], valid[0])
         out = how.attend(q[0], pool_k, pool_v, tables[0], positions[0])
         return out[None], pool_k[None], pool_v[None]
 

@@ -66,8 +66,8 @@ class ExecutorConfig:
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
       attention: what reads the paged cache (`jaxrl.kernels.attention`).
-      features_first, merged, gathered: how programs are built (`programs.Programs`); None: as the layout's devices run
-        them fastest.
+      features_first, fused_projections, gathered: how programs are built (`programs.Programs`); None: as the layout's
+        devices run them fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`); None: nothing is proposed.
       resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
@@ -89,7 +89,7 @@ class ExecutorConfig:
     max_tp: int = 1
     attention: Implementation = "auto"
     features_first: bool | None = None
-    merged: bool | None = None
+    fused_projections: bool | None = None
     gathered: bool | None = None
     interpret: bool = False
     proposer: Proposer | None = None
@@ -145,7 +145,7 @@ class LayoutPrograms(CompiledPrograms):
             max_tp=config.max_tp,
             attention=config.attention,
             features_first=config.features_first,
-            merged=config.merged,
+            fused_projections=config.fused_projections,
             gathered=config.gathered,
             interpret=config.interpret,
             streams=config.resident_layers is not None,

@@ -25,8 +25,8 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.proposals import Proposer
 from jaxrl.rollout.sampling import Drawn, SamplingState, sample
+from jaxrl.sharding.fused_projections import can_fuse
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.merged import can_merge
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import pad_heads
 
@@ -117,7 +117,7 @@ class Form(TypedDict):
     """The order and the joining of weights (`jaxrl.sharding.rules.to_rollout`)."""
 
     features_first: bool
-    merged: bool
+    fused_projections: bool
 
 
 class Programs:
@@ -125,15 +125,16 @@ class Programs:
 
     Attributes:
       features_first: the order of activations and matrices (`models.decoder`): features first on CPU.
-      merged: whether weights are in merged form (`jaxrl.sharding.merged`): on GPUs, where their heads allow it.
+      fused_projections: whether weights have them (`jaxrl.sharding.fused_projections`): on GPUs, where their heads
+        allow it.
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
-      fused: whether a decode step is `fused_step`, whose kernels need merged weights.
+      fused: whether a decode step is `fused_step`, whose kernels need them.
 
     Args:
       max_tp: the degree that the weights are padded for.
       attention: what reads the paged cache (`jaxrl.kernels.attention`).
-      features_first, merged, gathered: None: as the layout's devices run fastest.
+      features_first, fused_projections, gathered: None: as the layout's devices run fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       streams: whether weights come from the host's memory (`jaxrl.models.streaming`), for which there is no fused step.
       ahead: as `jaxrl.models.streaming.LayerFeed` takes it.
@@ -152,7 +153,7 @@ class Programs:
         max_tp: int = 1,
         attention: Implementation = "auto",
         features_first: bool | None = None,
-        merged: bool | None = None,
+        fused_projections: bool | None = None,
         gathered: bool | None = None,
         interpret: bool = False,
         streams: bool = False,
@@ -160,13 +161,15 @@ class Programs:
     ) -> None:
         platform = platform_of(layout.mesh.devices.flat[0])
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
-        self.merged = platform == "gpu" and can_merge(kv_heads, max_tp) if merged is None else merged
-        self.features_first = on_cpu and not self.merged if features_first is None else features_first
+        self.fused_projections = (
+            platform == "gpu" and can_fuse(kv_heads, max_tp) if fused_projections is None else fused_projections
+        )
+        self.features_first = on_cpu and not self.fused_projections if features_first is None else features_first
         self.gathered = on_cpu if gathered is None else gathered
         self.attention = choose_paged(attention, platform, interpret=interpret)
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
-        self.fused = self.merged and not self.gathered and not streams and decodes
+        self.fused = self.fused_projections and not self.gathered and not streams and decodes
         self.ahead = ahead
         self.config = config
         self.layout = layout
@@ -178,7 +181,7 @@ class Programs:
     @property
     def form(self) -> Form:
         """How the weights lie, as `jaxrl.sharding.rules` takes it; the same in all layouts of an executor."""
-        return {"features_first": self.features_first, "merged": self.merged}
+        return {"features_first": self.features_first, "fused_projections": self.fused_projections}
 
     def forward(
         self,

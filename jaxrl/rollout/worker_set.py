@@ -7,9 +7,9 @@ engine.
 Source: docs/architecture.md (workers; facts about device_put and aliases).
 
 Weights: one program on the whole mesh makes them in the layout of the largest degree in use, in which the workers are
-replicas of each other, and each worker's shards are relabelled without a copy (`jaxrl.sharding.relabel`). A worker at a
-smaller degree gathers the rest inside its submesh. So the trainer's weights are read once, and no device ever holds the
-weights of another worker's layout beside its own.
+replicas of each other, and each worker's shards become arrays of its own devices without a copy
+(`jaxrl.sharding.submesh_arrays`). A worker at a smaller degree gathers the rest inside its submesh. So the trainer's
+weights are read once, and no device ever holds the weights of another worker's layout beside its own.
 
 Over several hosts the one program runs on the devices of all of them, and every process dispatches it: in its result
 the hosts are replicas of each other as well. It makes the layout of the largest degree that the configuration allows,
@@ -36,8 +36,8 @@ from jax.sharding import Mesh
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, Meet, alone, compile_threads
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.relabel import relabel
-from jaxrl.sharding.rules import compile_to_rollout, rollout_shardings
+from jaxrl.sharding.rules import rollout_calls, rollout_shardings
+from jaxrl.sharding.submesh_arrays import submesh_arrays
 
 
 class WorkerSet:
@@ -117,14 +117,14 @@ class WorkerSet:
         first, layouts = self.executors[0], self._layouts()
         together = Layout(self._whole, layouts[0].tp)
         if not self._met and self._whole.size > self.mesh.size:
-            compile_to_rollout(
-                train_params, first.model, together, first.config.dtype, first.config.max_tp, **first.form
-            )
+            form = first.config.dtype, first.config.max_tp
+            for program, arguments in rollout_calls(train_params, first.model, together, *form, **first.form):
+                program.lower(*arguments).compile()
             self._meet("weights")
             self._met = True
         whole = first.rollout_form(train_params, together)
         forms = (rollout_shardings(first.model, each, first.config.max_tp, **first.form) for each in layouts)
-        return [relabel(whole, form) for form in forms]
+        return [submesh_arrays(whole, form) for form in forms]
 
     def allocate(self) -> None:
         """Allocates the pools of the workers that have none."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxrl.data.stops import TextDecoder
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.journal import Journal
 from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.events import DirectEvents, RoundEvents
@@ -97,7 +97,7 @@ class Surroundings:
     tally: RewardMetrics | None = None
 
 
-def text_by(tokenizer: TextDecoder) -> Callable[[Sample], str]:
+def text_by(tokenizer: Tokenizer) -> Callable[[Sample], str]:
     """Makes a response's text from its tokens."""
     return lambda sample: tokenizer.decode(sample.token_ids.tolist())
 

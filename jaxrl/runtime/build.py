@@ -13,12 +13,12 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms import table
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes

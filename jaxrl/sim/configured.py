@@ -7,7 +7,6 @@ Every model comes with a sentence about the source of its numbers. Errors name o
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import check_across_hosts, host_problem
 from jaxrl.config.hosts import HostsSection
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import read_json
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
@@ -27,12 +26,11 @@ from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.situation import GroupCapacity
 from jaxrl.schema.limits import BYTES
 from jaxrl.sim.calibration import Calibration
-from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost
+from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
 
 _NODE = 8  # devices, if no option says how many
@@ -111,15 +109,14 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
                 raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
-    roofline = RooflineCost(model_sizes(config), machine, factors, BYTES[config.rollout.dtype])
+    parts = model_sizes(config), machine, factors, BYTES[config.rollout.dtype]
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
-        return roofline, described
+        return CostModel(*parts), described
     predictor = _profiled(config)
     identity = predictor.profile.identity
-    table = TableCost(predictor, roofline)
     measured_on = f"({identity.model} on {identity.device_kind})"
-    return table, (
+    return TableCost(*parts, predictor=predictor), (
         f"{predictor.profile.source} table {chosen.profile} {measured_on} for decode and prefill; the rest: {described}"
     )
 
@@ -130,10 +127,8 @@ def _profiled(config: Config) -> LatencyPredictor:
         raise ConfigError("simulate.profile is missing: simulate.cost is table, which needs a file of `jaxrl profile`")
     if not path.is_file():
         raise ConfigError(f"simulate.profile ({path}) must be a file of `jaxrl profile`, and there is no such file")
-    with reading(path):
-        values = json.loads(path.read_text(encoding="utf-8"))
     try:
-        predictor = LatencyPredictor(Profile.from_json(values))
+        predictor = LatencyPredictor(Profile.from_json(read_json(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"simulate.profile: {path} is not a latency profile ({error})") from None
     if tp not in predictor.degrees or not any(point.tp == tp for point in predictor.profile.prefill):

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a simulated machine's work: the protocol, and an analytic roofline.
+"""Seconds and bytes of a simulated machine's work: an analytic roofline, and measured inference in its place.
 
 Purpose: the simulated executor asks how long a plan takes (`decode_step_s`, `prefill_s`); others ask how long training,
 a weight sync and a change of layout take, and how many KV blocks a device holds. `CostModel` below is all that any of
@@ -15,7 +15,7 @@ All factors by which software falls short of a peak are fields of `Efficiency`.
 
 Example::
 
-    cost = RooflineCost(model_config, hardware("H800"))
+    cost = CostModel(model_config, hardware("H800"))
     cost.decode_step_s(tp=2, batch=64, context=64 * 1024)   # seconds of one step
 """
 
@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.sim.hardware import Hardware
 
@@ -120,87 +120,15 @@ class TrainLoad:
     extra_forwards: int = 0
 
 
-class CostModel(Protocol):
-    """All that the simulated executor and the simulated trainer may ask. Pure: equal arguments, equal answers.
-
-    Executor, per dp group: `decode_step_s`, `decode_steps_s`, `verify_steps_s`, `prefill_s`. Backend: the rest.
-    """
-
-    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds of one decode step of `batch` rows with `context` tokens of context together; 0 rows: 0."""
-        ...
-
-    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
-        """`decode_step_s` of many steps at once, equal to the last bit: [S], [S] -> [S]."""
-        ...
-
-    def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
-        """Seconds of steps that verify `width` proposed tokens a row, each row with one token more: [S], [S] -> [S]. A
-        width of 0 is a decode step."""
-        ...
-
-    def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
-        """Seconds to prefill `tokens` tokens in one pass, attending `pairs` (query, key) pairs; 0 tokens: 0."""
-        ...
-
-    def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
-        """Seconds of the update of one training step on all of `num_devices`."""
-        ...
-
-    def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
-        """Seconds of one forward pass over a batch for log-probabilities, on all of `num_devices`."""
-        ...
-
-    def gradients_s(self, tokens: float, pairs: float, num_devices: int) -> float:
-        """Seconds of a forward and a backward pass over a part of a batch on `num_devices`, without an update."""
-        ...
-
-    def regroup_s(self, num_devices: int, part: int) -> float:
-        """Seconds to bring a float32 number for each parameter, split over `num_devices`, to `part` of them alone,
-        split over those; or back."""
-        ...
-
-    def swap_s(self, num_devices: int) -> float:
-        """Seconds to load the reference's weights from host memory in place of the policy's, and those back again,
-        both split over `num_devices`."""
-        ...
-
-    def weight_sync_s(self, tp: int, num_devices: int) -> float:
-        """Seconds until the trained weights are the rollout's."""
-        ...
-
-    def rollout_fixed_s(self) -> float:
-        """Seconds of waking and draining the engines, whenever a rollout has taken the devices over."""
-        ...
-
-    def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
-        """The cost of changing the TP degree. KV that is computed again costs a prefill instead."""
-        ...
-
-    def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:
-        """Seconds to send a token's KV from a dp group of one worker to one of another, with `num_devices` together."""
-        ...
-
-    def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
-        """KV blocks of a dp group that fit beside the weights, the reserved one included.
-
-        Args:
-          memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
-          reserved_bytes: what else lies on each device during rollout.
-
-        Raises ValueError if not even two blocks fit.
-        """
-        ...
-
-
 def causal_pairs(tokens: float, start: float = 0.0) -> float:
     """(query, key) pairs of `tokens` tokens at positions `start`, `start + 1`, ...: each attends those up to itself."""
     return tokens * start + tokens * (tokens + 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
-class RooflineCost:
-    """`CostModel` from sizes and peaks: time = max(bytes / bandwidth, FLOPs / peak) + fixed costs.
+class CostModel:
+    """Times from sizes and peaks: max(bytes / bandwidth, FLOPs / peak) + fixed costs. Pure: equal arguments, equal
+    answers.
 
     `number_bytes`: bytes of one number of the rollout's weights and KV (2: bfloat16).
     """
@@ -222,6 +150,7 @@ class RooflineCost:
     # Inference, one dp group
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        """Seconds of one decode step of `batch` rows with `context` tokens of context together; 0 rows: 0."""
         if batch <= 0:
             return 0.0
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
@@ -230,14 +159,19 @@ class RooflineCost:
         return busy + self._decode_pass_s(tp, batch)
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        """`decode_step_s` of many steps at once, equal to the last bit: [S], [S] -> [S]."""
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
         memory_S = weights_s + row_memory_s * batch_S + token_memory_s * context_S
         busy_S = np.maximum(memory_S, row_compute_s * batch_S + token_compute_s * context_S)
         return busy_S + np.array([self._decode_pass_s(tp, batch) for batch in batch_S.tolist()])
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
-        """Weights are read once, and a row's KV once for all of its queries; products, activations and reductions go by
-        tokens. Each query attends to the context and to the proposed tokens before it."""
+        """Seconds of steps that verify `width` proposed tokens a row, each row with one token more: [S], [S] -> [S]. A
+        width of 0 is a decode step.
+
+        Weights are read once, and a row's KV once for all of its queries; products, activations and reductions go by
+        tokens. Each query attends to the context and to the proposed tokens before it.
+        """
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
         tokens_S = batch_S * (1 + width)
         pairs_S = context_S * (1 + width) + batch_S * (width * (width + 1) / 2)
@@ -271,6 +205,7 @@ class RooflineCost:
         )
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
+        """Seconds to prefill `tokens` tokens in one pass, attending `pairs` (query, key) pairs; 0 tokens: 0."""
         _check_tp(tp)
         if tokens <= 0:
             return 0.0
@@ -321,8 +256,9 @@ class RooflineCost:
     # Training and everything between, all devices
 
     def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
-        """6 FLOPs per parameter and token (2 forward, 4 backward), the optimizer's bytes, and gradients and weights
-        across devices: a reduce-scatter in float32 and an all-gather per update."""
+        """Seconds of the update of one training step on all of `num_devices`: 6 FLOPs per parameter and token (2
+        forward, 4 backward), the optimizer's bytes, and gradients and weights across devices (a reduce-scatter in
+        float32 and an all-gather per update)."""
         if num_devices < 1 or load.tokens < 0:
             raise ValueError(f"train_step_s: num_devices ({num_devices}) must be >= 1 and tokens ({load.tokens}) >= 0")
         hw, eff, total = self.hardware, self.efficiency, self.params.total
@@ -335,27 +271,31 @@ class RooflineCost:
         return compute + load.updates * (optimizer + exchange) + eff.train_fixed_s
 
     def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        """Seconds of one forward pass over a batch for log-probabilities, on all of `num_devices`."""
         flops = 2.0 * self.params.read * tokens + self._attention_flops(pairs)
         return flops / (num_devices * self.hardware.flops_per_s * self.efficiency.mfu)
 
     def gradients_s(self, tokens: float, pairs: float, num_devices: int) -> float:
-        """Three forward passes, as in `train_step_s`."""
+        """Seconds of a forward and a backward pass over a part of a batch, without an update: three forward passes."""
         return 3 * self.forward_s(tokens, pairs, num_devices)
 
     def regroup_s(self, num_devices: int, part: int) -> float:
-        """Each of the `part` takes in what the others have of its share."""
+        """Seconds to bring a float32 number for each parameter, split over `num_devices`, to `part` of them alone,
+        split over those; or back. Each of the `part` takes in what the others have of its share."""
         if not 0 < part <= num_devices:
             raise ValueError(f"regroup_s: part ({part}) must be in [1, {num_devices}], of the devices")
         taken = (1 / part - 1 / num_devices) * self.params.total * _GRADIENT_BYTES
         return taken / (self.hardware.bytes_per_s(num_devices) * self.efficiency.link)
 
     def swap_s(self, num_devices: int) -> float:
-        """The reference has the rollout's numbers, the policy float32."""
+        """Seconds to load the reference's weights (in the rollout's numbers) from host memory in place of the policy's
+        (float32), and those back again, both split over `num_devices`."""
         loaded = self.params.total * (self.number_bytes + _MASTER_BYTES) / num_devices
         return loaded / (self.hardware.host_bytes_per_s * self.efficiency.link)
 
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
-        """Training splits weights over all devices; rollout wants them split over `tp`: the rest is gathered."""
+        """Seconds until the trained weights are the rollout's. Training splits them over all devices, rollout over
+        `tp`: the rest is gathered."""
         _check_tp(tp)
         if num_devices % tp:
             raise ValueError(f"weight_sync_s: tp ({tp}) must divide num_devices ({num_devices})")
@@ -367,10 +307,11 @@ class RooflineCost:
         return max(gathered, 0.0) + written + eff.sync_fixed_s
 
     def rollout_fixed_s(self) -> float:
+        """Seconds of waking and draining the engines, whenever a rollout has taken the devices over."""
         return self.efficiency.rollout_fixed_s
 
     def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
-        """Groups that merge send each other their KV; see PAT's equations 1-2.
+        """The cost of changing the TP degree (PAT's equations 1-2). KV that is computed again costs a prefill instead.
 
         A higher TP degree merges `new_tp / tp` groups: each device keeps `tp / new_tp` of the KV it has and sends the
         rest. A lower one splits a group, and takes in as much.
@@ -390,7 +331,8 @@ class RooflineCost:
         return SwitchCost(tp, new_tp, gathered + copied, widest * share / link, eff.switch_fixed_s)
 
     def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:
-        """Every device of the smaller group sends, or takes in, its share of the heads."""
+        """Seconds to send a token's KV from a dp group of one worker to one of another, with `num_devices` together:
+        every device of the smaller group sends, or takes in, its share of the heads."""
         _check_tp(tp)
         _check_tp(new_tp)
         link = self.hardware.bytes_per_s(num_devices) * self.efficiency.link
@@ -418,6 +360,14 @@ class RooflineCost:
         return 4.0 * self.model.num_layers * self.model.num_heads * self.model.head_dim * pairs
 
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
+        """KV blocks of a dp group that fit beside the weights, the reserved one included.
+
+        Args:
+          memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
+          reserved_bytes: what else lies on each device during rollout.
+
+        Raises ValueError if not even two blocks fit.
+        """
         _check_tp(tp)
         weights = self.device_params(tp, self.params.total) * self.number_bytes
         left = self.hardware.memory_bytes * memory_fraction - weights - reserved_bytes
@@ -430,6 +380,44 @@ class RooflineCost:
                 f"rollout.tensor_model_parallel_size ({tp})"
             )
         return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class TableCost(CostModel):
+    """Decode, prefill and layout switches as `jaxrl profile` measured them; the rest by the roofline.
+
+    Measured values hold for the devices that they were measured on and are not scaled to another number of devices.
+    """
+
+    predictor: LatencyPredictor = field(kw_only=True)
+
+    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        return self.predictor.decode_step_s(tp, batch, context) if batch > 0 else 0.0
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        return self.predictor.decode_steps_s(tp, batch_S, context_S)
+
+    def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
+        """What was measured for so many rows, at the width that they had; where no such steps were measured, the
+        measured decode step times what the roofline says that verification makes of one."""
+        if width and self.predictor.profile.verify_widths(tp):
+            steps = zip(batch_S.tolist(), context_S.tolist(), strict=True)
+            return np.array([self.predictor.verify_step_s(tp, rows, context) for rows, context in steps])
+        longer_S = CostModel.verify_steps_s(self, tp, batch_S, width, context_S)
+        longer_S /= CostModel.decode_steps_s(self, tp, batch_S, context_S)
+        return self.decode_steps_s(tp, batch_S, context_S) * longer_S
+
+    def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
+        """The time of equal rows with the same tokens and pairs (PAT equation 3); each is 2 pairs / tokens long. Tokens
+        of a later chunk attend to more than such rows can; the chunk counts as one row of its own length."""
+        if tokens <= 0:
+            return 0.0
+        context = min(max(2.0 * pairs / tokens - 1.0, 1.0), tokens) if pairs > 0 else float(tokens)
+        rows = max(round(tokens / context), 1)
+        return self.predictor.prefill_s(tp, rows, context) * tokens / (rows * context)
+
+    def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
+        return self.predictor.switch_cost(tp, new_tp)
 
 
 def _check_tp(tp: int) -> None:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.configured import with_simulated_hosts, workload_of
-from jaxrl.sim.cost_model import TrainLoad
+from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.paced import TimedWorkers
 
 DECODE_STEPS = 8
@@ -250,7 +250,7 @@ def _built(config: Config, step_s: float, told: Told, hosts: Hosts | None = None
 
     hooks = Hooks(lambda *_: None, ended, lambda *_: None, lambda *_: None, lambda: False)
     workload, _ = workload_of(config)
-    simulation = build(config, MadeUpCost(step_s), workload, hooks, hosts=hosts, clock=clock)
+    simulation = build(config, cast(CostModel, MadeUpCost(step_s)), workload, hooks, hosts=hosts, clock=clock)
     return simulation
 
 

@@ -24,7 +24,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.lockstep import LockstepBatcher
@@ -66,7 +66,7 @@ class Devices:
         """Its executor, with blocks for all rows at `longest` tokens."""
         blocks = self.rows * -(-longest // BLOCK_SIZE) + 1
         sizes = MachineSizes(1, 1, self.rows, blocks, BLOCK_SIZE, 8192)
-        cost = RooflineCost(named_shape(self.model), hardware(self.device))
+        cost = CostModel(named_shape(self.model), hardware(self.device))
         return SimulatedExecutor(sizes, workload.length, cost, clock)
 
 

@@ -38,11 +38,10 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, Request
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, RooflineCost
+from jaxrl.sim.cost_model import CostModel, TableCost
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.scoring import ScoringWorkers
-from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import ModelledWorkload, Workload, check_task
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
@@ -208,7 +207,5 @@ def measured_cost(executor: MeshExecutor, model: ModelConfig, name: str, say: Ca
     say(f"profile: {len(decode)} decode points, {len(prefill)} prefill points")
     device = executor.layout.mesh.devices.flat[0]
     identity = ProfileIdentity(name, name, device.device_kind, groups * tp, "", executor.config.dtype)
-    return TableCost(
-        LatencyPredictor(Profile(identity, decode, prefill, row_sizes=(RowSizes(tp, sizes),))),
-        RooflineCost(model, hardware("A100")),
-    )
+    profile = Profile(identity, decode, prefill, row_sizes=(RowSizes(tp, sizes),))
+    return TableCost(model, hardware("A100"), predictor=LatencyPredictor(profile))

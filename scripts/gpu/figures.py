@@ -394,7 +394,7 @@ def _rules() -> Iterator[Figure]:
 
 
 TAIL_SPEED: Mapping[str, float] = {"H100": 1.97, "H200": 1.99}
-"""Of 8 rounds of the part, by `bench.rule_rounds.simulated_rounds` over `RooflineCost(model, hardware(card))` with that
+"""Of 8 rounds of the part, by `bench.rule_rounds.simulated_rounds` over `CostModel(model, hardware(card))` with that
 model's own efficiencies (2026-11-23). The part predicts anew, from a profile of the card that it runs on."""
 
 

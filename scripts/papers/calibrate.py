@@ -7,7 +7,7 @@ committed before any comparison with the gains of a paper's own method.
 Example::
 
     write(calibrate(), "calibration.json")
-    cost = RooflineCost(named_shape("Qwen2.5-14B"), H800, read("calibration.json").efficiency("rollpacker"))
+    cost = CostModel(named_shape("Qwen2.5-14B"), H800, read("calibration.json").efficiency("rollpacker"))
 """
 
 from __future__ import annotations

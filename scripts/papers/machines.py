@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.calibration import efficiency_of
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
 from papers.facts import Setup
 from papers.solver import Constant, Values
 
 
-def cost_of(setup: Setup, values: Values) -> RooflineCost:
+def cost_of(setup: Setup, values: Values) -> CostModel:
     """The cost model of a published set-up."""
-    return RooflineCost(named_shape(setup.model), HARDWARE[setup.hardware], efficiency_of(values))
+    return CostModel(named_shape(setup.model), HARDWARE[setup.hardware], efficiency_of(values))
 
 
 def inference(*names: str) -> tuple[Constant, ...]:

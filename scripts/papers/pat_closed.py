@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxrl.sim.calibration import Calibration
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from papers.cases import PAT_SERIES
 from papers.closed_form import PROMPT_TOKENS, drain, train_s
 from papers.facts import Setup
@@ -54,7 +54,7 @@ class _Row:
     done: int = 0
 
 
-def generation_s(cost: RooflineCost, setup: Setup, batch: Sequence[Sequence[int]], reading: Reading) -> float:
+def generation_s(cost: CostModel, setup: Setup, batch: Sequence[Sequence[int]], reading: Reading) -> float:
     """Seconds of a generation with that switch; none if `rows` is 0."""
     num_groups = setup.num_devices // reading.tp
     groups: list[list[_Row]] = []
@@ -93,7 +93,7 @@ def _advance(rows: Sequence[_Row], now: float) -> None:
         before_s, before = row.end_s, row.length
 
 
-def _drained_s(cost: RooflineCost, tp: int, rows: Sequence[_Row]) -> float:
+def _drained_s(cost: CostModel, tp: int, rows: Sequence[_Row]) -> float:
     """Seconds until the last of these rows ends, without their prefill: KV has moved."""
     prompts = [PROMPT_TOKENS + row.done for row in rows]
     ends = drain(cost, tp, prompts, [row.length - row.done for row in rows])

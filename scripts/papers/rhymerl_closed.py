@@ -22,7 +22,7 @@ from jaxrl.mechanisms.ranking_groups.rule import RankingGroups
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.sim.calibration import Calibration
-from jaxrl.sim.cost_model import RooflineCost, TrainLoad, causal_pairs
+from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.verification import verify
 from jaxrl.types import Prompt, SampleKey
@@ -161,7 +161,7 @@ def _parts(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]
 
 
 def _part_s(
-    cost: RooflineCost, tp: int, keys: Sequence[SampleKey], lengths: Sequence[int], drafting: SimulatedDrafts | None
+    cost: CostModel, tp: int, keys: Sequence[SampleKey], lengths: Sequence[int], drafting: SimulatedDrafts | None
 ) -> tuple[float, float]:
     """Seconds in which a worker draws responses, and the tokens that a row gains in a step."""
     if not keys:
@@ -197,11 +197,11 @@ def _part_s(
     return seconds, sum(lengths) / row_steps
 
 
-def _step_s(cost: RooflineCost, tp: int):
+def _step_s(cost: CostModel, tp: int):
     return lambda rows, context: cost.decode_step_s(tp, max(round(rows), 1), context)
 
 
-def _train_s(cost: RooflineCost, lengths: Sequence[int], num_devices: int) -> float:
+def _train_s(cost: CostModel, lengths: Sequence[int], num_devices: int) -> float:
     whole = [length + PROMPT_TOKENS for length in lengths]
     load = TrainLoad(sum(whole), sum(map(causal_pairs, whole)), extra_forwards=1)
     return cost.train_step_s(load, num_devices)

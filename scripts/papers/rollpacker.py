@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrl.config import SimulatedLengths
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.cost_model import Efficiency, RooflineCost
+from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import exact_length
 from papers.closed_form import PROMPT_TOKENS, rollout_ends, train_s
@@ -102,7 +102,7 @@ def _decoding_s(
 ) -> float:
     """Mean seconds of decoding batches of a set-up: most of a fit's time, and asked again for the same."""
     setup = SETUPS[name]
-    cost = RooflineCost(named_shape(setup.model), HARDWARE[setup.hardware], eff)
+    cost = CostModel(named_shape(setup.model), HARDWARE[setup.hardware], eff)
     ends = [
         rollout_ends(cost, setup, batch, PROMPT_TOKENS)[-1] for batch in mixed_batches(setup, lengths, correlation, num)
     ]

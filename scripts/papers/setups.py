@@ -26,7 +26,7 @@ from jaxrl.mechanisms.speculation.rule import DraftConfig, Window
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.calibration import Calibration
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import ModelledWorkload
 from papers.calibrate import constant
@@ -324,9 +324,9 @@ def _planned_degrees(case: Case) -> list[int]:
     return [tp for tp in (1, 2, 4, 8) if smallest <= tp <= case.num_devices // case.workers]
 
 
-def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:
+def models(case: Case, calibration: Calibration) -> tuple[CostModel, ModelledWorkload]:
     """Costs and lengths."""
-    cost = RooflineCost(named_shape(case.of.model), HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
+    cost = CostModel(named_shape(case.of.model), HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
     values = calibration.of(case.problem)
 
     def task(name: str, lengths: SimulatedLengths, correlation: float, scoring: SimulatedScoring) -> SimulatedTask:

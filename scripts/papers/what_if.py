@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.sim.calibration import Calibration
-from jaxrl.sim.cost_model import CostModel, RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.workload import ModelledWorkload, uniform
 from jaxrl.types import SampleKey
 from papers import slime
@@ -50,7 +50,7 @@ class Variant:
     name: str
     lengths: Callable[[SimulatedLengths], SimulatedLengths] = lambda lengths: lengths
     correlation: float | None = None
-    cost: Callable[[RooflineCost], RooflineCost] = lambda cost: cost
+    cost: Callable[[CostModel], CostModel] = lambda cost: cost
     tp: int | None = None
     reward_s: float | None = None
     spread: bool | None = None
@@ -60,7 +60,7 @@ class Variant:
     dapo: bool = False
 
 
-def _efficiency(**changes: float) -> Callable[[RooflineCost], RooflineCost]:
+def _efficiency(**changes: float) -> Callable[[CostModel], CostModel]:
     return lambda cost: replace(cost, efficiency=replace(cost.efficiency, **changes))
 
 
@@ -111,7 +111,7 @@ PERIODS = {factors: f"rollout of a period, {factors}" for factors in ("plain", *
 """By name of factors (RollPacker Fig. 12): names of seconds among the readings."""
 
 
-def _varied(case: Case, calibration: Calibration, variant: Variant) -> tuple[RooflineCost, ModelledWorkload]:
+def _varied(case: Case, calibration: Calibration, variant: Variant) -> tuple[CostModel, ModelledWorkload]:
     cost, workload = models(case, calibration)
 
     def varied(task: SimulatedTask) -> SimulatedTask:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from jaxrl.data.chat_template import ChatTemplate
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer_files import TokenizerFiles
 from jaxrl.data.tokenizer_gguf import _pre_tokenizer
 
 RECORDED = json.loads((Path(__file__).parents[1] / "models" / "data" / "smollm2.json").read_text(encoding="utf-8"))
@@ -187,8 +188,8 @@ def test_where_templates_come_from(tmp_path):
 def rendered(template: str, messages=(), **variables) -> str:
     template = template if "messages %}" in template else SAID + template
     templates = {"default": ChatTemplate(template, "file")}
-    tokenizer = Tokenizer(FastTokenizer(models.BPE()), special_tokens={"bos_token": "<s>"}, chat_templates=templates)
-    return tokenizer.apply_chat_template(messages, **variables)
+    files = TokenizerFiles(FastTokenizer(models.BPE()), {"bos_token": "<s>"}, "tokenizer", chat_templates=templates)
+    return Tokenizer(files).apply_chat_template(messages, **variables)
 
 
 def test_what_templates_may_use():

@@ -126,7 +126,7 @@ def test_tiles_fit_the_work(rows, queries, dtype):
 def test_cpu_takes_the_reference():
     arrays = case(4, 2, 16, 16, 2)
     for implementation in ("auto", "reference"):
-        out = attention.paged_attention(*arrays, implementation=implementation)
+        out = attention.choose_paged(implementation, "cpu").attend(*arrays)
         np.testing.assert_array_equal(out, reference.paged_attention(*arrays))
 
 

@@ -172,7 +172,7 @@ def test_broken_json_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
         ModelConfig.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config.json: must hold a JSON object, not list"):
+    with pytest.raises(ValueError, match=r"config.json: must hold a JSON object, found list"):
         ModelConfig.from_hf(tmp_path)
 
 

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model
-from jaxrl.models.safetensors import export_hf, load_hf
-from jaxrl.models.tensor_files import INDEX, SINGLE, read_header
+from jaxrl.models.safetensors import INDEX, SINGLE, export_hf, load_hf, read_header
 from jaxrl.sharding.mesh import make_mesh
 
 from .conftest import FAMILIES, lively, tiny_config

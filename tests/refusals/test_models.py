@@ -255,7 +255,7 @@ CONFIGS = (
     Refusal(
         "a-config-that-is-a-list",
         LAYOUT,
-        "{tmp}/m/config.json: must hold a JSON object, not list",
+        "{tmp}/m/config.json: must hold a JSON object, found list",
         text("config.json", "[]"),
     ),
     Refusal(

@@ -228,7 +228,7 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
 
 
 @pytest.mark.parametrize(
-    ("tp", "features_first", "merged", "gathered"),
+    ("tp", "features_first", "fused_projections", "gathered"),
     [
         (4, False, False, False),
         (2, False, True, False),
@@ -237,12 +237,16 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
         pytest.param(2, False, True, True, marks=pytest.mark.slow),
     ],
 )
-def test_every_form_of_the_programs_draws_the_same_tokens(tp: int, features_first: bool, merged: bool, gathered: bool):
+def test_every_form_of_the_programs_draws_the_same_tokens(
+    tp: int, features_first: bool, fused_projections: bool, gathered: bool
+):
     """The other tests run what a CPU runs: features first, decode over gathered windows."""
     heads = (14, 2)
-    engine, recorder = start(4, tp, heads, features_first=features_first, merged=merged, gathered=gathered)
+    engine, recorder = start(
+        4, tp, heads, features_first=features_first, fused_projections=fused_projections, gathered=gathered
+    )
     programs = recorder.inner._now.programs
-    assert (programs.features_first, programs.merged) == (features_first, merged)
+    assert (programs.features_first, programs.fused_projections) == (features_first, fused_projections)
     asked = requests()
     samples = engine.generate(asked)
     check(heads, asked, samples)

@@ -96,7 +96,7 @@ def requests() -> list[Request]:
 )
 def test_it_draws_the_tokens_that_a_cpu_draws(family, num_devices, tp):
     whole_groups = tp <= model_of(family).num_kv_heads
-    gpu_form = {"merged": whole_groups, "gathered": False, "attention": "pallas", "interpret": True}
+    gpu_form = {"fused_projections": whole_groups, "gathered": False, "attention": "pallas", "interpret": True}
     fused, executor = generate(family, num_devices, tp, **gpu_form)
     plain, other = generate(family, num_devices, tp)
     assert (executor._now.programs.fused, other._now.programs.fused) == (whole_groups, False)
@@ -119,7 +119,7 @@ def test_it_draws_the_tokens_that_a_cpu_draws(family, num_devices, tp):
 )
 def test_what_a_step_needs(options, fused):
     """Merged weights, the kernels, and shapes and dtypes that they take; everything else goes by single operations."""
-    sizes = replace(SIZES, **({"merged": True, "gathered": False, "interpret": True} | options))
+    sizes = replace(SIZES, **({"fused_projections": True, "gathered": False, "interpret": True} | options))
     executor = MeshExecutor(model_of("qwen2"), Layout(make_mesh(jax.devices()[:1]), 1), sizes)
     assert executor._now.programs.fused == fused
     assert not executor._now.programs.features_first

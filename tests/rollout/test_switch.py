@@ -186,14 +186,16 @@ def walk(name: str, how: str, dtype: str, degrees: tuple[int, ...]) -> None:
 
 def other_programs(how: str) -> None:
     """The forms of the programs that a GPU runs."""
-    for first, merged in ((False, False), (False, True), (True, False)):
+    for first, fused in ((False, False), (False, True), (True, False)):
         # padded for tp 4, 9/3 heads are 12/4: whole groups everywhere
-        engine, executor = start("smollm2", "float64", features_first=first, merged=merged, gathered=False, max_tp=4)
+        engine, executor = start(
+            "smollm2", "float64", features_first=first, fused_projections=fused, gathered=False, max_tp=4
+        )
         asked = requests(6, 3, 40)
         still = engine.generate(asked)
         compare("smollm2", "float64", asked, still, run(engine, asked, (4, 2), how))
         each = [layout.programs for layout in executor._layouts.values()]
-        assert {(one.features_first, one.merged, one.gathered) for one in each} == {(first, merged, False)}
+        assert {(one.features_first, one.fused_projections, one.gathered) for one in each} == {(first, fused, False)}
 
 
 def nothing_compiles(name: str) -> None:

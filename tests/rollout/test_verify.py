@@ -264,7 +264,7 @@ WORLDS = {  # model, devices, tp, options
     "gathered": ("smollm2", 1, 1, {}),
     "paged on four devices": ("llama", 4, 2, {"gathered": False, "features_first": False}),
     "gathered on four devices": ("qwen2", 4, 2, {}),
-    "merged": ("qwen2", 2, 2, {"gathered": False, "merged": True, "features_first": False}),
+    "fused_projections": ("qwen2", 2, 2, {"gathered": False, "fused_projections": True, "features_first": False}),
     "paged on one": ("smollm2", 1, 1, {"gathered": False}),
     "padded heads": ("smollm2", 4, 4, {}),
     "one place for indexes": ("llama", 1, 1, {"proposer": Drafting(3, 240, 48, LENGTHS, num_indexes=1)}),

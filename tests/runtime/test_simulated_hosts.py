@@ -19,7 +19,7 @@ from jaxrl.runtime.other_host import HostTimes
 from jaxrl.runtime.simulated_hosts import SimulatedStore
 from jaxrl.runtime.simulation import build
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 
 RULES = ("plain", "tail batching", "partial rollout, one step off", "over-provisioning", "prompts stay together")
@@ -144,7 +144,7 @@ def test_metrics_of_the_stream_are_those_of_a_real_run_and_exchanged_tokens_are_
 def test_the_timeline_has_tracks_of_each_host(tmp_path: Path):
     config = on_hosts(config_of("plain", 1, 3), 3)
     hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
-    cost, file = RooflineCost(SMALL, H100), tmp_path / "timeline.json"
+    cost, file = CostModel(SMALL, H100), tmp_path / "timeline.json"
     simulation = build(config, cost, make_workload(1), hooks, timeline=file)
     simulation.phases.begin()
     simulation.loop.run()

@@ -24,13 +24,13 @@ from papers.solver import Constant, Problem, Solution, residual, solve
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.models.shapes import SHAPES, named_shape
-from jaxrl.sim.cost_model import RooflineCost, causal_pairs
+from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.hardware import H800, HARDWARE
 from jaxrl.types import SampleKey
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "reproductions" / "calibration.json"
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-COST = RooflineCost(named_shape("Qwen2.5-7B"), H800)
+COST = CostModel(named_shape("Qwen2.5-7B"), H800)
 
 
 def made_up(name: str, low: float, high: float | None = None, role: str = "fit", tolerance: float = 0.01) -> Fact:
@@ -125,7 +125,7 @@ def test_a_rollout_lasts_as_long_as_its_slowest_group():
 def test_a_generation_that_switches_in_closed_form():
     """One dp group of four rows on two devices, to tp 2 when one row is left: the same steps, each at its degree."""
     setup = replace(SETUPS["pat.h100.8b"], num_devices=2, tp=1, num_prompts=4, max_tokens=500)
-    cost = RooflineCost(named_shape(setup.model), HARDWARE["H100"])
+    cost = CostModel(named_shape(setup.model), HARDWARE["H100"])
     batch = [[500], [100], [200], [300]]
     reading = pat_closed.Reading("", tp=1, new_tp=2, rows=1)
     stay = pat_closed.generation_s(cost, setup, batch, replace(reading, rows=0))

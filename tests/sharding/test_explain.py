@@ -14,8 +14,8 @@ import pytest
 from jaxrl.models.shapes import named_shape
 from jaxrl.sharding.explain import Range, explain_layout
 from jaxrl.sharding.layout import Layout, tp_degrees
+from jaxrl.sharding.layout_drawing import Label, Rectangle, draw, png, svg
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.picture import Label, Rectangle, draw, png, svg
 from jaxrl.sharding.rules import padded_config, rollout_shardings
 
 SMOLLM2, TINY = named_shape("SmolLM2-135M"), named_shape("tiny")

@@ -18,8 +18,7 @@ from jaxrl.sharding import reshard as module
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.reshard import precompile, reshard, rollout_to_rollout
-from jaxrl.sharding.reshard_plan import crossing_bytes
+from jaxrl.sharding.reshard import crossing_bytes, precompile, reshard, rollout_to_rollout
 
 DEGREES = (1, 2, 4, 8)
 PAIRS = list(itertools.permutations(DEGREES, 2))

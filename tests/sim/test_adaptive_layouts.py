@@ -24,7 +24,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.configured import layout_sizes, worker_predictor
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
@@ -112,7 +112,7 @@ def test_layouts_that_were_not_given_are_refused():
 
 
 def test_the_profile_of_modelled_devices_says_what_the_model_says():
-    cost = RooflineCost(LARGE, H100)
+    cost = CostModel(LARGE, H100)
     profile = modelled_profile(cost, "8 x H100", (1, 2, 4, 8), 8, 64, 4096)
     assert profile.source == "synthetic"
     assert {(each.from_tp, each.to_tp) for each in profile.switches} >= {(2, 8), (8, 2), (1, 4)}
@@ -174,7 +174,7 @@ def test_what_history_says_is_part_of_a_checkpoint():
 
 
 def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(tmp_path: Path):
-    cost = RooflineCost(LARGE, H100)
+    cost = CostModel(LARGE, H100)
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(modelled_profile(cost, "4 x H100", (1, 2, 4), 4, 32, 4196).to_json()))
     table = {"cost": "table", "profile": str(file), "num_prompts": 100}

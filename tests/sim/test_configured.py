@@ -25,7 +25,7 @@ from jaxrl.sim.configured import (
     with_simulated_hosts,
     workload_of,
 )
-from jaxrl.sim.cost_model import Efficiency, RooflineCost
+from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import SampleKey
@@ -101,14 +101,14 @@ def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
 
 def test_cost_models_and_their_sources(tmp_path: Path):
     cost, source = cost_model(config(hardware="h800", efficiency={"compute": 0.25}))
-    assert cost == RooflineCost(model_sizes(config()), HARDWARE["H800"], Efficiency(compute=0.25))
+    assert cost == CostModel(model_sizes(config()), HARDWARE["H800"], Efficiency(compute=0.25))
     assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
-    assert isinstance(cost, RooflineCost)
+    assert isinstance(cost, CostModel)
     assert cost.number_bytes == 2
     values = yaml.safe_load(TRAINING)
     values["rollout"]["dtype"] = "float32"
     wide, _ = cost_model(from_mapping(values))
-    assert isinstance(wide, RooflineCost)
+    assert isinstance(wide, CostModel)
     assert wide.number_bytes == 4
 
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
@@ -126,7 +126,7 @@ def test_a_calibration_gives_the_factors(tmp_path: Path):
     somewhere = {"constants": {"efficiency.mfu": {"value": 0.11}}, "held": {"efficiency.link": {"value": 0.4}}}
     file.write_text(json.dumps({"version": 1, "problems": {"somewhere": somewhere}}))
     cost, source = cost_model(config(calibration=str(file), calibration_of="somewhere"))
-    assert isinstance(cost, RooflineCost)
+    assert isinstance(cost, CostModel)
     assert cost.efficiency == Efficiency(mfu=0.11, link=0.4)
     assert f"efficiency factors of somewhere in {file}" in source
     with pytest.raises(ConfigError, match=r"simulate\.calibration: calibration: no problem 'elsewhere'"):

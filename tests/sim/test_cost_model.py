@@ -18,12 +18,11 @@ from jaxrl.sim.cost_model import (
     CostModel,
     Efficiency,
     ParameterCounts,
-    RooflineCost,
+    TableCost,
     TrainLoad,
     causal_pairs,
 )
 from jaxrl.sim.hardware import A40, H800, HARDWARE, Hardware, hardware
-from jaxrl.sim.table_cost import TableCost
 
 SMALL = ModelConfig("llama", 1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 SLOW = Hardware(
@@ -52,11 +51,11 @@ WHOLE = Efficiency(
     switch_fixed_s=2,
 )
 FIXED = ("launch_s", "step_s", "collective_s", "one_shot_s", "one_shot_peer_s")
-COST = RooflineCost(SMALL, SLOW, WHOLE)
-QWEN = RooflineCost(named_shape("Qwen2.5-14B"), H800)
+COST = CostModel(SMALL, SLOW, WHOLE)
+QWEN = CostModel(named_shape("Qwen2.5-14B"), H800)
 
 
-def bare(cost: RooflineCost) -> RooflineCost:
+def bare(cost: CostModel) -> CostModel:
     """Without fixed costs."""
     return replace(cost, efficiency=replace(cost.efficiency, **dict.fromkeys(FIXED, 0.0)))
 
@@ -145,7 +144,7 @@ H100_US = {
 @pytest.mark.parametrize("num_bytes", H100_US)
 def test_one_shot_against_what_was_measured_on_the_h100(num_bytes: int):
     """sgl-project/sglang, pull request 2904."""
-    cost = RooflineCost(named_shape("Llama-3.1-8B"), HARDWARE["H100"], Efficiency(link=0.56))
+    cost = CostModel(named_shape("Llama-3.1-8B"), HARDWARE["H100"], Efficiency(link=0.56))
     for tp, measured_us in zip((2, 4, 8), H100_US[num_bytes], strict=True):
         assert cost.all_reduce_s(tp, num_bytes) * 1e6 == pytest.approx(measured_us, rel=0.25)
 
@@ -254,7 +253,7 @@ def test_tensor_parallelism_halves_the_memory_time():
 
 def test_large_batches_prefer_a_small_degree_and_small_ones_a_large_one():
     # over PCIe; PAT §3.1 has the same crossing
-    cost = RooflineCost(named_shape("Llama-3.1-8B"), A40, Efficiency(link=0.4, collective_s=20e-6))
+    cost = CostModel(named_shape("Llama-3.1-8B"), A40, Efficiency(link=0.4, collective_s=20e-6))
     assert cost.decode_step_s(8, 1, 1024) < cost.decode_step_s(2, 1, 1024)
     assert cost.decode_step_s(8, 128, 128 * 1024) > cost.decode_step_s(2, 32, 32 * 1024)
 
@@ -277,7 +276,7 @@ PROFILE = Profile(
 
 
 def table() -> TableCost:
-    return TableCost(LatencyPredictor(PROFILE), rest=COST)
+    return TableCost(COST.model, COST.hardware, COST.efficiency, predictor=LatencyPredictor(PROFILE))
 
 
 def test_a_table_answers_for_inference_and_leaves_the_rest():

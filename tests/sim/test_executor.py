@@ -22,7 +22,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import Efficiency, RooflineCost, TrainLoad
+from jaxrl.sim.cost_model import CostModel, Efficiency, TrainLoad
 from jaxrl.sim.executor import SimulatedExecutor, decode_s
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.prompts import SimulatedPrompts
@@ -97,7 +97,7 @@ def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
 
 @given(rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 500)), max_size=12), num_steps=st.integers(0, 50))
 def test_decode_is_charged_step_by_step(rows: list[tuple[int, int]], num_steps: int):
-    cost = RooflineCost(SMALL, H100)
+    cost = CostModel(SMALL, H100)
     expected = 0.0
     for step in range(num_steps):
         active = [context + step for left, context in rows if left > step]
@@ -112,7 +112,7 @@ def test_a_rollout_without_a_queue_drains_as_the_closed_form_says(copies: int):
     rng = random.Random(5)
     prompts = [rng.randint(20, 60) for _ in range(12)]
     lengths = [rng.randint(2, 300) for _ in range(12)]
-    cost = RooflineCost(SMALL, H100)
+    cost = CostModel(SMALL, H100)
     expected = drain(cost, 2, [n + 1 for n in prompts], [n - 1 for n in lengths])
     pairs = [sum(n * (n + 1) / 2 for n in each) for each in (prompts, [n + 1 for n in prompts])]
     shift = cost.prefill_s(2, sum(prompts), pairs[0]) - cost.prefill_s(2, sum(prompts) + 12, pairs[1])
@@ -172,11 +172,11 @@ def test_the_devices_take_their_time_to_wake_up():
     executor.sync_weights(None, 1)
     executor.allocate()
     assert clock.now_s == 6.5
-    assert RooflineCost(SMALL, H100, Efficiency(rollout_fixed_s=4.0)).rollout_fixed_s() == 4.0
+    assert CostModel(SMALL, H100, Efficiency(rollout_fixed_s=4.0)).rollout_fixed_s() == 4.0
 
 
 def test_a_training_step_is_charged_once_however_it_is_cut():
-    cost = RooflineCost(SMALL, H100)
+    cost = CostModel(SMALL, H100)
     spent = []
     for cuts in ([[30, 50, 70, 90]], [[30, 50], [70, 90]]):
         clock = SimulatedClock()
@@ -195,7 +195,7 @@ def test_a_training_step_is_charged_once_however_it_is_cut():
 
 
 def test_further_updates_cost_what_they_add():
-    cost, clock = RooflineCost(SMALL, H100), SimulatedClock()
+    cost, clock = CostModel(SMALL, H100), SimulatedClock()
     trainer = SimulatedTrainer(cost, 8, clock)
     for lengths in ([30, 50], [70, 90]):
         trainer.accumulate(batch(lengths))

@@ -14,7 +14,7 @@ from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTa
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
-from jaxrl.sim.cost_model import CostModel, RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload, Workload
 from jaxrl.types import Group
@@ -63,7 +63,7 @@ def run_loop(
         save=lambda step, host: saved.__setitem__(step, dump_state(host)),
         stop=lambda: False,
     )
-    cost = RooflineCost(SMALL, H100) if cost is None else cost
+    cost = CostModel(SMALL, H100) if cost is None else cost
     simulation = build(made, cost, workload, hooks)
     if state is not None:
         simulation.loop.load_host_state(load_state(state, "test"))

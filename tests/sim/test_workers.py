@@ -33,7 +33,7 @@ from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
@@ -110,7 +110,7 @@ def test_moved_kv_takes_what_the_cost_model_says():
 
 
 def test_roofline_sends_the_kv_of_a_group_between_workers():
-    cost = RooflineCost(LARGE, H100)
+    cost = CostModel(LARGE, H100)
     link = H100.bytes_per_s(8) * cost.efficiency.link
     assert cost.move_s_per_token(2, 2, 8) == pytest.approx(cost.kv_bytes_per_token(2) / link)
     assert cost.move_s_per_token(2, 4, 8) == cost.move_s_per_token(4, 2, 8) == cost.move_s_per_token(2, 2, 8)
@@ -319,7 +319,7 @@ def test_the_log_names_the_worker(tmp_path: Path):
     made = with_workers(config(switch=True), 2)
     hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
     simulation = build(
-        made, RooflineCost(LARGE, H100), WORKLOAD, hooks, timeline=tmp_path / "timeline.json", layout_log=log
+        made, CostModel(LARGE, H100), WORKLOAD, hooks, timeline=tmp_path / "timeline.json", layout_log=log
     )
     simulation.phases.begin()
     assert simulation.loop.run()

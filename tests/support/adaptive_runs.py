@@ -13,7 +13,7 @@ from jaxrl.models.shapes import named_shape
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams
@@ -58,7 +58,7 @@ def run(
         saved[step] = dump_state(host)
 
     hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
-    simulation = build(made, RooflineCost(LARGE, H100), WORKLOAD, hooks)
+    simulation = build(made, CostModel(LARGE, H100), WORKLOAD, hooks)
     if state is not None:
         simulation.loop.load_host_state(load_state(state, "test"))
     assert simulation.loop.run()

@@ -24,7 +24,7 @@ from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, SampleAborted, SampleFinished, Verdict
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Sample
@@ -201,7 +201,7 @@ class Process:
             return backend.stop_agreed if hosts is not None else stop()
 
         hooks = Hooks(lambda *_: None, self._step, lambda *_: None, self._save, stop)
-        simulation = self.simulation = build(config, RooflineCost(SMALL, H100), workload, hooks, hosts=hosts)
+        simulation = self.simulation = build(config, CostModel(SMALL, H100), workload, hooks, hosts=hosts)
         hooks.stop = agreed
         slow(simulation)
         loop: Any = simulation.loop

@@ -70,7 +70,9 @@ def executor(
     model: ModelConfig, slots: int, blocks: int, dtype: str, attention: Any = "auto", drafting: Drafting | None = None
 ) -> MeshExecutor:
     """On one device, in the form that a GPU's programs have."""
-    as_on_a_gpu = {"merged": True, "gathered": False, "features_first": False, "interpret": True} if INTERPRET else {}
+    as_on_a_gpu = (
+        {"fused_projections": True, "gathered": False, "features_first": False, "interpret": True} if INTERPRET else {}
+    )
     sizes = ExecutorConfig(
         num_slots=slots,
         num_blocks=blocks,

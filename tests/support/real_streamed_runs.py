@@ -23,8 +23,8 @@ from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
 from jaxrl.models import decoder
 from jaxrl.runtime.build import build_workers
-from jaxrl.sharding.halves import Half
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.split_mesh import Half
 from jaxrl.train.step import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 

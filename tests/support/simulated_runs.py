@@ -15,7 +15,7 @@ from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
-from jaxrl.sim.cost_model import CostModel, RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Group
@@ -103,7 +103,7 @@ class House:
 
     def __init__(self, config: Config, workload: ModelledWorkload, cost: CostModel | None = None) -> None:
         self.config, self.workload = config, workload
-        self.cost = RooflineCost(SMALL, H100) if cost is None else cost
+        self.cost = CostModel(SMALL, H100) if cost is None else cost
         self.metrics: dict[int, Metrics] = {}
         self.groups: dict[int, list[Group]] = {}
         self.tokens: dict[int, int] = {}

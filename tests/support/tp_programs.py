@@ -19,7 +19,7 @@ from gpu import compiled
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.models.shapes import named_shape
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
-from jaxrl.sharding import kv_migration, reshard, reshard_plan
+from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
@@ -43,7 +43,7 @@ def main(shape: str, tp: int, *kinds: str) -> dict[str, Any]:
 
 
 def programs_of_switch(before: LayoutPrograms, after: LayoutPrograms) -> tuple[int, int]:
-    reshard_plan._default_kind = lambda sharding: None  # compile-only devices know no kinds of memory
+    reshard._default_kind = lambda sharding: None  # compile-only devices know no kinds of memory
     target = jax.tree.map(lambda x: x.sharding, after.abstract_params())
     _, weights = reshard.precompile(before.abstract_params(), target)
     blocks = after.cache_shape.num_blocks

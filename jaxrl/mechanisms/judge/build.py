@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge.declaration import judge_kind
@@ -20,6 +19,7 @@ from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.mechanisms.judge.verdict_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.router import RewardRouter

@@ -12,14 +12,14 @@ from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import cheaper_move
 from jaxrl.scheduling.tokens.workers import By, Workers
-from jaxrl.sharding.halves import Half
 from jaxrl.sharding.mesh import platform_of
+from jaxrl.sharding.split_mesh import Half
 
 
 def build(parts: RunParts) -> StreamSession | None:
     """The stream trainer on either half of the devices; None: it is off. Its programs are compiled with the update's.
 
-    Raises ValueError where the devices have no halves (`jaxrl.sharding.halves.Half`).
+    Raises ValueError where the devices have no halves (`jaxrl.sharding.split_mesh.Half`).
     """
     options, trainer = parts.config.trainer.stream, parts.trainer
     if not options.enable:

@@ -34,7 +34,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxrl.sharding.halves import Half
+from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import preparation
 from jaxrl.train.passes import Passes
 from jaxrl.train.programs import Accumulator, TrainPrograms

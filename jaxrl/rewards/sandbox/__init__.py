@@ -8,6 +8,6 @@ The verdict cannot be forged because the program's process never holds what it w
 assertions. It is given inputs, and what comes back is taken for plain values (`wire`) by a process that it cannot
 reach.
 
-Nothing here imports more than the standard library and `jaxrl.processes.process_tree`: the server is to start in
+Nothing here imports more than the standard library and small files of `jaxrl.processes`: the server is to start in
 milliseconds and to hold nothing.
 """

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox.locks import Limits, Means, environment, readable, scratch_folder
+from jaxrl.rewards.sandbox.locks import Limits, Means, environment, readable, scratch_folder, take_user
 from jaxrl.rewards.sandbox.roles import Entry, enter
 
 SETUP = 7
@@ -36,9 +36,7 @@ def become(entry: Entry, user: int) -> NoReturn:
     os.dup2(fd, SETUP)
     os.set_inheritable(SETUP, True)  # which dup2 leaves as it is where both are one
     if user:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
+        take_user(user)
     bwrap = entry.means.bubblewrap
     command = [bwrap, *arguments(entry.limits.file_mib, entry.limits.execute), "--"]
     os.execve(bwrap, [*command, sys.executable, "-s", "-P", "-c", _BOOT], environment())
@@ -61,7 +59,5 @@ def arguments(file_mib: int, execute: bool) -> list[str]:
 
 def inside(setup: dict[str, Any]) -> NoReturn:
     """What the interpreter in the namespaces does."""
-    entry = Entry(
-        Means(**setup["means"]), Limits(**setup["limits"]), setup["role"], tuple(setup["command"]), setup["mapped"]
-    )
+    entry = Entry(Means(**setup["means"]), Limits(**setup["limits"]), setup["role"], setup["command"], setup["mapped"])
     enter(entry, 0, os.getppid())

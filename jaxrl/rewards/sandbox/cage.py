@@ -13,9 +13,15 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from typing import NoReturn
 
-from jaxrl.processes.process_tree import close_all_but, descendants, die_with_parent, kill, kill_descendants
+from jaxrl.processes.process_tree import (
+    close_all_but,
+    descendants,
+    die_with_parent,
+    kill,
+    kill_descendants,
+    works_in_fork,
+)
 from jaxrl.rewards.sandbox import locks, syscalls
 
 _NEWPID, _NEWUSER = 0x20000000, 0x10000000
@@ -65,30 +71,15 @@ def make_cage() -> Cage:
             else:
                 os.write(sink, str(first).encode())
             close_all_but(())
-            _wait()
+            while True:
+                signal.pause()
         finally:
             os._exit(1)
     os.close(sink)
     with open(source, "rb") as file:
         cage = Cage(keeper, int(file.read() or 0))
-    if cage.first and _can_enter(cage):
+    if cage.first and works_in_fork(cage.enter):
         return cage
     kill(keeper)
     os.waitpid(keeper, 0)
     return Cage()
-
-
-def _wait() -> NoReturn:
-    while True:
-        signal.pause()
-
-
-def _can_enter(cage: Cage) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            cage.enter()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0

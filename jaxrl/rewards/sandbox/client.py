@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxrl.processes.messages import BadMessage, receive_message
+from jaxrl.processes.python_child import wait_or_kill
 from jaxrl.rewards.sandbox.locks import Limits, Means, environment
 
 _HEADER_BYTES = 4
@@ -109,7 +109,7 @@ class Sandbox:
         finally:
             theirs.close()
         self._sock, self._owner = ours, os.getpid()
-        return Means(**self._receive(time.monotonic() + _START_S))
+        return Means(**self._receive(_START_S))
 
     def script(self, text: str, stdin: str, limit_s: float, command: Sequence[str] = ()) -> Execution:
         """Runs a program that reads its standard input and writes to its standard output."""
@@ -162,26 +162,18 @@ class Sandbox:
         reply["results"] = [tuple(result) for result in reply["results"]]
         return Execution(**reply)
 
-    def _receive(self, deadline: float | None) -> dict[str, Any]:
+    def _receive(self, timeout_s: float | None) -> dict[str, Any]:
         """The server's next message. An execution's time is its supervisor's to keep, so there is no limit then."""
         assert self._sock is not None
-        data = bytearray()
-        wanted = _HEADER_BYTES
+        self._sock.settimeout(timeout_s)
         try:
-            while len(data) < wanted:
-                self._sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
-                piece = self._sock.recv(1 << 16)
-                if not piece:
-                    raise OSError("it has ended")
-                data += piece
-                if wanted == _HEADER_BYTES and len(data) >= _HEADER_BYTES:
-                    wanted += int.from_bytes(data[:_HEADER_BYTES], "big")
-                    if wanted > _MAX_REPLY:
-                        raise OSError(f"it sent {wanted} bytes")
-        except OSError as error:
+            payload = receive_message(self._sock, _MAX_REPLY)
+            if payload is None:
+                raise OSError("it has ended")
+        except (OSError, BadMessage) as error:
             self.close()
             raise SandboxFailed(f"the sandbox's fork server is gone: {error}") from error
-        return json.loads(bytes(data[_HEADER_BYTES:]))
+        return json.loads(payload)
 
     def close(self) -> None:
         """Ends the server, and everything that it runs."""
@@ -189,11 +181,7 @@ class Sandbox:
             self._sock.close()
         server, self._server, self._sock = self._server, None, None
         if server is not None and self._owner == os.getpid():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(_SLACK_S)
-                return
-            server.kill()
-            server.wait()
+            wait_or_kill(server, _SLACK_S)
 
 
 def _unnamed_file(name: str, data: bytes) -> int:

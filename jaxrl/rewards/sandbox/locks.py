@@ -224,13 +224,18 @@ def make_scratch(size_mib: int) -> str:
     return scratch
 
 
+def take_user(user: int) -> None:
+    """Takes a user and a group id, and leaves all groups. Raises OSError."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
 def _become(user: int, *, reads_all: bool) -> None:
     """Takes a user id, and loses all rights but, perhaps, that to read what Landlock lets it open."""
     if reads_all:
         syscalls.prctl(_KEEP_CAPABILITIES, 1)
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
+    take_user(user)
     _set_capabilities(_READ_ALL if reads_all else 0)
 
 

@@ -9,9 +9,9 @@ import os
 import pwd
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
+from jaxrl.processes.process_tree import works_in_fork
 from jaxrl.rewards.sandbox import filters, groups, landlock, locks, syscalls
 from jaxrl.rewards.sandbox.locks import Means
 
@@ -26,10 +26,10 @@ def find_means() -> Means:
     user_ids = _unused_ids() if os.geteuid() == 0 else ()
     means = Means(
         landlock=landlock.landlock_abi(),
-        seccomp=_works(_try_filter),
-        user_ids=user_ids if user_ids and _works(lambda: _try_id(user_ids[1])) else (),
+        seccomp=works_in_fork(_try_filter),
+        user_ids=user_ids if user_ids and works_in_fork(lambda: locks.take_user(user_ids[1])) else (),
     )
-    return replace(means, namespaces=_works(lambda: locks.make_scratch(1)))
+    return replace(means, namespaces=works_in_fork(lambda: locks.make_scratch(1)))
 
 
 def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Means:
@@ -67,17 +67,6 @@ def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Me
     return there
 
 
-def _works(attempt: Callable[[], object]) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            attempt()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
-
-
 def _try_filter() -> None:
     syscalls.prctl(38, 1)
     filters.install_filter(
@@ -85,12 +74,6 @@ def _try_filter() -> None:
             os.getpid(), machine=syscalls.machine(), files=True, write=False, execute=False, signals=False
         )
     )
-
-
-def _try_id(user: int) -> None:
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
 
 
 def _unused_ids() -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -29,7 +30,7 @@ class Entry:
     means: Means
     limits: Limits
     role: str
-    command: tuple[str, ...]
+    command: Sequence[str]
     mapped: int
 
 

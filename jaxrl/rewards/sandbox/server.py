@@ -18,6 +18,7 @@ import struct
 import sys
 from typing import Any, NoReturn
 
+from jaxrl.processes.messages import send_message
 from jaxrl.processes.process_tree import adopt_orphans, die_with_parent, kill_descendants
 from jaxrl.rewards.sandbox.cage import Cage, make_cage
 from jaxrl.rewards.sandbox.locks import Limits, Means
@@ -79,9 +80,8 @@ def _next(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _say(sock: socket.socket, message: dict[str, Any]) -> None:
-    payload = json.dumps(message).encode()
     with contextlib.suppress(OSError):  # the client is gone: `_next` finds the same
-        sock.sendall(HEADER.pack(len(payload)) + payload)
+        send_message(sock, json.dumps(message).encode())
 
 
 def _execute(sock: socket.socket, cage: Cage, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -95,7 +95,8 @@ def _execute(sock: socket.socket, cage: Cage, message: dict[str, Any], fds: list
             die_with_parent(server)
             means = Means(**message.pop("means"))
             caged = cage if means.namespaces and not means.bubblewrap else Cage()  # which has its own
-            reply = Supervisor(sock, means, caged, _order(message), fds, _mapped()).run()
+            message["limits"] = Limits(**message["limits"])
+            reply = Supervisor(sock, means, caged, Order(**message), fds, _mapped()).run()
             with open(sink, "wb") as file:
                 file.write(json.dumps(reply).encode())
             os._exit(0)
@@ -113,16 +114,6 @@ def _execute(sock: socket.socket, cage: Cage, message: dict[str, Any], fds: list
     os.waitpid(pid, 0)
     cage.clear()
     return json.loads(text) if text else {"failed": "the supervisor ended without a report"}
-
-
-def _order(message: dict[str, Any]) -> Order:
-    return Order(
-        message["mode"],
-        tuple(message["limits_s"]),
-        message["default_limit_s"],
-        Limits(**message["limits"]),
-        tuple(message["command"]),
-    )
 
 
 def _mapped() -> int:

@@ -204,7 +204,8 @@ class _Suite:
         self._names = _Names(link, tree, entry)
         check = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
         if entry and check is not None:
-            self._setup.append(lambda: self._define(job["before"]))
+            # the problem's own helpers and imports, as the prompt defines them
+            self._setup.append(lambda: self._run(ast.parse(job["before"], "prompt.py").body)())
             self._names_check(tree, check, entry)
         else:
             self.cases = self._of_module(tree)
@@ -221,10 +222,6 @@ class _Suite:
         else:
             self._setup += [self._run(others), bind]
             self.cases = self._groups(check.body)
-
-    def _define(self, before: str) -> None:
-        """The problem's own helpers and imports, as the prompt defines them."""
-        self._run(ast.parse(before, "prompt.py").body)()
 
     def _of_module(self, tree: ast.Module) -> list[Case]:
         tests = [case for node in tree.body for case in self._of_test(node)]

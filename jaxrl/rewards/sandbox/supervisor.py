@@ -19,6 +19,7 @@ import random
 import select
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +46,10 @@ class Order:
     """
 
     mode: str
-    limits_s: tuple[float, ...]
+    limits_s: Sequence[float]
     default_limit_s: float
     limits: Limits
-    command: tuple[str, ...] = ()
+    command: Sequence[str] = ()
 
     def limit_s(self, case: int) -> float:
         if case < 0 or not self.limits_s:
@@ -322,19 +323,8 @@ class Supervisor:
         for child in (self._program, self._checker):
             if child is not None and (why := self._not_locked_in(child)):
                 return {"failed": f"{why} {errors}".strip()}
-        return {
-            "end": outcome.end,
-            "code": outcome.code,
-            "seconds": outcome.seconds,
-            "output": outcome.output.decode("utf-8", "replace"),
-            "errors": errors,
-            "cases": outcome.cases,
-            "results": outcome.results,
-            "running": outcome.running,
-            "loaded": outcome.loaded,
-            "done": outcome.done,
-            "broken": outcome.broken,
-        }
+        told = {name: value for name, value in vars(outcome).items() if name != "report"}
+        return told | {"output": outcome.output.decode("utf-8", "replace"), "errors": errors}
 
     def _not_locked_in(self, child: _Child) -> str:
         """Why a process was never locked in, so that what came of it is no verdict; empty if it was."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import socket
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from jaxrl.processes.messages import BadMessage, receive_message, send_message
+
 MAX_FRAME = 16 << 20
-_HEADER = struct.Struct("!I")
 _MAX_DEPTH = 100
 _BIG = 1 << 63
 
@@ -33,35 +33,20 @@ def send(sock: socket.socket, message: Any) -> None:
     payload = json.dumps(message, separators=(",", ":")).encode()
     if len(payload) > MAX_FRAME:
         raise ValueError(f"a value of {len(payload)} bytes, above {MAX_FRAME}")
-    sock.sendall(_HEADER.pack(len(payload)) + payload)
+    send_message(sock, payload)
 
 
 def receive(sock: socket.socket) -> Any:
     """The next message; None when the other side has closed. Raises WireError for what is no message."""
-    header = _exactly(sock, _HEADER.size)
-    if header is None:
-        return None
-    (length,) = _HEADER.unpack(header)
-    if length > MAX_FRAME:
-        raise WireError(f"a message of {length} bytes")
-    payload = _exactly(sock, length)
     try:
+        payload = receive_message(sock, MAX_FRAME)
         return None if payload is None else json.loads(payload)
+    except OSError:
+        return None
+    except BadMessage as bad:
+        raise WireError(str(bad)) from None
     except (ValueError, RecursionError) as error:
         raise WireError(f"no JSON: {error}"[:200]) from None
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        try:
-            piece = sock.recv(min(count - len(data), 1 << 20))
-        except OSError:
-            return None
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
 
 
 def pack(value: Any, other: Callable[[Any], list[Any]], depth: int = 0) -> Any:

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from jaxrl.config.hosts import HostsSection
-from jaxrl.processes.messages import Channel, read_message, to_bytes
+from jaxrl.processes.messages import MAX_REQUEST_BYTES, Channel, read_message, to_bytes
 from jaxrl.processes.process_supervisor import END_S, SupervisorProcess
 from jaxrl.processes.process_tree import adopt_orphans, kill_descendants
-from jaxrl.processes.ray_process import MAX_MESSAGE_BYTES, begin, connect
+from jaxrl.processes.ray_process import begin, connect
 from jaxrl.runtime.hosts.environment import FLAGS
 from jaxrl.runtime.hosts.local_agents import silence_s
 from jaxrl.runtime.hosts.local_devices import with_device_count
@@ -305,7 +305,7 @@ def main() -> NoReturn:
     """The process; see `jaxrl.processes.ray_process.begin`."""
     sock, setup = begin()
     assert isinstance(setup, HostsSetup)
-    channel = Channel(sock, MAX_MESSAGE_BYTES)
+    channel = Channel(sock, MAX_REQUEST_BYTES)
     try:
         ray = _connected(setup, channel)
         hosts = RayHosts(ray, setup, lambda message: channel.send(to_bytes(message)))

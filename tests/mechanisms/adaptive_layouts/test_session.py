@@ -22,7 +22,7 @@ from jaxrl.record.state import dump_state, plain_state, state_of_plain
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.mechanism import RoundEnd
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.types import Sample, SampleKey
 
@@ -36,7 +36,7 @@ def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any
         trainer=replace(made.trainer, total_training_steps=1),
     )
     hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
-    simulation = build(made, RooflineCost(LARGE, H100), WORKLOAD, hooks)
+    simulation = build(made, CostModel(LARGE, H100), WORKLOAD, hooks)
     for session in simulation.mechanism(LayoutSessions).sessions:
         session._journal = journal
     assert simulation.loop.run()

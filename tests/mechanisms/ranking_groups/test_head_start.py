@@ -17,7 +17,7 @@ from jaxrl.mechanisms.one_step_off.overlap import Overlap
 from jaxrl.mechanisms.ranking_groups.session import RankingSession
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
-from jaxrl.sim.cost_model import Efficiency, RooflineCost
+from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import H100
 from jaxrl.types import RunFailed, SampleKey
 
@@ -36,7 +36,7 @@ BASE: dict[str, Any] = {
     "simulate.num_prompts": 8,
 }
 # rollouts take a few tenths of a second; an update is to be a part of that
-COST = RooflineCost(SMALL, H100, efficiency=Efficiency(train_fixed_s=0.02, sync_fixed_s=0.002))
+COST = CostModel(SMALL, H100, efficiency=Efficiency(train_fixed_s=0.02, sync_fixed_s=0.002))
 RANKED = {"rollout.ranking_groups": {"enable": True, "num_groups": 4}}
 
 

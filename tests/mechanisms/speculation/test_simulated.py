@@ -28,12 +28,11 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel, TableCost
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.replay import ReplayExecutor
-from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.verification import Acceptance, verify
 from jaxrl.types import SampleKey, SamplingParams
 
@@ -238,7 +237,7 @@ def test_lockstep_makes_the_plans_of_a_batcher(share: float):
 
 def test_a_plan_that_speculates_is_charged_step_by_step():
     """At the width of the fullest group's rows, with the rows that are active in each step; the slowest group's."""
-    cost = RooflineCost(SMALL, H100)
+    cost = CostModel(SMALL, H100)
     told = [known([*range(19, 0, -1)]), known([0] * 12), known([-1] * 30)]
     tell = SimulatedDrafts(lambda key, _: told[key.prompt_index], DraftConfig(WINDOW, 12))
     executor = SimulatedExecutor(
@@ -305,7 +304,7 @@ def test_a_run_draws_the_same_with_drafts_in_fewer_steps_and_through_a_kill(plac
 
 
 def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens():
-    cost = RooflineCost(SMALL, H100)
+    cost = CostModel(SMALL, H100)
     batch, context = np.array([1, 7, 64, 4096]), np.array([100.0, 9_000.0, 64_000.0, 1e7])
     assert (cost.verify_steps_s(2, batch, 0, context) == cost.decode_steps_s(2, batch, context)).all()
     weights, row_memory, token_memory, row_compute, token_compute = cost._decode_terms(2)
@@ -318,13 +317,14 @@ def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens
 
 
 def test_a_table_has_what_was_measured_of_verification_or_scales_what_was_measured_of_decoding():
-    rest, rows, context = RooflineCost(SMALL, H100), np.array([2, 2]), np.array([100.0, 150.0])
+    rest, rows, context = CostModel(SMALL, H100), np.array([2, 2]), np.array([100.0, 150.0])
     decode = tuple(Measurement(1, 2, tokens, seconds) for tokens, seconds in ((50, 0.01), (100, 0.02)))
     plain = Profile(ProfileIdentity("", "", "x", 1, "", ""), decode)
-    scaled = TableCost(LatencyPredictor(plain), rest)
+    scaled = TableCost(SMALL, H100, predictor=LatencyPredictor(plain))
     ratio = rest.verify_steps_s(1, rows, 4, context) / rest.decode_steps_s(1, rows, context)
     assert scaled.verify_steps_s(1, rows, 4, context) == pytest.approx(np.array([0.01, 0.015]) * ratio)
     assert (scaled.verify_steps_s(1, rows, 0, context) == scaled.decode_steps_s(1, rows, context)).all()
     verify_too = tuple(VerifyMeasurement(1, 2, tokens, 4, seconds) for tokens, seconds in ((50, 0.03), (100, 0.05)))
-    measured = TableCost(LatencyPredictor(replace(plain, verify=verify_too)), rest)
+    with_drafts = LatencyPredictor(replace(plain, verify=verify_too))
+    measured = TableCost(SMALL, H100, predictor=with_drafts)
     assert measured.verify_steps_s(1, rows, 4, context) == pytest.approx([0.03, 0.04])

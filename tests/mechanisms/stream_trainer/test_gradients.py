@@ -14,7 +14,7 @@ from live_arrays import bytes_on
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
-from jaxrl.sharding.halves import Half
+from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import preparation
 from jaxrl.train.step import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch

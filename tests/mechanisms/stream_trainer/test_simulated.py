@@ -22,7 +22,7 @@ from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
-from jaxrl.sim.cost_model import CostModel, RooflineCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import Workload
@@ -247,7 +247,7 @@ def test_a_step_in_which_no_worker_is_freed(options: dict[str, Any], refused: fl
     assert same == trained
 
 
-COST = RooflineCost(LARGE, H100)
+COST = CostModel(LARGE, H100)
 
 
 class Listening:

@@ -6,46 +6,11 @@ error says so. A position beyond those that a model was made for gives text, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
 
 
-class FittingTokenizer(Protocol):
-    """What is looked at of a tokenizer (`jaxrl.data.tokenizer.Tokenizer` has it)."""
-
-    @property
-    def last_token(self) -> tuple[str, int]: ...
-
-    @property
-    def named_ids(self) -> Mapping[str, Sequence[int]]: ...
-
-
-class FittingModel(Protocol):
-    """What is looked at of a model (`jaxrl.models.config.ModelConfig` has it)."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-
-def token_ids(value: Any, place: str) -> tuple[int, ...]:
-    """The ids of an entry such as `eos_token_id`: none (null), one, or a list of them. `place`: file and entry."""
-    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-            raise ValueError(f"{place} must be a token id, a list of them or null, found {value!r:.80}")
-    return ids
-
-
-def check_vocabulary(tokenizer: FittingTokenizer, model: FittingModel, path: str) -> None:
+def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: str) -> None:
     """Raises ValueError for ids that the model has no row for. A model's vocabulary may be larger: some are padded."""
     size = model.vocab_size
     token, last = tokenizer.last_token
@@ -66,7 +31,7 @@ def check_vocabulary(tokenizer: FittingTokenizer, model: FittingModel, path: str
                 raise ValueError(f"{place} ({i}) must be below the size of the model's vocabulary ({size} tokens)")
 
 
-def check_length(model: FittingModel, longest: int, asked: str, path: str) -> None:
+def check_length(model: ModelConfig, longest: int, asked: str, path: str) -> None:
     """Raises ValueError for sequences that are longer than the model was made for.
 
     Args:

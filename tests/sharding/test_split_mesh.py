@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from live_arrays import bytes_on
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.sharding.halves import Half
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
+from jaxrl.sharding.split_mesh import Half
 
 MODEL = ModelConfig(
     family="qwen2",

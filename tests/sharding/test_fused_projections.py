@@ -29,9 +29,9 @@ def converted(config, layout, **form):
 @pytest.mark.parametrize(("config", "tp"), CASES)
 def test_merged_weights_hold_the_separate_ones(config, tp, x64):
     layout = Layout(make_mesh(jax.devices()[:4]), tp)
-    separate, merged = converted(config, layout), converted(config, layout, merged=True)
-    for one, both in zip(separate["layers"], merged["layers"], strict=True):
-        # the merged arrays are split over tp, in whole groups
+    separate, fused = converted(config, layout), converted(config, layout, fused_projections=True)
+    for one, both in zip(separate["layers"], fused["layers"], strict=True):
+        # the fused arrays are split over tp, in whole groups
         assert both["qkv"].sharding.is_equivalent_to(layout.sharding(None, layout.tp_axes), 4)
         assert both["gate_up"].sharding.is_equivalent_to(layout.sharding(None, None, "tp"), 3)
         slabs = [(both.pop("qkv"), ["q", "k", "v"])]
@@ -62,16 +62,16 @@ def test_the_forward_pass_gives_the_same(config, tp, x64):
         hidden, _ = decoder.forward_layers(params, tokens, at, attends, config, dtype=jnp.float64)
         return decoder.logits(params, hidden, config)
 
-    one, other = (logits(converted(config, layout, merged=merged)) for merged in (False, True))
+    one, other = (logits(converted(config, layout, fused_projections=fused)) for fused in (False, True))
     np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
 def test_they_move_between_layouts(before, after, x64):
     config, mesh = MODELS[1], make_mesh(jax.devices()[:4])
-    fresh = {tp: converted(config, Layout(mesh, tp), merged=True) for tp in (before, after)}
+    fresh = {tp: converted(config, Layout(mesh, tp), fused_projections=True) for tp in (before, after)}
     layouts = Layout(mesh, before), Layout(mesh, after)
-    moved, _ = rollout_to_rollout(fresh[before], config, *layouts, 4, merged=True, keep=True)
+    moved, _ = rollout_to_rollout(fresh[before], config, *layouts, 4, fused_projections=True, keep=True)
     jax.tree.map(np.testing.assert_array_equal, moved, fresh[after])
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), moved, fresh[after]))
 
@@ -80,7 +80,7 @@ def test_where_they_cannot_be_merged():
     """14/2 heads at tp 4 are 16/2: two shards share a key/value head."""
     layout = Layout(make_mesh(jax.devices()[:4]), 4)
     for config, form in ((uneven(14, 2, "llama"), {}), (MODELS[0], {"features_first": True})):
-        with pytest.raises(ValueError, match="rollout weights in merged form must have features last, and"):
-            rules.rollout_shardings(config, layout, 4, merged=True, **form)
-    specs = rules.rollout_shardings(MODELS[0], layout, 4, merged=True)["layers"][0]
+        with pytest.raises(ValueError, match="rollout weights with fused projections must have features last, and"):
+            rules.rollout_shardings(config, layout, 4, fused_projections=True, **form)
+    specs = rules.rollout_shardings(MODELS[0], layout, 4, fused_projections=True)["layers"][0]
     assert specs["qkv_bias"].spec == P(layout.tp_axes)

@@ -1,4 +1,4 @@
-"""Rollout weights in merged form: one matrix for queries, keys and values, one for the MLP's gate and up.
+"""Rollout weights with fused projections: one matrix for queries, keys and values, one for the MLP's gate and up.
 
 What multiplies the same activations is then one product, and the kernels behind it find what belongs together side by
 side (`jaxrl.kernels.decode_pallas`). Left to XLA, merging products of separate weights either depends on what
@@ -6,7 +6,7 @@ autotuning prefers, or copies the weights inside the program.
 
 In a layer, `qkv` [E, K, G + 2, D] takes the place of `q`, `k` and `v`: for each key/value head its G query heads, its
 key, its value; `qkv_bias` [K, G + 2, D] that of their biases; `gate_up` [E, 2, F] that of `gate` and `up`. They are
-split over tp in K and F, so each shard has whole groups, which `can_merge` is about. Everything else stays as it is.
+split over tp in K and F, so each shard has whole groups, which `can_fuse` is about. Everything else stays as it is.
 
 Dims: E embed, K key/value heads, G query heads a key/value head, D head dim, F mlp.
 """
@@ -24,13 +24,13 @@ from jaxrl.sharding.layout import Layout
 Tree = dict[str, Any]
 
 
-def can_merge(num_kv_heads: int, max_tp: int) -> bool:
+def can_fuse(num_kv_heads: int, max_tp: int) -> bool:
     """Whether shards have whole groups at every degree up to `max_tp`; key/value heads as padded for it."""
     return num_kv_heads % max_tp == 0
 
 
-def merge(layer: Tree) -> Tree:
-    """A layer's weights, [in..., out...] and padded, in merged form."""
+def fuse(layer: Tree) -> Tree:
+    """A layer's weights, [in..., out...] and padded, with fused projections."""
     rest = {name: value for name, value in layer.items() if name not in ("q", "k", "v", "gate", "up")}
     rest["qkv"] = _heads(layer["q"], layer["k"], layer["v"])
     rest["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=-2)
@@ -45,8 +45,8 @@ def _heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
 
 
-def merged_shardings(layer: Tree, layout: Layout) -> Tree:
-    """The shardings of a merged layer, from those of its separate weights."""
+def fused_shardings(layer: Tree, layout: Layout) -> Tree:
+    """The shardings of such a layer, from those of its separate weights."""
     tp = layout.tp_axes or None
     new: dict[str, NamedSharding] = {
         "qkv": layout.sharding(None, tp),

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.sharding.mesh import submeshes
+from jaxrl.sharding.mesh import entry_axes, submeshes
 
 Tree = Any
 
@@ -142,21 +142,17 @@ def _dim_of(whole: Any, half: NamedSharding) -> int | None:
     major = whole.mesh.axis_names[0]
     found, left = None, []
     for dim, entry in enumerate(whole.spec):
-        axes = _axes(entry)
+        axes = entry_axes(entry)
         if major in axes:
             found = dim if axes[-1] == major else -1
         left.append(tuple(axis for axis in axes if axis != major))
-    wanted = [tuple(axis for axis in _axes(entry) if half.mesh.shape[axis] > 1) for entry in half.spec]
+    wanted = [tuple(axis for axis in entry_axes(entry) if half.mesh.shape[axis] > 1) for entry in half.spec]
     if found == -1 or _trimmed(left) != _trimmed(wanted):
         raise ValueError(
             f"an array split as {whole.spec} over a mesh cannot be split as {half.spec} over its half: its major axis "
             f"({major}) must be the last that splits a dim, and all else the same"
         )
     return found
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _trimmed(entries: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxrl.data.fit import check_length, check_vocabulary, token_ids
+from jaxrl.data.tokenizer_files import token_ids
+from jaxrl.models.fit import check_length, check_vocabulary
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Weights of several workers: one program over all devices, and each worker's shards relabelled without a copy."""
+"""Weights of several workers: one program over all devices, and each worker's shards made without a copy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from uneven_models import uneven
 from jaxrl.models import decoder
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh, submeshes
-from jaxrl.sharding.relabel import relabel
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
+from jaxrl.sharding.submesh_arrays import submesh_arrays
 
 
 def buffers(tree) -> dict[tuple[str, int], int]:
@@ -36,7 +36,7 @@ def test_each_worker_has_its_shards_of_one_program(num_workers, tied):
     for tp in tp_degrees(parts[0]):
         whole = to_rollout(params, config, Layout(mesh, tp), jnp.float32)
         before, values = buffers(whole), jax.tree.map(np.asarray, whole)
-        mine = [relabel(whole, rollout_shardings(config, Layout(part, tp))) for part in parts]
+        mine = [submesh_arrays(whole, rollout_shardings(config, Layout(part, tp))) for part in parts]
         together: dict[tuple[str, int], int] = {}
         for part, own in zip(parts, mine, strict=True):
             shardings = rollout_shardings(config, Layout(part, tp))
@@ -56,21 +56,21 @@ def test_each_worker_has_its_shards_of_one_program(num_workers, tied):
     assert not any(array.is_deleted() for array in jax.tree.leaves(params)), "the trainer keeps its own"
 
 
-def test_an_array_that_stands_twice_is_relabelled_once():
+def test_an_array_that_stands_twice_is_made_once():
     mesh = make_mesh()
     part = submeshes(mesh, 2)[1]
     array = jax.device_put(np.arange(8.0), Layout(mesh, 2).sharding("tp"))
     target = Layout(part, 2).sharding("tp")
-    own = relabel({"embed": array, "head": array}, {"embed": target, "head": target})
+    own = submesh_arrays({"embed": array, "head": array}, {"embed": target, "head": target})
     assert own["embed"] is own["head"]
-    assert array.sharding == relabel(array, array.sharding).sharding
-    assert relabel(array, array.sharding) is array
+    assert array.sharding == submesh_arrays(array, array.sharding).sharding
+    assert submesh_arrays(array, array.sharding) is array
 
 
 def test_deleting_one_of_two_arrays_with_the_same_buffers_kills_the_other():
     mesh = make_mesh()
     array = jax.device_put(np.arange(8.0), Layout(mesh, 2).sharding("tp"))
-    own = relabel(array, Layout(submeshes(mesh, 2)[0], 2).sharding("tp"))
+    own = submesh_arrays(array, Layout(submeshes(mesh, 2)[0], 2).sharding("tp"))
     own.delete()
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(array)
@@ -80,8 +80,8 @@ def test_what_would_have_to_move_is_refused():
     mesh = make_mesh()
     left, right = submeshes(mesh, 2)
     array = jax.device_put(np.arange(8.0), Layout(mesh, 2).sharding("tp"))
-    with pytest.raises(ValueError, match=r"relabel: \['w'\] would have to move: device 0 does not hold the part"):
-        relabel({"w": array}, {"w": Layout(left, 4).sharding("tp")})
+    with pytest.raises(ValueError, match=r"submesh_arrays: \['w'\] would have to move: device 0 does not hold"):
+        submesh_arrays({"w": array}, {"w": Layout(left, 4).sharding("tp")})
     there = jax.device_put(np.arange(8.0), NamedSharding(left, P()))
-    with pytest.raises(ValueError, match=r"relabel: the array would have to move: device 4 does not hold"):
-        relabel(there, NamedSharding(right, P()))
+    with pytest.raises(ValueError, match=r"submesh_arrays: the array would have to move: device 4 does not hold"):
+        submesh_arrays(there, NamedSharding(right, P()))

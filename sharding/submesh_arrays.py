@@ -1,10 +1,10 @@
 """An array's shards on some of its devices, as an array of those devices alone: other labels, the same buffers.
 
 Purpose: weights come to several workers by one program over all devices. In its result the workers are replicas, so
-every worker's shards are there already, and `relabel` gives them to it without a copy (about 0.01 ms an array).
+every worker's shards are there already, and `submesh_arrays` gives them to it without a copy (about 0.01 ms an array).
 
 Both arrays then share their buffers, and deleting one kills the other. So only one may own them: the whole
-array is dropped after it was relabelled, and not deleted; from then on each part is the only array with its buffers.
+array is dropped after it was split so, and not deleted; from then on each part is the only array with its buffers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import jax
 from jax.sharding import NamedSharding
 
 
-def relabel(tree: Any, target: Any) -> Any:
+def submesh_arrays(tree: Any, target: Any) -> Any:
     """The arrays of a tree under other shardings, with the buffers that they have.
 
-    An array that occurs several times in the tree (tied weights) is relabelled once.
+    An array that occurs several times in the tree (tied weights) is made once.
 
     Args:
       tree: of jax.Array.
@@ -32,13 +32,13 @@ def relabel(tree: Any, target: Any) -> Any:
     def one(path: Any, array: jax.Array, sharding: NamedSharding) -> jax.Array:
         key = (id(array), sharding)
         if key not in known:
-            known[key] = _relabelled(jax.tree_util.keystr(path) or "the array", array, sharding)
+            known[key] = _on_submesh(jax.tree_util.keystr(path) or "the array", array, sharding)
         return known[key]
 
     return jax.tree_util.tree_map_with_path(one, tree, target)
 
 
-def _relabelled(name: str, array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _on_submesh(name: str, array: jax.Array, sharding: NamedSharding) -> jax.Array:
     if array.sharding == sharding:
         return array
     there = array.sharding.devices_indices_map(array.shape)
@@ -46,7 +46,7 @@ def _relabelled(name: str, array: jax.Array, sharding: NamedSharding) -> jax.Arr
     moving = [device.id for device, part in wanted.items() if there.get(device) != part]
     if moving:
         raise ValueError(
-            f"relabel: {name} would have to move: device {moving[0]} does not hold the part of it that "
+            f"submesh_arrays: {name} would have to move: device {moving[0]} does not hold the part of it that "
             f"{sharding.spec} says: use reshard"
         )
     parts = [shard.data for shard in array.addressable_shards if shard.device in wanted]
