@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, LiveRow
 from jaxrl.scheduling.layouts.switch_rule import LatencyModel, remaining_s
 
 
