@@ -38,9 +38,9 @@ from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
+from jaxrl.scheduling.layouts.batch_state import LiveRow
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
 from jaxrl.scheduling.layouts.regroup import regroup
-from jaxrl.scheduling.layouts.situation import LiveRow
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.sharding import kv_migration
 from jaxrl.sharding.layout import Layout, tp_degrees

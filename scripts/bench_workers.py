@@ -8,7 +8,7 @@ take turns, over the same requests, whose lengths differ:
 
 - alone: one worker draws its half of the samples, and the other device is idle. Twice as many samples in the same time
   would be the best that two workers can do.
-- one thread: both workers, served by `jaxrl.scheduling.tokens.workers.Workers` as in a run, in logical time.
+- one thread: both workers, served by `jaxrl.scheduling.tokens.local_workers.LocalWorkers` as in a run, in logical time.
 - two threads: both workers, each stepped by a thread of its own; what that draws is the same, in no fixed order.
 
 Figures: seconds; late: the share of plans that were submitted when the device had finished the one before, so that it
@@ -37,8 +37,8 @@ from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Plan, Request
-from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.types import SampleKey, SamplingParams
@@ -123,10 +123,12 @@ class Case:
             "two-threads": lambda: self._timed(2, _in_threads),
         }
 
-    def _timed(self, count: int, drive: Callable[[Workers], float]) -> Values:
+    def _timed(self, count: int, drive: Callable[[LocalWorkers], float]) -> Values:
         for executor in self.executors:
             executor.num_plans = executor.num_late = 0
-        workers = Workers([Engine(each, BatcherConfig(decode_steps=self.steps)) for each in self.executors[:count]])
+        workers = LocalWorkers(
+            [Engine(each, BatcherConfig(decode_steps=self.steps)) for each in self.executors[:count]]
+        )
         random = np.random.default_rng(self.options.seed)
         for i in range(count * self.options.rows):
             prompt = tuple(random.integers(1, self.config.vocab_size, PROMPT).tolist())
@@ -140,7 +142,7 @@ class Case:
         return {"seconds": seconds, "late": late / plans, "host_per_plan_s": host_s / plans, "tokens": tokens}
 
 
-def _in_turns(workers: Workers | Engine) -> float:
+def _in_turns(workers: LocalWorkers | Engine) -> float:
     """Runs to the end; returns the seconds that this thread has worked."""
     began = time.thread_time()
     while not workers.is_idle:
@@ -149,7 +151,7 @@ def _in_turns(workers: Workers | Engine) -> float:
     return time.thread_time() - began
 
 
-def _in_threads(workers: Workers) -> float:
+def _in_threads(workers: LocalWorkers) -> float:
     """The same with a thread for each engine; returns the seconds of all threads together."""
     with ThreadPoolExecutor(len(workers.engines)) as pool:
         return sum(pool.map(_in_turns, workers.engines))

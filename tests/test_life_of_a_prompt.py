@@ -58,8 +58,8 @@ BESIDE = {
     *("types.py", "scheduling/mechanism.py", "rewards/request.py", "rewards/pool_base.py", "rewards/process_pool.py"),
     *("rewards/domain_limits.py", "rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
     *("scheduling/tokens/sketch.py", "scheduling/tokens/lengths.py", "rollout/calls.py", "rollout/plan_times.py"),
-    *("runtime/lanes.py", "runtime/rows.py", "runtime/stop.py", "runtime/hosts/process_group.py", "train/kl.py"),
-    "rollout/kv_cache.py",
+    *("runtime/plan_timeline.py", "runtime/row_timeline.py", "runtime/stop.py", "runtime/hosts/process_group.py"),
+    *("train/kl.py", "rollout/kv_cache.py"),
 }
 """Of the rooms below, what a reader need not open: small words, pictures, counts."""
 ROOMS = ("mechanisms", "rewards", "rollout", "runtime", "scheduling", "train")

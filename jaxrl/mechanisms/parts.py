@@ -16,8 +16,8 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.rounds.history import HistoryStore
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.train.step import Trainer
 
@@ -46,7 +46,7 @@ class RunParts:
     config: Config
     process: int
     mesh: Mesh
-    engines: Workers | PacedWorkers
+    engines: LocalWorkers | SynchronizedWorkers
     workers: WorkerSet
     trainer: Trainer
     pool: RewardPool

@@ -10,11 +10,11 @@ from jaxrl.config import Config
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.history import HistoryStore
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel
-from jaxrl.sim.workers import SimulatedWorkers
+from jaxrl.sim.executor_set import SimulatedExecutorSet
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class SimulatedParts:
     cost: CostModel
     clock: SimulatedClock
     phases: SimulatedPhases
-    workers: Workers | PacedWorkers
-    executors: SimulatedWorkers
+    workers: LocalWorkers | SynchronizedWorkers
+    executors: SimulatedExecutorSet
     tp: int
     num_devices: int
     pace: LatencyPredictor | None

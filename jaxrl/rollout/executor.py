@@ -274,8 +274,8 @@ class MeshExecutor:
         fixed_s = self._timer.ended_s - ready - sum(seconds) + (ready - began)
         return TimeTaken(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
 
-    def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes KV over from an executor on other devices (`jaxrl.scheduling.layouts.handover`), by `jax.device_put`.
+    def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """Takes KV from an executor on other devices (`jaxrl.scheduling.layouts.request_migration`), by `device_put`.
 
         Raises:
           SwitchFailed: the copy failed; the pool is empty.
@@ -294,7 +294,7 @@ class MeshExecutor:
                 jax.block_until_ready(self._pool)
             except Exception as error:
                 self.allocate()
-                raise SwitchFailed(f"the handover failed ({type(error).__name__}: {error})", is_usable=True) from error
+                raise SwitchFailed(f"the migration failed ({type(error).__name__}: {error})", is_usable=True) from error
             self.reports = (self.reports[0], report)
         self.put_rows(rows)
 

@@ -9,15 +9,15 @@ Source: docs/architecture.md. Rewards beside the rollout: RollPacker §4.3.
 
 Real and simulated runs differ in what they give to the backend: a mesh, a pool of processes, a tokenizer, a journal and
 the machine's clock; or modelled devices and scoring, both on one simulated clock, and no journal. The host waits for a
-plan's end before it looks for verdicts: the round first hears of the responses that ended in the plan, then of the
+plan's end before it looks for verdicts: the round first receives the responses that ended in the plan, then of the
 verdicts that came in meanwhile.
 
 Verdicts are all that a clock, or something outside the run, decides here, such as that a scorer timed out. Those are
-journalled before the round hears of them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
+journalled before the round receives them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
 same. A simulated clock needs no journal.
 
 Events come from one of two sources behind one protocol (`jaxrl.runtime.events`): workers whose commands take effect at
-once, or workers in one order with those of other processes.
+once, or workers that are synchronised with those of other processes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.journal import Journal
 from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.events import DirectEvents, RoundEvents
-from jaxrl.runtime.lanes import PlanTimeline
 from jaxrl.runtime.ordered import OrderedEvents
+from jaxrl.runtime.plan_timeline import PlanTimeline
 from jaxrl.runtime.plans import PlanRunner
 from jaxrl.runtime.round_end import Hosts, RoundCounts, merged, samples_of, work_metrics
 from jaxrl.runtime.verdicts import Scoring
@@ -50,10 +50,10 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.scheduling.tokens.engine import Engine, Finished
-from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 POLL_S = 0.5  # how long to wait for a verdict before looking again
@@ -85,7 +85,7 @@ class Surroundings:
       on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
       beat: called whenever the pool has been asked for verdicts: it works, and ends what takes longer than its limits.
       interrupted: whether a stop was asked for; asked after every plan, because a response may be long.
-      tally: counts the verdicts that the round hears of; None: a new one.
+      tally: counts the verdicts that the round receives; None: a new one.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -113,12 +113,12 @@ class RolloutBackend:
       weights: gives the trainer's current weights, on the devices.
       mechanisms: in the order in which their hooks are called.
       around: the clock and the like; None: the machine's clock, and nothing else.
-      hosts: the other processes of the run, for `PacedWorkers`; None: there are none.
+      hosts: the other processes of the run, for `SynchronizedWorkers`; None: there are none.
     """
 
     def __init__(
         self,
-        engine: Engine | Workers | PacedWorkers,
+        engine: Engine | LocalWorkers | SynchronizedWorkers,
         executors: Executors,
         scoring: Scoring,
         text_of: Callable[[Sample], str],
@@ -127,13 +127,13 @@ class RolloutBackend:
         around: Surroundings | None = None,
         hosts: Hosts | None = None,
     ) -> None:
-        self.engine = Workers([engine]) if isinstance(engine, Engine) else engine
+        self.engine = LocalWorkers([engine]) if isinstance(engine, Engine) else engine
         self.executors = executors
         self.mechanisms = tuple(mechanisms)
         self._around = around = around or Surroundings()
         self._tally = around.tally or RewardMetrics()
         self._weights = weights
-        self._sources: dict[SampleKey, str] = {}  # of samples whose verdict the round has still to hear
+        self._sources: dict[SampleKey, str] = {}  # of samples whose verdict has still to be delivered
         self._request_ids = itertools.count()
         self._ready, self._version = False, 0  # of the rollout's weights
         self._unused: int | None = None  # the same, where no round has begun with them
@@ -143,7 +143,7 @@ class RolloutBackend:
         self._plans = PlanRunner(self.engine, self.mechanisms, around.timeline)
         parts = self._under_way, self._plans, scoring, text_of, self.mechanisms, around.journal
         self._events: RoundEvents = (
-            DirectEvents(*parts) if isinstance(self.engine, Workers) else OrderedEvents(*parts, hosts)
+            DirectEvents(*parts) if isinstance(self.engine, LocalWorkers) else OrderedEvents(*parts, hosts)
         )
         for each in self.mechanisms:
             each.attach(self._under_way)
@@ -196,10 +196,10 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are being drawn, or the round has not yet been told that they ended.
+        """Whether samples are being drawn, or their ends are still to be delivered.
 
         Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
-        has been told; a plan of rows that have all stopped may then still be in flight.
+        has been delivered; a plan of rows that have all stopped may then still be in flight.
         """
         return self._events.generating
 
@@ -272,16 +272,16 @@ class RolloutBackend:
         self._plans.follow()
         self._under_way.requests.clear()
         workers = self._plans.counted()
-        told = {each.name: found for each in self.mechanisms if (found := each.counts(workers)) is not None}
+        of_mechanisms = {each.name: found for each in self.mechanisms if (found := each.counts(workers)) is not None}
         recompiles = self.executors.recompiles - self._recompiles
-        counts = self._events.end(RoundCounts(workers, recompiles, self._events.end_scoring(), told))
+        counts = self._events.end(RoundCounts(workers, recompiles, self._events.end_scoring(), of_mechanisms))
         if result is not None:
             left_out = any(each.reads_left_out for each in self.mechanisms)
             self._events.exchange(samples_of(result, left_out=left_out))
         done = RoundEnd(sum((each.total for each in counts), Counters()), result)
         measured = {**work_metrics(done.done), **self._tally.take(merged(counts)), **self._events.take_metrics()}
         for each in self.mechanisms:
-            measured |= each.round_ends(done, [count.told.get(each.name) for count in counts])
+            measured |= each.round_ends(done, [count.of_mechanisms.get(each.name) for count in counts])
         return measured
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class RolloutBackend:
         return request.request_id
 
     def _show(self, worker: int | None) -> None:
-        """A worker was served, and the round has been told what ended; `worker`: of which a plan was collected. Where
+        """A worker was served, and what ended has been delivered; `worker`: of which a plan was collected. Where
         nothing is generated, all its rows had stopped before."""
         for each in self.mechanisms:
             each.after_plan(worker)

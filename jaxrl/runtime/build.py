@@ -28,10 +28,10 @@ from jaxrl.runtime.memory import layout_degrees, layout_sizes, memory_plan, memo
 from jaxrl.runtime.rules import batcher_config, workers_of
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.scheduling.layouts.pace import PredictedTicks
+from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Workers, step_ticks
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import (
@@ -249,7 +249,7 @@ def build_engines(
     tokenizer: Tokenizer,
     profile: Profile | None,
     process: int = 0,
-) -> Workers | PacedWorkers:
+) -> LocalWorkers | SynchronizedWorkers:
     """The engines of all workers as one; of several processes, those of this one.
 
     Args:
@@ -263,7 +263,7 @@ def build_engines(
     engines = [build_engine(config, executor, tokenizer, profile, sizes) for executor in workers.executors]
     ticks = step_ticks
     if profile is not None and config.rollout.layout.switch:
-        ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
+        ticks = PlanCostModel(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
     return workers_of(config, engines, ticks, process)
 
 

@@ -17,10 +17,10 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.rollout.profiles import checked_profile, load_profile
 from jaxrl.runtime.memory import plan_num_blocks
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Profile
-from jaxrl.scheduling.layouts.situation import GroupCapacity
 from jaxrl.sharding.memory import DeviceMemory, memory_of
 
 OPTION = "rollout.tensor_model_parallel_size"

@@ -1,4 +1,4 @@
-"""What happens in a round, as the backend hears of it: one protocol, and the source for workers that obey at once.
+"""The events of a round as the backend receives them: one protocol, and the source for workers that obey at once.
 
 Purpose: `RoundEvents` is what stands between the backend and its workers and scoring. `DirectEvents` is for the workers
 of one process, whose commands take effect at once, and which requests may leave for each other; `OrderedEvents`
@@ -6,7 +6,7 @@ of one process, whose commands take effect at once, and which requests may leave
 lookahead later.
 
 Source: docs/architecture.md, which says why there are two: one engine alone must not wait for a lookahead, and moves of
-requests between workers are asked for where what has been told is all that has ended.
+requests between workers are asked for where all that has ended has been delivered.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RoundEvents(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a verdict, or for what other processes tell. Raises RuntimeError where nothing will come."""
+        """Waits for a verdict, or for messages of other processes. Raises RuntimeError where nothing will come."""
         ...
 
     def cancel(self) -> None:
@@ -89,7 +89,7 @@ class RoundEvents(Protocol):
         ...
 
     def take_metrics(self) -> dict[str, float]:
-        """What telling and waiting have cost in the round; nothing where there are no other processes."""
+        """What messages and waiting have cost in the round; nothing where there are no other processes."""
         ...
 
     # -- its commands
@@ -115,7 +115,7 @@ class DirectEvents:
     Args:
       under_way: what there is of the round, with the workers. plans: runs their plans.
       scoring: scores finished samples. text_of: makes a response's text.
-      mechanisms: told of what ends.
+      mechanisms: called with what ends.
       journal: where decisions of the clock go; None: nowhere.
     """
 
@@ -205,14 +205,14 @@ class DirectEvents:
         self._workers.add(request, worker)
 
     def abort(self, keys: Sequence[SampleKey], *, keep: bool) -> None:
-        """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
+        """Ends requests. `Abort` says what becomes of those that had ended already and were not delivered."""
         if keep:
             self.finished(self._workers.drain(), is_stopping=True)
         else:
             gone = set(keys)
-            untold = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
-            self._events = deque(e for e in self._events if all(e is not other for other in untold))
-            for event in untold:  # drawn no more since it ended
+            undelivered = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
+            self._events = deque(e for e in self._events if all(e is not other for other in undelivered))
+            for event in undelivered:  # drawn no more since it ended
                 self._aborted(replace(event.sample, finish_reason="abort"), event.dispatch)
         requests = self._under_way.requests
         live = [requests[key] for key in keys if key in requests]

@@ -1,17 +1,18 @@
 """The events of a round over several workers: one sequence, the same in every process.
 
 Purpose: `OrderedEvents` is the source of events (`jaxrl.runtime.events.RoundEvents`) for workers that run ahead of the
-round (`jaxrl.scheduling.tokens.paced`). Process 0 leads: it merges what all workers report, takes in verdicts and
-answers, and hands the next event to its own round; what it has handed over is the stream that all others handle. With
-all workers in one process there is no stream, and the same code hands over the same events.
+round (`jaxrl.scheduling.tokens.synchronized`). Process 0 leads: it merges the progress of all workers, receives
+verdicts and abort results, and delivers the next event to its own round; what it has delivered, it publishes as the
+stream that all others handle. With all workers in one process there is no stream, and the same code delivers the same
+events.
 
-What is handed over when:
+What is delivered when:
 
-- Responses that were aborted are answered for before anything else, in the order of the command.
-- A verdict is handed over when it has come, in the order in which samples were sent for scoring. Where that is decides
-  nothing, unless the round awaits it, and then nothing but verdicts is handed over. A rule that launches or aborts at
+- The results of aborts come before anything else, in the order of the command.
+- A verdict is delivered when it has come, in the order in which samples were sent for scoring. Where that is decides
+  nothing, unless the round awaits it, and then nothing but verdicts is delivered. A rule that launches or aborts at
   another verdict would depend on a clock: an assertion.
-- All else that ended, in logical order (`jaxrl.scheduling.tokens.order`).
+- All else that ended, in the order of `jaxrl.scheduling.tokens.event_merger`.
 
 A sample of another process has the right length, versions and finish reason, and no content (arrays of one zero each)
 until its tokens are exchanged, at the round's end.
@@ -29,16 +30,16 @@ from typing import Any
 import numpy as np
 
 from jaxrl.record.journal import Journal
-from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Floor, Item, Notice, Scored, Stop, shortened
+from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Item, LowWatermark, Notice, Scored, Stop, shortened
 from jaxrl.runtime.plans import PlanRunner
 from jaxrl.runtime.round_end import Hosts, MissingTokens, RoundCounts, TextOf
 from jaxrl.runtime.verdicts import Arrival, OwnScoring, Scoring, recorded
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Event, Interrupted, RoundStarted, SampleAborted, SampleFinished
 from jaxrl.scheduling.tokens.engine import Finished
-from jaxrl.scheduling.tokens.order import Answer, End, Report
-from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.event_merger import AbortResult, Completion, WorkerProgress
 from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 SCORING_POLL_S = 0.005
@@ -46,12 +47,12 @@ SCORING_POLL_S = 0.005
 
 
 class OrderedEvents:
-    """Implements `jaxrl.runtime.events.RoundEvents` over `PacedWorkers`: what happens in a round, in one order.
+    """Implements `jaxrl.runtime.events.RoundEvents` over `SynchronizedWorkers`: what happens in a round, in one order.
 
     Args:
       under_way: what there is of the round, with the workers of this process. plans: runs their plans.
       scoring: of this process. text_of: makes a response's text.
-      mechanisms: told of what ends.
+      mechanisms: called with what ends.
       journal: where decisions of a clock go, in process 0; None: nowhere.
       hosts: the other processes; None: there are none.
 
@@ -69,7 +70,7 @@ class OrderedEvents:
         journal: Journal | None = None,
         hosts: Hosts | None = None,
     ) -> None:
-        assert isinstance(under_way.workers, PacedWorkers)
+        assert isinstance(under_way.workers, SynchronizedWorkers)
         workers = self._workers = under_way.workers
         self._under_way, self._plans, self._text_of, self._clock = under_way, plans, text_of, under_way.clock
         self._mechanisms, self._journal, self._hosts = mechanisms, journal, hosts
@@ -77,10 +78,10 @@ class OrderedEvents:
         stream = self._stream = None if hosts is None else hosts.stream
         self._leads = stream is None or stream.process == 0
         self._process, self._num_processes = (0, 1) if stream is None else (stream.process, stream.num_processes)
-        self._of_process = workers.ledger.num_workers // self._num_processes  # workers of each
-        first = self._process * self._of_process
-        assert workers.numbers == tuple(range(first, first + self._of_process)), "workers of another process"
-        self._order = workers.new_order() if self._leads else None
+        self._workers_per_process = workers.placements.num_workers // self._num_processes
+        first = self._process * self._workers_per_process
+        assert workers.numbers == tuple(range(first, first + self._workers_per_process)), "workers of another process"
+        self._merger = workers.new_merger() if self._leads else None
         self._stop_agreed = False
         self._stop_asked = False
         self._why: str | None = None  # a stop to be published, and why
@@ -90,14 +91,14 @@ class OrderedEvents:
     def _forget(self) -> None:
         self.launched.clear()
         self._turn: int | None = None  # the worker to be served next
-        self._started: Event | None = None  # the first event, until it is handed over
+        self._started: Event | None = None  # the first event, until it is delivered
         self._version = 0
         self._owners: dict[SampleKey, int] = {}  # the process that draws a response
-        self._due_answers: deque[int] = deque()  # request ids, in the order of the commands
-        self._answers: dict[int, Answer] = {}  # those that came; in process 0
-        self._cut: dict[int, Sample] = {}  # samples of this process that were aborted, until they are told
+        self._due_aborts: deque[int] = deque()  # request ids, in the order of the commands
+        self._abort_results: dict[int, AbortResult] = {}  # those that came; in process 0
+        self._aborted: dict[int, Sample] = {}  # samples of this process, until their abort results are delivered
         self._num_scores = 0
-        self._scores: dict[int, tuple[SampleKey, Prompt]] = {}  # by number: sent and no verdict told
+        self._scores: dict[int, tuple[SampleKey, Prompt]] = {}  # by number: sent and no verdict delivered
         self._numbers: dict[SampleKey, int] = {}
         self._arrived: dict[int, Arrival] = {}  # in process 0
         self._awaited: set[int] = set()
@@ -113,8 +114,8 @@ class OrderedEvents:
         self._started = RoundStarted(self._clock())
         self._version = policy_version
         self._workers.begin()
-        if self._order is not None:
-            self._order.begin()
+        if self._merger is not None:
+            self._merger.begin()
         if self._stream is not None:
             self._stream.begin()
 
@@ -124,7 +125,7 @@ class OrderedEvents:
 
     @property
     def generating(self) -> bool:
-        return (bool(self._workers.ledger.num_live) and not self._awaited) or bool(self._due_answers)
+        return (bool(self._workers.placements.num_live) and not self._awaited) or bool(self._due_aborts)
 
     @property
     def num_plannable(self) -> int | None:
@@ -140,7 +141,7 @@ class OrderedEvents:
 
     def run_plan(self) -> int | None:
         assert self._turn is not None, "no worker can be served"
-        return self._plans.run_paced(self._workers, self._turn)
+        return self._plans.run_synchronized(self._workers, self._turn)
 
     def owner_of(self, key: SampleKey) -> int | None:
         """The process that drew a response of this round; None for one that was not launched in it."""
@@ -149,30 +150,30 @@ class OrderedEvents:
     def launch(self, request: Request, worker: int | None) -> None:
         """Starts a response."""
         assert self._decides, "a rule launches at a verdict that it does not await"
-        home = self._workers.launch(request, worker)
+        placement = self._workers.launch(request, worker)
         self.launched[request.request_id] = request
-        self._owners[request.key] = home.worker // self._of_process
-        if self._order is not None:
-            self._order.launched(request.request_id)
+        self._owners[request.key] = placement.worker // self._workers_per_process
+        if self._merger is not None:
+            self._merger.launched(request.request_id)
 
     def finished(self, finished: Sequence[Finished]) -> None:
         raise AssertionError("no round begins in another where workers keep one order")
 
     def abort(self, keys: Sequence[SampleKey], *, keep: bool) -> None:
-        """Ends responses; what became of each is the next that is told."""
+        """Ends responses; what became of each is delivered next."""
         assert self._decides, "a rule aborts at a verdict that it does not await"
         request_ids = [self._under_way.requests[key] for key in keys]
-        ledger = self._workers.ledger
-        homes = [(request_id, ledger.home(request_id)) for request_id in request_ids]
-        for answer, sample in self._workers.abort(request_ids, keep=keep):
-            self._cut[answer.request_id] = sample
-            self._answered(answer)
-        self._due_answers.extend(request_ids)
-        if self._order is not None:
-            for request_id, home in homes:
-                assert home is not None
-                self._order.gone(request_id, home.worker)
-            self._clear({home.worker for _, home in homes if home is not None})
+        placements = self._workers.placements
+        placed = [(request_id, placements.find(request_id)) for request_id in request_ids]
+        for result, sample in self._workers.abort(request_ids, keep=keep):
+            self._aborted[result.request_id] = sample
+            self._take_abort_result(result)
+        self._due_aborts.extend(request_ids)
+        if self._merger is not None:
+            for request_id, placement in placed:
+                assert placement is not None
+                self._merger.aborted(request_id, placement.worker)
+            self._update_idle({placement.worker for _, placement in placed if placement is not None})
 
     def score(self, prompt: Prompt, sample: Sample) -> None:
         """Has a response scored where it was drawn; one of an earlier round in one process after the other."""
@@ -182,7 +183,7 @@ class OrderedEvents:
             self._scoring.send(prompt, sample)
 
     def cancel_scores(self, keys: Collection[SampleKey]) -> None:
-        """No verdict on these is told."""
+        """No verdict on these is delivered."""
         numbers = [self._numbers.pop(key) for key in keys if key in self._numbers]
         for number in numbers:
             self._scores.pop(number)
@@ -191,7 +192,7 @@ class OrderedEvents:
         self._scoring.cancel(set(keys))
 
     def await_verdict(self, key: SampleKey) -> None:
-        """Nothing but verdicts is told before this one."""
+        """Nothing but verdicts is delivered before this one."""
         self._awaited.add(self._numbers[key])
 
     def cancel(self) -> None:
@@ -216,7 +217,7 @@ class OrderedEvents:
 
     def end(self, counts: RoundCounts) -> Sequence[RoundCounts]:
         """The round is over; what every process has counted in it, by their numbers. Waits for all."""
-        is_over = not (self._workers.ledger.num_live or self._due_answers or self._scores)
+        is_over = not (self._workers.placements.num_live or self._due_aborts or self._scores)
         assert is_over, "a round ends while something of it is running"
         return [RoundCounts.read(each) for each in self._all_counts(counts.written())]
 
@@ -224,7 +225,7 @@ class OrderedEvents:
         if self._stream is None:
             return [counts]
         if not self._leads:
-            self._stream.tell(Counted([counts]))
+            self._stream.send(Counted([counts]))
             self._stream.pump()
             while not isinstance(item := self._next_item(), Counted):
                 self._stream.wait(1.0)
@@ -249,7 +250,7 @@ class OrderedEvents:
             self._stop_if_asked()
         elif not self._stop_asked:
             assert self._stream is not None
-            self._stream.tell(Stop(why))
+            self._stream.send(Stop(why))
             self._stop_asked = True
 
     def next(self) -> Event | None:
@@ -279,25 +280,25 @@ class OrderedEvents:
         if not self._leads:
             item = self._next_item()
             if item is None:
-                self._pump()
+                self._receive()
                 item = self._next_item()
             return None if item is None else self._event(item)
         self._stop_if_asked()
-        item = self._lead()
+        item = self._next_to_publish()
         if item is None:
-            self._pump()
+            self._receive()
             self._stop_if_asked()
-            item = self._lead()
+            item = self._next_to_publish()
         if item is not None:
             if self._stream is not None:
                 self._stream.publish(item)
             return self._event(item)
-        assert self._order is not None
-        if not (self._due_answers or self._awaited):
-            floor = self._order.floor()
-            if floor > self._workers.floor and self._stream is not None:
-                self._stream.publish(Floor(floor))
-            self._workers.raise_floor(floor)
+        assert self._merger is not None
+        if not (self._due_aborts or self._awaited):
+            low_watermark = self._merger.low_watermark()
+            if low_watermark > self._workers.low_watermark and self._stream is not None:
+                self._stream.publish(LowWatermark(low_watermark))
+            self._workers.raise_low_watermark(low_watermark)
         if self._stream is not None:
             self._stream.pump()
         return None
@@ -312,8 +313,8 @@ class OrderedEvents:
             else:
                 self._stream.wait(timeout_s)
             return
-        holder = self._holder()
-        if holder == self._process:
+        process = self._awaited_process()
+        if process == self._process:
             if not self._scoring.num_pending:
                 key = next(iter(self._scores.values()))[0]
                 raise RuntimeError(f"step {self._scoring.step}: the reward pool has lost {key}")
@@ -321,32 +322,32 @@ class OrderedEvents:
             self._take(self._scoring.wait(timeout_s if is_alone else min(timeout_s, SCORING_POLL_S)))
         else:
             assert self._stream is not None
-            self._stream.wait(min(timeout_s, SCORING_POLL_S) if self._scoring.num_pending else timeout_s, holder)
+            self._stream.wait(min(timeout_s, SCORING_POLL_S) if self._scoring.num_pending else timeout_s, process)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _holder(self) -> int:
-        """The process that what comes next has to come from."""
-        assert self._order is not None
-        if self._due_answers:
-            return self._owners[self.launched[self._due_answers[0]].key]
-        slowest = self._order.slowest()
+    def _awaited_process(self) -> int:
+        """The process that the next event has to come from."""
+        assert self._merger is not None
+        if self._due_aborts:
+            return self._owners[self.launched[self._due_aborts[0]].key]
+        slowest = self._merger.slowest()
         if self._scores and (self._awaited or slowest is None):
             number, (key, _) = next(iter(self._scores.items()))
             return self._owners.get(key, number % self._num_processes)
         if slowest is None:
             raise RuntimeError(f"step {self._scoring.step}: the round waits, and nothing is running or being scored")
-        holder = slowest // self._of_process
-        assert holder != self._process, f"worker {slowest} holds the floor and does not go on"
-        return holder
+        process = slowest // self._workers_per_process
+        assert process != self._process, f"worker {slowest} holds the low watermark and does not go on"
+        return process
 
-    def _pump(self) -> None:
-        """Takes in what happened here and elsewhere."""
-        for report in self._workers.take_reports():
-            if self._order is not None:
-                self._order.report(report)
+    def _receive(self) -> None:
+        """Receives what happened here and elsewhere."""
+        for progress in self._workers.take_progress():
+            if self._merger is not None:
+                self._merger.add(progress)
             else:
-                self._tell(report)
+                self._send(progress)
         self._take(self._scoring.completed())
         if self._stream is not None and not self._leads:
             self._stream.pump()
@@ -362,19 +363,19 @@ class OrderedEvents:
             if self._leads:
                 self._scored(number, arrival if self._stream is None else shortened(arrival))
             else:
-                self._tell(Scored(number, arrival))
+                self._send(Scored(number, arrival))
 
     def _take_notices(self) -> None:
-        """In process 0: takes in what others have told."""
+        """In process 0: receives what others have sent."""
         assert self._stream is not None
         self._stream.pump()
         for process, notice in self._stream.notices():
             match notice:
-                case Report():
-                    assert self._order is not None
-                    self._order.report(notice)
-                case Answer():
-                    self._answered(notice)
+                case WorkerProgress():
+                    assert self._merger is not None
+                    self._merger.add(notice)
+                case AbortResult():
+                    self._take_abort_result(notice)
                 case Scored():
                     self._scored(notice.number, notice.arrival)
                 case Decided():
@@ -389,18 +390,18 @@ class OrderedEvents:
                     self._stream.pump()
                     self._fail(notice)
 
-    def _tell(self, notice: Notice) -> None:
+    def _send(self, notice: Notice) -> None:
         assert self._stream is not None
-        self._stream.tell(notice)
+        self._stream.send(notice)
 
-    def _answered(self, answer: Answer) -> None:
+    def _take_abort_result(self, result: AbortResult) -> None:
         if self._leads:
-            self._answers[answer.request_id] = answer
+            self._abort_results[result.request_id] = result
         else:
-            self._tell(answer)
+            self._send(result)
 
     def _scored(self, number: int, arrival: Arrival) -> None:
-        """In process 0: a verdict has come. What a clock decided is in the journal before any round hears of it."""
+        """In process 0: a verdict has come. What a clock decided is in the journal before any round receives it."""
         if number not in self._scores:
             return  # not wanted any more
         if arrival.is_decided and self._journal is not None:
@@ -419,12 +420,12 @@ class OrderedEvents:
         raise Interrupted(why) if why else Interrupted
 
     def _next_item(self) -> Item | None:
-        """Of a process that follows: the next item that is no floor."""
+        """Of a process that follows: the next item that is an event."""
         assert self._stream is not None
         while (item := self._stream.next_item()) is not None:
             match item:
-                case Floor(tick=tick):
-                    self._workers.raise_floor(tick)
+                case LowWatermark(tick=tick):
+                    self._workers.raise_low_watermark(tick)
                 case Stop(why=why):
                     self._stop_agreed = True
                     raise Interrupted(why) if why else Interrupted
@@ -437,35 +438,36 @@ class OrderedEvents:
     def _fail(self, failed: Failed) -> None:
         raise RunFailed(f"host {failed.process}: {failed.why}")
 
-    def _lead(self) -> Item | None:
-        """In process 0: what is handed over next."""
-        assert self._order is not None
-        if self._due_answers:
-            return self._answers.pop(self._due_answers[0], None)
+    def _next_to_publish(self) -> Item | None:
+        """In process 0: what is delivered and published next."""
+        assert self._merger is not None
+        if self._due_aborts:
+            return self._abort_results.pop(self._due_aborts[0], None)
         number = next(iter(self._scores), None)
         if number is not None and number in self._arrived:
             return Scored(number, self._arrived.pop(number))
-        return None if self._awaited else self._order.next()
+        return None if self._awaited else self._merger.next()
 
     def _event(self, item: Item) -> Event:
-        """An item of the stream as this round hears of it."""
+        """An item of the stream as an event of this round."""
         self._decides = True
         now_s = self._clock()
         match item:
-            case End(request_id=request_id, place=place):
+            case Completion(request_id=request_id, sort_key=sort_key):
                 assert not self._awaited, f"{item}: a verdict is due"
-                assert not self._due_answers, f"{item}: an answer is due"
-                finished = self._workers.told(item)
-                self._clear({place.worker})
+                assert not self._due_aborts, f"{item}: an abort result is due"
+                finished = self._workers.deliver(item)
+                self._update_idle({sort_key.worker})
                 if finished is None:
-                    return SampleFinished(now_s, self._hollow(request_id, item.length, item.reason), place.dispatch)
-                sample = replace(finished.sample, text=self._text_of(finished.sample))
-                return SampleFinished(now_s, sample, place.dispatch)
-            case Answer(request_id=request_id):
-                due = self._due_answers.popleft()
-                assert due == request_id, f"{item}: the answer for request {due} is due"
-                own = self._cut.pop(request_id, None)
-                sample = self._hollow(request_id, item.length, item.reason) if own is None else own
+                    sample = self._placeholder_sample(request_id, item.length, item.reason)
+                else:
+                    sample = replace(finished.sample, text=self._text_of(finished.sample))
+                return SampleFinished(now_s, sample, sort_key.dispatch)
+            case AbortResult(request_id=request_id):
+                due = self._due_aborts.popleft()
+                assert due == request_id, f"{item}: the abort result of request {due} is due"
+                own = self._aborted.pop(request_id, None)
+                sample = self._placeholder_sample(request_id, item.length, item.reason) if own is None else own
                 if item.reason == "abort":
                     return SampleAborted(now_s, sample, item.dispatch)
                 if own is not None:
@@ -481,13 +483,13 @@ class OrderedEvents:
                 return arrival.verdict if self._num_processes == 1 else arrival.verdict.at(now_s)
         raise AssertionError(f"{item}: it is no event")
 
-    def _clear(self, workers: Collection[int]) -> None:
-        if self._order is not None:
+    def _update_idle(self, workers: Collection[int]) -> None:
+        if self._merger is not None:
             for worker in workers:
-                if not self._workers.ledger.num_live_in(worker):
-                    self._order.cleared(worker)
+                if not self._workers.placements.num_live_in(worker):
+                    self._merger.became_idle(worker)
 
-    def _hollow(self, request_id: int, length: int, reason: Any) -> Sample:
+    def _placeholder_sample(self, request_id: int, length: int, reason: Any) -> Sample:
         """A response of another process, without its content."""
         request = self.launched[request_id]
         kept = len(request.generated)

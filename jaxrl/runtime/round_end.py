@@ -1,6 +1,6 @@
 """The end of a round over several processes: what each has counted, as metrics of all, and the tokens that must come.
 
-Purpose: `RoundCounts` is what one process has to tell of a round, `merged` makes metrics of what all have told.
+Purpose: `RoundCounts` is what one process has counted in a round, `merged` makes metrics of the counts of all.
 `MissingTokens` is what is exchanged: samples of this round that are trained on or carried.
 
 Source: docs/architecture.md. Counts and seconds add up; `reward/busy_s` is the largest, because processes score at the
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from jaxrl.runtime.hosts.notices import HostChannel
+from jaxrl.runtime.hosts.event_stream import EventStream
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Sample, SampleKey
@@ -30,12 +30,12 @@ class Hosts:
     """The other processes of a run.
 
     Attributes:
-      stream: what they and this one tell each other.
+      stream: the messages between them and this one.
       exchange: called at a round's end with samples, the same everywhere and in the same order, and the process that
         has drawn each: fills in, in place, what others have drawn.
     """
 
-    stream: HostChannel
+    stream: EventStream
     exchange: Exchange
 
 
@@ -47,13 +47,13 @@ class RoundCounts:
     """Of one process: the counts of its workers, programs compiled, what its scoring says.
 
     Attributes:
-      told: by its name, what each mechanism has to tell all processes (`jaxrl.scheduling.mechanism.Mechanism.counts`).
+      of_mechanisms: what each has for all processes, by its name (`jaxrl.scheduling.mechanism.Mechanism.counts`).
     """
 
     workers: Sequence[Counters]
     recompiles: int
     scoring: Mapping[str, float]
-    told: Mapping[str, Any]
+    of_mechanisms: Mapping[str, Any]
 
     @property
     def total(self) -> Counters:
@@ -67,14 +67,14 @@ class RoundCounts:
             "workers": workers,
             "recompiles": self.recompiles,
             "scoring": dict(self.scoring),
-            "told": dict(self.told),
+            "of_mechanisms": dict(self.of_mechanisms),
         }
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> RoundCounts:
         """The reverse."""
         workers = [Counters(*each) for each in written["workers"]]
-        return cls(workers, *(written[name] for name in ("recompiles", "scoring", "told")))
+        return cls(workers, *(written[name] for name in ("recompiles", "scoring", "of_mechanisms")))
 
 
 def work_metrics(done: Counters) -> dict[str, float]:

@@ -10,10 +10,10 @@ from jaxrl.mechanisms.room import WORKERS
 from jaxrl.mechanisms.table import rooms_of
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers, Ticks, step_ticks
 from jaxrl.scheduling.tokens.plan import VerifyRule
 from jaxrl.scheduling.tokens.progress import PlanTimes
-from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 
 LOOKAHEAD_PLANS = 4
 """Plans of a worker until it hears of what ended in another one: that one reports once it has collected its plan,
@@ -31,7 +31,7 @@ def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None 
 
 
 def lookahead(config: Config, ticks: Ticks = step_ticks) -> int | None:
-    """Ticks after which what a round commands takes effect (`jaxrl.scheduling.tokens.order`): those of
+    """Ticks after which what a round commands takes effect (`jaxrl.scheduling.tokens.event_merger`): those of
     `LOOKAHEAD_PLANS` plans of the most steps and prefill tokens. None where it takes effect at once: with one worker,
     and where requests move between workers."""
     rollout = config.rollout
@@ -45,13 +45,13 @@ def lookahead(config: Config, ticks: Ticks = step_ticks) -> int | None:
 
 def workers_of(
     config: Config, engines: Sequence[Engine], ticks: Ticks = step_ticks, process: int = 0
-) -> Workers | PacedWorkers:
+) -> LocalWorkers | SynchronizedWorkers:
     """The workers of a process; `engines`: its own, in the order of their numbers. Every process has equally many."""
     rollout, ahead = config.rollout, lookahead(config, ticks)
     if ahead is None:
-        return Workers(engines, rollout.deal, ticks)
+        return LocalWorkers(engines, rollout.deal, ticks)
     count, first = with_workers_of_hosts(rollout.num_workers, config.hosts.num), process * len(engines)
-    return PacedWorkers(dict(enumerate(engines, first)), ahead, count, rollout.deal, ticks)
+    return SynchronizedWorkers(dict(enumerate(engines, first)), ahead, count, rollout.deal, ticks)
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:

@@ -1,18 +1,17 @@
-"""The other hosts of a simulated run: what they do and when, as process 0 hears of it.
+"""The other hosts of a simulated run: what they do and when, as process 0 sees it.
 
 Purpose: with several simulated hosts, the simulation's backend, round and rules are those of process 0, with its part
 of the workers and the very code that merges and publishes in a real run (`jaxrl.runtime.ordered`,
-`jaxrl.runtime.hosts.stream`). `SimulatedHosts` stands for everything else: the shared store with its latency
+`jaxrl.runtime.hosts.event_stream`). `SimulatedHosts` stands for everything else: the shared store with its latency
 (`SimulatedStore`), and a process on each other host (`OtherHost`) with workers, scoring and layouts of its own.
 
 Each process has a clock of its own, and all begin at the same moment. A process does one thing after another, as a real
-one: it hears what was published by now, tells what it has to tell, then makes a plan, or waits for one until its
-devices are done, or sleeps until something comes. Hosts hear of each other through process 0 alone, so each may be
+one (`jaxrl.runtime.other_host`). Hosts receive messages of each other through process 0 alone, so each may be
 played by itself up to the time of process 0.
 
-Source: none published; docs/architecture.md for what processes tell each other. Departures from a real run:
+Source: none published; docs/architecture.md has the messages between processes. Departures from a real run:
 
-- The other processes play no rounds: they are handed what the round of process 0 commands, when the batch of the stream
+- The other processes play no rounds: they are given what the round of process 0 commands, when the batch of the stream
   arrives from which they would have found it out.
 - A process that sleeps wakes only for what concerns it; what it would have done with the rest meanwhile takes no time.
 - Barriers before phases of all hosts take no time, nor does agreeing at the start.
@@ -26,16 +25,16 @@ from functools import partial
 from typing import Any
 
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
-from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.hosts.event_stream import EventStream
 from jaxrl.runtime.other_host import AT_ONCE, Act, HostTimes, OtherHost, Published
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import CancelScore, Command, Event, RoundStarted, SampleFinished, Score
-from jaxrl.scheduling.tokens.order import End, Home
+from jaxrl.scheduling.tokens.event_merger import Completion, Placement
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
-from jaxrl.sim.paced import TimedWorkers
+from jaxrl.sim.timed_workers import TimedWorkers
 from jaxrl.types import Prompt, Sample, SampleKey
 
 NAME = "stream"
@@ -43,7 +42,7 @@ _TOKEN_BYTES = 16  # of a token that is exchanged: its id, its version, two log-
 
 
 class SimulatedStore:
-    """The shared store as process 0 sees it (`jaxrl.runtime.hosts.stream.StreamStore`), in simulated time.
+    """The shared store as process 0 sees it (`jaxrl.runtime.hosts.event_stream.StreamStore`), in simulated time.
 
     Args:
       hosts: the others. clock: of process 0. times: what things take.
@@ -82,7 +81,7 @@ class SimulatedStore:
         self._here.pop(key_or_prefix, None)
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Waits for a notice. Raises RuntimeError where no host will ever tell anything."""
+        """Waits for a notice. Raises RuntimeError where no host will ever send anything."""
         deadline_ns = self._clock.now_ns + nanoseconds(timeout_s)
         found_ns = self._wait_for_any(deadline_ns) if self._waits_for_any else self._wait_for(key, deadline_ns)
         self._clock.reach(min(found_ns, deadline_ns))
@@ -90,7 +89,7 @@ class SimulatedStore:
         return self._here.get(key)
 
     def post(self, process: int, number: int, at_ns: int, value: bytes) -> None:
-        """A host tells something."""
+        """A host sends a batch of notices."""
         arrives_ns = at_ns + self._times.latency_ns
         heapq.heappush(self._coming, (arrives_ns, f"{NAME}/notices/{process:05d}/{number:012d}", value))
 
@@ -107,8 +106,8 @@ class SimulatedStore:
                 host.turn(self.post)
 
     def _wait_for(self, key: str, deadline_ns: int) -> int:
-        """When a notice arrives, or a time beyond the deadline. The host that tells it goes on no further: it may hear
-        of what process 0 publishes then."""
+        """When a notice arrives, or a time beyond the deadline. The host that sends it goes on no further: it may
+        receive what process 0 publishes then."""
         host = self._hosts[int(key.split("/")[-2]) - 1]
         while True:
             found = [arrives_ns for arrives_ns, each, _ in self._coming if each == key]
@@ -139,7 +138,7 @@ class SimulatedStore:
 
 
 class SimulatedHosts(Mechanism):
-    """All other hosts, and the store between them and process 0. Implements `jaxrl.sim.paced.Listener`.
+    """All other hosts, and the store between them and process 0. Implements `jaxrl.sim.timed_workers.Listener`.
 
     It is the last mechanism of the backend of process 0, and lets the others know what that does.
 
@@ -162,15 +161,15 @@ class SimulatedHosts(Mechanism):
     ) -> None:
         self.others, self._clock, self._times = tuple(others), clock, times
         self._bytes_per_s, self._timeouts = bytes_per_s, timeouts
-        self._of_process = len(others[0].workers.numbers)
+        self._workers_per_process = len(others[0].workers.numbers)
         self.board = SimulatedStore(others, clock, times, not in_order, self._batch)
-        self.stream = HostStream(self.board, NAME, clock=lambda: clock.now_s)
+        self.stream = EventStream(self.board, NAME, clock=lambda: clock.now_s)
         self.leading: TimedWorkers | None = None
         self._num_batches = 0  # of earlier rounds
         self._published = Published()
         self._pending: list[tuple[OtherHost, Act]] = []
         self._num_events = self._num_scores = 0
-        self._has_begun = False  # an event has been handed over
+        self._has_begun = False  # an event has been delivered
         self._exchanged = 0.0, 0
         self._owners: dict[SampleKey, int] = {}  # the process that draws a response of this round
         self._is_training = False
@@ -211,7 +210,7 @@ class SimulatedHosts(Mechanism):
         if not isinstance(event, RoundStarted):
             self.handled()
         if isinstance(event, SampleFinished) and any(host.mechanisms for host in self.others):
-            self.tell_all(partial(OtherHost.finished, sample=event.sample))
+            self._command_all(partial(OtherHost.finished, sample=event.sample))
 
     def commanded(self, command: Command) -> None:
         match command:
@@ -221,9 +220,9 @@ class SimulatedHosts(Mechanism):
                 self.cancels({key: self._owners.get(key) for key in keys})
 
     def counts(self, workers: Sequence[Counters]) -> None:
-        self.tell_all(OtherHost.end)
+        self._command_all(OtherHost.end)
 
-    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
         return self.take_metrics()
 
     def cancelled(self) -> None:
@@ -266,20 +265,21 @@ class SimulatedHosts(Mechanism):
 
     # -- what the round of process 0 does ----------------------------------------------------------------------------
 
-    def on_launch(self, home: Home, request: Request, now: int) -> None:
-        self._owners[request.key] = home.worker // self._of_process
-        self._tell(home.worker, partial(OtherHost.launch, home=home, request=request, now=now))
+    def on_launch(self, placement: Placement, request: Request, now: int) -> None:
+        self._owners[request.key] = placement.worker // self._workers_per_process
+        self._command(placement.worker, partial(OtherHost.launch, placement=placement, request=request, now=now))
 
-    def on_abort(self, homes: Mapping[int, Home], keep: bool, now: int) -> None:
+    def on_abort(self, placed: Mapping[int, Placement], keep: bool, now: int) -> None:
         ids: dict[int, list[int]] = {}
-        for request_id, home in homes.items():
-            ids.setdefault(home.worker // self._of_process, []).append(request_id)
+        for request_id, placement in placed.items():
+            ids.setdefault(placement.worker // self._workers_per_process, []).append(request_id)
         for process, own in ids.items():
-            self._tell(process * self._of_process, partial(OtherHost.abort, request_ids=own, keep=keep, now=now))
+            abort = partial(OtherHost.abort, request_ids=own, keep=keep, now=now)
+            self._command(process * self._workers_per_process, abort)
 
-    def on_end(self, end: End) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self._has_begun = True
-        self._tell(end.place.worker, partial(OtherHost.told, end=end))
+        self._command(completion.sort_key.worker, partial(OtherHost.deliver, completion=completion))
 
     def scores(self, prompt: Prompt, sample: Sample, owner: int | None, is_training: bool) -> None:
         """A response is scored."""
@@ -287,7 +287,7 @@ class SimulatedHosts(Mechanism):
         process = number % (len(self.others) + 1) if owner is None else owner
         limits_s = self._timeouts.limits(prompt) if self._timeouts is not None and is_training else ()
         scored = partial(OtherHost.score, number=number, prompt=prompt, sample=sample, limits_s=limits_s)
-        self._tell(process * self._of_process, scored)
+        self._command(process * self._workers_per_process, scored)
 
     def cancels(self, owners: Mapping[SampleKey, int | None]) -> None:
         """No verdict on these is wanted; `owners`: the process that drew each, None: in an earlier round."""
@@ -296,21 +296,21 @@ class SimulatedHosts(Mechanism):
             for process in range(len(self.others) + 1) if owner is None else (owner,):
                 keys.setdefault(process, []).append(key)
         for process, own in keys.items():
-            self._tell(process * self._of_process, partial(OtherHost.cancel_scores, keys=own))
+            self._command(process * self._workers_per_process, partial(OtherHost.cancel_scores, keys=own))
 
-    def tell_all(self, act: Act) -> None:
-        """Every other host does something, once it hears of what has happened."""
+    def _command_all(self, act: Act) -> None:
+        """Every other host does something, once it receives what has happened."""
         for host in self.others:
-            self._tell(host.process * self._of_process, act)
+            self._command(host.process * self._workers_per_process, act)
 
     def handled(self) -> None:
-        """An event of the stream has been handed to the round."""
+        """An event of the stream has been delivered to the round."""
         self._has_begun = True
         self._num_events += 1
         self._clock.now_ns += self._times.event_ns
 
-    def _tell(self, worker: int, act: Act) -> None:
-        process = worker // self._of_process
+    def _command(self, worker: int, act: Act) -> None:
+        process = worker // self._workers_per_process
         if process == 0:
             return
         host = self.others[process - 1]
@@ -324,10 +324,10 @@ class SimulatedHosts(Mechanism):
         assert self.leading is not None
         published, number = self._published, len(self._published.arrivals)
         published.arrivals.append(self._clock.now_ns + self._times.latency_ns)
-        published.floors.append(self.leading.floor)
+        published.low_watermarks.append(self.leading.low_watermark)
         published.events.append(self._num_events)
         for host, act in self._pending:
             host.acts.append((number, act))
         self._pending.clear()
         for host in self.others:
-            host.comes(number)
+            host.batch_published(number)

@@ -21,19 +21,19 @@ from jaxrl.runtime.other_host import HostTimes, OtherHost
 from jaxrl.runtime.rules import batcher_config, lookahead, workers_of
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.pace import PredictedTicks
+from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers, Ticks, step_ticks
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.configured import worker_predictor
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
+from jaxrl.sim.executor_set import SimulatedExecutorSet
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.paced import ArrivingWorkers, Listener, TimedWorkers
 from jaxrl.sim.scoring import ScoringWorkers
-from jaxrl.sim.workers import SimulatedWorkers
+from jaxrl.sim.timed_workers import Listener, TimedWorkers, UnsynchronizedWorkers
 from jaxrl.sim.workload import Workload
 
 
@@ -64,14 +64,14 @@ class HostMachine:
 
     config: Config
     clock: SimulatedClock
-    executors: SimulatedWorkers
+    executors: SimulatedExecutorSet
     engines: list[Engine]
     sessions: LayoutSessions | None
     scoring: ScoringWorkers
     ticks: Ticks
     process: int
 
-    def workers(self) -> Workers | PacedWorkers:
+    def workers(self) -> LocalWorkers | SynchronizedWorkers:
         """Its workers, as those of a process that is alone, or has real ones beside it."""
         return workers_of(self.config, self.engines, self.ticks, self.process)
 
@@ -81,7 +81,7 @@ class HostMachine:
         ahead = lookahead(config, self.ticks)
         assert ahead is not None, "what is commanded takes effect at once on several hosts"
         engines = dict(enumerate(self.engines, first))
-        made = TimedWorkers if config.simulate.host_order == "logical" else ArrivingWorkers
+        made = TimedWorkers if config.simulate.host_order == "logical" else UnsynchronizedWorkers
         return made(engines, ahead, config.num_workers, config.rollout.deal, self.ticks, self.clock, listener)
 
 
@@ -118,7 +118,7 @@ class MachineParts:
         config = self._config
         executors = self._executors(process, clock, drawn)
         engines = [Engine(each, self._batching, batcher=LockstepBatcher) for each in executors.executors]
-        ticks = step_ticks if self.pace is None else PredictedTicks(self.pace, engines)
+        ticks = step_ticks if self.pace is None else PlanCostModel(self.pace, engines)
         sessions = self._sessions(process, engines, clock, drawn, log) if config.rollout.layout.adapts else None
         scoring = self._scoring(clock, drawn, executors)
         return HostMachine(config, clock, executors, engines, sessions, scoring, ticks, process)
@@ -136,7 +136,7 @@ class MachineParts:
         in_order = config.simulate.host_order == "logical"
         return SimulatedHosts(found, clock, times, bytes_per_s, in_order, self._timeouts)
 
-    def _executors(self, process: int, clock: SimulatedClock, drawn: Drawn) -> SimulatedWorkers:
+    def _executors(self, process: int, clock: SimulatedClock, drawn: Drawn) -> SimulatedExecutorSet:
         """One for each worker of the host; their plans are drawn in tracks of their own."""
         config, cost, sizes = self._config, self._cost, self._sizes
         num_workers = config.num_workers // self._num_processes
@@ -148,7 +148,7 @@ class MachineParts:
         sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * config.num_workers)
         proposals = table.simulated_proposals(config, self._workload)
         tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
-        return SimulatedWorkers(
+        return SimulatedExecutorSet(
             [
                 SimulatedExecutor(
                     sizes,
@@ -185,7 +185,7 @@ class MachineParts:
             return None
         return worker_predictor(self._config, self._cost, tuple(self._layouts))
 
-    def _scoring(self, clock: SimulatedClock, drawn: Drawn, executors: SimulatedWorkers) -> ScoringWorkers:
+    def _scoring(self, clock: SimulatedClock, drawn: Drawn, executors: SimulatedExecutorSet) -> ScoringWorkers:
         """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
         chosen, reward = self._config.simulate, self._config.reward
         tasks = chosen.tasks or [chosen.task]

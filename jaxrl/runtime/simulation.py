@@ -32,15 +32,15 @@ from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.simulated_hosts import SimulatedHosts
 from jaxrl.runtime.simulated_machine import MachineParts
 from jaxrl.scheduling.mechanism import Mechanism
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes
+from jaxrl.sim.executor_set import SimulatedExecutorSet
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.trainer import SimulatedTrainer
-from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.sim.workload import Workload
 from jaxrl.train.learning import Models
 
@@ -54,8 +54,8 @@ class Simulation:
     the others of several simulated hosts. `mechanisms`: of process 0, but for layouts, which are those of all."""
 
     loop: Loop
-    workers: Workers | PacedWorkers
-    executors: SimulatedWorkers
+    workers: LocalWorkers | SynchronizedWorkers
+    executors: SimulatedExecutorSet
     clock: SimulatedClock
     phases: SimulatedPhases
     mechanisms: Sequence[Mechanism] = ()

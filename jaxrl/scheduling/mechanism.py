@@ -10,7 +10,7 @@ Every hook does nothing here, so a mechanism has only those that it needs. Hooks
 - In each training step: `round_begins`, then `place` with the round's first commands, then as things happen
   `commanded`, `launched`, `begun`, `request`; `between_plans`, `before_turn`, `before_plan`, `after_plan`; `keeps`,
   `finished`, `aborted`; `limits`, `is_close`, `scored`; `while_waiting`, `handed`, `after_event`. At its end `counts`,
-  what this process tells all others, and `round_ends` with its metrics; or `cancelled`.
+  what this process sends all others, and `round_ends` with its metrics; or `cancelled`.
 - Then the update: `update`, `leave_rollout`, `update_begins`, `update_ends` (one that runs beside a round leaves the
   rollout when both have ended, and its hooks are called in the update's thread); or `update_cancelled`. Then
   `enter_rollout` with the new weights, the round of an evaluation, if one is due, and `step_ends`.
@@ -32,10 +32,10 @@ from typing import Any, ClassVar, Protocol
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, Verdict
 from jaxrl.scheduling.tokens.engine import Finished
-from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -92,7 +92,7 @@ class UnderWay:
       running: samples that are still drawn, by (epoch, prompt index); with 0, of every prompt of the round.
     """
 
-    workers: Workers | PacedWorkers
+    workers: LocalWorkers | SynchronizedWorkers
     clock: Callable[[], float]
     weights: Callable[[], Any]
     start: Callable[[Prompt, SampleKey, int], int]
@@ -102,9 +102,9 @@ class UnderWay:
     running: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     @property
-    def direct(self) -> Workers:
+    def direct(self) -> LocalWorkers:
         """The workers, where what is commanded takes effect at once."""
-        assert isinstance(self.workers, Workers)
+        assert isinstance(self.workers, LocalWorkers)
         return self.workers
 
     def begin(self) -> None:
@@ -169,7 +169,7 @@ class Mechanism:
     """Hooks, all of which do nothing.
 
     Attributes:
-      name: of its part of a checkpoint, and of what it tells other processes; one that has neither needs none.
+      name: of its part of a checkpoint, and of what it sends other processes; one that has neither needs none.
       rounds_ahead: by how many updates a round comes before the update that learns from it.
       reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that were filtered, also of those that other
         processes have drawn.
@@ -238,11 +238,11 @@ class Mechanism:
         """A worker is served: a plan is made of it, or waited for."""
 
     def before_plan(self, worker: int) -> None:
-        """A plan will be made of a worker, by its place among those of this process. Raises Interrupted where the run
+        """A plan will be made of a worker, by its index among those of this process. Raises Interrupted where the run
         cannot go on."""
 
     def after_plan(self, worker: int | None) -> None:
-        """A worker was served, and the round has been told what ended.
+        """A worker was served, and what ended has been delivered to the round.
 
         Args:
           worker: of which a plan has been collected; None: of none.
@@ -253,7 +253,7 @@ class Mechanism:
 
     def keeps(self, finished: Finished) -> bool:
         """Whether the mechanism takes a response that has ended for itself, as one of the next round; the round under
-        way is then not told of it."""
+        way does not receive it then."""
         return False
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
@@ -284,15 +284,15 @@ class Mechanism:
         """The commands that a training round has answered an event with were carried out."""
 
     def counts(self, workers: Sequence[Counters]) -> Any:
-        """The round is over: what this process has to tell all, itself too, as JSON values.
+        """The round is over: what this process has for all, itself too, as JSON values.
 
         Args:
           workers: what each worker of this process has counted.
         """
         return None
 
-    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> Mapping[str, float]:
-        """The round is over; its metrics. `told`: what `counts` has told, by process."""
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> Mapping[str, float]:
+        """The round is over; its metrics. `by_process`: what `counts` has returned in each."""
         return {}
 
     def cancelled(self) -> None:

@@ -20,10 +20,10 @@ from jaxrl.config.inputs import read_json
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.scheduling.layouts.situation import GroupCapacity
 from jaxrl.schema.limits import BYTES
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost

@@ -30,7 +30,7 @@ from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Ticket
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
-from jaxrl.sim.rows import Gains, LanePlan, Rows, fillers
+from jaxrl.sim.simulated_rows import Gains, SimulatedRows, SteadyPlan, fillers
 from jaxrl.sim.verification import Acceptance, Proposals, verify
 from jaxrl.types import SampleKey
 
@@ -86,7 +86,7 @@ class _Prefill:
 
 class SimulatedExecutor:
     """Implements `jaxrl.scheduling.tokens.plan.Executor` and what a backend asks of a worker
-    (`jaxrl.runtime.backend.Executors`), `jaxrl.scheduling.layouts.handover.TakingExecutor`, and
+    (`jaxrl.runtime.backend.Executors`), `jaxrl.scheduling.layouts.request_migration.MigrationTarget`, and
     `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
 
     Args:
@@ -230,9 +230,9 @@ class SimulatedExecutor:
         self._clock.advance(times.total_s)
         return times
 
-    def take_over(self, source: SimulatedExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.handover`), in the time that the cost
-        model gives; `rows` are all of its own then."""
+    def accept_migration(self, source: SimulatedExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.request_migration`), in the time that
+        the cost model gives; `rows` are all of its own then."""
         assert not [*self._tickets, *source._tickets], "rows move while plans are in flight"
         old, sent = self._rows, Counter(copy.source_group for copy in kv.copies)
         self._take_sizes(self.sizes)
@@ -250,7 +250,7 @@ class SimulatedExecutor:
         self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
         first_window = 0 if self._proposals is None else self._proposals.first_window
-        self._rows = Rows(sizes.num_groups * sizes.num_slots, first_window)
+        self._rows = SimulatedRows(sizes.num_groups * sizes.num_slots, first_window)
 
     # Inside
 
@@ -285,7 +285,7 @@ class SimulatedExecutor:
 
     def _active(self, plan: Plan) -> np.ndarray:
         """Seats of the plan's rows that have not stopped, ascending."""
-        if isinstance(plan, LanePlan):
+        if isinstance(plan, SteadyPlan):
             ids, seats = plan.ids, plan.seats
         else:
             ids = np.array([row.request_id for row in plan.decode], np.int64)

@@ -4,14 +4,14 @@ Purpose: a simulated step with thousands of responses of thousands of tokens has
 nearly all, a row is named again and gains as many tokens as every other. `LockstepBatcher` makes the same decisions as
 `Batcher`: the same plans, block by block, the same trace and counters. tests/sim/test_lockstep.py compares the two.
 
-While no request waits and every running row decodes, the rows form a *lane*. The lane counts the steps that its plans
+While no request waits and every running row decodes, the rows form a *steady batch*. It counts the steps that its plans
 promised and took, once for all rows. It handles a single row only when that row needs a block, reaches its limit, stops
 or is aborted; the plans of the first two are known beforehand. Anything else that could matter (a new request, a pool
-that runs dry, another layout, a look at a row's state) dissolves the lane: its counts are written into each `Progress`,
-and `Batcher` goes on from there.
+that runs dry, another layout, a look at a row's state) dissolves the batch: its counts are written into each
+`Progress`, and `Batcher` goes on from there.
 
 Departures: needs an executor that returns `Gains`. With `Gains`, every row that does not stop gains a token in each
-step, and its tokens can be read later; so they are copied once, when the row leaves the lane.
+step, and its tokens can be read later; so they are copied once, when the row leaves the batch.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Seat
 from jaxrl.scheduling.tokens.progress import Completed, Ended, Named, Progress, StopCheck, TraceEvent, finish_reason
-from jaxrl.sim.rows import Gains, LanePlan, LaneRows
+from jaxrl.sim.simulated_rows import Gains, SteadyPlan, SteadyRows
 
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan of the lane in flight: the places of the rows that it names, and which rows have left the lane since."""
+    """A plan of the batch in flight: the places of the rows that it names, and which rows have left the batch since."""
 
     places: np.ndarray
     gone: dict[int, Progress] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Lane:
+class _SteadyBatch:
     """Rows that decode together. A row's *place* is its index in these arrays, [rows], by ascending seat.
 
     Attributes:
       members: by request id; what has left is no longer in here.
       ids, seats: request ids, and dp group * num_slots + slot, both int64.
-      arrivals, limits, written: of each `Progress`; `num_written` as it was when the lane was formed.
+      arrivals, limits, written: of each `Progress`; `num_written` as it was when the batch was formed.
       held: blocks of each row.
       is_member, is_named: bool: it has not left; the next plan names it.
-      due: places to look at before the lane's plan of this number: rows that need a block, or must not be named again.
-      num_plans: of the lane so far.
+      due: places to look at before the batch's plan of this number: rows that need a block, or must not be named again.
+      num_plans: of the batch so far.
       taken: steps with tokens that the members' arrays do not hold yet; version: of the weights that made those.
       gains: of the plan that was collected last.
       flights: by the plan's index.
@@ -140,8 +140,8 @@ class LockstepBatcher(Batcher):
         self, config: BatcherConfig, capacity: Capacity, trace: Callable[[TraceEvent], None] | None = None
     ) -> None:
         super().__init__(config, capacity, trace)
-        self._lane: _Lane | None = None
-        self.num_lanes = 0  # formed so far
+        self._batch: _SteadyBatch | None = None
+        self.num_batches = 0  # formed so far
 
     # Where lockstep ends
 
@@ -165,41 +165,41 @@ class LockstepBatcher(Batcher):
         self._dissolve()
         super().seat(seats)
 
-    # What others look at: the lane goes on
+    # What others look at: the batch goes on
 
     def fullest(self, plan: Plan) -> tuple[int, int]:
-        lane = self._lane
-        if lane is None or plan.index not in lane.flights:
+        batch = self._batch
+        if batch is None or plan.index not in batch.flights:
             return super().fullest(plan)
         assert plan.index == self.next_index - 1, "the plan was just made"
-        named, num_groups = lane.flights[plan.index].places, self.capacity.num_groups
-        group_R = lane.seats[named] // self.capacity.num_slots
-        before_R = lane.written[named] + 1 + (lane.num_plans - 1) * self.config.decode_steps
+        named, num_groups = batch.flights[plan.index].places, self.capacity.num_groups
+        group_R = batch.seats[named] // self.capacity.num_slots
+        before_R = batch.written[named] + 1 + (batch.num_plans - 1) * self.config.decode_steps
         rows_G = np.bincount(group_R, minlength=num_groups)
         return int(rows_G.max()), int(np.bincount(group_R, before_R, num_groups).max())
 
     def rows(self) -> Iterator[tuple[Progress, int]]:
-        taken = 0 if self._lane is None else self._lane.taken  # all that run are in it
+        taken = 0 if self._batch is None else self._batch.taken  # all that run are in it
         return ((progress, num_tokens + taken) for progress, num_tokens in super().rows())
 
     # Plans
 
     def schedule(self) -> Plan | None:
-        if self._lane is None and self._is_steady():
-            self._lane = self._form()
-            self.num_lanes += 1
-        if self._lane is not None:
-            if self._look_at_due(self._lane):
-                return self._repeat(self._lane)
+        if self._batch is None and self._is_steady():
+            self._batch = self._form()
+            self.num_batches += 1
+        if self._batch is not None:
+            if self._look_at_due(self._batch):
+                return self._repeat(self._batch)
             self._dissolve()
         return super().schedule()
 
     def update(self, result: PlanResult, stop_check: StopCheck | None = None) -> list[Ended]:
-        lane = self._lane
-        if lane is None or result.index not in lane.flights:
+        batch = self._batch
+        if batch is None or result.index not in batch.flights:
             return super().update(result, stop_check)
-        gains, flight = result.rows, lane.flights.pop(result.index)
-        assert isinstance(gains, Gains), "a lane of rows, and their tokens cannot be had later"
+        gains, flight = result.rows, batch.flights.pop(result.index)
+        assert isinstance(gains, Gains), "a steady batch of rows, and their tokens cannot be had later"
         index, _, _ = self._flights.popleft()
         assert index == result.index, f"plan {index} is due, and the result is of plan {result.index}"
         self.counters.plans += 1
@@ -207,14 +207,14 @@ class LockstepBatcher(Batcher):
         self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
         self.counters.busy_row_steps += gains.num_tokens
         self.counters.dropped_tokens += sum(gains.count(request_id) for request_id in flight.gone)
-        lane.collect(gains, result.policy_version)
+        batch.collect(gains, result.policy_version)
         ended: list[Ended] = []
         for request_id, row in gains.stopped():
             if request_id in flight.gone:
                 continue
-            progress = lane.members[request_id]
+            progress = batch.members[request_id]
             group, slot = progress.group, progress.slot
-            lane.leave(progress, len(row.token_ids))
+            batch.leave(progress, len(row.token_ids))
             reason = finish_reason(progress, row, stop_check)
             assert reason is not None, "a row that stopped has a reason"
             num_before = progress.num_tokens - len(row.token_ids)
@@ -223,15 +223,15 @@ class LockstepBatcher(Batcher):
             if self.trace is not None:
                 key, length = progress.request.key, progress.num_tokens
                 self.trace(Completed(result.index, key, group, slot, length, reason))
-        lane.taken += result.num_steps
+        batch.taken += result.num_steps
         return ended
 
     def _end(self, progress: Progress) -> None:
-        if self._lane is not None and progress.request.request_id in self._lane.members:
-            self._lane.leave(progress)
+        if self._batch is not None and progress.request.request_id in self._batch.members:
+            self._batch.leave(progress)
         super()._end(progress)
 
-    # The lane
+    # The steady batch
 
     def _is_steady(self) -> bool:
         """Whether all plans from now on name the same rows for the same steps, until something happens."""
@@ -243,7 +243,7 @@ class LockstepBatcher(Batcher):
             and (self.verify_rule is None or all(progress.history is None for progress in self._running))
         )
 
-    def _form(self) -> _Lane:
+    def _form(self) -> _SteadyBatch:
         by_seat = sorted(self._running, key=lambda progress: (progress.group, progress.slot))
         num_slots, num_held = self.capacity.num_slots, self.blocks.num_held
         of_rows = [
@@ -252,66 +252,66 @@ class LockstepBatcher(Batcher):
         ]
         columns = np.ascontiguousarray(np.array(of_rows, np.int64).T)
         masks = np.ones((2, len(by_seat)), bool)
-        lane = _Lane({p.request.request_id: p for p in by_seat}, *columns, *masks)
-        lane.look_later(np.arange(len(by_seat)), self.capacity.block_size, self.config.decode_steps)
-        return lane
+        batch = _SteadyBatch({p.request.request_id: p for p in by_seat}, *columns, *masks)
+        batch.look_later(np.arange(len(by_seat)), self.capacity.block_size, self.config.decode_steps)
+        return batch
 
-    def _look_at_due(self, lane: _Lane) -> bool:
+    def _look_at_due(self, batch: _SteadyBatch) -> bool:
         """Gives blocks to the rows that need them, oldest first, and leaves out rows that the plans in flight bring to
         their last token. False if a pool runs dry: `Batcher` then goes on from the row that got no block."""
-        places, steps = lane.take_due(), self.config.decode_steps
+        places, steps = batch.take_due(), self.config.decode_steps
         if not len(places):
             return True
-        now = lane.written[places] + lane.num_plans * steps
-        grows = now + 1 < lane.limits[places]
+        now = batch.written[places] + batch.num_plans * steps
+        grows = now + 1 < batch.limits[places]
         if not grows.all():
-            lane.name_no_more(places[~grows])
+            batch.name_no_more(places[~grows])
             places, now = places[grows], now[grows]
-        num_more = -(-np.minimum(now + steps, lane.limits[places]) // self.capacity.block_size) - lane.held[places]
-        if not self.blocks.grow(zip(lane.ids[places].tolist(), num_more.tolist(), strict=True)):
+        num_more = -(-np.minimum(now + steps, batch.limits[places]) // self.capacity.block_size) - batch.held[places]
+        if not self.blocks.grow(zip(batch.ids[places].tolist(), num_more.tolist(), strict=True)):
             return False
-        lane.held[places] += num_more
-        lane.look_later(places, self.capacity.block_size, steps)
+        batch.held[places] += num_more
+        batch.look_later(places, self.capacity.block_size, steps)
         return True
 
-    def _repeat(self, lane: _Lane) -> Plan | None:
+    def _repeat(self, batch: _SteadyBatch) -> Plan | None:
         """The next plan: the rows of the previous plan that are still there."""
-        named = lane.named()
+        named = batch.named()
         if not len(named):
             assert self._flights or not self._requests, "requests run, and no plan names one"
             return None
-        ids, seats = lane.ids[named], lane.seats[named]
-        plan = LanePlan(
+        ids, seats = batch.ids[named], batch.seats[named]
+        plan = SteadyPlan(
             index=self.next_index,
-            decode=LaneRows(ids, seats, self.capacity.num_slots, self.blocks, self.config.decode_steps),
+            decode=SteadyRows(ids, seats, self.capacity.num_slots, self.blocks, self.config.decode_steps),
             num_steps=self.config.decode_steps,
             leave_after=UNLIMITED,
             ids=ids,
             seats=seats,
         )
-        lane.flights[plan.index] = _Flight(named)
+        batch.flights[plan.index] = _Flight(named)
         self._flights.append((plan.index, [], True))
-        lane.num_plans += 1
+        batch.num_plans += 1
         self.next_index += 1
         return plan
 
     def _dissolve(self) -> None:
-        """Writes the lane's counts into each row."""
-        lane, self._lane = self._lane, None
-        if lane is None:
+        """Writes the batch's counts into each row."""
+        batch, self._batch = self._batch, None
+        if batch is None:
             return
-        for progress in lane.members.values():
-            lane.copy_tokens(progress)
+        for progress in batch.members.values():
+            batch.copy_tokens(progress)
         for place, (index, _, whole) in enumerate(self._flights):
-            if index in lane.flights:
-                self._flights[place] = (index, self._named(lane, lane.flights[index]), whole)
+            if index in batch.flights:
+                self._flights[place] = (index, self._named(batch, batch.flights[index]), whole)
 
-    def _named(self, lane: _Lane, flight: _Flight) -> list[Named]:
-        """A plan of the lane in flight, as `Batcher` keeps it."""
+    def _named(self, batch: _SteadyBatch, flight: _Flight) -> list[Named]:
+        """A plan of the batch in flight, as `Batcher` keeps it."""
         named, num_slots = [], self.capacity.num_slots
-        of_rows = zip(lane.ids[flight.places].tolist(), lane.seats[flight.places].tolist(), strict=True)
+        of_rows = zip(batch.ids[flight.places].tolist(), batch.seats[flight.places].tolist(), strict=True)
         for request_id, seat in of_rows:
-            progress = lane.members.get(request_id) or flight.gone[request_id]
+            progress = batch.members.get(request_id) or flight.gone[request_id]
             progress.pending += self.config.decode_steps
             self._in_flight[request_id] += 1
             group, slot = divmod(seat, num_slots)

@@ -173,8 +173,8 @@ class ReplayExecutor:
         self.tp = move.to_tp
         return TimeTaken() if self._switch_cost is None else self._switch_cost(move)
 
-    def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes rows from another executor (`jaxrl.scheduling.layouts.handover`); `rows` are all of its own then."""
+    def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """As `jaxrl.scheduling.layouts.request_migration.MigrationTarget`."""
         assert isinstance(source, ReplayExecutor), "rows come from a replay"
         assert not self._results, "rows arrive while plans are in flight"
         found = sorted((*source._slots.values(), *self._slots.values()), key=lambda slot: slot.num_generated)

@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.runtime.hosts.event_stream import EventStream
 from jaxrl.runtime.hosts.notices import Batch, Counted, Notice, Scored, encode, joined
-from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.ordered import OrderedEvents
 from jaxrl.runtime.plans import PlanRunner
 from jaxrl.runtime.round_end import Hosts, RoundCounts
@@ -34,9 +34,9 @@ from jaxrl.scheduling.rounds.events import Abort, CancelScore, Command, Launch, 
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
-from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.event_merger import AbortResult, Completion, SortKey, WorkerProgress
 from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, SampleKey, SamplingParams
 
@@ -109,7 +109,7 @@ class MadeUpWorker:
         self.begin()
 
     def begin(self) -> None:
-        self.tick = self.stretch = self._plans = 0
+        self.tick = self.busy_period = self._plans = 0
         self._credit = 0.0
         self.waiting: deque[tuple[int, int, int]] = deque()  # (request id, length, effect)
         self.rows = np.zeros((3, 0), np.int64)  # request ids, tokens left, lengths
@@ -126,14 +126,14 @@ class MadeUpWorker:
         self.rows = self.rows[:, ~np.isin(self.rows[0], list(gone))]
         self.waiting = deque(each for each in self.waiting if each[0] not in gone)
 
-    def plan(self, floor: int) -> Report | None:
-        """Runs a plan, where the floor allows it and its turn has come."""
+    def plan(self, low_watermark: int) -> WorkerProgress | None:
+        """Runs a plan, where the low watermark allows it and its turn has come."""
         self._credit = min(self._credit + self._pace, 1.0 + self._pace)
         busy = self.rows.shape[1] > 0
         if self._credit < 1.0 or not (busy or self.waiting):
             return None
         tick = self.tick if busy else max(self.tick, self.waiting[0][2])
-        if tick - LOOKAHEAD > floor:
+        if tick - LOOKAHEAD > low_watermark:
             return None
         self._credit -= 1.0
         started: list[tuple[int, int, int]] = []
@@ -146,12 +146,12 @@ class MadeUpWorker:
         self.rows[1] -= STEPS
         over = self.rows[1] <= 0
         ends = tuple(
-            End(request_id, Place(self.tick, self.number, self._plans, 0, slot), length, "stop")
+            Completion(request_id, SortKey(self.tick, self.number, self._plans, 0, slot), length, "stop")
             for slot, (request_id, _, length) in enumerate(self.rows[:, over].T.tolist())
         )
         self.rows = self.rows[:, ~over]
         self._plans += 1
-        return Report(self.number, self.stretch, self.tick, ends)
+        return WorkerProgress(self.number, self.busy_period, self.tick, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +187,9 @@ class LeadingHost:
     ) -> None:
         self._rng, self._lengths = random.Random(seed), lengths
         self.board = Board(num_hosts + 1)
-        self.stream = HostStream(self.board, "s")
+        self.stream = EventStream(self.board, "s")
         executor = ReplayExecutor({}, 1, 1, 1 << 20, 16, 64)
-        self.workers = PacedWorkers({0: Engine(executor, BatcherConfig())}, LOOKAHEAD, num_hosts + 1)
+        self.workers = SynchronizedWorkers({0: Engine(executor, BatcherConfig())}, LOOKAHEAD, num_hosts + 1)
         self._round = UnderWay(self.workers, time.perf_counter, lambda: None, _begins_nothing)
         hosts = Hosts(self.stream, lambda samples, owners: None)
         parts = self._round, PlanRunner(self.workers), NoScoring(), lambda _: ""
@@ -202,7 +202,7 @@ class LeadingHost:
         self._prompts, self._params = Prompts(), SamplingParams(max_tokens=lengths[2])
         self._num_ids = self._step = 0
         self._written = [0] * (num_hosts + 1)  # batches of notices, by host
-        self._told: dict[int, list[Notice]] = {}  # by host, with its next report
+        self._outgoing: dict[int, list[Notice]] = {}  # by host, with its next batch
 
     def round(self) -> RoundCost:
         """Plays a round."""
@@ -233,17 +233,17 @@ class LeadingHost:
         self.rule.settle(current)
         seconds += time.thread_time() - began
         for worker in self.others:
-            self._told.setdefault(worker.number, []).append(Counted([_NOTHING.written()]))
+            self._outgoing.setdefault(worker.number, []).append(Counted([_NOTHING.written()]))
             self._post(worker)
         self.ordered.end(_NOTHING)
         return RoundCost(seconds, events, plans, self.board.written - before, notice_bytes, batches)
 
     def _post(self, worker: MadeUpWorker) -> int:
-        """What a host tells after a plan, in a batch; its bytes."""
-        notices = self._told.pop(worker.number, [])
-        report = worker.plan(self.workers.floor)
-        if report is not None:
-            notices.append(report)
+        """What a host sends after a plan, in a batch; its bytes."""
+        notices = self._outgoing.pop(worker.number, [])
+        progress = worker.plan(self.workers.low_watermark)
+        if progress is not None:
+            notices.append(progress)
         if not notices:
             return 0
         batch = Batch(self._step, self.stream._num_written, notices)
@@ -254,8 +254,8 @@ class LeadingHost:
         return len(value)
 
     def _apply(self, commands: Sequence[Command]) -> None:
-        """Carries out what the round commands, and has the made-up hosts hear of it."""
-        ledger = self.workers.ledger
+        """Carries out what the round commands, and has the made-up hosts receive it."""
+        placements = self.workers.placements
         for command in commands:
             match command:
                 case Launch(prompt=prompt, keys=keys):
@@ -263,17 +263,17 @@ class LeadingHost:
                         request = Request(self._num_ids, key, prompt.token_ids, self._params, share=prompt.key)
                         self._round.launched(key, self._num_ids)
                         self._num_ids += 1
-                        chosen = min(range(1, ledger.num_workers), key=ledger.outstanding)
+                        chosen = min(range(1, placements.num_workers), key=placements.outstanding)
                         self.ordered.launch(request, chosen)
-                        home = ledger.home(request.request_id)
-                        assert home is not None
-                        self.others[chosen - 1].add(request.request_id, self._length(), home.effect)
+                        placement = placements.find(request.request_id)
+                        assert placement is not None
+                        self.others[chosen - 1].add(request.request_id, self._length(), placement.effect)
                 case Score(prompt=prompt, sample=sample):
                     self.ordered.score(prompt, sample)
                     host = self.ordered.owner_of(sample.key)
                     verdict = Verdict(0.0, sample.key, 1.0, "ok", {"acc": 1.0}, 0.25)
                     assert host is not None
-                    self._told.setdefault(host, []).append(Scored(self._num_scores, Arrival(verdict)))
+                    self._outgoing.setdefault(host, []).append(Scored(self._num_scores, Arrival(verdict)))
                     self._num_scores += 1
                 case Abort(keys=keys, keep=keep):
                     self._abort(keys, keep)
@@ -282,19 +282,19 @@ class LeadingHost:
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         ids = [self._round.requests[key] for key in keys]
-        ledger, of_hosts = self.workers.ledger, dict[int, set[int]]()
+        placements, of_hosts = self.workers.placements, dict[int, set[int]]()
         for request_id in ids:
-            home = ledger.home(request_id)
-            assert home is not None
-            of_hosts.setdefault(home.worker, set()).add(request_id)
+            placement = placements.find(request_id)
+            assert placement is not None
+            of_hosts.setdefault(placement.worker, set()).add(request_id)
         self.ordered.abort(keys, keep=keep)
         for host, gone in of_hosts.items():
             worker = self.others[host - 1]
-            answers = [Answer(i, worker.done(i), "abort", 0) for i in ids if i in gone]
-            self._told.setdefault(host, []).extend(answers)
+            results = [AbortResult(i, worker.done(i), "abort", 0) for i in ids if i in gone]
+            self._outgoing.setdefault(host, []).extend(results)
             worker.drop(gone)
-            if ledger.stretch(host) != worker.stretch:
-                worker.tick, worker.stretch = ledger.now, ledger.stretch(host)
+            if placements.busy_period(host) != worker.busy_period:
+                worker.tick, worker.busy_period = placements.now, placements.busy_period(host)
 
     def _length(self) -> int:
         median, sigma, longest = self._lengths

@@ -161,8 +161,8 @@ def _watch(simulation: Simulation, watch: Stopwatch, events: list[int]) -> None:
         watch.around(owner, method, name)
     for owner, methods in (
         (hosts.board, ("put", "get", "folder", "delete")),
-        (hosts, ("on_launch", "on_abort", "on_end", "handed", "commanded", "counts", "round_ends", "exchange")),
-        (backend._plans, ("run_paced", "show")),
+        (hosts, ("on_launch", "on_abort", "on_completion", "handed", "commanded", "counts", "round_ends", "exchange")),
+        (backend._plans, ("run_synchronized", "show")),
     ):
         for method in methods:
             watch.around(owner, method, _ELSEWHERE)

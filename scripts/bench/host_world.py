@@ -21,14 +21,14 @@ import numpy as np
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks
-from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.hosts.event_stream import EventStream
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.configured import with_simulated_hosts, workload_of
 from jaxrl.sim.cost_model import CostModel, TrainLoad
-from jaxrl.sim.paced import TimedWorkers
+from jaxrl.sim.timed_workers import TimedWorkers
 
 DECODE_STEPS = 8
 _PROBES = 40
@@ -188,7 +188,7 @@ class LoggedBoard:
 def one_process(board: Any, config: Config, step_s: float) -> Told:
     """Plays this process of a world."""
     told = Told()
-    hosts = Hosts(HostStream(LoggedBoard(board, told)), lambda samples, owners: None)
+    hosts = Hosts(EventStream(LoggedBoard(board, told)), lambda samples, owners: None)
     simulation = _built(config, step_s, told, hosts, WallClock())
     board.barrier("begin", 300.0)
     simulation.loop.run()
@@ -225,7 +225,7 @@ def _log_hearing(host: Any, latency_ns: int, told: Told) -> None:
     charge = host._charge
 
     def heard(known: int) -> None:
-        for batch in range(host._num_heard, known):
+        for batch in range(host._num_received, known):
             arrived_ns = host._published.arrivals[batch]
             name = f"{host._num_before + batch} to {host.process}"
             told.written[name] = (arrived_ns - latency_ns) / 1e9

@@ -33,8 +33,8 @@ from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.scheduling.layouts.handover import hand_over
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.layouts.request_migration import migrate_requests
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -286,7 +286,7 @@ def across(name: str, dtype: str, left_tp: int, right_tp: int, drafting: Draftin
     for step in range(400):
         if step == 8:
             leaving = left.unfinished()[1::2]
-            handed = hand_over(left, right, leaving)
+            handed = migrate_requests(left, right, leaving)
             assert handed.num_moved > 0
             assert handed.num_seated > 2
             assert not set(leaving) & set(left.unfinished())

@@ -29,8 +29,8 @@ from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
-from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding import kv_migration
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
@@ -58,15 +58,15 @@ def worker_set(
     ), params
 
 
-def started(workers: WorkerSet, params: Any) -> Workers:
+def started(workers: WorkerSet, params: Any) -> LocalWorkers:
     """Engines over workers that have weights and pools."""
     workers.sync_weights(params, 3)
     workers.allocate()
     batcher = BatcherConfig(decode_steps=SIZES.decode_steps)
-    return Workers([Engine(executor, batcher) for executor in workers.executors])
+    return LocalWorkers([Engine(executor, batcher) for executor in workers.executors])
 
 
-def house(name: str, degrees: Sequence[int], **sizes: Any) -> tuple[Workers, WorkerSet]:
+def house(name: str, degrees: Sequence[int], **sizes: Any) -> tuple[LocalWorkers, WorkerSet]:
     workers, params = worker_set(name, degrees, **sizes)
     return started(workers, params), workers
 
@@ -176,7 +176,7 @@ def test_pools_are_allocated_where_there_is_none_and_all_are_freed(x64: None):
 def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None, own: bool):
     """Also where nothing was released in between; the other worker's pool stays as it is."""
     workers, params = worker_set("llama", (1, 1), slice(2), slice(2, 4) if own else slice(2))
-    engines = Workers([Engine(executor, BatcherConfig(decode_steps=2)) for executor in workers.executors])
+    engines = LocalWorkers([Engine(executor, BatcherConfig(decode_steps=2)) for executor in workers.executors])
     pool: Any = None
     backend = RolloutBackend(engines, workers, pool, str, lambda: params)
     backend.enter_rollout(3)
@@ -226,7 +226,7 @@ def test_layouts_in_use_are_compiled_before_the_others(x64: None, monkeypatch: p
 # ---------------------------------------------------------------- what runs in a process of its own
 
 
-def run(workers: Workers, asked: Sequence[Request], at: Callable[[int], None] = lambda _: None) -> list[Sample]:
+def run(workers: LocalWorkers, asked: Sequence[Request], at: Callable[[int], None] = lambda _: None) -> list[Sample]:
     """Runs requests to their ends; `at` is called before each plan, with its number."""
     for request in asked:
         workers.add(request)

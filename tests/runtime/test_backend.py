@@ -39,7 +39,7 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Sample
 
 
@@ -178,7 +178,7 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     ended = next_finished(backend)
     assert (ended.key, len(ended)) == (keys[1], 7), "it ended in the plan in flight, which was waited for"
     begun = next_aborted(backend)
-    kept = 13 if isinstance(house.engine, Workers) else 9  # of several, each has two plans in flight
+    kept = 13 if isinstance(house.engine, LocalWorkers) else 9  # of several, each has two plans in flight
     assert (begun.key, len(begun), begun.versions.tolist()) == (keys[2], kept, [0] * kept)
     backend.end()
 

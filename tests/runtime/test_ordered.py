@@ -1,4 +1,4 @@
-"""The events of a round in one order: what other processes tell, what is kept of it, and what ends a run."""
+"""The events of a round in one order: what other processes send, what is kept of it, and what ends a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from replay_worker import ReplayWorker
 
-from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Floor, Item, Notice, Scored, Stop
+from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Item, LowWatermark, Notice, Scored, Stop
 from jaxrl.runtime.ordered import OrderedEvents
 from jaxrl.runtime.plans import PlanRunner
 from jaxrl.runtime.round_end import Hosts, RoundCounts
@@ -17,10 +17,10 @@ from jaxrl.scheduling.mechanism import RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Interrupted, RoundStarted, SampleAborted, SampleFinished, Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
-from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.event_merger import AbortResult, Completion, SortKey, WorkerProgress
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.types import Prompt, RunFailed, SampleKey, SamplingParams
 
 PROMPT = Prompt(0, 0, (1, 2, 3), "", "test")
@@ -68,7 +68,7 @@ class Wire:
 
     def begin(self) -> None: ...
 
-    def tell(self, notice: Notice) -> None:
+    def send(self, notice: Notice) -> None:
         self.out.append(notice)
 
     def publish(self, item: Item) -> None:
@@ -108,7 +108,7 @@ class Host:
     def __init__(self, process: int) -> None:
         lengths = {key(i): 5 for i in range(8)}
         engine = Engine(ReplayWorker(lengths, num_slots=4), BatcherConfig(decode_steps=4))
-        self.workers = PacedWorkers({process: engine}, 1000, 2, ticks=lambda _, times: times.num_steps)
+        self.workers = SynchronizedWorkers({process: engine}, 1000, 2, ticks=lambda _, times: times.num_steps)
         self.pool, self.wire, self.log = Pool(), Wire(process), Log()
         log: Any = self.log
         under_way = UnderWay(self.workers, lambda: 1.0, lambda: None, lambda *_: pytest.fail("nothing is begun ahead"))
@@ -129,45 +129,46 @@ class Host:
             self.workers.step(turn)
 
 
-def end(request_id: int, tick: int, length: int = 5) -> End:
-    return End(request_id, Place(tick, 1, 0, 0, request_id // 2), length, "stop")
+def end(request_id: int, tick: int, length: int = 5) -> Completion:
+    return Completion(request_id, SortKey(tick, 1, 0, 0, request_id // 2), length, "stop")
 
 
-def test_process_0_hands_over_what_all_have_and_publishes_it():
+def test_process_0_delivers_what_all_have_and_publishes_it():
     host = Host(0)
     host.run()
     assert host.events.next() is None
-    host.wire.coming = [Report(1, 0, 1003, (end(1, 1003),))]
+    host.wire.coming = [WorkerProgress(1, 0, 1003, (end(1, 1003),))]
     event = host.events.next()
     assert isinstance(event, SampleFinished)
     sample = event.sample
     assert (sample.key, len(sample), sample.finish_reason, sample.text) == (key(1), 5, "stop", "")
     assert (sample.versions.tolist(), sample.token_ids.strides, sample.token_ids.tolist()) == ([7] * 5, (0,), [0] * 5)
-    host.wire.coming = [Report(1, 0, 1009, (end(3, 1009),))]
+    host.wire.coming = [WorkerProgress(1, 0, 1009, (end(3, 1009),))]
     own = host.events.next()
     assert isinstance(own, SampleFinished)
     assert (own.sample.key, own.sample.text, own.sample.token_ids.strides) == (key(0), "5 tokens", (4,))
-    assert [type(item).__name__ for item in host.wire.out] == ["Floor", "End", "End"]
+    assert [type(item).__name__ for item in host.wire.out] == ["LowWatermark", "Completion", "Completion"]
 
 
 def test_a_process_handles_what_is_published():
     host = Host(1)
     host.run()
     assert host.events.next() is None
-    (report,) = host.wire.out
-    assert isinstance(report, Report)
-    assert [(one.request_id, one.length) for one in report.ends] == [(1, 5), (3, 5)]
-    host.wire.coming = [Floor(900), report.ends[0], End(0, Place(1999, 0, 0, 0, 0), 9, "length")]
+    (progress,) = host.wire.out
+    assert isinstance(progress, WorkerProgress)
+    assert [(one.request_id, one.length) for one in progress.completions] == [(1, 5), (3, 5)]
+    other = Completion(0, SortKey(1999, 0, 0, 0, 0), 9, "length")
+    host.wire.coming = [LowWatermark(900), progress.completions[0], other]
     first, second = host.events.next(), host.events.next()
     assert isinstance(first, SampleFinished)
     assert isinstance(second, SampleFinished)
     assert (first.sample.key, first.sample.text) == (key(1), "5 tokens")
     assert (second.sample.key, len(second.sample), second.sample.finish_reason) == (key(0), 9, "length")
-    assert host.workers.floor == 1998
+    assert host.workers.low_watermark == 1998
     host.events.abort([key(2), key(3)], keep=True)
-    answer = host.wire.out[-1]
-    assert answer == Answer(3, 5, "stop", 0), "it had ended by then"
-    host.wire.coming = [Answer(2, 3, "abort", 4), answer]
+    result = host.wire.out[-1]
+    assert result == AbortResult(3, 5, "stop", 0), "it had ended by then"
+    host.wire.coming = [AbortResult(2, 3, "abort", 4), result]
     aborted, kept = host.events.next(), host.events.next()
     assert isinstance(aborted, SampleAborted)
     assert isinstance(kept, SampleFinished)
@@ -175,10 +176,10 @@ def test_a_process_handles_what_is_published():
     assert (kept.sample.key, kept.sample.text) == (key(3), "5 tokens")
 
 
-def test_a_response_is_scored_where_it_was_drawn_and_a_clocks_verdict_is_journalled_before_it_is_heard():
+def test_a_response_is_scored_where_it_was_drawn_and_a_clocks_verdict_is_journalled_before_it_is_delivered():
     host = Host(0)
     host.run()
-    host.wire.coming = [Report(1, 0, 1009, (end(1, 1003), end(3, 1009)))]
+    host.wire.coming = [WorkerProgress(1, 0, 1009, (end(1, 1003), end(3, 1009)))]
     for _ in range(4):
         event = host.events.next()
         assert isinstance(event, SampleFinished)
@@ -203,7 +204,7 @@ def test_a_response_is_scored_where_it_was_drawn_and_a_clocks_verdict_is_journal
 
 def test_decisions_of_others_are_journalled_in_order():
     host = Host(0)
-    host.wire.coming = [Decided(3, "layout", (0, 5, 1, 2), {"switch": None}), Report(1, 0, 1001)]
+    host.wire.coming = [Decided(3, "layout", (0, 5, 1, 2), {"switch": None}), WorkerProgress(1, 0, 1001)]
     assert host.events.next() is None
     assert host.log.entries == [(3, "layout", (0, 5, 1, 2), {"switch": None})]
 
@@ -253,7 +254,7 @@ def test_a_round_ends_with_what_all_have_counted_and_a_stop_that_came_meanwhile(
 def test_a_pool_that_loses_a_sample_is_found_out():
     host = Host(0)
     host.run()
-    host.wire.coming = [Report(1, 0, 1009, (end(1, 1003), end(3, 1009)))]
+    host.wire.coming = [WorkerProgress(1, 0, 1009, (end(1, 1003), end(3, 1009)))]
     for _ in range(4):
         event = host.events.next()
         assert isinstance(event, SampleFinished)

@@ -25,8 +25,8 @@ from jaxrl.runtime.rules import batcher_config, carried, lookahead, workers_of
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.replay import ReplayExecutor
 
 LONGEST = 77  # tokens of a response
@@ -221,7 +221,7 @@ def test_the_workers_of_a_process_have_the_numbers_of_their_place():
     several = from_mapping({"model": {"path": "x"}, "rollout": {"num_workers": 6}, "hosts": {"num": 3}})
     engines = [Engine(ReplayExecutor({}, 1, 4, 99, 4, 64), batcher_config(several)) for _ in range(2)]
     workers = workers_of(several, engines, process=2)
-    assert isinstance(workers, PacedWorkers)
-    assert (workers.numbers, workers.ledger.num_workers) == ((4, 5), 6)
+    assert isinstance(workers, SynchronizedWorkers)
+    assert (workers.numbers, workers.placements.num_workers) == ((4, 5), 6)
     alone = workers_of(from_mapping({"model": {"path": "x"}}), engines[:1])
-    assert isinstance(alone, Workers)
+    assert isinstance(alone, LocalWorkers)

@@ -27,9 +27,9 @@ from live_arrays import Watched, live_bytes
 
 from jaxrl.kernels.attention import choose_paged
 from jaxrl.rollout import kv_cache
+from jaxrl.scheduling.layouts.batch_state import LiveRow
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
 from jaxrl.scheduling.layouts.regroup import regroup
-from jaxrl.scheduling.layouts.situation import LiveRow
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.sharding import kv_migration
 from jaxrl.sharding.kv_migration import lane_capacity, migrate, migrate_across

@@ -153,16 +153,16 @@ def test_a_run_that_switches_gains_time_and_changes_nothing_else():
     ids=str,
 )
 def test_layouts_that_adapt_leave_rows_in_lockstep(layout: dict[str, Any]):
-    """A lane ends at a switch, and nowhere else but where it ends without one."""
+    """A steady batch ends at a switch, and nowhere else but where it ends without one."""
     still, *_ = run(config())
     moving, metrics, *_ = run(config(**layout))
-    lanes = []
+    batches = []
     for batcher in (still.workers.engines[0].batcher, moving.workers.engines[0].batcher):
         assert isinstance(batcher, LockstepBatcher)
-        lanes.append(batcher.num_lanes)
+        batches.append(batcher.num_batches)
     switches = sum(step["rollout/layout/switches"] for step in metrics.values())
-    assert moving.workers.counters.plans > 20 * lanes[0]
-    assert lanes[1] <= lanes[0] + switches
+    assert moving.workers.counters.plans > 20 * batches[0]
+    assert batches[1] <= batches[0] + switches
 
 
 def test_what_history_says_is_part_of_a_checkpoint():

@@ -27,7 +27,7 @@ from jaxrl.sim.executor import SimulatedExecutor, decode_s
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.replay import ReplayExecutor, filler
-from jaxrl.sim.rows import fillers
+from jaxrl.sim.simulated_rows import fillers
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch

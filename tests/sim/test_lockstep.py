@@ -17,7 +17,7 @@ from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.rows import LanePlan
+from jaxrl.sim.simulated_rows import SteadyPlan
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 POOLS = {"scarce blocks": 14, "enough blocks": 60}
@@ -48,7 +48,7 @@ def contents(sample: Sample) -> tuple[Any, ...]:
 def contents_of(plan: Plan) -> dict[str, Any]:
     """The plan without the arrays for the simulated devices; checks that these arrays say the same."""
     values = asdict(replace(plan, decode=tuple(plan.decode)))
-    if isinstance(plan, LanePlan):
+    if isinstance(plan, SteadyPlan):
         rows = [(row.request_id, 4 * row.dp_group + row.slot) for row in plan.decode]
         assert list(zip(values.pop("ids").tolist(), values.pop("seats").tolist(), strict=True)) == rows
     return values
@@ -104,7 +104,7 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
             recompute(engine)
         else:
             note(engine.step())
-            num_lockstep += isinstance(engine.batcher, LockstepBatcher) and engine.batcher._lane is not None
+            num_lockstep += isinstance(engine.batcher, LockstepBatcher) and engine.batcher._batch is not None
             engine.batcher.blocks.check()
         if len(plans) % 2:
             looks.append([(p.request.request_id, p.group, tokens) for p, tokens in engine.batcher.rows()])

@@ -8,26 +8,27 @@ from typing import Any
 from checking import CheckingExecutor, make_engine, make_request
 
 from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.event_merger import Deal
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.scheduling.tokens.workers import Deal, Workers
 
 
 def build(
     requests: Sequence[Request], lengths: Sequence[int], num_workers: int = 2, deal: Deal = "tokens", **more: Any
-) -> tuple[Workers, list[CheckingExecutor]]:
+) -> tuple[LocalWorkers, list[CheckingExecutor]]:
     of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
     pairs = [make_engine(of, **more) for _ in range(num_workers)]
-    return Workers([engine for engine, _ in pairs], deal), [executor for _, executor in pairs]
+    return LocalWorkers([engine for engine, _ in pairs], deal), [executor for _, executor in pairs]
 
 
-def run(workers: Workers | Engine) -> list[Finished]:
+def run(workers: LocalWorkers | Engine) -> list[Finished]:
     told: list[Finished] = []
     while not workers.is_idle:
         told += workers.step()
     return told
 
 
-def homes(workers: Workers) -> list[tuple[int, ...]]:
+def homes(workers: LocalWorkers) -> list[tuple[int, ...]]:
     return [engine.unfinished() for engine in workers.engines]
 
 

@@ -113,7 +113,7 @@ class CheckingExecutor:
         )
         return times
 
-    def take_over(self, source: CheckingExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+    def accept_migration(self, source: CheckingExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
         """Copies the shadow of another executor's blocks as the plan says, beside its own."""
         assert not self._due
         assert not source._due
@@ -132,7 +132,7 @@ class CheckingExecutor:
             self._arrived.setdefault(request_id, set()).update(starts)
         for request_id, start in source._prefilling.values():
             self._arrived.setdefault(request_id, set()).add(start)
-        self.inner.take_over(source.inner, kv, rows)
+        self.inner.accept_migration(source.inner, kv, rows)
 
     def _check_shape(self, plan: Plan) -> None:
         """Checks a plan by itself."""

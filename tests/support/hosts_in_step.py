@@ -20,7 +20,7 @@ from simulated_runs import Metrics
 from jaxrl.config import Config
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.hosts.event_stream import EventStream
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, SampleAborted, SampleFinished, Verdict
@@ -274,7 +274,7 @@ class HostsInStep:
     def run(self, state: str | None = None) -> HostsInStep:
         def one(process: int) -> None:
             store = self.stores[process]
-            stream = HostStream(store, clock=lambda: 0.0)
+            stream = EventStream(store, clock=lambda: 0.0)
             hosts = Hosts(stream, MemoryExchange(store, self._left))
 
             def slow(simulation: Simulation) -> None:

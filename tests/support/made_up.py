@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow, Rows
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, Rows, Situation
 
 ROOMY = GroupCapacity(tokens=1 << 40, rows=1 << 20)
 DEGREES = (1, 2, 4, 8)
@@ -30,14 +30,14 @@ def predictor(
 
 def situation(
     tp: int, rows: Sequence[Sequence[tuple[int, int]]], num_devices: int = 8, dispatch: int = 0, **others
-) -> Situation:
+) -> BatchState:
     """Rows as (length, steps left) for the first dp groups; the others are empty."""
     groups: list[Rows] = []
     for g in range(num_devices // tp):
         mine = rows[g] if g < len(rows) else []
         groups.append(tuple(LiveRow(100 * g + i, n, n + left) for i, (n, left) in enumerate(mine)))
     others.setdefault("capacities", dict.fromkeys(DEGREES, ROOMY))
-    return Situation(dispatch, tp, tuple(groups), **others)
+    return BatchState(dispatch, tp, tuple(groups), **others)
 
 
 # Round numbers: steps of 10 ms at tp 1, 8 at tp 2, 5 at tp 4, 4 at tp 8 with one row in a group; each row more costs

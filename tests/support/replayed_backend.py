@@ -25,7 +25,7 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=40, stop_token_ids=(2,))
@@ -114,7 +114,7 @@ class House:
         self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
         executors = [self.worker] if num_workers == 1 else self.worker.workers
         engines = [Engine(executor, BatcherConfig(decode_steps=4)) for executor in executors]
-        self.engine: Any = engines[0] if num_workers == 1 else Workers(engines)
+        self.engine: Any = engines[0] if num_workers == 1 else LocalWorkers(engines)
         self.pool = pool
         self.journal = Journal(folder / "journal.jsonl", last_step)
         self.timeline = Timeline(folder / "timeline.json")

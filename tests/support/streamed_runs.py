@@ -31,7 +31,7 @@ from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.train import preparation
 from jaxrl.train.learning import Models
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
@@ -308,7 +308,7 @@ class Run:
         for worker, executor in enumerate(machine.executors):
             executor.collect = self._collecting(worker, executor.collect)
         batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
-        workers = Workers([Engine(each, batcher) for each in machine.executors], config.rollout.deal)
+        workers = LocalWorkers([Engine(each, batcher) for each in machine.executors], config.rollout.deal)
         session = None
         if config.trainer.stream.enable:
             session = StreamSession(config.trainer.stream, workers, machine.streams, machine.release, PACE, journal)

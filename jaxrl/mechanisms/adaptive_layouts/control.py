@@ -34,9 +34,9 @@ from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
+from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
-from jaxrl.scheduling.layouts.situation import GroupCapacity, Situation
 from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
@@ -325,10 +325,10 @@ class LayoutControl:
         capacity = self._executor.capacity(tp)
         return GroupCapacity((capacity.num_blocks - 1) * capacity.block_size, capacity.num_slots)
 
-    def _situation(self, dispatch: int) -> Situation:
+    def _situation(self, dispatch: int) -> BatchState:
         batcher = self.engine.batcher
         expected = None if self.history is None else self.history.expected_remaining
-        return Situation(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
+        return BatchState(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
 
     def _follow(self, known: Decision) -> Episode | None:
         """Repeats the decision that was made here before."""

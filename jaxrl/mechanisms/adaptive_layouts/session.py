@@ -145,7 +145,7 @@ class LayoutSession:
 class LayoutSessions(Mechanism):
     """Layouts that adapt: the sessions of this process's workers, by their numbers.
 
-    Of workers in other processes it knows what these have told at the end of the last round, so that the checkpoint
+    Of workers in other processes it knows what these have sent at the end of the last round, so that the checkpoint
     that one process writes has the state of every worker.
 
     Args:
@@ -202,13 +202,13 @@ class LayoutSessions(Mechanism):
         states = [plain_state(session.control.own_state()) for session in self.sessions]
         return {"metrics": together(ends), "states": states}
 
-    def round_ends(self, end: RoundEnd, told: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The round's metrics: sums over the workers of what is counted and of seconds spent, means of the others."""
-        states = [state for process in told for state in process["states"]]
-        assert len(states) == self._count, f"the layouts of {len(states)} workers were told, of {self._count}"
+        states = [state for process in by_process for state in process["states"]]
+        assert len(states) == self._count, f"the layouts of {len(states)} workers have come, of {self._count}"
         for worker in self._others:
             self._others[worker] = state_of_plain(states[worker])
-        return together([process["metrics"] for process in told])
+        return together([process["metrics"] for process in by_process])
 
     def cancelled(self) -> None:
         """The round is dropped."""

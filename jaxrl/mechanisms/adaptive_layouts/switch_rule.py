@@ -4,7 +4,7 @@ Purpose: between two plans, `LayoutSwitchRule.decide` compares the time left of 
 degree, the cost of the switch included, and names the degree to go to, or none.
 
 Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are found in: 4 and 8 `remaining_s`
-(`jaxrl.scheduling.layouts.situation`); 7 `regroup`; 6-14 with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the
+(`jaxrl.scheduling.layouts.batch_state`); 7 `regroup`; 6-14 with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the
 engine, which asks again later, so one generation can switch several times.
 
 Departures:
@@ -37,10 +37,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.scheduling.layouts.batch_state import BatchState, Rows, load_at, num_tokens
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
-from jaxrl.scheduling.layouts.situation import Rows, Situation, StepTimes, load_at, num_tokens, remaining_s
 
 SCHEMA = 1
 
@@ -168,7 +168,7 @@ class LayoutSwitchRule:
         """A generation begins: forgets the last one's switches; dispatch numbers start anew."""
         self._last = None
 
-    def decide(self, now: Situation) -> Switch | None:
+    def decide(self, now: BatchState) -> Switch | None:
         """The switch to make now, or None to go on. Raises ValueError for an impossible situation.
 
         A switch that is returned counts as made: if it fails, the next one waits for the cooldown all the same.
@@ -195,7 +195,7 @@ class LayoutSwitchRule:
         self.record(switch)
         return switch
 
-    def wants(self, now: Situation) -> bool:
+    def wants(self, now: BatchState) -> bool:
         """Whether `decide` would name a degree. Raises as it does."""
         return self._find(now) is not None
 
@@ -207,7 +207,7 @@ class LayoutSwitchRule:
             return False
         return any(self._refuse_direction(tp, other, num_live) is None for other in self.degrees if other != tp)
 
-    def _find(self, now: Situation) -> tuple[Candidate, Candidate] | None:
+    def _find(self, now: BatchState) -> tuple[Candidate, Candidate] | None:
         """(the degree in use, the best other one) if a switch to the other is due, else None."""
         self._check(now)
         if not self.considers(now.dispatch, now.tp, now.num_live, now.num_waiting):
@@ -222,17 +222,17 @@ class LayoutSwitchRule:
         """Takes note of a switch that was decided elsewhere (replayed)."""
         self._last = switch
 
-    def evaluate(self, now: Situation) -> tuple[Candidate, ...]:
+    def evaluate(self, now: BatchState) -> tuple[Candidate, ...]:
         """The degree in use, then the others in ascending order, each with its times or the reason against it."""
         return (self._stay(now), *self._others(now))
 
-    def _stay(self, now: Situation) -> Candidate:
+    def _stay(self, now: BatchState) -> Candidate:
         return Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
 
-    def _others(self, now: Situation) -> list[Candidate]:
+    def _others(self, now: BatchState) -> list[Candidate]:
         return [self._candidate(now, tp) for tp in self.degrees if tp != now.tp]
 
-    def _candidate(self, now: Situation, tp: int) -> Candidate:
+    def _candidate(self, now: BatchState, tp: int) -> Candidate:
         refused = self._refuse_direction(now.tp, tp, now.num_live)
         if refused is not None:
             return Candidate(tp, refused=refused)
@@ -265,7 +265,7 @@ class LayoutSwitchRule:
             return f"tp {tp}: to turn back down, the {last.num_live} rows of the last switch must grow by {factor}"
         return None
 
-    def _refuse_load(self, now: Situation, tp: int, groups: Sequence[Rows]) -> str | None:
+    def _refuse_load(self, now: BatchState, tp: int, groups: Sequence[Rows]) -> str | None:
         """Why the layout cannot hold these groups, or None."""
         capacity = now.capacities.get(tp)
         if capacity is None:
@@ -280,11 +280,11 @@ class LayoutSwitchRule:
             return f"tp {tp}: {need} tokens in a dp group that has room for {capacity.tokens}"
         return None
 
-    def _next_step_s(self, now: Situation, tp: int) -> float:
+    def _next_step_s(self, now: BatchState, tp: int) -> float:
         groups = now.groups if tp == now.tp else regroup(now.groups, self.model.num_devices // tp)
         return float(self.model.decode_steps_s(tp, *load_at(groups, self.options.bound, np.zeros(1, np.int64)))[0])
 
-    def _check(self, now: Situation) -> None:
+    def _check(self, now: BatchState) -> None:
         if now.tp not in self.degrees:
             raise ValueError(f"layout switch: tp ({now.tp}) must be one of the degrees {self.degrees}")
         if now.tp * len(now.groups) != self.model.num_devices:

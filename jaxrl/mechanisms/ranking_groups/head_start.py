@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from jaxrl.scheduling.rounds.events import HeadStart
 from jaxrl.scheduling.tokens.engine import Finished
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Prompt, SampleKey
 
 Offer = Callable[[], HeadStart | None]
@@ -63,7 +63,7 @@ class HeadStarts:
 
     def __init__(
         self,
-        engines: Workers,
+        engines: LocalWorkers,
         buffer: WeightBuffer,
         weights: Callable[[], Any],
         start: Start,

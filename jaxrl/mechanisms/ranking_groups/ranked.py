@@ -9,15 +9,15 @@ from jaxrl.mechanisms.ranking_groups.head_start import WeightBuffer
 from jaxrl.mechanisms.ranking_groups.rule import LengthHistory, RankingGroups
 from jaxrl.mechanisms.ranking_groups.session import RankingSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.pace import cheaper_move, step_seconds
-from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import By, Workers
+from jaxrl.scheduling.layouts.plan_cost import cheaper_move, step_seconds
+from jaxrl.scheduling.tokens.local_workers import By, LocalWorkers
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 
 
 def ranking_session(
     config: Config,
     history: LengthHistory | None,
-    engines: Workers | PacedWorkers,
+    engines: LocalWorkers | SynchronizedWorkers,
     buffer: WeightBuffer,
     predictor: LatencyPredictor | None,
     *,
@@ -32,7 +32,7 @@ def ranking_session(
       is_timed: as in `RankingGroups`.
     """
     assert history is not None, "ranks by lengths that nothing keeps"
-    assert isinstance(engines, Workers), "ranking groups let what is commanded take effect at once"
+    assert isinstance(engines, LocalWorkers), "ranking groups let what is commanded take effect at once"
     options = config.rollout.ranking_groups
     step_s = None if predictor is None else step_seconds(predictor, engines.engines[0])
     ranking = RankingGroups(options, len(engines.engines), history, step_s, is_timed=is_timed)

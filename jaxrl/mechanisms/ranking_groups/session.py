@@ -24,7 +24,7 @@ from jaxrl.record import metrics as numbers
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Command, HeadStart, Launch
 from jaxrl.scheduling.tokens.engine import Finished
-from jaxrl.scheduling.tokens.workers import By
+from jaxrl.scheduling.tokens.local_workers import By
 from jaxrl.types import Sample, SampleKey
 
 
@@ -140,7 +140,7 @@ class RankingSession(Mechanism):
     def cancelled(self) -> None:
         self.ahead.cancel()
 
-    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
         """The round is over; its metrics."""
         if not self._is_training:
             return {}

@@ -39,7 +39,7 @@ class TimeoutSession(Mechanism):
     def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
         self.timeouts.learn(prompt, limits_s, verdict.info)
 
-    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
         return self.timeouts.take_metrics() if self._is_training else {}
 
     def state_dict(self) -> dict[str, Any]:

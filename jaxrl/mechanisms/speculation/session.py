@@ -193,7 +193,7 @@ class HistorySession(Mechanism):
         building = self._indexes.get(prompt.index)
         return None if building is None else self._builder.take(building)
 
-    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
         return self.end(end.scored, end.done)
 
     def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:

@@ -10,8 +10,8 @@ from jaxrl.mechanisms.stream_trainer.scale_down import halves
 from jaxrl.mechanisms.stream_trainer.session import StreamSession
 from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.pace import cheaper_move
-from jaxrl.scheduling.tokens.workers import By, Workers
+from jaxrl.scheduling.layouts.plan_cost import cheaper_move
+from jaxrl.scheduling.tokens.local_workers import By, LocalWorkers
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.split_mesh import Half
 
@@ -24,7 +24,7 @@ def build(parts: RunParts) -> StreamSession | None:
     options, trainer = parts.config.trainer.stream, parts.trainer
     if not options.enable:
         return None
-    assert isinstance(parts.engines, Workers), "gradients beside the rollout move requests between workers"
+    assert isinstance(parts.engines, LocalWorkers), "gradients beside the rollout move requests between workers"
     streams = {
         freed: TrainStream(trainer, Half(trainer.mesh, index))
         for index, freed in enumerate(halves(len(parts.engines.engines)))

@@ -40,7 +40,7 @@ from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.mechanism import Drawing, Mechanism, Phase, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
-from jaxrl.scheduling.tokens.workers import PREFILL_TOKENS_PER_STEP, By, Workers
+from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, By, LocalWorkers
 from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
 
 FREED = "scale_down"
@@ -85,7 +85,7 @@ class StreamSession(Mechanism):
     def __init__(
         self,
         options: StreamSection,
-        workers: Workers,
+        workers: LocalWorkers,
         streams: Mapping[tuple[int, ...], GradientStream],
         release: Callable[[Sequence[int]], None],
         pace: float,
@@ -199,7 +199,7 @@ class StreamSession(Mechanism):
     def while_waiting(self) -> None:
         self.feed()
 
-    def round_ends(self, end: RoundEnd, told: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
         """The round is over; its metrics. The stream stays open until the update."""
         if not self._is_training:
             return {}

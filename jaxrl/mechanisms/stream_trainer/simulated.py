@@ -27,8 +27,8 @@ from jaxrl.mechanisms.simulated_parts import SimulatedParts
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
 from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
 from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
-from jaxrl.scheduling.layouts.pace import cheaper_move
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.layouts.plan_cost import cheaper_move
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel
@@ -130,7 +130,7 @@ def build(parts: SimulatedParts) -> StreamSession | None:
     if not options.enable:
         return None
     workers, clock, count = parts.workers, parts.clock, parts.num_devices
-    assert isinstance(workers, Workers), "gradients beside the rollout move requests between workers"
+    assert isinstance(workers, LocalWorkers), "gradients beside the rollout move requests between workers"
 
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
         return preparation.prepared(config, groups, step, logprobs)

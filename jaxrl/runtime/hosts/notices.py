@@ -1,7 +1,7 @@
-"""What processes tell each other about a round, and how it is written: notices to process 0, and the stream from it.
+"""The messages between processes about a round, and their encoding: notices to process 0, and the stream from it.
 
 Purpose: a *notice* says what happened in one process; an *item* of the stream is what every process handles, in one
-sequence (`jaxrl.runtime.hosts.stream`). Neither has tokens. Written, each is a short JSON list that begins with a
+sequence (`jaxrl.runtime.hosts.event_stream`). Neither has tokens. Written, each is a short JSON list that begins with a
 letter; a batch is a list of the version, the number of the round, that of the last batch that was read, and these.
 
 Source: docs/architecture.md. Departures: of what a scorer says besides its reward, only what the journal would keep
@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.record.files import to_short_json
 from jaxrl.runtime.verdicts import Arrival, recorded
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
+from jaxrl.scheduling.tokens.event_merger import AbortResult, Completion, SortKey, WorkerProgress
 from jaxrl.types import FinishReason, SampleKey
 
 VERSION = 1
@@ -68,57 +68,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class LowWatermark:
     """Everything up to a tick stands before this in the stream."""
 
     tick: int
 
 
-Notice = Report | Answer | Scored | Decided | Stop | Counted | Failed
-Item = End | Answer | Scored | Floor | Stop | Counted | Failed
-
-
-class HostChannel(Protocol):
-    """What processes tell each other (`jaxrl.runtime.hosts.stream.HostStream`).
-
-    Attributes:
-      process, num_processes: this one, and of how many; process 0 leads.
-    """
-
-    process: int
-    num_processes: int
-
-    def begin(self) -> None:
-        """A round begins: what is told from here on belongs to it."""
-        ...
-
-    def tell(self, notice: Notice) -> None:
-        """Tells process 0; a process other than it."""
-        ...
-
-    def publish(self, item: Item) -> None:
-        """Tells all others; process 0."""
-        ...
-
-    def pump(self) -> None:
-        """Sends what was told or published, and takes in what has come; never waits."""
-        ...
-
-    def wait(self, timeout_s: float, process: int | None = None) -> None:
-        """The same; waits for something to come: in process 0, from that process."""
-        ...
-
-    def notices(self) -> list[tuple[int, Notice]]:
-        """Of this round, what has come to process 0, with the process that told it; they are forgotten here."""
-        ...
-
-    def next_item(self) -> Item | None:
-        """The next item of the stream that has come; of a process other than 0."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """What telling and waiting have cost since the last call (`hosts/...`)."""
-        ...
+Notice = WorkerProgress | AbortResult | Scored | Decided | Stop | Counted | Failed
+Item = Completion | AbortResult | Scored | LowWatermark | Stop | Counted | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +84,12 @@ class Batch:
 
     round: int
     read: int
-    told: Sequence[Notice | Item] = field(default_factory=tuple)
+    messages: Sequence[Notice | Item] = field(default_factory=tuple)
 
 
 def encode(batch: Batch) -> list[str]:
     """The parts of a batch, as text; `joined` puts some of them together."""
-    return [to_short_json(_written(each)) for each in batch.told]
+    return [to_short_json(_written(each)) for each in batch.messages]
 
 
 def joined(batch: Batch, parts: Sequence[str]) -> bytes:
@@ -148,8 +105,8 @@ def decode(value: bytes) -> Batch:
         raise ValueError(f"a batch of {end} characters from another process, with {len(text) - end} more behind it")
     if version != VERSION:
         raise ValueError(f"a batch of version {version} from another process: this one reads version {VERSION}")
-    number, read, told = rest
-    return Batch(number, read, tuple(_read(each) for each in told))
+    number, read, messages = rest
+    return Batch(number, read, tuple(_read(each) for each in messages))
 
 
 def shortened(arrival: Arrival) -> Arrival:
@@ -158,44 +115,44 @@ def shortened(arrival: Arrival) -> Arrival:
     return _arrival_of(written)
 
 
-def _written(told: Notice | Item) -> list[Any]:
-    match told:
-        case Report():
-            ends = [[e.request_id, *e.place, e.length, _REASONS.index(e.reason)] for e in told.ends]
-            return ["r", told.worker, told.stretch, told.tick, ends]
-        case End():
-            return ["e", told.request_id, *told.place, told.length, _REASONS.index(told.reason)]
-        case Answer():
-            return ["a", told.request_id, told.length, _REASONS.index(told.reason), told.dispatch]
+def _written(message: Notice | Item) -> list[Any]:
+    match message:
+        case WorkerProgress():
+            completed = [[c.request_id, *c.sort_key, c.length, _REASONS.index(c.reason)] for c in message.completions]
+            return ["r", message.worker, message.busy_period, message.tick, completed]
+        case Completion():
+            return ["e", message.request_id, *message.sort_key, message.length, _REASONS.index(message.reason)]
+        case AbortResult():
+            return ["a", message.request_id, message.length, _REASONS.index(message.reason), message.dispatch]
         case Scored():
-            return ["v", told.number, _arrival(told.arrival)]
-        case Floor():
-            return ["f", told.tick]
+            return ["v", message.number, _arrival(message.arrival)]
+        case LowWatermark():
+            return ["f", message.tick]
         case Decided():
-            return ["d", told.step, told.kind, list(told.key), dict(told.decision)]
+            return ["d", message.step, message.kind, list(message.key), dict(message.decision)]
         case Stop():
-            return ["s", told.why]
+            return ["s", message.why]
         case Counted():
-            return ["c", [dict(each) for each in told.counts], told.stops]
+            return ["c", [dict(each) for each in message.counts], message.stops]
         case Failed():
-            return ["x", told.process, told.why]
+            return ["x", message.process, message.why]
 
 
 def _read(written: Sequence[Any]) -> Notice | Item:
     kind, *rest = written
     match kind:
         case "r":
-            worker, stretch, tick, ends = rest
-            return Report(worker, stretch, tick, tuple(_end(each) for each in ends))
+            worker, busy_period, tick, completed = rest
+            return WorkerProgress(worker, busy_period, tick, tuple(_completion(each) for each in completed))
         case "e":
-            return _end(rest)
+            return _completion(rest)
         case "a":
             request_id, length, reason, dispatch = rest
-            return Answer(request_id, length, _REASONS[reason], dispatch)
+            return AbortResult(request_id, length, _REASONS[reason], dispatch)
         case "v":
             return Scored(rest[0], _arrival_of(rest[1]))
         case "f":
-            return Floor(rest[0])
+            return LowWatermark(rest[0])
         case "d":
             return Decided(rest[0], rest[1], tuple(rest[2]), rest[3])
         case "s":
@@ -208,9 +165,9 @@ def _read(written: Sequence[Any]) -> Notice | Item:
             raise ValueError(f"a notice of kind {kind!r}: this version does not know it")
 
 
-def _end(values: Sequence[int]) -> End:
-    request_id, *place, length, reason = values
-    return End(request_id, Place(*place), length, _REASONS[reason])
+def _completion(values: Sequence[int]) -> Completion:
+    request_id, *sort_key, length, reason = values
+    return Completion(request_id, SortKey(*sort_key), length, _REASONS[reason])
 
 
 def _arrival(arrival: Arrival) -> list[Any]:

@@ -18,8 +18,8 @@ from jaxrl.record.metrics import UPDATE_PHASES
 from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.hosts.broadcast import Broadcast, broadcast_from_rank0, local_broadcast
 from jaxrl.runtime.hosts.consistency import check_consistency
+from jaxrl.runtime.hosts.event_stream import EventStream
 from jaxrl.runtime.hosts.liveness import PROGRAM, STREAM, PhaseBarrier
-from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.hosts.world import World
 from jaxrl.runtime.round_end import Hosts
@@ -49,7 +49,7 @@ class ProcessGroup:
         self._world = world if world is not None and world.num_processes > 1 else None
         self._asked = asked
         self.first: Broadcast = local_broadcast
-        self.stream: HostStream | None = None
+        self.stream: EventStream | None = None
         self._exchange: TokenExchange | None = None
         self._num_boundaries = 0
         self._metrics: dict[str, float] = {}
@@ -58,7 +58,7 @@ class ProcessGroup:
             self.first = broadcast_from_rank0(barrier.store, beat)
             later_s = 0.0 if self._world.process == 0 else _LATER_S
             limit_s = barrier.stall_timeout_s + later_s
-            self.stream = HostStream(barrier.store, stalls_s=limit_s, stalled=self._stalled, waited=beat)
+            self.stream = EventStream(barrier.store, stalls_s=limit_s, stalled=self._stalled, waited=beat)
 
     @property
     def hosts(self) -> Hosts | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, StepTimes, remaining_s
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, LiveRow, StepTimes, remaining_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.scheduling.layouts.situation import LiveRow, Rows, num_tokens
+from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows, num_tokens
 
 
 def regroup(groups: Sequence[Rows], dp: int, held: Sequence[Rows] = ()) -> tuple[Rows, ...]:

@@ -10,7 +10,7 @@ Source: docs/architecture.md (only valid KV moves; preempt until the live blocks
 To recompute is to preempt: every request waits with its tokens and is admitted again like any other; samples of a
 prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
 
-For requests that move to another worker see `jaxrl.scheduling.layouts.handover`.
+For requests that move to another worker see `jaxrl.scheduling.layouts.request_migration`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
 from jaxrl.scheduling.layouts.regroup import regroup
-from jaxrl.scheduling.layouts.situation import LiveRow, Rows
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat

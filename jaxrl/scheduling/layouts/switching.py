@@ -4,7 +4,7 @@ Purpose: `switch` moves live requests to another tensor-parallel degree on the s
 be prefilled again in the degree in use, and `start_in` chooses the degree while there is nothing to move.
 
 `jaxrl.scheduling.layouts.relayout` works out which request goes where; the executor moves weights and KV. For requests
-that move to another worker see `jaxrl.scheduling.layouts.handover`.
+that move to another worker see `jaxrl.scheduling.layouts.request_migration`.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Engine:
         self._tickets: deque[Ticket] = deque()
         self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
         self._paused = False  # since the last plan was submitted
-        self._untold: list[Finished] = []  # ended while plans in flight were collected without a step
+        self._undelivered: list[Finished] = []  # ended while plans in flight were collected without a step
 
     @property
     def counters(self) -> Counters:
@@ -104,7 +104,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """No request is unfinished, no plan is in flight, and every finished request has been returned."""
-        return self.batcher.is_idle and not self._untold
+        return self.batcher.is_idle and not self._undelivered
 
     @property
     def num_in_flight(self) -> int:
@@ -182,8 +182,8 @@ class Engine:
 
     def take_ended(self) -> list[Finished]:
         """The requests that ended while plans were collected and not returned (`settle`)."""
-        untold, self._untold = self._untold, []
-        return untold
+        undelivered, self._undelivered = self._undelivered, []
+        return undelivered
 
     def drain(self) -> list[Finished]:
         """Collects everything in flight without a new plan; afterwards the host knows the state of the device."""
@@ -194,7 +194,7 @@ class Engine:
 
     def settle(self) -> None:
         """Like `drain`, but the next `step` or `drain` returns the requests that ended."""
-        self._untold = self.drain()
+        self._undelivered = self.drain()
 
     def switch(self, tp: int, by: How = "migrate") -> Switched:
         """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.switching.switch`)."""

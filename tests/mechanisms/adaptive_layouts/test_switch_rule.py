@@ -15,10 +15,10 @@ from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, predictor, situation
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
-from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, Situation
 
 # PAT §3.1 (A40, eight devices): a step takes 15.37 -> 9.64 ms from tp 2 to tp 8 with one row, 24.41 -> 30.87 ms with
 # 128 rows in all: 32 in each of the four dp groups of tp 2. §5.4: a switch takes 1.03 s for weights, 2.36 s for the KV
@@ -39,7 +39,7 @@ class Case:
     name: str
     model: LatencyPredictor
     config: LayoutSection
-    now: Situation
+    now: BatchState
     expected: tuple[int, str] | None
 
 
@@ -232,7 +232,7 @@ def test_a_chain_over_a_draining_batch():
             del alive[request]
         rows = {r: LiveRow(r, 100 + 10 * dispatch, 100 + 10 * dispatch + left) for r, left in alive.items()}
         alone = tuple((rows[g],) if g in rows else () for g in range(4))
-        switch = rule.decide(Situation(dispatch, tp, regroup(alone, 4 // tp), dict.fromkeys((1, 2, 4), ROOMY)))
+        switch = rule.decide(BatchState(dispatch, tp, regroup(alone, 4 // tp), dict.fromkeys((1, 2, 4), ROOMY)))
         if switch is not None:
             seen.append((dispatch, switch.from_tp, switch.to_tp))
             tp = switch.to_tp
@@ -388,7 +388,7 @@ def test_turns_are_paid_for_by_the_batch(
 # Against brute force
 
 
-def brute_force(model: LatencyPredictor, now: Situation, tp: int) -> float:
+def brute_force(model: LatencyPredictor, now: BatchState, tp: int) -> float:
     """The remaining time of a constant degree, step by step and row by row, with the cost of getting there."""
     dp = 8 // tp
     groups = [[(row.length, row.limit) for row in g] for g in (now.groups if tp == now.tp else regroup(now.groups, dp))]
@@ -474,7 +474,7 @@ def test_degrees_are_checked(degrees: tuple[int, ...], message: str):
         (replace(situation(1, []), tp=2), r"dp \(8\) × tp \(2\) must equal the number of devices \(8\)"),
     ],
 )
-def test_situations_are_checked(now: Situation, message: str):
+def test_situations_are_checked(now: BatchState, message: str):
     with pytest.raises(ValueError, match=message):
         LayoutSwitchRule(UP, DEGREES, SIMPLE).decide(now)
 

@@ -22,8 +22,8 @@ from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.progress import PlanTimes
-from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
@@ -236,7 +236,7 @@ def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, floa
     return run_round(Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
 
 
-def run_round(actor: Engine | Workers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
+def run_round(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
     backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [JudgeSession(judge)])
     backend.enter_rollout(0)
     current = Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
@@ -263,7 +263,7 @@ def test_two_workers_give_the_same_rewards_as_one():
     lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
     one, _ = round_with(pool("after"))
     engines = [Engine(ReplayExecutor(lengths, 1, 2, 400, 4, 64), BatcherConfig(decode_steps=2)) for _ in range(2)]
-    two, measured = run_round(Workers(engines), pool("gaps", share=1.0))
+    two, measured = run_round(LocalWorkers(engines), pool("gaps", share=1.0))
     assert two == one
     assert measured["reward/judge/gap_turns"] > 0
 

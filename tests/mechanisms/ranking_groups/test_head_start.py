@@ -15,7 +15,7 @@ from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.mechanisms.one_step_off.overlap import Overlap
 from jaxrl.mechanisms.ranking_groups.session import RankingSession
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
 from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import H100
@@ -114,9 +114,9 @@ def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
 
 def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch: pytest.MonkeyPatch):
     house, moved = House(make_config(BASE, **RANKED), Lengths(), COST), list[SampleKey]()
-    move = Workers.move
+    move = LocalWorkers.move
 
-    def noted(workers: Workers, request_ids: list[int], target: int, by: Any) -> Any:
+    def noted(workers: LocalWorkers, request_ids: list[int], target: int, by: Any) -> Any:
         (request_id,) = request_ids
         source = workers.worker_of(request_id)
         assert source is not None
@@ -130,7 +130,7 @@ def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch
         assert rank < ranking.ranks[target] == max(ranking.ranks[w] for w in drawing if w != source)
         return move(workers, request_ids, target, by)
 
-    monkeypatch.setattr(Workers, "move", noted)
+    monkeypatch.setattr(LocalWorkers, "move", noted)
     assert house.run()
     assert len(set(moved)) == len(moved) > 0
     num_launched = BASE["data.train_batch_size"] * house.config.rollout.n

@@ -13,6 +13,7 @@ from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import (
     TOKENS_PER_STEP,
     TRASH_BLOCK,
@@ -23,7 +24,6 @@ from jaxrl.scheduling.tokens.plan import (
     VerifyCounts,
 )
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
-from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.types import SampleKey, SamplingParams
 
 STEPS = 4
@@ -164,7 +164,7 @@ def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
 
     def rounds(count: int) -> list[list[bool]]:
         executor = Accepting(4, 200, seed=1)
-        workers, found = Workers([Engine(executor, config)]), []
+        workers, found = LocalWorkers([Engine(executor, config)]), []
         for index in range(count):
             params = SamplingParams(max_tokens=80)
             workers.add(Request(index, SampleKey(0, index, 0), (1,), params, history=HISTORY))

@@ -229,7 +229,7 @@ def test_lockstep_makes_the_plans_of_a_batcher(share: float):
         outcomes.append((samples, [brought for _, brought in plans], clock.now_ns))
         if batcher is LockstepBatcher:
             assert isinstance(engine.batcher, LockstepBatcher)
-            assert (engine.batcher.num_lanes > 0) == (share < 1)
+            assert (engine.batcher.num_batches > 0) == (share < 1)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == outcomes[2][0]
     assert share != 1 or outcomes[0][2] < outcomes[2][2], "drafts save time"

@@ -16,8 +16,8 @@ from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.stream_trainer.scale_down import LeftRequest, WorkerLoad
 from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
 from jaxrl.record.journal import Journal
-from jaxrl.scheduling.layouts.handover import HandedOver
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.layouts.request_migration import MigrationOutcome
 from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.progress import Counters
@@ -72,12 +72,12 @@ class FakeWorkers:
         self.log, self.num_open, self.counters = log, 2, Counters()
         self.engines = [engine(WorkerLoad((LeftRequest(4, n, 20),), 1000, 8)) for n in (9, 3)]
 
-    def close(self, worker: int, by: Any) -> HandedOver:
+    def close(self, worker: int, by: Any) -> MigrationOutcome:
         if by == "broken":
             raise SwitchFailed("tp 1 to 2: no memory for the KV", is_usable=True)
         self.log.append(("close worker", worker))
         self.num_open -= 1
-        return HandedOver(1, 1, 7 if by == "migrate" else 0)
+        return MigrationOutcome(1, 1, 7 if by == "migrate" else 0)
 
     def open(self, worker: int) -> None:
         self.log.append(("open worker", worker))

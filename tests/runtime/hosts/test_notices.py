@@ -1,4 +1,4 @@
-"""What processes tell each other, as it is written."""
+"""The messages between processes, as they are written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxrl.runtime.hosts.notices import (
     Counted,
     Decided,
     Failed,
-    Floor,
     Item,
+    LowWatermark,
     Notice,
     Scored,
     Stop,
@@ -24,16 +24,16 @@ from jaxrl.runtime.hosts.notices import (
 )
 from jaxrl.runtime.verdicts import MAX_VALUE_CHARS, Arrival
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
+from jaxrl.scheduling.tokens.event_merger import AbortResult, Completion, SortKey, WorkerProgress
 from jaxrl.types import SampleKey
 
 KEY = SampleKey(1, 7, 2, 3)
-END = End(12, Place(4096, 3, 5, 1, 6), 777, "length")
-TOLD: list[Notice | Item] = [
-    Report(3, 2, 8192, (END, End(13, Place(5000, 3, 6, 0, 0), 1, "stop"))),
-    Report(0, 0, 1),
+END = Completion(12, SortKey(4096, 3, 5, 1, 6), 777, "length")
+MESSAGES: list[Notice | Item] = [
+    WorkerProgress(3, 2, 8192, (END, Completion(13, SortKey(5000, 3, 6, 0, 0), 1, "stop"))),
+    WorkerProgress(0, 0, 1),
     END,
-    Answer(12, 345, "abort", 9),
+    AbortResult(12, 345, "abort", 9),
     Scored(
         4, Arrival(Verdict(0.0, KEY, 0.5, "ok", {"acc": 1, "case_s": [0.25, 2.0]}, 1.5, outside=True), (2.0, 3.5), True)
     ),
@@ -41,33 +41,33 @@ TOLD: list[Notice | Item] = [
     Decided(7, "layout", (0, 12, 3, 4), {"schema": 1, "switch": None}),
     Stop(),
     Stop("the disk is full"),
-    Floor(123456789),
+    LowWatermark(123456789),
     Counted([{"workers": [[1, 2]], "recompiles": 0}, {}], stops=True),
     Failed(3, "RuntimeError: out of memory"),
 ]
 
 
-def written(*told: Notice | Item) -> bytes:
-    batch = Batch(6, 17, told)
+def written(*messages: Notice | Item) -> bytes:
+    batch = Batch(6, 17, messages)
     return joined(batch, encode(batch))
 
 
-@pytest.mark.parametrize("told", TOLD, ids=lambda told: type(told).__name__)
-def test_what_is_written_is_read(told: Notice | Item):
-    assert decode(written(told)) == Batch(6, 17, (told,))
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_written_is_read(message: Notice | Item):
+    assert decode(written(message)) == Batch(6, 17, (message,))
 
 
 def test_a_batch_is_small():
-    ends = tuple(End(i, Place(123_456, 7, 40 + i, 3, i), 1000 + i, "stop") for i in range(4))
-    assert len(written(Report(7, 1, 123_456, ends))) < 250
-    batch = decode(written(*TOLD))
-    assert batch.told == tuple(TOLD)
+    ends = tuple(Completion(i, SortKey(123_456, 7, 40 + i, 3, i), 1000 + i, "stop") for i in range(4))
+    assert len(written(WorkerProgress(7, 1, 123_456, ends))) < 250
+    batch = decode(written(*MESSAGES))
+    assert batch.messages == tuple(MESSAGES)
 
 
 def test_of_a_verdict_what_the_journal_would_keep_goes_through():
     info = {"long": "x" * (MAX_VALUE_CHARS + 1), "pair": (1, 2), "acc": 1.0}
     arrival = Arrival(Verdict(9.0, KEY, math.inf, "ok", info, 0.25))
-    (found,) = decode(written(Scored(0, arrival))).told
+    (found,) = decode(written(Scored(0, arrival))).messages
     assert isinstance(found, Scored)
     verdict = found.arrival.verdict
     assert (verdict.reward, dict(verdict.info)) == (math.inf, {"pair": [1, 2], "acc": 1.0})

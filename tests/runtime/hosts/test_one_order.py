@@ -8,7 +8,7 @@ from host_rules import RULES, config_of
 from hosts_in_step import HostsInStep, assert_same, one_process, with_hosts
 from simulated_runs import make_workload
 
-from jaxrl.runtime.hosts.stream import MAX_UNREAD
+from jaxrl.runtime.hosts.event_stream import MAX_UNREAD
 
 SEEDS = 25
 

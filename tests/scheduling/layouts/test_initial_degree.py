@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
-from jaxrl.scheduling.layouts.situation import GroupCapacity
 
 AMPLE = {tp: GroupCapacity(100_000, 100) for tp in (1, 2, 4)}
 

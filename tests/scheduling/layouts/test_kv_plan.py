@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.scheduling.layouts.batch_state import LiveRow
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, blocks_needed, plan_migration
 from jaxrl.scheduling.layouts.regroup import regroup
-from jaxrl.scheduling.layouts.situation import LiveRow
 from jaxrl.scheduling.tokens.blocks import BlockManager
 
 BLOCK = 4

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows, num_tokens
 from jaxrl.scheduling.layouts.regroup import regroup
-from jaxrl.scheduling.layouts.situation import LiveRow, Rows, num_tokens
 
 DEGREES = st.sampled_from((1, 2, 4, 8))
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.event_merger import Deal
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
-from jaxrl.scheduling.tokens.workers import Deal, Workers
 from jaxrl.types import Sample
 
 Act = tuple[Literal["step", "add", "abort", "again", "move", "close", "open", "drain"], int]
@@ -38,7 +39,7 @@ class Run:
     requests: dict[int, Request]
 
 
-def play(workers: Workers | Engine, requests: Sequence[Request], acts: Sequence[Act]) -> Run:
+def play(workers: LocalWorkers | Engine, requests: Sequence[Request], acts: Sequence[Act]) -> Run:
     """Adds requests and does what `acts` says; every number picks something by its remainder."""
     done, waiting, ids = Run([], {}, {}), list(requests[len(requests) // 2 :]), len(requests)
     for request in requests[: len(requests) // 2]:
@@ -79,7 +80,7 @@ def play(workers: Workers | Engine, requests: Sequence[Request], acts: Sequence[
                     ids += 1
             case "drain":
                 done.told += workers.drain()
-            case _ if isinstance(workers, Workers) and len(workers.engines) > 1:
+            case _ if isinstance(workers, LocalWorkers) and len(workers.engines) > 1:
                 _rearrange(workers, name, number, some)
     for request in waiting:
         workers.add(request)
@@ -88,7 +89,7 @@ def play(workers: Workers | Engine, requests: Sequence[Request], acts: Sequence[
     return done
 
 
-def _rearrange(workers: Workers, name: str, number: int, some: Sequence[int]) -> None:
+def _rearrange(workers: LocalWorkers, name: str, number: int, some: Sequence[int]) -> None:
     by: How = ("migrate", "recompute")[number % 2]
     states = {state: [i for i in range(len(workers.engines)) if workers.is_open(i) == state] for state in (True, False)}
     if name == "move":
@@ -150,7 +151,7 @@ def test_one_worker_is_its_engine(drawn: list[tuple[int, int, int]], acts: list[
     of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
     bare, executor = make_engine(of, **SMALL)
     alone, same = make_engine(of, **SMALL)
-    first, second = play(bare, requests, acts), play(Workers([alone]), requests, acts)
+    first, second = play(bare, requests, acts), play(LocalWorkers([alone]), requests, acts)
     assert executor.plans == same.plans
     assert [_plain(one) for one in first.told] == [_plain(one) for one in second.told]
     assert list(first.aborted) == list(second.aborted)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import SIMPLE, situation
 
+from jaxrl.scheduling.layouts.batch_state import LiveRow, load_at, remaining_s
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
-from jaxrl.scheduling.layouts.situation import LiveRow, load_at, remaining_s
 
 
 @settings(deadline=None)

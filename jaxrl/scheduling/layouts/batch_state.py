@@ -2,7 +2,7 @@
 
 Source: PAT §4.2, Algorithm 1, lines 4 and 8. `jaxrl.scheduling.layouts.regroup` has line 7.
 
-Legend: S decode steps; R rows; G dp groups; K stretches of steps between which rows end.
+Legend: S decode steps; R rows; G dp groups; K intervals of steps between which rows end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GroupCapacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class BatchState:
     """The state of a generation between two plans.
 
     Attributes:
@@ -100,19 +100,19 @@ def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[n
     group_R, left_R, length_R = np.array(rows, np.int64).T
     gone_R = np.searchsorted(step_S, left_R)  # the first place in step_S without the row
     start_K = np.unique(np.append(gone_R[gone_R < len(step_S)], 0))
-    num_R = np.searchsorted(start_K, gone_R)  # stretches that have the row
-    batch_GK = _rows_by_stretch(group_R, num_R, len(start_K), np.ones(len(rows)))
-    length_GK = _rows_by_stretch(group_R, num_R, len(start_K), length_R)
-    # Within a stretch a group's tokens are a line over the steps: what is fullest at both ends is so all the way.
+    num_R = np.searchsorted(start_K, gone_R)  # intervals that have the row
+    batch_GK = _rows_by_interval(group_R, num_R, len(start_K), np.ones(len(rows)))
+    length_GK = _rows_by_interval(group_R, num_R, len(start_K), length_R)
+    # Within an interval a group's tokens are a line over the steps: what is fullest at both ends is so all the way.
     end_K = np.append(start_K[1:], len(step_S))
     first_GK, last_GK = (length_GK + batch_GK * step_S[at_K] for at_K in (start_K, end_K - 1))
-    fullest_K, stretches_K = (first_GK + last_GK).argmax(axis=0), np.arange(len(start_K))
+    fullest_K, intervals_K = (first_GK + last_GK).argmax(axis=0), np.arange(len(start_K))
     size_K = end_K - start_K
     batch_S = np.repeat(batch_GK.max(axis=0), size_K)
-    tokens_S = np.repeat(length_GK[fullest_K, stretches_K], size_K)
-    tokens_S += np.repeat(batch_GK[fullest_K, stretches_K], size_K) * step_S
-    is_fullest_K = first_GK[fullest_K, stretches_K] == first_GK.max(axis=0)
-    is_fullest_K &= last_GK[fullest_K, stretches_K] == last_GK.max(axis=0)
+    tokens_S = np.repeat(length_GK[fullest_K, intervals_K], size_K)
+    tokens_S += np.repeat(batch_GK[fullest_K, intervals_K], size_K) * step_S
+    is_fullest_K = first_GK[fullest_K, intervals_K] == first_GK.max(axis=0)
+    is_fullest_K &= last_GK[fullest_K, intervals_K] == last_GK.max(axis=0)
     for k in np.flatnonzero(~is_fullest_K).tolist():
         here = slice(start_K[k], end_K[k])
         tokens_S[here] = (length_GK[:, k, None] + batch_GK[:, k, None] * step_S[here]).max(axis=0)
@@ -122,7 +122,7 @@ def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[n
 def remaining_s(model: StepTimes, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
     """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time).
 
-    The sum of all steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many stretches.
+    The sum of all steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many intervals.
     """
     num_steps = max((row.steps_left(bound) for rows in groups for row in rows), default=0)
     if not num_steps:
@@ -133,10 +133,10 @@ def remaining_s(model: StepTimes, tp: int, groups: Sequence[Rows], bound: Bound 
     return float(np.sum(step_s * widths))
 
 
-def _rows_by_stretch(group_R: np.ndarray, num_R: np.ndarray, num_stretches: int, value_R: np.ndarray) -> np.ndarray:
+def _rows_by_interval(group_R: np.ndarray, num_R: np.ndarray, num_intervals: int, value_R: np.ndarray) -> np.ndarray:
     """Sums of whole-number values over the rows of each group, [G, K]; row r counts in the first `num_R[r]` of the K
-    stretches."""
-    shape = int(group_R.max()) + 1, num_stretches + 1
+    intervals."""
+    shape = int(group_R.max()) + 1, num_intervals + 1
     ends_GK = np.bincount(group_R * shape[1] + num_R, value_R, math.prod(shape)).reshape(shape)
     return ends_GK[:, :0:-1].cumsum(axis=1)[:, ::-1].astype(np.int64)
 

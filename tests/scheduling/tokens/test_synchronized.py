@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from checking import assert_whole, make_engine, make_request
 
-from jaxrl.scheduling.tokens.order import End, Order
-from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.event_merger import Completion, EventMerger
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.replay import filler
 
 AHEAD = 12
@@ -21,44 +21,44 @@ def ticks(worker: int, times: PlanTimes) -> int:
 
 
 class Crew:
-    """Workers in one process, with the order that they are told in."""
+    """Workers in one process, with the merger of their completions."""
 
     def __init__(self, lengths: dict[Request, int], num_workers: int = 2, ahead: int = AHEAD, **more: Any) -> None:
         of = {request.key: length for request, length in lengths.items()}
-        self.workers = PacedWorkers([make_engine(of, **more)[0] for _ in range(num_workers)], ahead, ticks=ticks)
-        self.order = Order(self.workers.ledger)
+        self.workers = SynchronizedWorkers([make_engine(of, **more)[0] for _ in range(num_workers)], ahead, ticks=ticks)
+        self.merger = EventMerger(self.workers.placements)
         self.workers.begin()
 
     def launch(self, *requests: Request) -> list[int]:
-        homes = [self.workers.launch(request).worker for request in requests]
+        placed = [self.workers.launch(request).worker for request in requests]
         for request in requests:
-            self.order.launched(request.request_id)
-        return homes
+            self.merger.launched(request.request_id)
+        return placed
 
     def abort(self, *ids: int, keep: bool = False) -> list[tuple[int, str, int]]:
-        homes = {i: self.workers.ledger.home(i) for i in ids}
-        answers = self.workers.abort(ids, keep=keep)
-        for request_id, home in homes.items():
-            assert home is not None
-            self.order.gone(request_id, home.worker)
-            if not self.workers.ledger.num_live_in(home.worker):
-                self.order.cleared(home.worker)
-        assert all(len(sample) == answer.length for answer, sample in answers)
-        return [(answer.request_id, answer.reason, answer.length) for answer, _ in answers]
+        placed = {i: self.workers.placements.find(i) for i in ids}
+        results = self.workers.abort(ids, keep=keep)
+        for request_id, placement in placed.items():
+            assert placement is not None
+            self.merger.aborted(request_id, placement.worker)
+            if not self.workers.placements.num_live_in(placement.worker):
+                self.merger.became_idle(placement.worker)
+        assert all(len(sample) == result.length for result, sample in results)
+        return [(result.request_id, result.reason, result.length) for result, _ in results]
 
-    def next(self) -> End | None:
-        """The next end; None where all wait."""
+    def next(self) -> Completion | None:
+        """The next completion; None where all wait."""
         while True:
-            for report in self.workers.take_reports():
-                self.order.report(report)
-            end = self.order.next()
-            if end is not None:
-                finished = self.workers.told(end)
+            for progress in self.workers.take_progress():
+                self.merger.add(progress)
+            completion = self.merger.next()
+            if completion is not None:
+                finished = self.workers.deliver(completion)
                 assert finished is not None
-                if not self.workers.ledger.num_live_in(end.place.worker):
-                    self.order.cleared(end.place.worker)
-                return end
-            self.workers.raise_floor(self.order.floor())
+                if not self.workers.placements.num_live_in(completion.sort_key.worker):
+                    self.merger.became_idle(completion.sort_key.worker)
+                return completion
+            self.workers.raise_low_watermark(self.merger.low_watermark())
             turn = self.workers.turn
             if turn is None:
                 return None
@@ -69,10 +69,10 @@ class Crew:
             self.workers.prepare(worker)
         self.workers.step(worker)
 
-    def run(self) -> list[End]:
-        found: list[End] = []
-        while (end := self.next()) is not None:
-            found.append(end)
+    def run(self) -> list[Completion]:
+        found: list[Completion] = []
+        while (completion := self.next()) is not None:
+            found.append(completion)
         return found
 
 
@@ -80,14 +80,14 @@ def requests(count: int, **more: Any) -> list[Request]:
     return [make_request(i, max_tokens=60, prompt=i, **more) for i in range(count)]
 
 
-def test_ends_are_told_in_logical_order_with_all_their_tokens():
+def test_completions_are_delivered_in_logical_order_with_all_their_tokens():
     asked = requests(7)
     crew = Crew({request: 3 + 5 * request.request_id % 17 for request in asked}, 3, num_slots=2)
     assert crew.launch(*asked) == [0, 1, 2, 0, 1, 2, 0]
-    told = crew.run()
-    assert sorted(one.request_id for one in told) == list(range(7))
-    assert [one.place for one in told] == sorted(one.place for one in told)
-    assert [one.length for one in told] == [3 + 5 * one.request_id % 17 for one in told]
+    delivered = crew.run()
+    assert sorted(one.request_id for one in delivered) == list(range(7))
+    assert [one.sort_key for one in delivered] == sorted(one.sort_key for one in delivered)
+    assert [one.length for one in delivered] == [3 + 5 * one.request_id % 17 for one in delivered]
     crew.workers.drain()
     assert crew.workers.is_idle
     assert all(each.plans for each in crew.workers.counted())
@@ -101,17 +101,18 @@ def test_a_request_starts_a_lookahead_after_the_event_that_it_follows():
     crew.launch(asked[0], asked[1])
     first = crew.next()
     assert first is not None
-    assert (first.request_id, first.place.tick) == (1, AHEAD + 3 + 2)
+    assert (first.request_id, first.sort_key.tick) == (1, AHEAD + 3 + 2)
     assert crew.launch(asked[2]) == [1]
     second = crew.next()
     assert second is not None
-    assert (second.request_id, second.place.tick) == (2, 17 + AHEAD + 3 + 1)
+    assert (second.request_id, second.sort_key.tick) == (2, 17 + AHEAD + 3 + 1)
     assert crew.workers.launch(asked[3], 0).effect == 33 + AHEAD
-    crew.order.launched(3)
+    crew.merger.launched(3)
     third = crew.next()
     assert third is not None
     assert third.request_id == 3
-    assert 33 + AHEAD < third.place.tick <= 33 + AHEAD + 4 + (3 + 4) + 4, "the plans that were made before it, and its"
+    tick = third.sort_key.tick
+    assert 33 + AHEAD < tick <= 33 + AHEAD + 4 + (3 + 4) + 4, "the plans that were made before it, and its"
 
 
 def test_a_worker_waits_for_the_floor_and_collects_nothing_meanwhile():
@@ -124,7 +125,7 @@ def test_a_worker_waits_for_the_floor_and_collects_nothing_meanwhile():
     assert [crew.workers.tick(worker) for worker in range(2)] == [AHEAD + 3 + 4] * 2, "made at tick 12, and no more"
     assert [engine.num_in_flight for engine in crew.workers.engines] == [1, 1]
     assert not any(crew.workers.makes_plan(worker) and crew.workers.turn is not None for worker in range(2))
-    crew.workers.raise_floor(7)
+    crew.workers.raise_low_watermark(7)
     assert crew.workers.turn == 0
     crew.act(0)
     assert [engine.num_in_flight for engine in crew.workers.engines] == [2, 1]
@@ -139,12 +140,12 @@ def test_an_abort_cuts_back_to_the_event_that_it_follows(keep: bool):
     crew.launch(*asked)
     first = crew.next()
     assert first is not None
-    assert (first.request_id, first.place.tick) == (1, 23)
+    assert (first.request_id, first.sort_key.tick) == (1, 23)
     while crew.workers.tick(0) < 26:
         turn = crew.workers.turn
         assert turn is not None
         crew.act(turn)
-    assert crew.workers.unfinished() == (0, 2), "the second has ended, and was not told"
+    assert crew.workers.unfinished() == (0, 2), "the second has ended, and was not delivered"
     assert crew.abort(0, 2, keep=keep) == [(0, "abort", 5), (2, "abort", 5)]
     assert crew.run() == []
 
@@ -158,7 +159,7 @@ def test_what_had_ended_by_then_is_told_where_tokens_are_kept():
         crew.launch(*asked)
         first = crew.next()
         assert first is not None
-        assert (first.request_id, first.place.tick) == (0, 19)
+        assert (first.request_id, first.sort_key.tick) == (0, 19)
         assert crew.abort(1, keep=keep) == [(1, reason, 5)]
         assert crew.abort(2, 3, keep=keep) == [(2, "abort", 0), (3, "abort", 0)], "they wait for a row"
         assert crew.run() == []
@@ -171,20 +172,20 @@ def test_counts_are_those_of_the_plans_that_ended_by_the_last_event():
     asked = requests(3)
     crew = Crew({asked[0]: 50, asked[1]: 9, asked[2]: 9})
     crew.launch(asked[0], asked[1])
-    end = crew.next()
-    assert end is not None
-    assert (end.request_id, end.place.tick) == (1, AHEAD + 3 + 8)
+    completion = crew.next()
+    assert completion is not None
+    assert (completion.request_id, completion.sort_key.tick) == (1, AHEAD + 3 + 8)
     for _ in range(20):  # as far as the lookahead lets it
         if (turn := crew.workers.turn) is not None:
             crew.act(turn)
-    assert crew.workers.tick(0) > end.place.tick
+    assert crew.workers.tick(0) > completion.sort_key.tick
     assert crew.abort(0) == [(0, "abort", 9)]
     assert [(each.plans, each.steps) for each in crew.workers.counted()] == [(2, 8), (2, 8)]
-    assert [crew.workers.tick(worker) for worker in range(2)] == [end.place.tick] * 2
+    assert [crew.workers.tick(worker) for worker in range(2)] == [completion.sort_key.tick] * 2
     assert crew.launch(asked[2]) == [0]
     again = crew.next()
     assert again is not None
-    assert (again.place.tick, again.place.dispatch) == (end.place.tick + AHEAD + 3 + 8, 3)
+    assert (again.sort_key.tick, again.sort_key.dispatch) == (completion.sort_key.tick + AHEAD + 3 + 8, 3)
     assert [(each.plans, each.steps) for each in crew.workers.counted()] == [(4, 16), (2, 8)]
 
 
@@ -210,11 +211,11 @@ def test_a_round_begins_anew_and_a_cancelled_one_leaves_nothing():
     crew.workers.cancel()
     assert crew.workers.is_idle
     crew.workers.begin()
-    crew.order.begin()
+    crew.merger.begin()
     crew.launch(*asked)
-    told = crew.run()
-    assert [one.place.dispatch for one in told] == [7] * 4
-    assert {one.place.tick for one in told} == {AHEAD + 6 + 29}
+    delivered = crew.run()
+    assert [one.sort_key.dispatch for one in delivered] == [7] * 4
+    assert {one.sort_key.tick for one in delivered} == {AHEAD + 6 + 29}
     crew.workers.drain()
     for engine in crew.workers.engines:
         assert engine.is_idle
@@ -226,9 +227,9 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"abort\(\[3\]\): every id must be live and named once; not live: \[3\]"):
         crew.workers.abort([3], keep=False)
     with pytest.raises(ValueError, match=r"numbers .* must be of the 1 workers"):
-        PacedWorkers({1: make_engine({})[0]}, AHEAD, 1)
+        SynchronizedWorkers({1: make_engine({})[0]}, AHEAD, 1)
     with pytest.raises(ValueError, match="there must be at least one engine"):
-        PacedWorkers([], AHEAD)
+        SynchronizedWorkers([], AHEAD)
 
 
 def test_stop_strings_leave_the_count_before_the_plan_that_cut_them():
@@ -236,9 +237,9 @@ def test_stop_strings_leave_the_count_before_the_plan_that_cut_them():
     asked = [make_request(0, max_tokens=60, prompt=0), make_request(1, max_tokens=60, prompt=1)]
     crew = Crew({asked[0]: 18, asked[1]: 9}, ahead=100)
     crew.launch(*asked)
-    end = crew.next()
-    assert end is not None
-    assert end.request_id == 1
+    completion = crew.next()
+    assert completion is not None
+    assert completion.request_id == 1
     while not crew.workers._workers[0].ended:
         turn = crew.workers.turn
         assert turn is not None

@@ -1,9 +1,9 @@
 """Which sample each row decoded, and when: a track per row on the timeline.
 
-Purpose: `RowLanes` hears from the batchers who got a row and who lost it, and draws each stay as a bar: from the moment
+Purpose: `RowTracks` traces in the batchers who got a row and who lost it, and draws each stay as a bar: from the moment
 at which the host made the plan that begins it to the one at which it knew the end. A row is `row 1.3`, row 3 of dp
-group 1; with several workers `row 0.1.3`, of worker 0. Aborted and moved requests are not told of: they are found by
-comparing with the batcher's rows where the counts differ.
+group 1; with several workers `row 0.1.3`, of worker 0. Aborted and moved requests are not in the trace: they are found
+by comparing with the batcher's rows where the counts differ.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from jaxrl.runtime.plan_timeline import PlanTimeline
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
@@ -21,60 +22,47 @@ from jaxrl.types import SampleKey
 _ROWS, _GROUPS = 1 << 16, 1 << 10  # of a group and of a worker at most, for the order of tracks
 
 
-class RowTimeline(Protocol):
-    """Where rows are drawn (`jaxrl.record.timeline.Timeline`)."""
-
-    @property
-    def now_s(self) -> float: ...
-
-    def row(self, row: str, order: int, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Stay:
     key: SampleKey
     since_s: float
 
 
-Place = tuple[int, int]
-"""Of a row: dp group and slot."""
-
-
-class RowLanes:
+class RowTracks:
     """Draws the rows of the workers of this process.
 
     Args:
-      engines: of the workers, by their numbers; those that somebody else already listens to are not drawn.
+      engines: of the workers, by their numbers; those whose trace somebody else has are not drawn.
       timeline: where to.
       several: whether the number of a worker is part of a row's name, also of a single one.
     """
 
-    def __init__(self, engines: Sequence[Engine], timeline: RowTimeline, *, several: bool = False) -> None:
+    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline, *, several: bool = False) -> None:
         self._engines, self._timeline, self._several = tuple(engines), timeline, several or len(engines) > 1
-        self._stays: list[dict[Place, _Stay]] = [{} for _ in engines]
-        self._places: list[dict[SampleKey, Place]] = [{} for _ in engines]
+        self._stays: list[dict[tuple[int, int], _Stay]] = [{} for _ in engines]  # by dp group and slot
+        self._rows: list[dict[SampleKey, tuple[int, int]]] = [{} for _ in engines]
         self._capacities: list[Capacity] = [engine.batcher.capacity for engine in engines]
         self._drawn = [engine.batcher.trace is None for engine in engines]
         for worker, engine in enumerate(engines):
             if self._drawn[worker]:
-                engine.batcher.trace = partial(self._heard, worker)
+                engine.batcher.trace = partial(self._trace, worker)
 
     def follow(self) -> None:
         """To be called when plans may have been made or collected, or requests aborted or moved."""
         for worker, engine in enumerate(self._engines):
-            batcher, places = engine.batcher, self._places[worker]
+            batcher, rows = engine.batcher, self._rows[worker]
             if not self._drawn[worker]:
                 continue
-            if batcher.capacity is self._capacities[worker] and batcher.num_running == len(places):
+            if batcher.capacity is self._capacities[worker] and batcher.num_running == len(rows):
                 continue
             self._capacities[worker] = batcher.capacity
             now = {progress.request.key: (progress.group, progress.slot) for progress, _ in batcher.rows()}
-            for key in [key for key, place in places.items() if now.get(key) != place]:
+            for key in [key for key, row in rows.items() if now.get(key) != row]:
                 self._end(worker, key, "moved" if key in now else "abort")
-            for key in now.keys() - places.keys():
+            for key in now.keys() - rows.keys():
                 self._begin(worker, key, now[key])
 
-    def _heard(self, worker: int, event: TraceEvent) -> None:
+    def _trace(self, worker: int, event: TraceEvent) -> None:
         match event:
             case Admitted(key=key, dp_group=group, slot=slot):
                 self._begin(worker, key, (group, slot))
@@ -83,19 +71,19 @@ class RowLanes:
             case Completed(key=key, num_tokens=tokens, finish_reason=reason):
                 self._end(worker, key, reason, tokens=tokens)
 
-    def _begin(self, worker: int, key: SampleKey, place: Place) -> None:
-        for left in (key, before.key if (before := self._stays[worker].get(place)) is not None else None):
-            if left is not None:  # it has left its row without a word
+    def _begin(self, worker: int, key: SampleKey, row: tuple[int, int]) -> None:
+        for left in (key, before.key if (before := self._stays[worker].get(row)) is not None else None):
+            if left is not None:  # it has left its row outside of the trace
                 self._end(worker, left, "abort")
-        self._places[worker][key] = place
-        self._stays[worker][place] = _Stay(key, self._timeline.now_s)
+        self._rows[worker][key] = row
+        self._stays[worker][row] = _Stay(key, self._timeline.now_s)
 
     def _end(self, worker: int, key: SampleKey, why: str, **more: Any) -> None:
-        place = self._places[worker].pop(key, None)
-        if place is None:
+        row = self._rows[worker].pop(key, None)
+        if row is None:
             return
-        stay, (group, slot) = self._stays[worker].pop(place), place
-        row = f"{worker}.{group}.{slot}" if self._several else f"{group}.{slot}"
+        stay, (group, slot) = self._stays[worker].pop(row), row
+        name = f"{worker}.{group}.{slot}" if self._several else f"{group}.{slot}"
         order = (worker * _GROUPS + group) * _ROWS + slot
         shown = f"{key.epoch}.{key.prompt_index}.{key.sample_index}"
-        self._timeline.row(row, order, shown, stay.since_s, self._timeline.now_s, end=why, **more)
+        self._timeline.row(name, order, shown, stay.since_s, self._timeline.now_s, end=why, **more)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
 from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.event_merger import Deal
+from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, LocalWorkers, step_ticks
 from jaxrl.scheduling.tokens.plan import resume
 from jaxrl.scheduling.tokens.progress import PlanTimes
-from jaxrl.scheduling.tokens.workers import PREFILL_TOKENS_PER_STEP, Deal, Workers, step_ticks
 
 # ---------------------------------------------------------------- dealing
 
@@ -114,7 +115,7 @@ def test_a_worker_that_has_nothing_more_to_plan_is_not_asked_again_until_somethi
     assert [len(executor.plans) for executor in executors] == [2, 1]
 
 
-def count_schedules(workers: Workers) -> list[int]:
+def count_schedules(workers: LocalWorkers) -> list[int]:
     """How often each worker's batcher has been asked for a plan."""
     asked = [0] * len(workers.engines)
     for worker, engine in enumerate(workers.engines):
@@ -133,7 +134,7 @@ def test_the_worker_whose_plan_should_end_first_is_served():
     requests = [make_request(i, max_tokens=90, prompt=i) for i in range(2)]
     of = {request.key: 90 for request in requests}
     engines = [make_engine(of)[0] for _ in range(2)]
-    workers = Workers(engines, ticks=lambda worker, times: (3, 1)[worker] * times.num_steps)
+    workers = LocalWorkers(engines, ticks=lambda worker, times: (3, 1)[worker] * times.num_steps)
     for request in requests:
         workers.add(request)
     waited, planned = list[int | None](), list[int | None]()
@@ -151,7 +152,7 @@ def test_an_end_is_held_until_no_worker_can_bring_an_earlier_one():
     """Worker 1 is served less often: what ends in worker 0 waits until worker 1 has come as far."""
     requests = [make_request(i, max_tokens=60, prompt=i) for i in range(2)]
     of = {requests[0].key: 6, requests[1].key: 11}
-    workers = Workers([make_engine(of)[0] for _ in range(2)])
+    workers = LocalWorkers([make_engine(of)[0] for _ in range(2)])
     for request in requests:
         workers.add(request)
     told: list[tuple[int, int, int]] = []
@@ -174,7 +175,7 @@ def test_ends_are_told_by_tick_then_worker(drawn: list[tuple[int, int, int]]):
         costs[worker][times.index] = (3, 2, 1)[worker] * times.num_steps + times.prefill_tokens
         return costs[worker][times.index]
 
-    workers = Workers([make_engine(of, **SMALL)[0] for _ in costs], ticks=ticks)
+    workers = LocalWorkers([make_engine(of, **SMALL)[0] for _ in costs], ticks=ticks)
     for request in requests:
         workers.add(request)
     home = {request_id: worker for worker, own in enumerate(homes(workers)) for request_id in own}
@@ -339,7 +340,7 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
         raise SwitchFailed("the link is down", is_usable=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(executors[2], "take_over", fail)
+        patch.setattr(executors[2], "accept_migration", fail)
         with pytest.raises(SwitchFailed, match="the link is down"):
             workers.close(1, "migrate")
     assert workers.is_open(1)
@@ -362,7 +363,7 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
         (lambda workers: workers.move([0], 2), "worker 2 must be an open one"),
     ],
 )
-def test_refusals(act: Callable[[Workers], object], message: str):
+def test_refusals(act: Callable[[LocalWorkers], object], message: str):
     requests = [make_request(i, prompt=i) for i in range(2)]
     workers, _ = build(requests, [9] * 2)
     for request in requests:
@@ -373,4 +374,4 @@ def test_refusals(act: Callable[[Workers], object], message: str):
     assert homes(workers) == before
     for engines in ([], workers.engines):
         with pytest.raises(ValueError, match="there must be at least one engine, and all must be idle"):
-            Workers(engines)
+            LocalWorkers(engines)

@@ -21,7 +21,7 @@ from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
 from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
-from jaxrl.runtime.lanes import PlanLanes
+from jaxrl.runtime.plan_timeline import PlanTracks
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -29,17 +29,17 @@ from jaxrl.scheduling.rounds.events import Event, SampleFinished
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import PlanTimes
-from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import SimulatedExecutor
+from jaxrl.sim.executor_set import SimulatedExecutorSet
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.scoring import ScoringWorkers
-from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 
@@ -52,10 +52,10 @@ def with_workers(made: Any, num_workers: int, deal: str = "tokens") -> Any:
 SMALL = sizes(num_devices=2, tp=1, num_slots=6, num_blocks=24, max_prefill_tokens=24)
 
 
-def walk(executors: Sequence[Any], batcher: type[Batcher], seed: int, moves: bool) -> tuple[list[Any], Workers]:
+def walk(executors: Sequence[Any], batcher: type[Batcher], seed: int, moves: bool) -> tuple[list[Any], LocalWorkers]:
     """The samples of a batch whose requests move between two workers at random, in the order in which they are told."""
     asked, rng = requests(seed)[0], random.Random(seed)
-    workers = Workers([Engine(each, BatcherConfig(decode_steps=4), batcher=batcher) for each in executors])
+    workers = LocalWorkers([Engine(each, BatcherConfig(decode_steps=4), batcher=batcher) for each in executors])
     for request in asked:
         workers.add(request)
     told: list[Finished] = []
@@ -95,7 +95,7 @@ def test_moved_kv_takes_what_the_cost_model_says():
     """Two rows of 9 and 3 prompt tokens in two groups: the longer one's blocks set the time."""
     clock, lengths = SimulatedClock(), {key(0, i): 30 for i in range(2)}
     executors = [SimulatedExecutor(SMALL, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
-    workers = Workers([Engine(each, BatcherConfig(decode_steps=4)) for each in executors], "prompts")
+    workers = LocalWorkers([Engine(each, BatcherConfig(decode_steps=4)) for each in executors], "prompts")
     params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
     for i, length in enumerate((9, 3)):
         workers.add(Request(i, key(0, i), (0,) * length, params))
@@ -120,7 +120,7 @@ def test_roofline_sends_the_kv_of_a_group_between_workers():
 # ---------------------------------------------------------------- time
 
 
-def run_all(workers: Workers) -> list[Finished]:
+def run_all(workers: LocalWorkers) -> list[Finished]:
     told: list[Finished] = []
     while not workers.is_idle:
         told += workers.step()
@@ -148,7 +148,7 @@ class Machine:
         own = sizes(num_devices=self.num_devices // self.num_workers, num_slots=self.num_slots)
         samples = {k: KnownSample(n, float(k.sample_index)) for k, n in self.lengths.items()}
         workload = KnownWorkload(samples, {k.prompt_index: 4 for k in self.lengths})
-        self.executors = SimulatedWorkers(
+        self.executors = SimulatedExecutorSet(
             [
                 SimulatedExecutor(own, workload.length, ConstantCost(), self.clock, self.host_s, wake_s=3.0, sync_s=5.0)
                 for _ in range(self.num_workers)
@@ -159,7 +159,7 @@ class Machine:
             Engine(each, BatcherConfig(decode_steps=2), batcher=LockstepBatcher) for each in self.executors.executors
         ]
         self.backend = RolloutBackend(
-            Workers(engines, "prompts", constant_ticks),
+            LocalWorkers(engines, "prompts", constant_ticks),
             self.executors,
             ScoringWorkers(workload, self.clock, phases),
             lambda sample: f"{len(sample)} tokens",
@@ -236,7 +236,9 @@ def test_each_worker_has_a_track():
         yield
         drawn.append(f"{track}, {name} {args['index']} ends")
 
-    machine.backend._plans.lanes = PlanLanes(machine.backend.engine.engines, SimpleNamespace(span=span, counter=None))
+    machine.backend._plans.plan_tracks = PlanTracks(
+        machine.backend.engine.engines, SimpleNamespace(span=span, counter=None)
+    )
     machine.round(2, 1)
     assert drawn[:8] == [
         "engine 0, plan 0 begins",

@@ -1,7 +1,8 @@
-"""Several workers by a latency profile: what a plan costs in their logical time, and how requests move between them.
+"""The cost of plans and of moves between workers, by a latency profile.
 
-Purpose: `PredictedTicks` is a `jaxrl.scheduling.tokens.workers.Ticks` for workers that are not alike: of other layouts,
-or with other rows. A tick is a predicted nanosecond. `cheaper_move` chooses between moving KV and computing it again.
+Purpose: `PlanCostModel` is a `jaxrl.scheduling.tokens.local_workers.Ticks` for workers that are not alike: of other
+layouts, or with other rows. A tick is a predicted nanosecond. `cheaper_move` chooses between moving KV and computing it
+again.
 
 Source: PAT §4.2 (its offline profile predicts steps), equations 1 to 4 (moving and recomputing). Departures: ticks are
 not corrected by what the engine measures, because logical time may not depend on a clock.
@@ -25,7 +26,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import PlanTimes
 
 
-class PredictedTicks:
+class PlanCostModel:
     """Ticks of plans, in whole nanoseconds.
 
     Args:

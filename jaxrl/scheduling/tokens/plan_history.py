@@ -1,8 +1,8 @@
-"""What a worker's last plans brought, so that it can be said how things stood at an earlier tick.
+"""The last plans of a worker, from which its state at an earlier tick follows.
 
-Purpose: a worker runs ahead of the round (`jaxrl.scheduling.tokens.order`). When a response is aborted at tick T, its
-tokens are those of the plans that ended by T; when the worker has nothing live left at T, what its later plans did does
-not count. `Past` keeps the results of the plans after the floor, and the batcher's counts after each.
+Purpose: a worker runs ahead of virtual time (`jaxrl.scheduling.tokens.event_merger`). When a response is aborted at
+tick T, its tokens are those of the plans that ended by T. When a busy period ends at T, later plans do not count.
+`PlanHistory` keeps the results of the plans after the low watermark, and the batcher's counts after each.
 
 Source: none published. Departures: rows are not counted plan by plan, which would cost work for every row; what a
 request has gained since T is added up when it is asked for.
@@ -32,19 +32,19 @@ class _Plan:
     counts: tuple[int, ...]
 
 
-class Past:
-    """Of one worker's present stretch.
+class PlanHistory:
+    """Of one worker's present busy period.
 
     Args:
       counters: of its batcher; they only grow.
 
     Attributes:
-      num_plans: before this stretch, in this round.
+      num_plans: before this busy period, in this round.
     """
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._counted = Counters()  # of earlier stretches
+        self._counted = Counters()  # of earlier busy periods
         self.num_plans = 0
         self.begin()
 
@@ -54,7 +54,7 @@ class Past:
         self.restart()
 
     def restart(self) -> None:
-        """A stretch begins; no plan is in flight."""
+        """A busy period begins; no plan is in flight."""
         self._base = _counts_of(self._counters)
         self._made: deque[tuple[int, ...]] = deque()  # the counts when each plan in flight had been made
         self._plans: deque[_Plan] = deque()
@@ -71,7 +71,7 @@ class Past:
         self._plans.append(_Plan(tick, dispatch, result, counts))
 
     def forget(self, tick: int) -> None:
-        """Nobody will ask for an earlier tick than this."""
+        """No earlier tick than this will be asked for."""
         while self._plans and self._plans[0].tick <= tick:
             last = self._plans.popleft()
             self._before = last.counts, last.dispatch
@@ -86,7 +86,7 @@ class Past:
         return self._at(tick)[1]
 
     def close(self, tick: int) -> None:
-        """The stretch has ended at a tick: counts what ended by then."""
+        """The busy period has ended at a tick: counts what ended by then."""
         counts, dispatch = self._at(tick)
         done = Counters(*(now - then for now, then in zip(counts, self._base, strict=True)))
         self._counted += done
@@ -97,7 +97,7 @@ class Past:
 
     @property
     def counted(self) -> Counters:
-        """Of all stretches of the round that were closed."""
+        """Of all busy periods of the round that have ended."""
         return self._counted
 
     def _at(self, tick: int) -> tuple[tuple[int, ...], int]:

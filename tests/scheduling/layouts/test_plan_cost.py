@@ -7,11 +7,11 @@ from checking import make_engine, make_request
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.pace import PredictedTicks, across_s, cheaper_move, step_seconds
+from jaxrl.scheduling.layouts.plan_cost import PlanCostModel, across_s, cheaper_move, step_seconds
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import PlanTimes
-from jaxrl.scheduling.tokens.workers import Workers
 
 IDENTITY = ProfileIdentity("tiny", "abc", "cpu", 4, "0.10.2", "float32")
 DECODE = tuple(
@@ -59,7 +59,7 @@ def engine(tp: int, lengths: dict) -> Engine:
 def test_ticks_are_predicted_nanoseconds(
     worker: int, steps: int, prefill: int, batch: int, context: float, seconds: float
 ):
-    ticks = PredictedTicks(LatencyPredictor(profile()), [engine(1, {}), engine(2, {})])
+    ticks = PlanCostModel(LatencyPredictor(profile()), [engine(1, {}), engine(2, {})])
     for duration_s in (0.0, 7.0):  # what a clock measured does not count
         times = PlanTimes(0, steps, duration_s, prefill, batch, context, was_queued=True)
         assert ticks(worker, times) == pytest.approx(seconds * 1e9, abs=1)
@@ -70,7 +70,7 @@ def test_unequal_workers_keep_their_own_pace():
     requests = [make_request(i, num_prompt=10, max_tokens=100, prompt=i) for i in range(2)]
     lengths = {request.key: 100 for request in requests}
     engines = [engine(tp, lengths) for tp in (1, 2)]
-    workers = Workers(engines, ticks=PredictedTicks(LatencyPredictor(profile()), engines))
+    workers = LocalWorkers(engines, ticks=PlanCostModel(LatencyPredictor(profile()), engines))
     for request in requests:
         workers.add(request)
     while engines[1].counters.plans < 16:

@@ -1,9 +1,9 @@
 """Several workers that look like one: requests are dealt to engines, and what ends comes in one logical order.
 
-Purpose: `Workers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each engine has an executor on devices of its
-own, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when they are added, and may move
+Purpose: `LocalWorkers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each engine has an executor on devices of
+its own, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when they are added, and may move
 later; a worker may be closed, so that its devices do something else, and opened again. Where nothing of that is wanted,
-several workers are `jaxrl.scheduling.tokens.paced.PacedWorkers`, which several processes may share.
+several workers are `jaxrl.scheduling.tokens.synchronized.SynchronizedWorkers`, which may be in several processes.
 
 A mechanism may say which worker each request goes to (`jaxrl.scheduling.mechanism.Mechanism.place`).
 
@@ -13,7 +13,7 @@ plans in flight than it may have (`jaxrl.scheduling.tokens.engine.MAX_IN_FLIGHT`
 that runs dry first. Only when all have what they can get does it wait: for the oldest plan of the worker whose plan
 should end first. So while the host waits for one worker, each of the others has a plan to run and one behind it, and
 stands idle only if the wait is longer than a whole plan. What has ended is held back until no worker can still bring
-something earlier, and is told in the order (tick, worker, dispatch, dp group, slot). No clock is looked at, so that the
+something earlier, and is delivered in the order (tick, worker, dispatch, dp group, slot). No clock is looked at, so the
 order of everything follows from the plans; with good predictions it is also the order in which the devices are done.
 
 The price: what is decided between two steps (a request that is added, an abort) reaches the devices of the other
@@ -30,22 +30,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
-from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
 from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.scheduling.layouts.request_migration import MigrationOutcome, migrate_requests, recompute_requests
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
+from jaxrl.scheduling.tokens.event_merger import Deal
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
 from jaxrl.types import Sample
 
-Deal = Literal["tokens", "prompts"]
 Ticks = Callable[[int, PlanTimes], int]
 """(worker, a plan's load) -> what the plan costs. It may not look at `duration_s`, which a clock measured."""
 
 By = How | Callable[[Engine, Engine, Collection[int]], How]
-"""How requests move, or what says it of (source, target, their ids): `cheaper_move` of `jaxrl.scheduling.layouts.pace`
-with a predictor."""
+"""How requests move, or what says it of (source, target, their ids): `cheaper_move` with a predictor
+(`jaxrl.scheduling.layouts.plan_cost`)."""
 
 PREFILL_TOKENS_PER_STEP = 256
 """Prefill tokens that cost as much as a decode step, roughly: where reading the weights once takes as long as so many
@@ -58,7 +57,7 @@ def step_ticks(_: int, times: PlanTimes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Home:
+class _Placement:
     """Where a live request is, and the most tokens that it may have, its prompt among them."""
 
     worker: int
@@ -67,7 +66,7 @@ class _Home:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A request that ended and has not been told."""
+    """A request that ended and has not been delivered."""
 
     tick: int
     worker: int
@@ -78,7 +77,7 @@ class _Held:
         return self.tick, self.worker, self.finished.dispatch, self.finished.dp_group, self.finished.slot
 
 
-class Workers:
+class LocalWorkers:
     """Several engines as one.
 
     Args:
@@ -92,7 +91,7 @@ class Workers:
 
     Example::
 
-        workers = Workers([Engine(executor, config) for executor in executors])
+        workers = LocalWorkers([Engine(executor, config) for executor in executors])
         workers.add(request)
         while not workers.is_idle:
             for finished in workers.step():
@@ -107,12 +106,12 @@ class Workers:
         self._cost = ticks
         self._open = set(range(len(engines)))
         self._ticks = [0] * len(engines)
-        self._told = 0  # the latest tick that was told
+        self._last_delivered = 0  # the latest tick that was delivered
         self._passed: list[dict[int, int]] = [{} for _ in engines]  # by dispatch, the tick after that plan
         self._expected = [0] * len(engines)  # what the oldest plan in flight should cost
         self._planned: set[int] = set()  # workers with no more to plan, until one is collected or requests come or go
         self._held: list[_Held] = []
-        self._homes: dict[int, _Home] = {}  # of every live request, in the order in which they were added
+        self._placements: dict[int, _Placement] = {}  # of every live request, in the order in which they were added
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
         self._num_live = [0] * len(engines)
         self._done: list[int | None] = [0] * len(engines)  # tokens that its rows have by now; None: to be counted
@@ -130,7 +129,7 @@ class Workers:
 
     @property
     def is_idle(self) -> bool:
-        """No request is unfinished, no plan is in flight, and every finished request has been told."""
+        """No request is unfinished, no plan is in flight, and every finished request has been delivered."""
         return not self._held and all(engine.is_idle for engine in self.engines)
 
     def unfinished(self) -> tuple[int, ...]:
@@ -138,14 +137,14 @@ class Workers:
         if len(self.engines) == 1:
             return self.engines[0].unfinished()
         live = {request_id for engine in self.engines for request_id in engine.unfinished()}
-        return tuple(request_id for request_id in self._homes if request_id in live)
+        return tuple(request_id for request_id in self._placements if request_id in live)
 
     def add(self, request: Request, worker: int | None = None) -> None:
         """Gives a request to a worker: to `worker`, an open one, or else to the one that `deal` chooses.
 
         Raises ValueError if it can never run there.
         """
-        if request.request_id in self._homes:
+        if request.request_id in self._placements:
             raise ValueError(f"request {request.request_id} ({request.key}): a request with this id is live")
         if self.is_idle:
             self._begin_anew()
@@ -158,23 +157,23 @@ class Workers:
         self.engines[worker].add(request)
         if was_idle:
             self._ticks[worker] = max(self._ticks[worker], now)
-        self._settle_in(request.request_id, _Home(worker, len(request.prompt_ids) + request.params.max_tokens))
+        self._settle_in(request.request_id, _Placement(worker, len(request.prompt_ids) + request.params.max_tokens))
 
     def abort(self, request_ids: Iterable[int]) -> list[Sample]:
         """Ends requests at once and returns their samples so far, in the order of the ids.
 
-        A request that ended by itself and was not told counts as aborted. Tokens of plans in flight are lost; `drain`
-        first to keep them. Raises ValueError, with nothing changed, if an id is not live.
+        A request that ended by itself and was not delivered counts as aborted. Tokens of plans in flight are lost;
+        `drain` first to keep them. Raises ValueError, with nothing changed, if an id is not live.
         """
         ids = list(request_ids)
         held = {one.finished.request_id: one.finished.sample for one in self._held}
-        unknown = sorted(set(ids) - self._homes.keys() - held.keys())
+        unknown = sorted(set(ids) - self._placements.keys() - held.keys())
         if unknown or len(set(ids)) < len(ids):
             raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
         samples = {i: replace(held[i], finish_reason="abort") for i in ids if i in held}
         self._held = [one for one in self._held if one.finished.request_id not in samples]
         for worker, engine in enumerate(self.engines):
-            own = [i for i in ids if i in self._homes and self._homes[i].worker == worker]
+            own = [i for i in ids if i in self._placements and self._placements[i].worker == worker]
             samples.update(zip(own, engine.abort(own), strict=True))
             self._leave(own)
         return [samples[i] for i in ids]
@@ -196,8 +195,8 @@ class Workers:
         return len(self.engines) == 1 or not self.makes_plan(worker)
 
     def step(self, worker: int | None = None) -> list[Finished]:
-        """Submits the next plan of a worker, or waits for its oldest; returns what can be told now. One alone submits
-        its next plan and then waits for the one before.
+        """Submits the next plan of a worker, or waits for its oldest; returns what can be delivered now. One alone
+        submits its next plan and then waits for the one before.
 
         Args:
           worker: the one to serve; by default the one whose `turn` it is.
@@ -205,15 +204,15 @@ class Workers:
         worker = self.turn if worker is None else worker
         if worker is not None:
             self._hold(worker, self._serve(worker))
-        return self._tell(self._floor())
+        return self._deliver(self._low_watermark())
 
     def drain(self) -> list[Finished]:
-        """Collects everything in flight without a new plan, and tells everything that has ended."""
+        """Collects everything in flight without a new plan, and returns everything that has ended."""
         self.settle()
-        return self._tell(None)
+        return self._deliver(None)
 
     def settle(self, worker: int | None = None) -> None:
-        """Collects everything in flight, of one worker or of all; the next `step` or `drain` tells what ended."""
+        """Collects everything in flight, of one worker or of all; the next `step` or `drain` returns what ended."""
         for each in range(len(self.engines)) if worker is None else (worker,):
             self._collect(each)
 
@@ -223,8 +222,8 @@ class Workers:
 
     def worker_of(self, request_id: int) -> int | None:
         """Where a live request is; None where it has ended."""
-        home = self._homes.get(request_id)
-        return None if home is None else home.worker
+        placement = self._placements.get(request_id)
+        return None if placement is None else placement.worker
 
     # -- several workers ---------------------------------------------------------------------------------------------
 
@@ -261,11 +260,11 @@ class Workers:
             done = self._done[worker] = sum(progress.num_prompt + num_tokens for progress, num_tokens in rows)
         return self._limits[worker] - done
 
-    def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> HandedOver:
+    def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> MigrationOutcome:
         """Lets live requests go on in another worker, with their tokens, log-probabilities and versions.
 
         Plans in flight of the workers that take part are collected first. Requests that ended in them do not move, and
-        are told in their turn; nor do those that are in `target` already.
+        are delivered in their turn; nor do those that are in `target` already.
 
         Args:
           request_ids: live requests, each named once.
@@ -279,19 +278,19 @@ class Workers:
         """
         ids = list(request_ids)
         self._refuse_closed(target)
-        unknown = sorted(set(ids) - self._homes.keys())
+        unknown = sorted(set(ids) - self._placements.keys())
         if unknown or len(set(ids)) < len(ids):
             raise ValueError(f"move({ids}): every id must be live and named once; not live: {unknown}")
         sources: dict[int, list[int]] = {}
         for request_id in ids:
-            sources.setdefault(self._homes[request_id].worker, []).append(request_id)
+            sources.setdefault(self._placements[request_id].worker, []).append(request_id)
         sources.pop(target, None)
-        moved = HandedOver(0, 0, 0)
+        moved = MigrationOutcome(0, 0, 0)
         for source, leaving in sorted(sources.items()):
             moved += self._move(source, target, leaving, by)
         return moved
 
-    def close(self, worker: int, by: By = "recompute") -> HandedOver:
+    def close(self, worker: int, by: By = "recompute") -> MigrationOutcome:
         """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more.
 
         Afterwards nothing of it is live or in flight. Where a move fails, as in `move`, the worker stays open, with the
@@ -307,8 +306,8 @@ class Workers:
         for request_id in engine.unfinished():
             target = self._deal(engine.batcher.progress(request_id).request, added)
             targets.setdefault(target, []).append(request_id)
-            added[target] += self._homes[request_id].limit
-        moved = HandedOver(0, 0, 0)
+            added[target] += self._placements[request_id].limit
+        moved = MigrationOutcome(0, 0, 0)
         try:
             for target, ids in sorted(targets.items()):
                 moved += self._move(worker, target, ids, by)
@@ -339,42 +338,42 @@ class Workers:
             self._first[prompt] = chosen
         return chosen
 
-    def _settle_in(self, request_id: int, home: _Home) -> None:
+    def _settle_in(self, request_id: int, placement: _Placement) -> None:
         """Notes where a live request is."""
-        self._homes[request_id] = home
-        self._num_live[home.worker] += 1
-        self._limits[home.worker] += home.limit
-        self._planned.discard(home.worker)
+        self._placements[request_id] = placement
+        self._num_live[placement.worker] += 1
+        self._limits[placement.worker] += placement.limit
+        self._planned.discard(placement.worker)
 
     def _leave(self, request_ids: Collection[int]) -> None:
         """Forgets requests that ended."""
         for request_id in request_ids:
-            home = self._homes.pop(request_id)
-            self._num_live[home.worker] -= 1
-            self._limits[home.worker] -= home.limit
-            self._planned.discard(home.worker)
-            self._done[home.worker] = None
+            placement = self._placements.pop(request_id)
+            self._num_live[placement.worker] -= 1
+            self._limits[placement.worker] -= placement.limit
+            self._planned.discard(placement.worker)
+            self._done[placement.worker] = None
 
-    def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> HandedOver:
+    def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> MigrationOutcome:
         self._collect(source)
-        live = [i for i in request_ids if i in self._homes]
+        live = [i for i in request_ids if i in self._placements]
         if not live:
-            return HandedOver(0, 0, 0)
+            return MigrationOutcome(0, 0, 0)
         between = self.engines[source], self.engines[target]
         how = by(*between, live) if callable(by) else by
         if how == "migrate":
             self._collect(target)
         now, was_idle = self._now(), self.engines[target].is_idle
-        moved = (hand_over if how == "migrate" else start_again)(*between, live)
+        moved = (migrate_requests if how == "migrate" else recompute_requests)(*between, live)
         # They go on no earlier than they stopped.
         self._ticks[target] = max(self._ticks[target], self._ticks[source], now if was_idle else 0)
         for request_id in live:
-            home = self._homes[request_id]
+            placement = self._placements[request_id]
             self._num_live[source] -= 1
             self._num_live[target] += 1
-            self._limits[source] -= home.limit
-            self._limits[target] += home.limit
-            self._homes[request_id] = replace(home, worker=target)
+            self._limits[source] -= placement.limit
+            self._limits[target] += placement.limit
+            self._placements[request_id] = replace(placement, worker=target)
         self._planned -= {source, target}
         self._done[source] = self._done[target] = None
         return moved
@@ -400,15 +399,15 @@ class Workers:
         """All workers are idle: what was before decides nothing of what comes, so that a run that begins here again
         goes on the same."""
         self._ticks = [0] * len(self.engines)
-        self._told = 0
+        self._last_delivered = 0
         self._first.clear()
         for engine in self.engines:
             engine.batcher.forget_verified()
 
     def _now(self) -> int:
-        """When a worker that was idle starts: with the busy one that is behind all others, else after what was told."""
+        """When a worker that was idle starts: with the slowest busy one, else after what was delivered last."""
         busy = [self._ticks[worker] for worker, engine in enumerate(self.engines) if not engine.is_idle]
-        return min(busy, default=self._told)
+        return min(busy, default=self._last_delivered)
 
     def _due(self, worker: int) -> tuple[int, int, int]:
         """The order in which busy workers are served: before any is waited for, those without a plan, then those with
@@ -416,7 +415,7 @@ class Workers:
         ahead = self.engines[worker].num_in_flight if self.makes_plan(worker) else MAX_IN_FLIGHT
         return ahead, self._ticks[worker] + self._expected[worker], worker
 
-    def _floor(self) -> int | None:
+    def _low_watermark(self) -> int | None:
         """No end of this tick or an earlier one is still to come; None: none at all is."""
         busy = [self._ticks[worker] for worker, engine in enumerate(self.engines) if not engine.is_idle]
         return min(busy, default=None)
@@ -445,13 +444,13 @@ class Workers:
         times = self.engines[worker].next_times()
         self._expected[worker] = 0 if times is None else self._ticks_of(worker, times)
 
-    def _tell(self, floor: int | None) -> list[Finished]:
+    def _deliver(self, low_watermark: int | None) -> list[Finished]:
         """What ended up to a tick, or all of it, in logical order."""
         ready: list[_Held] = []
         waiting: list[_Held] = []
         for one in self._held:
-            (ready if floor is None or one.tick <= floor else waiting).append(one)
+            (ready if low_watermark is None or one.tick <= low_watermark else waiting).append(one)
         self._held = waiting
         ready.sort(key=lambda one: one.order)
-        self._told = max([self._told, *(one.tick for one in ready)])
+        self._last_delivered = max([self._last_delivered, *(one.tick for one in ready)])
         return [one.finished for one in ready]

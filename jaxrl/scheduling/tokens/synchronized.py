@@ -1,22 +1,23 @@
-"""The workers of a process, which run ahead of the round by a lookahead, in one logical order with those of others.
+"""The workers of a process, synchronised with those of others by virtual time: they run ahead of it by a lookahead.
 
-Purpose: `PacedWorkers` drives the engines of one process, where a run has several workers, in one process or in many.
-Requests are dealt over the workers of all processes; this one submits plans for its own, reports what ended there, and
-hears what was told. `jaxrl.scheduling.tokens.order` has the rules; this file has their physical side:
+Purpose: `SynchronizedWorkers` drives the engines of one process, where a run has several workers, in one process or in
+many. Requests are dealt over the workers of all processes; this one submits plans for its own, sends their progress,
+and is given the completions in one order. `jaxrl.scheduling.tokens.event_merger` has the rules. This file adds:
 
 - A worker has up to two plans in flight, as in `jaxrl.scheduling.tokens.engine`. Plan k is made when plan k - 2 has
-  been collected and plan k - 1 has not, at the tick after plan k - 2; where the floor does not allow it yet, the worker
-  waits. It does not collect plan k - 1 meanwhile: what a plan is made from must not depend on a clock.
+  been collected and plan k - 1 has not, at the tick after plan k - 2. Where the low watermark does not allow it yet,
+  the worker waits, and does not collect plan k - 1 meanwhile: what a plan is made from must not depend on a clock.
 - `Schedule` keeps the commands that a worker has not carried out. They are carried out, in the order in which they
   came, when a plan is made at their tick or later. A worker without requests goes to the tick of its next one.
-- An aborted response has the tokens of the plans that ended by the present tick (`jaxrl.scheduling.tokens.past`).
-- Where nothing of a worker is live any more, everything on its rows is dropped at once. Its plans in flight are waited
-  for when it begins again, or at the round's end.
+- An aborted response has the tokens of the plans that ended by now (`jaxrl.scheduling.tokens.plan_history`).
+- When a worker's last live request is gone, everything on its rows is dropped at once. Its plans in flight are waited
+  for when its next busy period begins, or at the round's end.
 
 So what a worker plans, and at which tick, follows from the commands and their ticks alone, whoever waits for whom.
 
-Source: none published. Departures: `jaxrl.scheduling.tokens.workers` is for one worker, which needs no logical time,
-and for mechanisms that move requests between the workers of one process, where what is commanded takes effect at once.
+Source: conservative synchronisation, as in `jaxrl.scheduling.tokens.event_merger`. Departures:
+`jaxrl.scheduling.tokens.local_workers` is for one worker, which needs no virtual time, and for mechanisms that move
+requests between the workers of one process, whose commands take effect at once.
 """
 
 from __future__ import annotations
@@ -27,11 +28,20 @@ from dataclasses import replace
 from functools import partial
 
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
-from jaxrl.scheduling.tokens.order import Answer, Deal, End, Home, Ledger, Order, Place, Report
-from jaxrl.scheduling.tokens.past import Past
+from jaxrl.scheduling.tokens.event_merger import (
+    AbortResult,
+    Completion,
+    Deal,
+    EventMerger,
+    Placement,
+    RequestPlacements,
+    SortKey,
+    WorkerProgress,
+)
+from jaxrl.scheduling.tokens.local_workers import Ticks, step_ticks
 from jaxrl.scheduling.tokens.plan import PlanResult, Request
+from jaxrl.scheduling.tokens.plan_history import PlanHistory
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes, Progress
-from jaxrl.scheduling.tokens.workers import Ticks, step_ticks
 from jaxrl.types import Sample
 
 
@@ -69,13 +79,13 @@ class Schedule:
 
 
 class _Worker:
-    """One of them: its engine, its tick, what it has to do, and what it has done."""
+    """A worker: its engine, its tick, what it has to do, and what it has done."""
 
     def __init__(self, engine: Engine, cost: Callable[[PlanTimes], int]) -> None:
         self.engine, self._cost = engine, cost
         self.schedule = Schedule()
-        self.past = Past(engine.counters)
-        self.ended: dict[int, tuple[Place, Finished]] = {}  # live ones, until they are told or aborted
+        self.history = PlanHistory(engine.counters)
+        self.ended: dict[int, tuple[SortKey, Finished]] = {}  # live ones, until they are delivered or aborted
         engine.watchers.append(self._pass)
         engine.keepers.append(self._keep)
         self.begin()
@@ -84,21 +94,21 @@ class _Worker:
         """A round begins, with nothing in flight."""
         self.tick = 0
         self.first = self.engine.batcher.next_index
-        self.asked_in_vain = False  # there is no plan to make before one is collected
-        self.is_dropped = False  # plans in flight are of a stretch that has ended
+        self.has_no_plan = False  # there is none to make before one is collected
+        self.is_dropped = False  # plans in flight are of a busy period that has ended
         self.expected = 0  # what the oldest plan in flight should cost
-        self.reported = -1  # the tick that was reported last
+        self.sent_tick = -1  # the tick of the last progress
         self._passed: dict[int, int] = {}  # by dispatch, the tick after the plan
         self.schedule.clear()
         self.ended.clear()
-        self.past.begin()
+        self.history.begin()
         self.engine.batcher.forget_verified()
 
     @property
     def may_collect(self) -> bool:
         """Whether its next act is to wait for a plan."""
         ahead = self.engine.num_in_flight
-        return not self.is_dropped and (ahead == MAX_IN_FLIGHT or (self.asked_in_vain and ahead > 0))
+        return not self.is_dropped and (ahead == MAX_IN_FLIGHT or (self.has_no_plan and ahead > 0))
 
     def next_tick(self) -> int | None:
         """The tick at which it asks for its next plan; None where it has nothing to do."""
@@ -108,39 +118,39 @@ class _Worker:
         return None if start is None else max(self.tick, start)
 
     def drain(self) -> None:
-        """Waits for plans in flight whose outcome counts no more."""
+        """Waits for plans in flight that do not count any more."""
         self.engine.drain()
         self._passed.clear()
 
     def drop(self, now: int) -> None:
-        """Nothing of it is live any more at the present tick."""
+        """Its busy period ends now: nothing of it is live any more."""
         if not self.is_dropped:
-            self.past.close(now)
+            self.history.close(now)
             self.is_dropped = True
         self.engine.abort(self.engine.unfinished())
         self.schedule.clear()
         self.ended.clear()
-        self.tick, self.asked_in_vain, self.expected = now, False, 0
+        self.tick, self.has_no_plan, self.expected = now, False, 0
 
     def restart(self) -> None:
-        """Begins again after a stretch that has ended: from the same state, whatever was done beyond its end."""
+        """Begins the next busy period from the state at the end of the last one, whatever was done beyond it."""
         self.drain()
-        self.engine.batcher.rewind(self.first + self.past.num_plans)
+        self.engine.batcher.rewind(self.first + self.history.num_plans)
         self.engine.batcher.forget_verified()
-        self.past.restart()
+        self.history.restart()
         self.is_dropped = False
 
     def count_at(self, request_id: int, tick: int) -> tuple[Sample, int]:
         """A request that has not ended by a tick: its sample as it is now, and the tokens that it had then."""
         if request_id in self.ended:
-            place, finished = self.ended[request_id]
-            since = self.past.gained_since(request_id, tick, place.dispatch)
+            sort_key, finished = self.ended[request_id]
+            since = self.history.gained_since(request_id, tick, sort_key.dispatch)
             return finished.sample, finished.num_before - since
         waiting = self.schedule.request(request_id)
         if waiting is not None:
             return Progress(waiting, 0).sample("abort"), len(waiting.generated)
         sample = self.engine.batcher.progress(request_id).sample("abort")
-        return sample, len(sample) - self.past.gained_since(request_id, tick)
+        return sample, len(sample) - self.history.gained_since(request_id, tick)
 
     def _pass(self, times: PlanTimes) -> None:
         """A plan was collected; at least one tick, so that what ends in it ends after what ended before."""
@@ -151,23 +161,23 @@ class _Worker:
     def _keep(self, result: PlanResult) -> None:
         """The batcher has taken in its result."""
         if not self.is_dropped:
-            self.past.collected(self.tick, result.index - self.first, result)
+            self.history.collected(self.tick, result.index - self.first, result)
 
-    def look_ahead(self) -> None:
+    def update_expected(self) -> None:
         """Works out what the oldest plan in flight should cost."""
         times = self.engine.next_times()
         self.expected = 0 if times is None else max(self._cost(times), 1)
 
-    def places(self, worker: int, ended: Iterable[Finished]) -> list[tuple[Place, Finished]]:
-        """Where in the order responses ended, of the plans collected since this was last asked."""
+    def sort_keys(self, worker: int, ended: Iterable[Finished]) -> list[tuple[SortKey, Finished]]:
+        """The sort keys of what ended in the plans collected since the last call."""
         passed, self._passed = self._passed, {}
         return [
-            (Place(passed[one.dispatch], worker, one.dispatch - self.first, one.dp_group, one.slot), one)
+            (SortKey(passed[one.dispatch], worker, one.dispatch - self.first, one.dp_group, one.slot), one)
             for one in ended
         ]
 
 
-class PacedWorkers:
+class SynchronizedWorkers:
     """Several engines, here and in other processes, as one.
 
     Args:
@@ -175,13 +185,13 @@ class PacedWorkers:
         size and with the same weights.
       lookahead: ticks after which a command takes effect; the same everywhere.
       num_workers: of all processes; by default there are no others.
-      deal: see `jaxrl.scheduling.tokens.order.Deal`.
-      ticks: what a plan costs, by the place of its engine among those of this process; a pure function.
+      deal: see `jaxrl.scheduling.tokens.event_merger.Deal`.
+      ticks: what a plan costs, by the index of its engine in this process; a pure function.
 
     Attributes:
       engines: those of this process. numbers: their workers' numbers.
-      ledger: who has which request.
-      floor: up to this tick everything has been told and handled, as this process knows.
+      placements: who has which request.
+      low_watermark: up to this tick everything has been delivered and handled, as this process knows.
     """
 
     def __init__(
@@ -198,116 +208,116 @@ class PacedWorkers:
             raise ValueError("workers: there must be at least one engine, and all must be idle")
         if not all(0 <= worker < count for worker in by_number):
             raise ValueError(f"workers: numbers {sorted(by_number)} must be of the {count} workers of all processes")
-        self.ledger = self._new_ledger(count, lookahead, deal)
+        self.placements = self._new_placements(count, lookahead, deal)
         self.numbers, self.engines = tuple(by_number), tuple(by_number.values())
-        costs = (partial(ticks, place) for place in range(len(by_number)))
+        costs = (partial(ticks, index) for index in range(len(by_number)))
         self._workers = {n: _Worker(engine, cost) for (n, engine), cost in zip(by_number.items(), costs, strict=True)}
-        self._reports: dict[int, list[End]] = {}  # of the workers that have something to report
-        self.floor = 0
+        self._progress: dict[int, list[Completion]] = {}  # of the workers whose progress is to be sent
+        self.low_watermark = 0
 
-    def _new_ledger(self, num_workers: int, lookahead: int, deal: Deal) -> Ledger:
-        return Ledger(num_workers, lookahead, deal)
+    def _new_placements(self, num_workers: int, lookahead: int, deal: Deal) -> RequestPlacements:
+        return RequestPlacements(num_workers, lookahead, deal)
 
-    def new_order(self) -> Order:
-        """What merges the reports of all workers; one process has it."""
-        return Order(self.ledger)
+    def new_merger(self) -> EventMerger:
+        """What merges the progress of all workers; one process has it."""
+        return EventMerger(self.placements)
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A round begins: nothing is live, at tick 0."""
         assert all(engine.is_idle for engine in self.engines), "a round begins while requests of another are running"
-        self.ledger.begin()
+        self.placements.begin()
         for worker in self._workers.values():
             worker.begin()
-        self._reports.clear()
-        self.floor = 0
+        self._progress.clear()
+        self.low_watermark = 0
 
-    def launch(self, request: Request, worker: int | None = None) -> Home:
+    def launch(self, request: Request, worker: int | None = None) -> Placement:
         """Starts a request after the lookahead, where it is dealt to or in `worker`. Raises ValueError if it can never
         run; all workers are alike."""
         self.engines[0].check(request)
         key, limit = request.key, len(request.prompt_ids) + request.params.max_tokens
-        home = self.ledger.launch(request.request_id, (key.epoch, key.prompt_index), limit, worker)
-        if home.worker in self._workers:
-            self._workers[home.worker].schedule.add(home.effect, request)
-        return home
+        placement = self.placements.launch(request.request_id, (key.epoch, key.prompt_index), limit, worker)
+        if placement.worker in self._workers:
+            self._workers[placement.worker].schedule.add(placement.effect, request)
+        return placement
 
-    def abort(self, request_ids: Sequence[int], *, keep: bool) -> list[tuple[Answer, Sample]]:
+    def abort(self, request_ids: Sequence[int], *, keep: bool) -> list[tuple[AbortResult, Sample]]:
         """Ends live requests, wherever they are. Returns what became of those of this process, with their samples.
 
         Args:
-          keep: a response that had ended by the present tick, and was not told, counts as ended.
+          keep: a response that had ended by now, and was not delivered, counts as ended.
         """
-        ids, now = list(request_ids), self.ledger.now
-        unknown = [i for i in ids if self.ledger.home(i) is None]
+        ids, now = list(request_ids), self.placements.now
+        unknown = [i for i in ids if self.placements.find(i) is None]
         if unknown or len(set(ids)) < len(ids):
             raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
-        homes = {i: self._home(i) for i in ids}
-        answers = [self._answer(self._workers[homes[i]], i, keep) for i in ids if homes[i] in self._workers]
+        where = {i: self._worker_of(i) for i in ids}
+        results = [self._abort_result(self._workers[where[i]], i, keep) for i in ids if where[i] in self._workers]
         for request_id in ids:
-            home = homes[request_id]
-            cleared = self.ledger.leave(request_id)
-            if home in self._workers:
-                worker = self._workers[home]
+            idle, worker = self.placements.remove(request_id), self._workers.get(where[request_id])
+            if worker is not None:
                 worker.ended.pop(request_id, None)
-                if cleared is None:
-                    worker.schedule.add(now + self.ledger.lookahead, request_id)
+                if idle is None:
+                    worker.schedule.add(now + self.placements.lookahead, request_id)
                 else:
-                    self._drop(cleared)
-        return answers
+                    self._drop(idle)
+        return results
 
-    def told(self, end: End) -> Finished | None:
-        """A live response has been told as ended; what it is, where it ended in this process."""
-        self.ledger.now = max(self.ledger.now, end.place.tick)
-        self.raise_floor(end.place.tick - 1)
-        home = self._home(end.request_id)
-        mine = self._workers.get(home)
-        found = None if mine is None else mine.ended.pop(end.request_id)[1]
-        if self.ledger.leave(end.request_id) is not None and mine is not None:
-            self._drop(home)
-        return None if found is None else replace(found, dispatch=end.place.dispatch)
+    def deliver(self, completion: Completion) -> Finished | None:
+        """A live response has ended. Returns it if it ended in this process."""
+        tick, request_id = completion.sort_key.tick, completion.request_id
+        self.placements.now = max(self.placements.now, tick)
+        self.raise_low_watermark(tick - 1)
+        number = self._worker_of(request_id)
+        mine = self._workers.get(number)
+        found = None if mine is None else mine.ended.pop(request_id)[1]
+        if self.placements.remove(request_id) is not None and mine is not None:
+            self._drop(number)
+        return None if found is None else replace(found, dispatch=completion.sort_key.dispatch)
 
-    def raise_floor(self, tick: int) -> None:
-        """Everything up to a tick has been told and handled."""
-        if tick > self.floor:
-            self.floor = tick
+    def raise_low_watermark(self, tick: int) -> None:
+        """Everything up to a tick has been delivered and handled."""
+        if tick > self.low_watermark:
+            self.low_watermark = tick
             for worker in self._workers.values():
                 if not worker.is_dropped:
-                    worker.past.forget(tick)
+                    worker.history.forget(tick)
 
-    def take_reports(self) -> list[Report]:
-        """What the workers of this process have to report since this was last asked."""
-        found, self._reports = self._reports, {}
+    def take_progress(self) -> list[WorkerProgress]:
+        """The progress of the workers of this process since the last call."""
+        found, self._progress = self._progress, {}
         return [
-            Report(number, self.ledger.stretch(number), self._workers[number].tick, tuple(ends))
-            for number, ends in found.items()
+            WorkerProgress(number, self.placements.busy_period(number), self._workers[number].tick, tuple(completions))
+            for number, completions in found.items()
         ]
 
     def drain(self) -> None:
         """Waits for the plans in flight; nothing is live."""
-        assert not self.ledger.num_live, "plans are dropped while requests are live"
+        assert not self.placements.num_live, "plans are dropped while requests are live"
         for worker in self._workers.values():
             worker.drain()
 
     def cancel(self) -> None:
         """Drops the round."""
-        for request_id in self.ledger.live():
-            self.ledger.leave(request_id)
+        for request_id in self.placements.live():
+            self.placements.remove(request_id)
         for number in self.numbers:
             self._drop(number)
         self.drain()
 
     def counted(self) -> list[Counters]:
-        """What the workers of this process have done in this round, by the ticks at which they had nothing live."""
-        return [worker.past.counted for worker in self._workers.values()]
+        """What the workers of this process have done in the busy periods of this round."""
+        return [worker.history.counted for worker in self._workers.values()]
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
     @property
     def turn(self) -> int | None:
-        """The worker of this process that acts next; None where all wait for the floor, or have nothing to do. Those
-        without a plan in flight come first, then those with one; a worker is waited for only when none may plan."""
+        """The worker of this process that acts next; None where all wait for the low watermark, or have nothing to do.
+        Those without a plan in flight come first, then those with one; it waits for a plan only when none may be made.
+        """
         able = [number for number, worker in self._workers.items() if self._is_able(worker)]
         return min(able, key=self._due, default=None)
 
@@ -333,34 +343,34 @@ class PacedWorkers:
         """Asks for a plan of a worker that was prepared and submits it; or waits for its oldest plan."""
         own = self._workers[worker]
         if self.makes_plan(worker):
-            own.asked_in_vain = not own.engine.submit()
+            own.has_no_plan = not own.engine.submit()
             ended = own.engine.take_ended()
-            if not own.asked_in_vain:
-                own.past.made()
+            if not own.has_no_plan:
+                own.history.made()
         else:
-            own.asked_in_vain = False
+            own.has_no_plan = False
             ended = own.engine.collect()
         self._hold(worker, own, ended)
-        own.look_ahead()
+        own.update_expected()
 
     # -- what an engine has ------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> Counters:
-        """Sums over the workers of this process, with what counts no more."""
+        """Sums over the workers of this process, with what does not count any more."""
         return sum((engine.counters for engine in self.engines[1:]), self.engines[0].counters)
 
     @property
     def is_idle(self) -> bool:
         """Nothing is live, here or elsewhere, and no plan is in flight here."""
-        return not self.ledger.num_live and all(engine.is_idle for engine in self.engines)
+        return not self.placements.num_live and all(engine.is_idle for engine in self.engines)
 
     def unfinished(self) -> tuple[int, ...]:
         """Ids of the live requests of all processes, in the order in which they were launched."""
-        return self.ledger.live()
+        return self.placements.live()
 
     def tick(self, worker: int) -> int:
-        """The logical time of a worker of this process."""
+        """The tick of a worker of this process."""
         return self._workers[worker].tick
 
     @property
@@ -371,7 +381,7 @@ class PacedWorkers:
     @property
     def num_open(self) -> int:
         """Workers of all processes; all take requests."""
-        return self.ledger.num_workers
+        return self.placements.num_workers
 
     @property
     def num_unfinished(self) -> int:
@@ -386,49 +396,49 @@ class PacedWorkers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _home(self, request_id: int) -> int:
-        home = self.ledger.home(request_id)
-        assert home is not None, f"request {request_id} is not live"
-        return home.worker
+    def _worker_of(self, request_id: int) -> int:
+        placement = self.placements.find(request_id)
+        assert placement is not None, f"request {request_id} is not live"
+        return placement.worker
 
     def _is_able(self, worker: _Worker) -> bool:
         if worker.may_collect:
             return True
         tick = worker.next_tick()
-        return tick is not None and tick - self.ledger.lookahead <= self.floor
+        return tick is not None and tick - self.placements.lookahead <= self.low_watermark
 
     def _due(self, number: int) -> tuple[int, int, int]:
         worker = self._workers[number]
         ahead = 0 if worker.is_dropped else worker.engine.num_in_flight
         return (MAX_IN_FLIGHT if worker.may_collect else ahead), worker.tick + worker.expected, number
 
-    def _answer(self, worker: _Worker, request_id: int, keep: bool) -> tuple[Answer, Sample]:
-        """What becomes of a live request that is aborted at the present tick."""
-        now = self.ledger.now
-        dispatch = worker.past.last_by(now)
-        place, finished = worker.ended.get(request_id, (None, None))
-        if place is not None and finished is not None and place.tick <= now:
+    def _abort_result(self, worker: _Worker, request_id: int, keep: bool) -> tuple[AbortResult, Sample]:
+        """What becomes of a live request that is aborted now."""
+        now = self.placements.now
+        dispatch = worker.history.last_by(now)
+        sort_key, finished = worker.ended.get(request_id, (None, None))
+        if sort_key is not None and finished is not None and sort_key.tick <= now:
             sample = finished.sample if keep else replace(finished.sample, finish_reason="abort")
             assert sample.finish_reason is not None
-            return Answer(request_id, len(sample), sample.finish_reason, place.dispatch), sample
+            return AbortResult(request_id, len(sample), sample.finish_reason, sort_key.dispatch), sample
         sample, count = worker.count_at(request_id, now)
-        return Answer(request_id, count, "abort", dispatch), cut(sample, count)
+        return AbortResult(request_id, count, "abort", dispatch), cut(sample, count)
 
     def _drop(self, number: int) -> None:
-        self._reports.pop(number, None)
-        self._workers[number].drop(self.ledger.now)
+        self._progress.pop(number, None)
+        self._workers[number].drop(self.placements.now)
 
     def _hold(self, number: int, worker: _Worker, ended: Sequence[Finished]) -> None:
-        """Takes in what ended in the plans collected since; what was aborted meanwhile is no news."""
-        if not ended and worker.tick == worker.reported:
+        """Takes in what ended in the plans collected since; what was aborted meanwhile is left out."""
+        if not ended and worker.tick == worker.sent_tick:
             return
-        worker.reported = worker.tick
-        ends = self._reports.setdefault(number, [])
-        for place, one in worker.places(number, ended):
-            if self.ledger.home(one.request_id) is not None:
-                worker.ended[one.request_id] = place, one
+        worker.sent_tick = worker.tick
+        completions = self._progress.setdefault(number, [])
+        for sort_key, one in worker.sort_keys(number, ended):
+            if self.placements.find(one.request_id) is not None:
+                worker.ended[one.request_id] = sort_key, one
                 assert one.sample.finish_reason is not None
-                ends.append(End(one.request_id, place, len(one.sample), one.sample.finish_reason))
+                completions.append(Completion(one.request_id, sort_key, len(one.sample), one.sample.finish_reason))
 
 
 def cut(sample: Sample, length: int) -> Sample:

@@ -1,9 +1,9 @@
 """The plans of each worker on the timeline.
 
-Purpose: `PlanLanes` draws plans beside each other where several workers have some in flight at the same time. A plan of
-one of several is drawn from when its devices can begin with it (it has been submitted, and the host has the one before)
-until the host has its outcome, on a track of the worker. So the picture shows what each worker's devices have to do,
-whichever worker the host waits for; that one waits for another is seen as a plan that takes too long. One worker's plan
+Purpose: `PlanTracks` draws plans side by side where several workers have some in flight at the same time. A plan of one
+of several is drawn on its worker's track, from when its devices can begin with it (it has been submitted, and the host
+has the one before) until the host has its outcome. So the timeline shows what each worker's devices have to do,
+whichever worker the host waits for; a worker that waits for another has a plan that takes too long. One worker's plan
 is drawn from before it is submitted until the one before it has been collected, which is what the host does.
 """
 
@@ -13,19 +13,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from jaxrl.runtime.rows import RowTimeline
 from jaxrl.scheduling.tokens.engine import Engine
 
 
-class PlanTimeline(RowTimeline, Protocol):
-    """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`)."""
+class PlanTimeline(Protocol):
+    """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`, `jaxrl.sim.clock.SimulatedPhases`)."""
+
+    @property
+    def now_s(self) -> float: ...
 
     def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
 
     def counter(self, track: str, /, **values: float) -> None: ...
 
+    def row(self, row: str, order: int, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
 
-class PlanLanes:
+
+class PlanTracks:
     """A track for each engine.
 
     Args:

@@ -1,9 +1,9 @@
 """Moving requests from one worker to another in the middle of a batch.
 
-Purpose: `hand_over` moves live requests, with their KV, between engines on disjoint devices (docs/architecture.md: a
-worker is one engine on one submesh); `start_again` moves their tokens alone. `jaxrl.scheduling.tokens.workers` calls
-them. Both workers must have the same weights; otherwise a response has tokens of two versions (each token's version is
-recorded).
+Purpose: `migrate_requests` moves live requests, with their KV, between engines on disjoint devices
+(docs/architecture.md: a worker is one engine on one submesh); `recompute_requests` moves their tokens alone.
+`jaxrl.scheduling.tokens.local_workers` calls them. Both workers must have the same weights; otherwise a response has
+tokens of two versions (each token's version is recorded).
 
 Requests are dealt so that the other worker's dp groups, with the rows that they have already, are balanced
 (`jaxrl.scheduling.layouts.regroup`). Those that do not fit into its free rows and blocks wait there and are recomputed.
@@ -24,16 +24,16 @@ from jaxrl.scheduling.tokens.plan import Executor, Request, Seat, resume
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
-    """The outcome of a handover: requests, those that go on without a prefill, and the tokens with their KV copied."""
+class MigrationOutcome:
+    """The outcome of a migration: requests, those that go on without a prefill, and the tokens with their KV copied."""
 
     num_requests: int
     num_seated: int
     num_moved: int
 
-    def __add__(self, other: HandedOver) -> HandedOver:
+    def __add__(self, other: MigrationOutcome) -> MigrationOutcome:
         """Both together."""
-        return HandedOver(
+        return MigrationOutcome(
             self.num_requests + other.num_requests,
             self.num_seated + other.num_seated,
             self.num_moved + other.num_moved,
@@ -41,10 +41,10 @@ class HandedOver:
 
 
 @runtime_checkable
-class TakingExecutor(Executor, Protocol):
-    """An executor that can take KV over from another one on other devices."""
+class MigrationTarget(Executor, Protocol):
+    """An executor that can take the KV of requests from another one on other devices."""
 
-    def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+    def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
         """Copies blocks into its pool as planned, and lets `rows` (all of its rows from now on) decode.
 
         Raises `SwitchFailed` if it fails after its own pool was touched; any other exception is raised before that.
@@ -52,7 +52,7 @@ class TakingExecutor(Executor, Protocol):
         ...
 
 
-def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> HandedOver:
+def migrate_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> MigrationOutcome:
     """Lets live requests of `source` go on in `target`, beside its own.
 
     Plans in flight of both are collected first. Requests that ended in them are not moved; the engines' next `step` or
@@ -63,12 +63,12 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
         block sizes, a request that can never run in `target`.
       SwitchFailed: the copy failed; the requests are still in `source`, and `target` recomputes its own.
     """
-    taker = target.executor
-    if not isinstance(taker, TakingExecutor):
-        raise ValueError(f"hand_over: {type(taker).__name__} cannot take requests over")
-    asked = _asked("hand_over", source, target, request_ids)
+    receiver = target.executor
+    if not isinstance(receiver, MigrationTarget):
+        raise ValueError(f"migrate_requests: {type(receiver).__name__} cannot take requests over")
+    asked = _asked("migrate_requests", source, target, request_ids)
     if source.batcher.capacity.block_size != target.batcher.capacity.block_size:
-        raise ValueError("hand_over: rollout.block_size must be the same in both workers")
+        raise ValueError("migrate_requests: rollout.block_size must be the same in both workers")
     source.settle()
     target.settle()
     requests = _leaving(source, target, asked)
@@ -78,7 +78,7 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
     new = [(source.batcher.progress(i), seat) for i, seat in seats.items() if seat.decodes]
     rows = [resident_row(progress, seat) for progress, seat in own + new]
     try:
-        taker.take_over(source.executor, kv, rows)
+        receiver.accept_migration(source.executor, kv, rows)
     except SwitchFailed:
         restart(target.batcher, target.batcher.capacity)
         raise
@@ -88,23 +88,23 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
         raise
     _queue(source, target, requests)
     target.batcher.seat(seats)
-    return HandedOver(len(leaving), len(seats), len(kv.copies) * source.batcher.capacity.block_size)
+    return MigrationOutcome(len(leaving), len(seats), len(kv.copies) * source.batcher.capacity.block_size)
 
 
-def start_again(source: Engine, target: Engine, request_ids: Iterable[int]) -> HandedOver:
+def recompute_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> MigrationOutcome:
     """Lets live requests of `source` wait in `target`, behind its own, with their tokens: their KV is computed again.
 
-    Plans in flight of the source are collected first, as in `hand_over`.
+    Plans in flight of the source are collected first, as in `migrate_requests`.
 
     Raises:
       ValueError: before anything moves: an id that `source` does not have or `target` has already, a request that can
         never run in `target`.
     """
-    asked = _asked("start_again", source, target, request_ids)
+    asked = _asked("recompute_requests", source, target, request_ids)
     source.settle()
     requests = _leaving(source, target, asked)
     _queue(source, target, requests)
-    return HandedOver(len(requests), 0, 0)
+    return MigrationOutcome(len(requests), 0, 0)
 
 
 def _asked(what: str, source: Engine, target: Engine, request_ids: Iterable[int]) -> set[int]:

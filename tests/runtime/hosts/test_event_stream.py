@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxrl.record.journal import Journal
-from jaxrl.runtime.hosts.notices import Decided, Failed, Floor, Stop
-from jaxrl.runtime.hosts.stream import MAX_BATCH_BYTES, MAX_UNREAD, HostStream
+from jaxrl.runtime.hosts.event_stream import MAX_BATCH_BYTES, MAX_UNREAD, EventStream
+from jaxrl.runtime.hosts.notices import Decided, Failed, LowWatermark, Stop
 
 
 @dataclass
@@ -36,21 +36,21 @@ class PlainBoard:
         del self.values[key_or_prefix]
 
 
-def build(count: int = 3) -> tuple[list[HostStream], list[PlainBoard]]:
+def build(count: int = 3) -> tuple[list[EventStream], list[PlainBoard]]:
     values: dict[str, bytes] = {}
     stores = [PlainBoard(process, count, values) for process in range(count)]
-    streams = [HostStream(store, "s") for store in stores]
+    streams = [EventStream(store, "s") for store in stores]
     for stream in streams:
         stream.begin()
     return streams, stores
 
 
-def ticks(stream: HostStream) -> list[int]:
-    """Of the floors that have come."""
+def ticks(stream: EventStream) -> list[int]:
+    """Of the low watermarks that have come."""
     found: list[int] = []
     stream.pump()
     while (item := stream.next_item()) is not None:
-        assert isinstance(item, Floor)
+        assert isinstance(item, LowWatermark)
         found.append(item.tick)
     return found
 
@@ -58,14 +58,14 @@ def ticks(stream: HostStream) -> list[int]:
 def test_all_read_one_stream_and_process_0_all_notices():
     (first, second, third), stores = build()
     for tick in (3, 5):
-        first.publish(Floor(tick))
+        first.publish(LowWatermark(tick))
     first.pump()
-    first.publish(Floor(9))
+    first.publish(LowWatermark(9))
     assert [ticks(second), ticks(third)] == [[3, 5], [3, 5]]
-    third.tell(Stop("third"))
-    second.tell(Stop("one"))
+    third.send(Stop("third"))
+    second.send(Stop("one"))
     second.pump()
-    second.tell(Stop("two"))
+    second.send(Stop("two"))
     third.pump()
     second.pump()
     first.pump()
@@ -80,17 +80,17 @@ def test_all_read_one_stream_and_process_0_all_notices():
 
 def test_a_process_may_be_a_round_ahead_and_what_was_dropped_is_left_out():
     (first, second, _), _ = build()
-    second.tell(Stop("of this round"))
+    second.send(Stop("of this round"))
     second.pump()
     second.begin()
-    second.tell(Stop("of the next"))
+    second.send(Stop("of the next"))
     second.pump()
     first.pump()
     assert first.notices() == [(1, Stop("of this round"))]
-    first.publish(Floor(1))
+    first.publish(LowWatermark(1))
     first.begin()
     assert first.notices() == [(1, Stop("of the next"))]
-    first.publish(Floor(2))
+    first.publish(LowWatermark(2))
     first.pump()
     assert ticks(second) == [2], "the other is of a round that is over"
 
@@ -99,7 +99,7 @@ def test_large_batches_are_cut_and_a_large_notice_goes_alone():
     (first, second, _), stores = build()
     sizes = [MAX_BATCH_BYTES // 3, MAX_BATCH_BYTES // 3, MAX_BATCH_BYTES // 2, MAX_BATCH_BYTES * 2, 10]
     for size in sizes:
-        second.tell(Stop("x" * size))
+        second.send(Stop("x" * size))
     second.pump()
     written = [len(value) for _, value in stores[0].folder("s/notices")]
     assert len(written) == 4
@@ -114,11 +114,11 @@ def test_nothing_stays_that_all_have_read():
     most: list[int] = []
     for number in range(200):
         for tick in range(10):
-            first.publish(Floor(10 * number + tick))
+            first.publish(LowWatermark(10 * number + tick))
             first.pump()
-            second.tell(Stop())
+            second.send(Stop())
             second.pump()
-            assert ticks(third) == [10 * number + tick], "it has nothing to tell, and says how far it has read"
+            assert ticks(third) == [10 * number + tick], "it has nothing to send, and says how far it has read"
             while second.next_item() is not None:
                 pass
         first.pump()
@@ -135,7 +135,7 @@ def test_nothing_stays_that_all_have_read():
 def test_what_has_come_is_not_waited_for():
     """The last pump before a wait may bring the very notice that is to be waited for."""
     (first, second, _), stores = build()
-    second.tell(Stop("full"))
+    second.send(Stop("full"))
     second.pump()
     first.pump()
     first.wait(5.0, 1)
@@ -148,7 +148,7 @@ def test_what_has_come_is_not_waited_for():
 def test_a_notice_of_a_later_round_is_no_reason_not_to_wait():
     (first, second, _), stores = build()
     second.begin()
-    second.tell(Stop("early"))
+    second.send(Stop("early"))
     second.pump()
     first.pump()
     first.wait(5.0, 2)
@@ -172,7 +172,7 @@ def test_a_failure_is_heard_whatever_the_round():
 
 def test_metrics():
     (first, second, _), _ = build()
-    first.publish(Floor(1))
+    first.publish(LowWatermark(1))
     first.pump()
     second.wait(0.5)
     measured = first.take_metrics()

@@ -1,6 +1,6 @@
 """The executors of several simulated workers, on one clock, as what a backend asks of them together.
 
-Purpose: `SimulatedWorkers` implements `jaxrl.runtime.backend.Executors`. Plans of different workers overlap by
+Purpose: `SimulatedExecutorSet` implements `jaxrl.runtime.backend.Executors`. Plans of different workers overlap by
 themselves, because each executor knows when its own devices are free; what a backend asks of all of them starts on all
 at once.
 """
@@ -15,12 +15,12 @@ from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.executor import SimulatedExecutor
 
 
-class SimulatedWorkers:
+class SimulatedExecutorSet:
     """Several executors; `executors` are by the worker's number. `sync_s`: seconds of a weight sync beside the rollout.
 
     Attributes:
       recompiles: 0, because there are no programs.
-      beside: told, as `occupy` is, when something else takes all devices: what runs on those of closed workers.
+      beside: called, as `occupy` is, when something else takes all devices: what runs on those of closed workers.
     """
 
     def __init__(self, executors: Sequence[SimulatedExecutor], clock: SimulatedClock, sync_s: float = 0.0) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from checking import make_engine, make_request
 
-from jaxrl.runtime.rows import RowLanes
+from jaxrl.runtime.row_timeline import RowTracks
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.progress import TraceEvent
 
@@ -39,12 +39,12 @@ def test_every_response_is_drawn_once_on_its_row():
     requests = [make_request(i, prompt=i) for i in range(9)]
     engine, _ = make_engine({r.key: 3 + 2 * i for i, r in enumerate(requests)})
     picture = Picture()
-    lanes = RowLanes([engine], picture)
+    tracks = RowTracks([engine], picture)
     for request in requests:
         engine.add(request)
     while not engine.is_idle:
         engine.step()
-        lanes.follow()
+        tracks.follow()
     assert sorted(each["name"] for each in picture.drawn) == sorted(f"0.{i}.0" for i in range(9))
     assert {each["name"]: each["tokens"] for each in picture.drawn} == {f"0.{i}.0": 3 + 2 * i for i in range(9)}
     assert {each["end"] for each in picture.drawn} == {"stop"}
@@ -58,7 +58,7 @@ def test_preempted_requests_come_back():
     requests = [make_request(i, prompt=i, max_tokens=12) for i in range(3)]
     engine, _ = make_engine(dict.fromkeys((r.key for r in requests), 12), BatcherConfig(decode_steps=2), num_blocks=7)
     picture = Picture()
-    RowLanes([engine], picture)
+    RowTracks([engine], picture)
     engine.generate(requests)
     ends = [each["end"] for each in picture.drawn]
     assert ends.count("preempted") == engine.counters.preemptions > 0
@@ -69,14 +69,14 @@ def test_an_aborted_request_ends_when_it_is_looked_for_or_its_row_is_given_away(
     requests = [make_request(i, prompt=i) for i in range(12)]
     engine, executor = make_engine({r.key: 30 for r in requests})
     picture = Picture()
-    lanes = RowLanes([engine], picture)
+    tracks = RowTracks([engine], picture)
     rows = executor.num_groups * executor.num_slots
     for request in requests[:rows]:
         engine.add(request)
     engine.step()
     engine.abort([requests[0].request_id])
     assert not picture.drawn
-    lanes.follow()
+    tracks.follow()
     assert [(each["name"], each["end"]) for each in picture.drawn] == [("0.0.0", "abort")]
     engine.abort([requests[1].request_id])
     engine.add(requests[rows])
@@ -86,19 +86,19 @@ def test_an_aborted_request_ends_when_it_is_looked_for_or_its_row_is_given_away(
     assert [(each["name"], each["end"]) for each in picture.drawn[1:]] == [("0.1.0", "abort")]
     engine.abort(engine.unfinished())
     engine.drain()
-    lanes.follow()
+    tracks.follow()
     assert len(picture.drawn) == rows + 2
-    lanes.follow()
+    tracks.follow()
     assert len(picture.drawn) == rows + 2
 
 
 def test_workers_have_rows_of_their_own():
     engines = [make_engine({make_request(i).key: 5})[0] for i in range(2)]
     picture = Picture()
-    lanes = RowLanes(engines, picture)
+    tracks = RowTracks(engines, picture)
     for i, engine in enumerate(engines):
         engine.generate([make_request(i)])
-    lanes.follow()
+    tracks.follow()
     assert [each["row"] for each in picture.drawn] == ["0.0.0", "1.0.0"]
     assert picture.drawn[0]["order"] < picture.drawn[1]["order"]
 
@@ -107,7 +107,7 @@ def test_an_engine_that_another_listens_to_is_left_alone():
     heard: list[TraceEvent] = []
     engine, _ = make_engine({make_request(0).key: 5}, trace=heard.append)
     picture = Picture()
-    RowLanes([engine], picture).follow()
+    RowTracks([engine], picture).follow()
     engine.generate([make_request(0)])
     assert heard
     assert not picture.drawn

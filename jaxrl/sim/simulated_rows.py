@@ -1,7 +1,8 @@
 """What simulated devices hold of their rows, and what rows gain in a plan: arrays by row, read when they are asked for.
 
-Purpose: a plan of a large machine names thousands of rows. `LaneRows` and `LanePlan` name them without an object each,
-`Rows` is the state that devices would hold, and `Gains` the outcome of a plan, with tokens made when they are read.
+Purpose: a plan of a large machine names thousands of rows. `SteadyRows` and `SteadyPlan` name them without an object
+each, `SimulatedRows` is the state that devices would hold, and `Gains` the outcome of a plan, with tokens made when
+they are read.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _ZEROS = np.zeros((1 << 16,), np.float32)
 _ZEROS.flags.writeable = False
 
 
-class LaneRows(Sequence[DecodeRow]):
-    """The rows of a lane's plan, each made when it is asked for; to be read before the next plan is made, because block
-    tables are those of that moment.
+class SteadyRows(Sequence[DecodeRow]):
+    """The rows of a steady batch's plan, each made when it is asked for; to be read before the next plan is made,
+    because block tables are those of that moment.
 
     Args:
-      ids, seats: see `LanePlan`. num_slots: of a dp group. blocks: has the tables. max_new: of every row.
+      ids, seats: see `SteadyPlan`. num_slots: of a dp group. blocks: has the tables. max_new: of every row.
     """
 
     def __init__(self, ids: np.ndarray, seats: np.ndarray, num_slots: int, blocks: BlockManager, max_new: int) -> None:
@@ -54,7 +55,7 @@ class LaneRows(Sequence[DecodeRow]):
 
 
 @dataclass(frozen=True, slots=True)
-class LanePlan(Plan):
+class SteadyPlan(Plan):
     """A plan that also has the rows of `decode` as arrays, each [rows] and int64, by ascending seat.
 
     Attributes:
@@ -124,7 +125,7 @@ class Gains(Mapping[int, RowResult]):
         return _row_result(tokens, bool(self._stopped[place]), verified)
 
 
-class Rows:
+class SimulatedRows:
     """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot. A row
     that comes to a seat has a window of `first_window` tokens."""
 
@@ -139,7 +140,7 @@ class Rows:
         self.acceptance = np.empty(num_seats, object)  # of the response; None: not asked for yet
         self.windows = np.full(num_seats, first_window)  # the most tokens of its next proposal
 
-    def take(self, seat: int, other: Rows, other_seat: int) -> None:
+    def take(self, seat: int, other: SimulatedRows, other_seat: int) -> None:
         """Copies a row from a seat of `other`."""
         for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
             mine[seat] = theirs[other_seat]

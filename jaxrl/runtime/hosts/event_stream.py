@@ -1,7 +1,7 @@
-"""How processes tell each other what happened in a round: notices to process 0, and one stream from it to all.
+"""How processes exchange what happened in a round: notices to process 0, and one stream of events from it to all.
 
-Purpose: `HostStream` carries the notices and items of `jaxrl.runtime.hosts.notices` over a store of small
-values that all processes can read (`jax.distributed` has one). What is told between two pumps goes as one value.
+Purpose: `EventStream` carries the notices and items of `jaxrl.runtime.hosts.notices` over a store of small
+values that all processes can read (`jax.distributed` has one). What is sent between two pumps goes as one value.
 Reading never waits, but for `wait`, which is woken by the very value that is needed next.
 
 Keys: ``<name>/notices/<process>/<number>`` and ``<name>/items/<number>``. Process 0 removes a notice once it has read
@@ -27,7 +27,7 @@ from jaxrl.runtime.hosts.notices import Batch, Decided, Failed, Item, Notice, de
 MAX_BATCH_BYTES = 128 * 1024
 """A batch is cut where it would be larger; one notice may be, with a verdict of many words."""
 MAX_UNREAD = 16
-"""Batches of the stream after which a process that has nothing to tell says how far it has read."""
+"""Batches of the stream after which a process that has nothing to send says how far it has read."""
 
 
 class StreamStore(Protocol):
@@ -45,8 +45,8 @@ class StreamStore(Protocol):
     def delete(self, key_or_prefix: str, /) -> None: ...
 
 
-class HostStream:
-    """Implements `jaxrl.runtime.hosts.notices.HostChannel`.
+class EventStream:
+    """Messages between the processes of a run; process 0 leads.
 
     Args:
       store: of all processes.
@@ -74,7 +74,7 @@ class HostStream:
         self._stalls_s, self._stalled, self._waited = stalls_s, stalled, waited
         self._waits: tuple[int, float] | None = None  # for whom, and since when nothing has come
         self._round = 0
-        self._told: list[Notice | Item] = []  # since the last pump
+        self._outgoing: list[Notice | Item] = []  # since the last pump
         self._num_written = 0  # batches, of this process
         self._notices: deque[tuple[int, int, Notice]] = deque()  # (round, process, notice)
         self._items: deque[tuple[int, Item]] = deque()  # (round, item)
@@ -90,34 +90,34 @@ class HostStream:
         return self.process == 0
 
     def begin(self) -> None:
-        """A round begins: what is told from here on belongs to it."""
+        """A round begins: what is sent from here on belongs to it."""
         self.pump()
         self._round += 1
 
-    def tell(self, notice: Notice) -> None:
-        """Tells process 0; a process other than it."""
-        assert not self._leads, "process 0 tells itself nothing"
-        self._told.append(notice)
+    def send(self, notice: Notice) -> None:
+        """Sends a notice to process 0; of a process other than it."""
+        assert not self._leads, "process 0 sends itself nothing"
+        self._outgoing.append(notice)
 
     def decided(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
-        """Tells process 0 what a clock has decided here (`jaxrl.record.journal.Tell`). It takes effect here at once:
-        process 0 reads notices in their order, so it is on its disk before it hears of anything that followed."""
-        self.tell(Decided(step, kind, key, decision))
+        """Sends process 0 what a clock has decided here (`jaxrl.record.journal.Tell`). It takes effect here at once:
+        process 0 reads notices in their order, so it is on its disk before it receives anything that followed."""
+        self.send(Decided(step, kind, key, decision))
 
     def publish(self, item: Item) -> None:
-        """Tells all others; process 0."""
+        """Sends an item to all others; of process 0."""
         assert self._leads, "only process 0 publishes"
-        self._told.append(item)
+        self._outgoing.append(item)
 
     def fail(self, why: str) -> None:
-        """This process fails, and leaves; the others hear of it where they next look."""
-        self._told.append(Failed(self.process, why))
+        """This process fails, and leaves; the others see it where they next look."""
+        self._outgoing.append(Failed(self.process, why))
         self.pump()
 
     def pump(self) -> None:
-        """Sends what was told or published, and takes in what has come; never waits."""
+        """Writes what was sent or published, and receives what has come; never waits."""
         began = self._clock()
-        self._send()
+        self._flush()
         if self._leads:
             self._receive_notices()
             self._remove_read()
@@ -131,27 +131,27 @@ class HostStream:
     def wait(self, timeout_s: float, process: int | None = None) -> None:
         """The same; waits for something to come: in process 0, from that process, unless something that came before has
         not been taken (`notices`)."""
-        self._send()
+        self._flush()
         if any(at == self._round for at, _, _ in self._notices):
             self._waits = None
             return
-        began, holder, before = self._clock(), 0, list(self._num_read)
+        began, awaited, before = self._clock(), 0, list(self._num_read)
         if self._leads:
             assert process, "process 0 waits for another process"
-            holder = process
+            awaited = process
             self._store.get(self._notice_key(process, self._num_read[process]), timeout_s)
         elif not self._items:
             self._receive_item(timeout_s)
-        self._waited_s[holder] += self._clock() - began
+        self._waited_s[awaited] += self._clock() - began
         self._waited()
         self.pump()
-        if self._num_read[holder] > before[holder] or self._waits is None or self._waits[0] != holder:
-            self._waits = holder, self._clock()
+        if self._num_read[awaited] > before[awaited] or self._waits is None or self._waits[0] != awaited:
+            self._waits = awaited, self._clock()
         elif self._clock() - self._waits[1] > self._stalls_s:
-            self._stalled(holder, self._clock() - self._waits[1])
+            self._stalled(awaited, self._clock() - self._waits[1])
 
     def notices(self) -> list[tuple[int, Notice]]:
-        """Of this round, what has come to process 0, with the process that told it; they are forgotten here."""
+        """Of this round, what has come to process 0, with the process that sent it; they are forgotten here."""
         found = [(process, notice) for at, process, notice in self._notices if at == self._round]
         self._notices = deque(each for each in self._notices if each[0] > self._round)
         return found
@@ -183,12 +183,12 @@ class HostStream:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _send(self) -> None:
-        """Writes what was told, in as few batches as their size allows."""
-        told, self._told = self._told, []
+    def _flush(self) -> None:
+        """Writes what was sent, in as few batches as their size allows."""
+        messages, self._outgoing = self._outgoing, []
         parts: list[str] = []
         size = 0
-        for part in encode(Batch(self._round, 0, told)):
+        for part in encode(Batch(self._round, 0, messages)):
             if parts and size + len(part) > MAX_BATCH_BYTES:
                 self._write(parts)
                 parts, size = [], 0
@@ -213,7 +213,7 @@ class HostStream:
             self._store.delete(key)
             batch = decode(value)
             self._read_by[process] = batch.read
-            for notice in batch.told:
+            for notice in batch.messages:
                 at = self._round if isinstance(notice, Failed) else batch.round
                 self._notices.append((at, process, notice))  # type: ignore[arg-type]
 
@@ -229,7 +229,7 @@ class HostStream:
             return False
         self._num_read[0] += 1
         batch = decode(value)
-        self._items.extend((batch.round, item) for item in batch.told)  # type: ignore[misc]
+        self._items.extend((batch.round, item) for item in batch.messages)  # type: ignore[misc]
         return True
 
     def _notice_key(self, process: int, number: int) -> str:
