@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
-from jaxrl.scheduling.layouts.batch_state import BatchState, Rows, load_at, num_tokens
+from jaxrl.scheduling.layouts.batch_state import BatchState, Rows, StepTimes, load_at, num_tokens, remaining_s
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
