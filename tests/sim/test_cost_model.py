@@ -328,12 +328,3 @@ def test_hardware_by_name():
 def test_efficiencies_are_shares_and_seconds(change: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
         replace(WHOLE, **change)
-
-
-def test_layouts_that_cannot_be():
-    with pytest.raises(ValueError, match=r"TP degree \(0\)"):
-        COST.decode_step_s(0, 1, 1)
-    with pytest.raises(ValueError, match="one must divide the other"):
-        COST.layout_switch(2, 3)
-    with pytest.raises(ValueError, match=r"tp \(3\) must divide num_devices \(8\)"):
-        COST.weight_sync_s(3, 8)
