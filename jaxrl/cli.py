@@ -338,24 +338,15 @@ def _score(options: argparse.Namespace) -> int:
     kind = [f"reward.kind={options.kind}"] if options.kind else []
     options.overrides = ["model.path=none", *kind, *options.overrides]  # no model is read, so none need be named
     config = _config(options)
-    shows = sys.stderr.isatty()
-
-    def progress(count: int) -> None:
-        if shows:
-            print(f"\r{count} responses", end="", file=sys.stderr, flush=True)
-
-    try:
+    with closing(Counted("responses", sys.stderr)) as counted:
         scores = score(
             config,
             options.responses,
             options.out,
             inputs=[options.config or ""],
-            progress=progress,
+            progress=counted.show,
             removing=_removing(options),
         )
-    finally:
-        if shows:
-            print(file=sys.stderr)
     print(scores.summary())
     return 0
 

@@ -89,13 +89,7 @@ def attention(
     On a mesh, call it inside `shard_map`: the length of its loop depends on the device's rows.
 
     Args:
-      q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H.
-      segment_ids, positions, prefix_ids: int32 [R, T].
-      tiles: of `visible_pairs` with the same segments; None where it gave None.
-      how: see there.
-
-    Returns:
-      [R, T, H, D] in q's dtype.
+      tiles: of `visible_pairs` with the same segments and the same `how`; None where it gave None.
     """
     if tiles is None:
         wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
@@ -106,12 +100,7 @@ def attention(
 
 
 def visible_pairs(segment_ids: jax.Array, prefix_ids: jax.Array, how: Tiling) -> TilePairs | None:
-    """The pairs of tiles of a microbatch in which something is visible; None where rows are short.
-
-    Args:
-      segment_ids, prefix_ids: int32 [R, T]; see `reference.packed_attention`.
-      how: see there.
-    """
+    """The pairs of tiles of a microbatch in which something is visible; None where rows are short."""
     rows, tokens = segment_ids.shape
     if tokens <= how.longest_plain:
         return None

@@ -83,21 +83,12 @@ def packed_attention(
     lists: TileLists | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention within segments of packed rows and to the segments that they continue; differentiable once.
-
-    A token sees the tokens at earlier or equal positions of its own segment and of the one that `prefix_ids` names.
-    Padding (segment 0, position 0) sees padding only.
+    """`reference.packed_attention`, differentiable once; scores, softmax and sums are float32.
 
     Args:
-      q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
-      segment_ids, positions: int32 [R, T], none negative.
-      prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none.
       tiles: how to cut the work; `choose_tiles` decides if None.
       lists: of `tile_lists` for the same integers and tiles; worked out here if None.
       interpret: run as plain JAX, on any device (slow; for tests).
-
-    Returns:
-      [R, T, H, D] in q's dtype; scores, softmax and sums are float32.
 
     Raises:
       ValueError: for shapes or dtypes that `refusal` names.

@@ -7,22 +7,10 @@ Source: docs/architecture.md: only live blocks move, picked in `shard_map` with 
 a gather or scatter together with a layout change, which would abort the process on jax 0.11.2.
 
 Departures: the exchange is written out as collectives inside the same `shard_map`, instead of a jitted identity with
-`out_shardings` between the take and the scatter. Measured on 8 virtual CPU devices (packed [lanes, K, 64, 16, 64] in
-float32, 4 arrays, medians in ms, jax 0.10.2 / 0.11.2; identity at once, identity stepwise through every degree,
-collectives as here):
-
-    K = 8  tp 1 to 2    27 / 31     27 / 31     28 / 33
-    K = 8  tp 1 to 4    59 / 42     98 / 48     49 / 32
-    K = 8  tp 1 to 8    53 / 32    126 / 78     50 / 30
-    K = 8  tp 2 to 8    32 / 19     42 / 22     26 / 14
-    K = 2  tp 2 to 8     6 / 10      9 / 17      5 / 9
-
-Blocks that change their home (a group that others merge into, or that splits) take one all-to-all more, over the axes
-of dp that both layouts have. A switch without such blocks runs a program without it.
-
-For key/value heads that are replicated over a part of tp, the identity makes the partitioner replicate the whole array
-(it warns of an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees,
-with one all-to-all per array over the axes that split heads, and one all-gather over the other axes.
+`out_shardings` between the take and the scatter, which takes longer (docs/layouts.md has the times). For key/value
+heads that are replicated over a part of tp, the identity makes the partitioner replicate the whole array (it warns of
+an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees, with one
+all-to-all per array over the axes that split heads, and one all-gather over the other axes.
 
 One program moves an array: take the live blocks of each lane, exchange, scatter into the new pool. One array (of keys
 or of values, of one layer) is the unit of a chunk; the old one is deleted right after its dispatch.
@@ -30,7 +18,8 @@ or of values, of one layer) is the unit of a chunk; the old one is deleted right
 A *lane* is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
 over several axes stack them (`_lane_order`); only the block numbers depend on that order. A *home* is one dp group of
 the layout that has fewer of them. Blocks that change their home (guests) take the last places of a lane, as many for
-each home in turn. They cross to the lane of the same place in the other home, and are then exchanged with the others.
+each home in turn. They cross by one all-to-all more, over the axes of dp that both layouts have, to the lane of the
+same place in the other home, and are then exchanged with the others; a switch without guests runs a program without it.
 
 Dims: dp groups, l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D
 head dim, M places of a lane.

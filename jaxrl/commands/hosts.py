@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -177,21 +176,16 @@ def _store_latencies(world: World) -> dict[str, Latency]:
     found = {}
     for name, call in calls.items():
         barrier.enter(f"measuring {name}")
-        found[name] = _latency(partial(_timed, call))
+        times = []
+        for i in range(_CALLS):
+            began_s = time.perf_counter()
+            call(i)
+            times.append((time.perf_counter() - began_s) * 1e3)
+        times.sort()
+        found[name] = Latency(statistics.median(times), times[-(-95 * _CALLS // 100) - 1])
     store.delete(own)
     barrier.leave()
     return found
-
-
-def _timed(call: Callable[[int], object], i: int) -> float:
-    began_s = time.perf_counter()
-    call(i)
-    return time.perf_counter() - began_s
-
-
-def _latency(timed: Callable[[int], float]) -> Latency:
-    times = sorted(timed(i) * 1e3 for i in range(_CALLS))
-    return Latency(statistics.median(times), times[-(-95 * _CALLS // 100) - 1])
 
 
 def _bandwidths(world: World) -> dict[str, Bandwidth]:

@@ -25,6 +25,7 @@ from jaxrl.models.loading import RANDOM, config_of, resolve_path
 from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.types import SamplingParams
 
 if TYPE_CHECKING:
     from jaxrl.rollout.jetstream import JetStreamEngine
@@ -75,7 +76,23 @@ def serve(options: ServeOptions, say: Callable[[str], None] | None = None, stop:
     model = config_of(path)
     check_vocabulary(Tokenizer.from_path(path.removeprefix(RANDOM)), model, path)
     layout = Layout(make_mesh(), options.tp)
-    engine = jetstream.JetStreamEngine(model, layout, _sizes(jetstream, options), path)
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        max_tokens=options.max_length,
+    )
+    sizes = jetstream.JetStreamConfig(
+        num_slots=options.num_slots,
+        max_length=options.max_length,
+        max_prefill_length=options.max_prefill_length,
+        dtype=options.dtype,
+        seed=options.seed,
+        sampling=sampling,
+        max_tp=options.tp,
+    )
+    engine = jetstream.JetStreamEngine(model, layout, sizes, path)
     params = engine.load_params()
     stop.save_first(lambda text: say("stopping: responses under way have ten seconds; a second signal ends it at once"))
     asyncio.run(_serve(jetstream, engine, params, options, say, stop))
@@ -99,27 +116,6 @@ def _adapter() -> Any:
     root.setLevel(level)
     root.handlers = handlers
     return jetstream
-
-
-def _sizes(jetstream: Any, options: ServeOptions) -> Any:
-    from jaxrl.types import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        max_tokens=options.max_length,
-    )
-    return jetstream.JetStreamConfig(
-        num_slots=options.num_slots,
-        max_length=options.max_length,
-        max_prefill_length=options.max_prefill_length,
-        dtype=options.dtype,
-        seed=options.seed,
-        sampling=sampling,
-        max_tp=options.tp,
-    )
 
 
 async def _serve(

@@ -6,7 +6,6 @@ becomes a loop or an allocation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,18 +56,14 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None, *, high: int, low: int = 1) -> int:
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            self.wrong(name, "a positive integer" if low == 1 else f"an integer of at least {low}")
-        if value > high:
-            self.wrong(name, f"at most {high}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            self.wrong(name, f"a whole number from {low} to {high}")
         return value
 
-    def number(self, name: str, default: float, *, high: float, above: float = 0.0) -> float:
+    def number(self, name: str, default: float | None = None, *, high: float, above: float = 0.0) -> float:
         value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
-            self.wrong(name, "a positive number" if above == 0 else f"a number above {above:g}")
-        if value > high or math.isinf(value):
-            self.wrong(name, f"at most {high:g}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= high:
+            self.wrong(name, f"a number above {above:g}, and at most {high:g}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:

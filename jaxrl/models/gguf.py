@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import LARGEST, Family, ModelConfig
 from jaxrl.models.decoder import rope_frequencies
-from jaxrl.models.fields import MAX_ID
+from jaxrl.models.fields import MAX_ID, Fields
 from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
 from jaxrl.models.safetensors import OpenModel, check_tensors
 from jaxrl.models.weights import Weight
@@ -37,54 +37,38 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-class _Metadata:
+class _Metadata(Fields):
     """Metadata of one file, keys relative to the architecture where they start with a dot."""
 
     def __init__(self, reader: GGUFReader, file: str) -> None:
+        super().__init__({}, file)
         self.reader = reader
-        self.file = file
         self.architecture = ""
         self.architecture = self.text("general.architecture", "")
 
     def name(self, key: str) -> str:
         return self.architecture + key if key.startswith(".") else key
 
-    def get(self, key: str) -> Any:
-        """The value, of whatever type; None where there is none."""
-        field = self.reader.get_field(self.name(key))
+    def get(self, name: str, default: Any = None) -> Any:
+        field = self.reader.get_field(self.name(name))
         try:
-            return None if field is None else field.contents()
+            return default if field is None else field.contents()
         except UnicodeDecodeError:
-            raise ValueError(f"{self.file}: metadata {self.name(key)} is not UTF-8 text") from None
+            raise ValueError(f"{self.file}: metadata {self.name(name)} is not UTF-8 text") from None
 
-    def has(self, key: str) -> bool:
-        return self.reader.get_field(self.name(key)) is not None
-
-    def wrong(self, key: str, rule: str) -> ValueError:
-        if not self.has(key):
-            return ValueError(f"{self.file}: metadata {self.name(key)} is missing")
-        return ValueError(f"{self.file}: metadata {self.name(key)} ({shown(self.get(key))}) must be {rule}")
+    def wrong(self, name: str, rule: str) -> NoReturn:
+        if (found := self.get(name)) is None:
+            raise ValueError(f"{self.file}: metadata {self.name(name)} is missing; it must be {rule}")
+        raise ValueError(f"{self.file}: metadata {self.name(name)} ({shown(found)}) must be {rule}")
 
     def text(self, key: str, default: str) -> str:
-        value = self.get(key) if self.has(key) else default
+        value = self.get(key, default)
         if not isinstance(value, str):
-            raise self.wrong(key, "a text")
+            self.wrong(key, "a text")
         return value
-
-    def integer(self, key: str, default: int | None = None, *, high: int, low: int = 1) -> int:
-        value = self.get(key) if self.has(key) else default
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.wrong(key, f"a whole number from {low} to {high}")
-        return value
-
-    def number(self, key: str, default: float | None = None, *, high: float, above: float = 0.0) -> float:
-        value = self.get(key) if self.has(key) else default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= high:
-            raise self.wrong(key, f"a number above {above:g}, and at most {high:g}")
-        return float(value)
 
     def token_id(self, key: str, vocab_size: int) -> int | None:
-        return self.integer(key, low=0, high=vocab_size - 1) if self.has(key) else None
+        return None if self.get(key) is None else self.integer(key, low=0, high=vocab_size - 1)
 
 
 def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:

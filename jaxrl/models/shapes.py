@@ -11,23 +11,30 @@ from __future__ import annotations
 
 import difflib
 from types import MappingProxyType
+from typing import Any
 
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.config import Family, ModelConfig
 from jaxrl.models.rope import RopeScaling
 
+_QWEN: dict[Family, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True, "max_position_embeddings": 131072, "eos_token_ids": (151643,)},
+    "qwen3": {"qk_norm": True, "max_position_embeddings": 40960, "eos_token_ids": (151645,)},
+}
 
-def _qwen2_5(
+
+def _qwen(
+    family: Family,
     hidden_size: int,
     intermediate_size: int,
     num_layers: int,
     num_heads: int,
-    num_kv_heads: int,
-    vocab_size: int = 152064,
+    num_kv_heads: int = 8,
+    vocab_size: int = 151936,
     rms_norm_eps: float = 1e-6,
     tie_word_embeddings: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
-        family="qwen2",
+        family=family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -38,32 +45,8 @@ def _qwen2_5(
         rope_theta=1_000_000.0,
         rms_norm_eps=rms_norm_eps,
         tie_word_embeddings=tie_word_embeddings,
-        qkv_bias=True,
-        max_position_embeddings=131072,
         bos_token_id=151643,
-        eos_token_ids=(151643,),
-    )
-
-
-def _qwen3(
-    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, tie_word_embeddings: bool = False
-) -> ModelConfig:
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=151936,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=128,
-        rope_theta=1_000_000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tie_word_embeddings,
-        qk_norm=True,
-        max_position_embeddings=40960,
-        bos_token_id=151643,
-        eos_token_ids=(151645,),
+        **_QWEN[family],
     )
 
 
@@ -99,13 +82,13 @@ SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
             bos_token_id=0,
             eos_token_ids=(0,),
         ),
-        "Qwen2.5-1.5B": _qwen2_5(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
-        "Qwen2.5-7B": _qwen2_5(3584, 18944, 28, 28, 4),
-        "Qwen2.5-14B": _qwen2_5(5120, 13824, 48, 40, 8, rms_norm_eps=1e-5),
-        "Qwen2.5-32B": _qwen2_5(5120, 27648, 64, 40, 8, rms_norm_eps=1e-5),
-        "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tie_word_embeddings=True),
-        "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
-        "Qwen3-14B": _qwen3(5120, 17408, 40, 40),
+        "Qwen2.5-1.5B": _qwen("qwen2", 1536, 8960, 28, 12, 2, tie_word_embeddings=True),
+        "Qwen2.5-7B": _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064),
+        "Qwen2.5-14B": _qwen("qwen2", 5120, 13824, 48, 40, 8, 152064, rms_norm_eps=1e-5),
+        "Qwen2.5-32B": _qwen("qwen2", 5120, 27648, 64, 40, 8, 152064, rms_norm_eps=1e-5),
+        "Qwen3-4B": _qwen("qwen3", 2560, 9728, 36, 32, tie_word_embeddings=True),
+        "Qwen3-8B": _qwen("qwen3", 4096, 12288, 36, 32),
+        "Qwen3-14B": _qwen("qwen3", 5120, 17408, 40, 40),
         "Llama-3.1-8B": ModelConfig(
             family="llama",
             vocab_size=128256,

@@ -61,15 +61,16 @@ class ProgressCounter:
         self._what, self._stream, self._every_s, self._clock = what, stream, every_s, clock
         self._said_at, self._has_line = clock(), False
 
-    def show(self, done: int, total: int) -> None:
-        """`done` of `total` are."""
+    def show(self, done: int, total: int | None = None) -> None:
+        """`done` of `total` are; None: nobody knows of how many."""
+        said = f"{done} {self._what}" if total is None else f"{done} of {total} {self._what}"
         with suppress(OSError, ValueError):
             if self._stream.isatty():
                 self._has_line = True
-                print(f"\r{done} of {total} {self._what}", end="", file=self._stream, flush=True)
+                print(f"\r{said}", end="", file=self._stream, flush=True)
             elif self._clock() - self._said_at >= self._every_s:
                 self._said_at = self._clock()
-                print(f"{done} of {total} {self._what}", file=self._stream, flush=True)
+                print(said, file=self._stream, flush=True)
 
     def close(self) -> None:
         """What follows on a terminal begins in a line of its own."""

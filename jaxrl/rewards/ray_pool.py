@@ -43,14 +43,7 @@ class _Task:
 
 
 class RayRewardPool:
-    """Worker processes anywhere in a ray cluster, one CPU each.
-
-    Args:
-      env: variables that the workers get besides those that they always get.
-      limits: how samples wait, by their prompts' sources.
-      clock: stamps the verdicts.
-      where: how warnings name a sample.
-    """
+    """Worker processes anywhere in a ray cluster, one CPU each. Arguments as of `ProcessRewardPool`."""
 
     def __init__(
         self,

@@ -193,7 +193,6 @@ class CostModel:
         return terms
 
     def _new_decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
-        _check_tp(tp)
         hw, eff, read = self.hardware, self.efficiency, self.params.read
         bandwidth, flops = hw.memory_bytes_per_s, hw.flops_per_s * eff.compute * tp
         return (
@@ -206,7 +205,6 @@ class CostModel:
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
         """Seconds to prefill `tokens` tokens in one pass, attending `pairs` (query, key) pairs; 0 tokens: 0."""
-        _check_tp(tp)
         if tokens <= 0:
             return 0.0
         hw, eff = self.hardware, self.efficiency
@@ -259,8 +257,6 @@ class CostModel:
         """Seconds of the update of one training step on all of `num_devices`: 6 FLOPs per parameter and token (2
         forward, 4 backward), the optimizer's bytes, and gradients and weights across devices (a reduce-scatter in
         float32 and an all-gather per update)."""
-        if num_devices < 1 or load.tokens < 0:
-            raise ValueError(f"train_step_s: num_devices ({num_devices}) must be >= 1 and tokens ({load.tokens}) >= 0")
         hw, eff, total = self.hardware, self.efficiency, self.params.total
         forward = 2.0 * self.params.read * load.tokens + self._attention_flops(load.pairs)
         flops = forward * (3 * load.epochs + load.extra_forwards)
@@ -282,8 +278,6 @@ class CostModel:
     def regroup_s(self, num_devices: int, part: int) -> float:
         """Seconds to bring a float32 number for each parameter, split over `num_devices`, to `part` of them alone,
         split over those; or back. Each of the `part` takes in what the others have of its share."""
-        if not 0 < part <= num_devices:
-            raise ValueError(f"regroup_s: part ({part}) must be in [1, {num_devices}], of the devices")
         taken = (1 / part - 1 / num_devices) * self.params.total * _GRADIENT_BYTES
         return taken / (self.hardware.bytes_per_s(num_devices) * self.efficiency.link)
 
@@ -296,9 +290,6 @@ class CostModel:
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         """Seconds until the trained weights are the rollout's. Training splits them over all devices, rollout over
         `tp`: the rest is gathered."""
-        _check_tp(tp)
-        if num_devices % tp:
-            raise ValueError(f"weight_sync_s: tp ({tp}) must divide num_devices ({num_devices})")
         hw, eff = self.hardware, self.efficiency
         total = self.params.total * self.number_bytes
         kept = self.device_params(tp, self.params.total) * self.number_bytes
@@ -316,10 +307,6 @@ class CostModel:
         A higher TP degree merges `new_tp / tp` groups: each device keeps `tp / new_tp` of the KV it has and sends the
         rest. A lower one splits a group, and takes in as much.
         """
-        _check_tp(tp)
-        _check_tp(new_tp)
-        if new_tp % tp and tp % new_tp:
-            raise ValueError(f"switch_cost: of tp ({tp}) and new tp ({new_tp}) one must divide the other")
         hw, eff = self.hardware, self.efficiency
         link = hw.bytes_per_s(max(tp, new_tp)) * eff.link
         held = [self.device_params(t, self.params.total) * self.number_bytes for t in (tp, new_tp)]
@@ -333,8 +320,6 @@ class CostModel:
     def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:
         """Seconds to send a token's KV from a dp group of one worker to one of another, with `num_devices` together:
         every device of the smaller group sends, or takes in, its share of the heads."""
-        _check_tp(tp)
-        _check_tp(new_tp)
         link = self.hardware.bytes_per_s(num_devices) * self.efficiency.link
         return self.kv_bytes_per_token(min(tp, new_tp)) / link
 
@@ -368,7 +353,6 @@ class CostModel:
 
         Raises ValueError if not even two blocks fit.
         """
-        _check_tp(tp)
         weights = self.device_params(tp, self.params.total) * self.number_bytes
         left = self.hardware.memory_bytes * memory_fraction - weights - reserved_bytes
         blocks = int(left // (block_size * self.kv_bytes_per_token(tp)))
@@ -418,8 +402,3 @@ class TableCost(CostModel):
 
     def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         return self.predictor.switch_cost(tp, new_tp)
-
-
-def _check_tp(tp: int) -> None:
-    if tp < 1:
-        raise ValueError(f"the TP degree ({tp}) must be >= 1 (rollout.tensor_model_parallel_size)")

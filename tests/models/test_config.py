@@ -145,9 +145,9 @@ def test_an_idle_sliding_window_is_accepted():
         ({"attention_bias": True}, r"attention_bias true with model_type 'llama' is not supported; only qwen2"),
         ({"mlp_bias": True}, r"mlp_bias true is not supported"),
         ({"quantization_config": {}}, r"quantization_config is not supported; weights must be float32"),
-        ({"hidden_size": None}, r"hidden_size \(None\) must be a positive integer"),
-        ({"vocab_size": "many"}, r"vocab_size \('many'\) must be a positive integer"),
-        ({"rms_norm_eps": 0}, r"rms_norm_eps \(0\) must be a positive number"),
+        ({"hidden_size": None}, r"hidden_size \(None\) must be a whole number from 1 to 1048576"),
+        ({"vocab_size": "many"}, r"vocab_size \('many'\) must be a whole number from 1 to 16777216"),
+        ({"rms_norm_eps": 0}, r"rms_norm_eps \(0\) must be a number above 0, and at most 1"),
         ({"num_key_value_heads": 2}, r"num_heads \(9\) must be a multiple of num_kv_heads \(2\)"),
         ({"head_dim": 63}, r"head_dim \(63\) must be even"),
         (

@@ -179,16 +179,30 @@ CONFIGS = (
         "a-type-that-is-no-text", "model_type (['llama']) must be one of llama, qwen2, qwen3", model_type=["llama"]
     ),
     in_config(
-        "layers-without-end", "num_hidden_layers (1000000000000000000) must be at most 10000", num_hidden_layers=10**18
+        "layers-without-end",
+        "num_hidden_layers (1000000000000000000) must be a whole number from 1 to 10000",
+        num_hidden_layers=10**18,
     ),
-    in_config("no-layers", "num_hidden_layers (0) must be a positive integer", num_hidden_layers=0),
-    in_config("a-huge-vocabulary", "vocab_size (4611686018427387904) must be at most 16777216", vocab_size=2**62),
-    in_config("a-size-that-is-a-text", "hidden_size ('32') must be a positive integer", hidden_size="32"),
+    in_config("no-layers", "num_hidden_layers (0) must be a whole number from 1 to 10000", num_hidden_layers=0),
     in_config(
-        "a-size-that-is-a-fraction", "intermediate_size (48.5) must be a positive integer", intermediate_size=48.5
+        "a-huge-vocabulary",
+        "vocab_size (4611686018427387904) must be a whole number from 1 to 16777216",
+        vocab_size=2**62,
     ),
-    in_config("a-size-that-is-missing", "hidden_size is missing; it must be a positive integer", gone=("hidden_size",)),
-    in_config("heads-below-zero", "num_attention_heads (-4) must be a positive integer", num_attention_heads=-4),
+    in_config("a-size-that-is-a-text", "hidden_size ('32') must be a whole number from 1 to 1048576", hidden_size="32"),
+    in_config(
+        "a-size-that-is-a-fraction",
+        "intermediate_size (48.5) must be a whole number from 1 to 4194304",
+        intermediate_size=48.5,
+    ),
+    in_config(
+        "a-size-that-is-missing",
+        "hidden_size is missing; it must be a whole number from 1 to 1048576",
+        gone=("hidden_size",),
+    ),
+    in_config(
+        "heads-below-zero", "num_attention_heads (-4) must be a whole number from 1 to 16384", num_attention_heads=-4
+    ),
     in_config(
         "heads-that-do-not-divide", "num_heads (4) must be a multiple of num_kv_heads (3)", num_key_value_heads=3
     ),
@@ -211,8 +225,8 @@ CONFIGS = (
         eos_token_id=[2, 999],
     ),
     in_config("several-beginnings", "bos_token_id ([1, 2]) must be one token id", bos_token_id=[1, 2]),
-    in_config("an-epsilon-of-nothing", "rms_norm_eps (0) must be a positive number", rms_norm_eps=0),
-    in_config("a-theta-of-one", "rope_theta (1) must be a number above 1", rope_theta=1),
+    in_config("an-epsilon-of-nothing", "rms_norm_eps (0) must be a number above 0, and at most 1", rms_norm_eps=0),
+    in_config("a-theta-of-one", "rope_theta (1) must be a number above 1, and at most 1e+15", rope_theta=1),
     in_config("rope-as-a-list", "rope_scaling [2] is not supported; it must be an object", rope_scaling=[2]),
     in_config(
         "another-rope",
@@ -221,11 +235,13 @@ CONFIGS = (
     ),
     in_config("rope-without-a-factor", "rope scaling 'linear' needs a factor", rope_scaling={"type": "linear"}),
     in_config(
-        "a-factor-that-is-a-text", "factor ('4x') must be a positive number", rope_scaling=YARN | {"factor": "4x"}
+        "a-factor-that-is-a-text",
+        "factor ('4x') must be a number above 0, and at most 1e+06",
+        rope_scaling=YARN | {"factor": "4x"},
     ),
     in_config(
         "an-original-context-that-is-a-list",
-        "original_max_position_embeddings ([64]) must be a positive integer",
+        "original_max_position_embeddings ([64]) must be a whole number from 1 to 2147483647",
         rope_scaling=YARN,
         original_max_position_embeddings=[64],
     ),
