@@ -284,10 +284,10 @@ class SupervisorProcess:
     def ended(self) -> bool:
         return self._channel.ended
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self._channel.send(to_bytes(message))
 
-    def hear(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[dict[str, Any]]:
         """What it has said by now."""
         self._channel.flush()
         try:
@@ -319,7 +319,7 @@ class SupervisorProcess:
         poll.register(self._channel, select.POLLIN)
         while not self._channel.ended:
             poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000)
-            self.hear()
+            self.receive()
             if time.monotonic() >= deadline_s and not self._channel.ended:
                 return False
         try:

@@ -56,10 +56,10 @@ class RayProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         self._channel.send(pickle.dumps(message))
 
-    def hear(self, timeout_s: float) -> list[dict[str, Any]]:
+    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
         """What it has said; waits so long for something."""
         self._channel.flush()
         poll = select.poll()

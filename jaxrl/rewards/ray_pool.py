@@ -76,14 +76,14 @@ class RayRewardPool:
         request = pickle.dumps(ScoreRequest.of(prompt, sample, limits_s))
         task = self._pending[number] = _Task(sample.key, prompt.source, request)
         if self._driver is not None:
-            self._driver.tell("score", number, task.source, task.request)
+            self._driver.send("score", number, task.source, task.request)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
         gone = {number for number, task in self._pending.items() if task.key in keys}
         for number in gone:
             del self._pending[number]
         if self._driver is not None and gone:
-            self._driver.tell("drop", gone)
+            self._driver.send("drop", gone)
 
     def completed(self) -> list[Verdict]:
         return self._look(0.0)
@@ -122,10 +122,10 @@ class RayRewardPool:
                 return []
             self._driver = RayProcess("jaxrl.rewards.ray_actors", self._setup)
             for number, task in self._pending.items():
-                self._driver.tell("score", number, task.source, task.request)
+                self._driver.send("score", number, task.source, task.request)
         driver, verdicts = self._driver, list[Verdict]()
         try:
-            for message in driver.hear(timeout_s):
+            for message in driver.receive(timeout_s):
                 verdicts += self._understand(message)
         except BadMessage as bad:
             self._lost(f"it sent {bad}")

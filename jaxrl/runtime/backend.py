@@ -272,16 +272,16 @@ class RolloutBackend:
         self._plans.follow()
         self._under_way.requests.clear()
         workers = self._plans.counted()
-        of_mechanisms = {each.name: found for each in self.mechanisms if (found := each.counts(workers)) is not None}
+        sent = {each.name: found for each in self.mechanisms if (found := each.counts(workers)) is not None}
         recompiles = self.executors.recompiles - self._recompiles
-        counts = self._events.end(RoundCounts(workers, recompiles, self._events.end_scoring(), of_mechanisms))
+        counts = self._events.end(RoundCounts(workers, recompiles, self._events.end_scoring(), sent))
         if result is not None:
             left_out = any(each.reads_left_out for each in self.mechanisms)
             self._events.exchange(samples_of(result, left_out=left_out))
         done = RoundEnd(sum((each.total for each in counts), Counters()), result)
         measured = {**work_metrics(done.done), **self._tally.take(merged(counts)), **self._events.take_metrics()}
         for each in self.mechanisms:
-            measured |= each.round_ends(done, [count.of_mechanisms.get(each.name) for count in counts])
+            measured |= each.round_ends(done, [count.sent.get(each.name) for count in counts])
         return measured
 
     # -- inside ------------------------------------------------------------------------------------------------------

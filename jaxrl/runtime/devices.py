@@ -33,7 +33,7 @@ class ProcessDevices:
       process: its number. num_processes: of the run.
       local_devices: that the run uses of this process.
       devices: of all processes, in their order; equally many of each.
-      memory: of this host's devices, or the least of all hosts once they have told each other (`with_least`).
+      memory: of this host's devices, or the least of all hosts once they have exchanged it (`with_least`).
     """
 
     process: int

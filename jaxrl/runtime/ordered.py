@@ -108,7 +108,6 @@ class OrderedEvents:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def begin(self, info: RoundInfo, policy_version: int) -> None:
-        """A round begins, with weights of a version."""
         self._forget()
         self._scoring.begin(info.step, info.index)
         self._started = RoundStarted(self._clock())
@@ -148,7 +147,6 @@ class OrderedEvents:
         return self._owners.get(key)
 
     def launch(self, request: Request, worker: int | None) -> None:
-        """Starts a response."""
         assert self._decides, "a rule launches at a verdict that it does not await"
         placement = self._workers.launch(request, worker)
         self.launched[request.request_id] = request
@@ -162,18 +160,16 @@ class OrderedEvents:
     def abort(self, keys: Sequence[SampleKey], *, keep: bool) -> None:
         """Ends responses; what became of each is delivered next."""
         assert self._decides, "a rule aborts at a verdict that it does not await"
-        request_ids = [self._under_way.requests[key] for key in keys]
-        placements = self._workers.placements
-        placed = [(request_id, placements.find(request_id)) for request_id in request_ids]
+        request_ids, find = [self._under_way.requests[key] for key in keys], self._workers.placements.find
+        workers = {i: placement.worker for i in request_ids if (placement := find(i)) is not None}
         for result, sample in self._workers.abort(request_ids, keep=keep):
             self._aborted[result.request_id] = sample
             self._take_abort_result(result)
         self._due_aborts.extend(request_ids)
         if self._merger is not None:
-            for request_id, placement in placed:
-                assert placement is not None
-                self._merger.aborted(request_id, placement.worker)
-            self._update_idle({placement.worker for _, placement in placed if placement is not None})
+            for request_id, worker in workers.items():
+                self._merger.aborted(request_id, worker)
+            self._update_idle(set(workers.values()))
 
     def score(self, prompt: Prompt, sample: Sample) -> None:
         """Has a response scored where it was drawn; one of an earlier round in one process after the other."""
@@ -196,7 +192,6 @@ class OrderedEvents:
         self._awaited.add(self._numbers[key])
 
     def cancel(self) -> None:
-        """Drops the round."""
         self._scoring.clear({key for key, _ in self._scores.values()})
         self._workers.cancel()
         self._forget()
@@ -216,7 +211,7 @@ class OrderedEvents:
         return {} if self._stream is None else self._stream.take_metrics()
 
     def end(self, counts: RoundCounts) -> Sequence[RoundCounts]:
-        """The round is over; what every process has counted in it, by their numbers. Waits for all."""
+        """As in `RoundEvents`; waits for all processes."""
         is_over = not (self._workers.placements.num_live or self._due_aborts or self._scores)
         assert is_over, "a round ends while something of it is running"
         return [RoundCounts.read(each) for each in self._all_counts(counts.written())]
@@ -254,12 +249,6 @@ class OrderedEvents:
             self._stop_asked = True
 
     def next(self) -> Event | None:
-        """The next event, or None where something has to happen first; never waits.
-
-        Raises:
-          Interrupted: all processes stop here.
-          RunFailed: another process has failed.
-        """
         if self._started is not None:
             event, self._started = self._started, None
             return event
@@ -304,8 +293,6 @@ class OrderedEvents:
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for something that may bring the next event, or lets a worker go on. Raises RuntimeError where nothing
-        will."""
         if not self._leads:
             assert self._stream is not None
             if self._scoring.num_pending:

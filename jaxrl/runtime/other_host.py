@@ -184,9 +184,9 @@ class OtherHost:
         """The round is over: counts what was done in it."""
         self.workers.drain()
         counted = self.workers.counted()
-        own_counts = {each.name: each.counts(counted) for each in self.mechanisms}
+        sent = {each.name: each.counts(counted) for each in self.mechanisms}
         scoring = self.scoring.take_metrics() | {"reward/busy_s": self._busy.take()}
-        self._outgoing.append(Counted([RoundCounts(counted, 0, scoring, own_counts).written()]))
+        self._outgoing.append(Counted([RoundCounts(counted, 0, scoring, sent).written()]))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

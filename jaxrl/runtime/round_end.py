@@ -47,13 +47,13 @@ class RoundCounts:
     """Of one process: the counts of its workers, programs compiled, what its scoring says.
 
     Attributes:
-      of_mechanisms: what each has for all processes, by its name (`jaxrl.scheduling.mechanism.Mechanism.counts`).
+      sent: by its name, what each mechanism sends to all processes (`jaxrl.scheduling.mechanism.Mechanism.counts`).
     """
 
     workers: Sequence[Counters]
     recompiles: int
     scoring: Mapping[str, float]
-    of_mechanisms: Mapping[str, Any]
+    sent: Mapping[str, Any]
 
     @property
     def total(self) -> Counters:
@@ -67,14 +67,14 @@ class RoundCounts:
             "workers": workers,
             "recompiles": self.recompiles,
             "scoring": dict(self.scoring),
-            "of_mechanisms": dict(self.of_mechanisms),
+            "sent": dict(self.sent),
         }
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> RoundCounts:
         """The reverse."""
         workers = [Counters(*each) for each in written["workers"]]
-        return cls(workers, *(written[name] for name in ("recompiles", "scoring", "of_mechanisms")))
+        return cls(workers, *(written[name] for name in ("recompiles", "scoring", "sent")))
 
 
 def work_metrics(done: Counters) -> dict[str, float]:

@@ -16,7 +16,7 @@ from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 
 LOOKAHEAD_PLANS = 4
-"""Plans of a worker until it hears of what ended in another one: that one reports once it has collected its plan,
+"""Plans of a worker until it receives what ended in another one: that one sends it once it has collected its plan,
 process 0 merges once it has collected its own, and this one looks once it has collected its own; and one to spare."""
 
 

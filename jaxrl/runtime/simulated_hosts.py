@@ -35,7 +35,7 @@ from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.timed_workers import TimedWorkers
-from jaxrl.types import Prompt, Sample, SampleKey
+from jaxrl.types import Sample, SampleKey
 
 NAME = "stream"
 _TOKEN_BYTES = 16  # of a token that is exchanged: its id, its version, two log-probabilities
@@ -208,22 +208,31 @@ class SimulatedHosts(Mechanism):
 
     def handed(self, event: Event) -> None:
         if not isinstance(event, RoundStarted):
-            self.handled()
+            self._has_begun = True
+            self._num_events += 1
+            self._clock.now_ns += self._times.event_ns
         if isinstance(event, SampleFinished) and any(host.mechanisms for host in self.others):
             self._command_all(partial(OtherHost.finished, sample=event.sample))
 
     def commanded(self, command: Command) -> None:
         match command:
             case Score(prompt=prompt, sample=sample):
-                self.scores(prompt, sample, self._owners.get(sample.key), is_training=self._is_training)
+                number, self._num_scores = self._num_scores, self._num_scores + 1
+                process = self._owners.get(sample.key, number % (len(self.others) + 1))
+                limits_s = self._timeouts.limits(prompt) if self._timeouts is not None and self._is_training else ()
+                scored = partial(OtherHost.score, number=number, prompt=prompt, sample=sample, limits_s=limits_s)
+                self._command(process * self._workers_per_process, scored)
             case CancelScore(keys=keys):
-                self.cancels({key: self._owners.get(key) for key in keys})
+                of_processes: dict[int, list[SampleKey]] = {}
+                for key in keys:
+                    owner = self._owners.get(key)  # None: drawn in an earlier round
+                    for process in range(len(self.others) + 1) if owner is None else (owner,):
+                        of_processes.setdefault(process, []).append(key)
+                for process, own in of_processes.items():
+                    self._command(process * self._workers_per_process, partial(OtherHost.cancel_scores, keys=own))
 
     def counts(self, workers: Sequence[Counters]) -> None:
         self._command_all(OtherHost.end)
-
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
-        return self.take_metrics()
 
     def cancelled(self) -> None:
         """The round is dropped."""
@@ -246,7 +255,7 @@ class SimulatedHosts(Mechanism):
         self._clock.advance(seconds)
         self._exchanged = self._exchanged[0] + seconds, self._exchanged[1] + num_bytes
 
-    def take_metrics(self) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
         """Of the round: `hosts/order_wait_s`, the seconds for which devices stood idle because their worker waited for
         the others, on average over all workers, and `hosts/order_wait_max_s` of the one that has waited longest;
         `hosts/exchange_s` and `hosts/exchange_bytes` as in a real run."""
@@ -281,33 +290,10 @@ class SimulatedHosts(Mechanism):
         self._has_begun = True
         self._command(completion.sort_key.worker, partial(OtherHost.deliver, completion=completion))
 
-    def scores(self, prompt: Prompt, sample: Sample, owner: int | None, is_training: bool) -> None:
-        """A response is scored."""
-        number, self._num_scores = self._num_scores, self._num_scores + 1
-        process = number % (len(self.others) + 1) if owner is None else owner
-        limits_s = self._timeouts.limits(prompt) if self._timeouts is not None and is_training else ()
-        scored = partial(OtherHost.score, number=number, prompt=prompt, sample=sample, limits_s=limits_s)
-        self._command(process * self._workers_per_process, scored)
-
-    def cancels(self, owners: Mapping[SampleKey, int | None]) -> None:
-        """No verdict on these is wanted; `owners`: the process that drew each, None: in an earlier round."""
-        keys: dict[int, list[SampleKey]] = {}
-        for key, owner in owners.items():
-            for process in range(len(self.others) + 1) if owner is None else (owner,):
-                keys.setdefault(process, []).append(key)
-        for process, own in keys.items():
-            self._command(process * self._workers_per_process, partial(OtherHost.cancel_scores, keys=own))
-
     def _command_all(self, act: Act) -> None:
         """Every other host does something, once it receives what has happened."""
         for host in self.others:
             self._command(host.process * self._workers_per_process, act)
-
-    def handled(self) -> None:
-        """An event of the stream has been delivered to the round."""
-        self._has_begun = True
-        self._num_events += 1
-        self._clock.now_ns += self._times.event_ns
 
     def _command(self, worker: int, act: Act) -> None:
         process = worker // self._workers_per_process

@@ -1,9 +1,9 @@
-"""The scoring of a round, as the round hears of it: verdicts in logical order, those of a clock from the journal.
+"""The scoring of a round, as the round receives it: verdicts in logical order, those of a clock from the journal.
 
 Purpose: `Verdicts` stands between the backend and the scoring. It hands verdicts over in the order in which their
 samples completed, however late one arrives. `OwnScoring` is the part of it that every one of several processes has
 (`jaxrl.runtime.ordered` hands over their verdicts). What a clock or something outside the run has decided
-(`Verdict.outside`, a time-out, a crash) is written to the journal, whole, before the round hears of it; a step that
+(`Verdict.outside`, a time-out, a crash) is written to the journal, whole, before the round receives it; a step that
 runs again after a crash takes it from there and does not ask again. A simulated clock needs no journal.
 
 Source: docs/architecture.md.
@@ -51,7 +51,7 @@ class Scoring(Protocol):
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A verdict as it comes in. `limits_s`: what its sample was sent with. `is_decided`: a clock, or something outside
-    the run, has decided it, so it has to be in the journal before the round hears of it."""
+    the run, has decided it, so it has to be in the journal before the round receives it."""
 
     verdict: Verdict
     limits_s: tuple[float, ...] = ()
@@ -65,7 +65,7 @@ class OwnScoring:
       scoring: scores finished samples.
       clock: stamps verdicts that the journal gives.
       journal: read for verdicts that were decided before; None: there are none.
-      mechanisms: may give the samples of training prompts time limits, and hear of their verdicts.
+      mechanisms: may give the samples of training prompts time limits, and are called with their verdicts.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from jaxrl.scheduling.tokens.engine import Engine, Finished
@@ -145,21 +144,8 @@ class UnsynchronizedWorkers(TimedWorkers):
         own = self._workers[worker]
         own.history.forget(own.tick)
 
-    def _abort_result(self, worker: _Worker, request_id: int, keep: bool) -> tuple[AbortResult, Sample]:
-        sort_key, finished = worker.ended.get(request_id, (None, None))
-        if sort_key is not None and finished is not None:
-            sample = finished.sample if keep else replace(finished.sample, finish_reason="abort")
-            assert sample.finish_reason is not None
-            return AbortResult(request_id, len(sample), sample.finish_reason, sort_key.dispatch), sample
-        sample, count = worker.count_at(request_id, worker.tick)
-        assert len(sample) == count, "plans are forgotten as soon as they are collected"
-        return AbortResult(request_id, count, "abort", worker.history.last_by(worker.tick)), sample
-
-    def _drop(self, number: int) -> None:
-        self._waits_since.pop(number, None)
-        self._progress.pop(number, None)
-        own = self._workers[number]
-        own.drop(own.tick)
+    def _now(self, worker: _Worker) -> int:
+        return worker.tick
 
 
 class _UntimedPlacements(RequestPlacements):

@@ -1,1 +1,1 @@
-"""Several hosts: the world of processes, what they agree on and tell each other, and how they end."""
+"""Several hosts: the world of processes, what they agree on and send each other, and how they end."""

@@ -28,7 +28,7 @@ def broadcast_from_rank0(store: KeyValueStore, beat: Callable[[], None] = lambda
     """`Broadcast` over a store.
 
     What a user can mend (ValueError) and what ends a run (RunFailed) is raised in every process, with the same words.
-    Anything else is process 0's: the others wait until they hear that it has ended. For as long as it works they wait
+    Anything else is process 0's: the others wait until they learn that it has ended. For as long as it works they wait
     as well, since its own watchdog sees whether it does; `beat` tells theirs.
     """
 
@@ -43,9 +43,9 @@ def broadcast_from_rank0(store: KeyValueStore, beat: Callable[[], None] = lambda
                 raise
             store.put(key, json.dumps(["", found]).encode())
             return found
-        while (told := store.get(key, _LOOK_S)) is None:
+        while (written := store.get(key, _LOOK_S)) is None:
             beat()
-        kind, text = json.loads(told)
+        kind, text = json.loads(written)
         if kind:
             raise _KINDS[kind](text)
         return text

@@ -152,8 +152,8 @@ def _contents(config: Config) -> dict[str, str]:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         hashes = dict(zip(files, pool.map(lambda each: _described(*each), files.values()), strict=True))
     for name, parts in many.items():
-        told = "\0".join(f"{part}\0{hashes.pop(part)}" for part in parts)
-        missing[name] = f"{hashlib.sha256(told.encode()).hexdigest()[:16]} of {len(parts)} files"
+        hashed = "\0".join(f"{part}\0{hashes.pop(part)}" for part in parts)
+        missing[name] = f"{hashlib.sha256(hashed.encode()).hexdigest()[:16]} of {len(parts)} files"
     return hashes | missing
 
 

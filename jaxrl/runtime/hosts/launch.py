@@ -64,7 +64,7 @@ class Launch:
     relay: bool
 
     def start(self, process: int, coordinator: str, world: int) -> Start:
-        """What agent `process` is told in world number `world`, from 0."""
+        """What is sent to agent `process` in world number `world`, from 0."""
         log = "" if self.run_dir is None or process == 0 else str(self.run_dir / LOGS / f"{process}.log")
         own = {PROCESS_ID: str(process)}
         if self.hosts.num > 1:  # one process alone needs no world, and computes faster without
@@ -151,7 +151,7 @@ class Launcher:
                     self._end(decision)
                     return decision.status
                 case Again(cause, number):
-                    self._tell(cause)
+                    self._show_end(cause)
                     kept = self._restarts.newest
                     source = "the beginning" if kept is None else f"the checkpoint of step {kept}"
                     say(
@@ -162,13 +162,13 @@ class Launcher:
 
     def _end(self, over: Over) -> None:
         if over.cause is not None:
-            self._tell(over.cause)
+            self._show_end(over.cause)
         if over.sentence:
             say(over.sentence)
         if over.status == 2:
             self._restore()
 
-    def _tell(self, cause: End) -> None:
+    def _show_end(self, cause: End) -> None:
         """The last words of a process that the terminal has not seen."""
         _show_cursor()
         if isinstance(cause, Refused):
@@ -251,7 +251,7 @@ class _World:
             case Ended() | Lost() | Refused():
                 run_dir = self._what.run_dir
                 step = None if run_dir is None else newest_checkpoint(str(run_dir))
-                if step is not None:  # an agent that is lost has not told of one that has just come
+                if step is not None:  # an agent that is lost has not sent one that has just come
                     self._restarts.saved(step)
                 self._restarts.take(event, self._clock())
 

@@ -110,7 +110,7 @@ class LocalAgents:
         for source, _ in poll.poll(timeout_s * 1000):
             number = living[source]
             agent = self._agents[number]
-            for message in agent.hear():
+            for message in agent.receive():
                 self._heard_s[number] = time.monotonic()
                 found += events_of(number, message, LOOPBACK)
             if agent.ended:
@@ -124,10 +124,10 @@ class LocalAgents:
         return found
 
     def start(self, process: int, start: Start) -> None:
-        self._agents[process].tell(start.message())
+        self._agents[process].send(start.message())
 
     def signal(self, process: int, number: int) -> None:
-        self._agents[process].tell({"signal": number})
+        self._agents[process].send({"signal": number})
 
     def close(self) -> None:
         for agent in self._agents:

@@ -41,7 +41,7 @@ class ProcessGroup:
       beat: tells this process's watchdog that it waits for others, and does not hang itself.
 
     Attributes:
-      first: how all hear what process 0 has found out.
+      first: how all receive what process 0 has found out.
       stream: what happens in rounds, to and from the others; None: there are none.
     """
 
@@ -67,7 +67,7 @@ class ProcessGroup:
 
     @property
     def tell(self) -> Tell | None:
-        """How process 0 hears of this one's decisions, for the journal; None: this is process 0."""
+        """Sends this process's decisions to process 0, for the journal; None: this is process 0."""
         return None if self.stream is None or self.stream.process == 0 else self.stream.decided
 
     # -- the start ---------------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ class EventDigest(Mechanism):
         self._barrier = barrier
 
     def handed(self, event: Event) -> None:
-        self._barrier.note(STREAM, _told(event))
+        self._barrier.note(STREAM, _described(event))
 
 
-def _told(event: Event) -> str:
+def _described(event: Event) -> str:
     """An event in words that are the same on every host: without times, texts and tokens."""
     if isinstance(event, RoundStarted):
         return "round"

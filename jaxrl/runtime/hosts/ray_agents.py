@@ -63,7 +63,7 @@ class RayAgents:
         found: list[Event] = []
         problem = None
         try:
-            for message in self._process.hear(timeout_s):
+            for message in self._process.receive(timeout_s):
                 found += _understood(message)
         except BadMessage as bad:
             problem = f"it sent {bad}"
@@ -74,10 +74,10 @@ class RayAgents:
         return found
 
     def start(self, process: int, start: Start) -> None:
-        self._process.tell(process, start.message())
+        self._process.send(process, start.message())
 
     def signal(self, process: int, number: int) -> None:
-        self._process.tell(process, {"signal": number})
+        self._process.send(process, {"signal": number})
 
     def close(self) -> None:
         self._process.end()

@@ -89,17 +89,17 @@ class HostActor:
         poll.register(self._agent, select.POLLIN)
         poll.poll(_LISTEN_S * 1000)
         with self._lock:
-            messages = self._agent.hear()
+            messages = self._agent.receive()
             return to_bytes({"messages": messages, "ended": self._agent.ended})
 
-    def tell(self, payload: bytes) -> None:
+    def send(self, payload: bytes) -> None:
         message = read_message(payload)
         if "start" in message:  # what ray tells its own processes is not for others
             start = message["start"]
             own = [name for name in os.environ if name.startswith("RAY_") or name == _THREADS]
             start["without"] = sorted({*start["without"], *own} - start["environment"].keys())
         with self._lock:
-            self._agent.tell(message)
+            self._agent.send(message)
 
     def end(self) -> None:
         with self._lock:
@@ -166,13 +166,13 @@ class RayHosts:
             elif time.monotonic() - host.answered_s > (silent_s := silence_s(self._setup.hosts)):
                 self._lose(host, f"its ray actor has said nothing for {silent_s:g} s")
 
-    def tell(self, process: int, message: dict[str, Any]) -> None:
+    def send(self, process: int, message: dict[str, Any]) -> None:
         if "start" in message:
             start = message["start"]
             start["environment"] = {**self._setup.env, **self._of_cluster(), **start["environment"]}
         host = self._hosts[process]
         if not host.is_lost:
-            host.actor.tell.remote(to_bytes(message))
+            host.actor.send.remote(to_bytes(message))
 
     def close(self) -> None:
         """Ends agents and actors; what cannot be reached ends by itself (`HostActor`)."""
@@ -378,7 +378,7 @@ def _serve(hosts: RayHosts, channel: Channel) -> None:
     said_s = time.monotonic()
     while not channel.ended:
         for frame in channel.receive():
-            hosts.tell(*pickle.loads(frame))
+            hosts.send(*pickle.loads(frame))
         hosts.poll(_POLL_S)
         if time.monotonic() - said_s > ALIVE_EVERY_S:
             said_s = time.monotonic()

@@ -141,7 +141,7 @@ class Restarts:
 
     @property
     def newest(self) -> int | None:
-        """The step of the last checkpoint that was told of."""
+        """The step of the last checkpoint that was reported."""
         return self._newest
 
     def begin(self) -> None:

@@ -1,6 +1,6 @@
 """The tokens of a round's samples, from the hosts that drew them to all, once: a device all-gather of flat arrays.
 
-Purpose: while a round runs, hosts tell each other lengths and no tokens. Of the samples that leave it (trained on, or
+Purpose: while a round runs, hosts send each other lengths and no tokens. Of the samples that leave it (trained on, or
 carried into a later round) every process needs all tokens: all pack the same batch, and whichever host goes on with a
 carried sample has to have it. `TokenExchange.exchange` fills them in.
 
@@ -71,7 +71,7 @@ class TokenExchange:
     Args:
       devices: of this process, and of all. With one process there is nothing to exchange.
       max_bytes: that a device holds at most of what a turn has gathered.
-      meet: where all hosts meet once they have compiled a program. dispatched: hears of each program that is run.
+      meet: where all hosts meet once they have compiled a program. dispatched: called with each program that is run.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ def _packed(samples: Sequence[Sample]) -> np.ndarray:
 def _unpack(words: np.ndarray, samples: Sequence[Sample], process: int) -> None:
     """Fills samples with the words of the process that has them. Each gets arrays of its own."""
     if not np.array_equal(words[:_HEADER_WORDS], _header(samples)):
-        told = words[:_HEADER_WORDS].view(np.uint32)
+        sent = words[:_HEADER_WORDS].view(np.uint32)
         raise RunFailed(
-            f"host {process} sends {told[0]} samples of {told[1]} tokens where {len(samples)} of "
+            f"host {process} sends {sent[0]} samples of {sent[1]} tokens where {len(samples)} of "
             f"{sum(map(len, samples))} were awaited, or others than these: the hosts do not handle the same events. "
             "Run again to go on from the last checkpoint"
         )

@@ -1,6 +1,6 @@
 """Which KV blocks move where when requests change their dp groups: the bookkeeping half of a change of layout.
 
-Purpose: `plan_migration` is told which requests are live, what each holds, and which of them share a dp group
+Purpose: `plan_migration` is given which requests are live, what each holds, and which of them share a dp group
 afterwards (`regroup`); it fills the block pools of the new layout and lists the copies.
 `jaxrl.sharding.kv_migration` moves the bytes; it takes `KvPlan.lanes`.
 

@@ -157,7 +157,11 @@ class LocalWorkers:
         self.engines[worker].add(request)
         if was_idle:
             self._ticks[worker] = max(self._ticks[worker], now)
-        self._settle_in(request.request_id, _Placement(worker, len(request.prompt_ids) + request.params.max_tokens))
+        limit = len(request.prompt_ids) + request.params.max_tokens
+        self._placements[request.request_id] = _Placement(worker, limit)
+        self._num_live[worker] += 1
+        self._limits[worker] += limit
+        self._planned.discard(worker)
 
     def abort(self, request_ids: Iterable[int]) -> list[Sample]:
         """Ends requests at once and returns their samples so far, in the order of the ids.
@@ -338,13 +342,6 @@ class LocalWorkers:
             self._first[prompt] = chosen
         return chosen
 
-    def _settle_in(self, request_id: int, placement: _Placement) -> None:
-        """Notes where a live request is."""
-        self._placements[request_id] = placement
-        self._num_live[placement.worker] += 1
-        self._limits[placement.worker] += placement.limit
-        self._planned.discard(placement.worker)
-
     def _leave(self, request_ids: Collection[int]) -> None:
         """Forgets requests that ended."""
         for request_id in request_ids:
@@ -406,8 +403,8 @@ class LocalWorkers:
 
     def _now(self) -> int:
         """When a worker that was idle starts: with the slowest busy one, else after what was delivered last."""
-        busy = [self._ticks[worker] for worker, engine in enumerate(self.engines) if not engine.is_idle]
-        return min(busy, default=self._last_delivered)
+        low_watermark = self._low_watermark()
+        return self._last_delivered if low_watermark is None else low_watermark
 
     def _due(self, worker: int) -> tuple[int, int, int]:
         """The order in which busy workers are served: before any is waited for, those without a plan, then those with

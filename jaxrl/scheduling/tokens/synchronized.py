@@ -414,19 +414,23 @@ class SynchronizedWorkers:
 
     def _abort_result(self, worker: _Worker, request_id: int, keep: bool) -> tuple[AbortResult, Sample]:
         """What becomes of a live request that is aborted now."""
-        now = self.placements.now
-        dispatch = worker.history.last_by(now)
+        now = self._now(worker)
         sort_key, finished = worker.ended.get(request_id, (None, None))
         if sort_key is not None and finished is not None and sort_key.tick <= now:
             sample = finished.sample if keep else replace(finished.sample, finish_reason="abort")
             assert sample.finish_reason is not None
             return AbortResult(request_id, len(sample), sample.finish_reason, sort_key.dispatch), sample
         sample, count = worker.count_at(request_id, now)
-        return AbortResult(request_id, count, "abort", dispatch), cut(sample, count)
+        return AbortResult(request_id, count, "abort", worker.history.last_by(now)), cut(sample, count)
 
     def _drop(self, number: int) -> None:
         self._progress.pop(number, None)
-        self._workers[number].drop(self.placements.now)
+        worker = self._workers[number]
+        worker.drop(self._now(worker))
+
+    def _now(self, worker: _Worker) -> int:
+        """The tick at which an abort takes a response's tokens, and a busy period ends: virtual time."""
+        return self.placements.now
 
     def _hold(self, number: int, worker: _Worker, ended: Sequence[Finished]) -> None:
         """Takes in what ended in the plans collected since; what was aborted meanwhile is left out."""

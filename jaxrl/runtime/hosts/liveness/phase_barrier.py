@@ -11,7 +11,7 @@ What else ends a run of several hosts:
 
 - An exception (`PhaseBarrier.failing`): its host publishes a sentence, an exit status and the phase, and every process
   ends with them (`failure_propagation`).
-- Silence: process 0 misses those that have not told where they are for `hosts.heartbeat_s`, and the others miss
+- Silence: process 0 misses those that have not sent where they are for `hosts.heartbeat_s`, and the others miss
   process 0 (`heartbeats`). jax's own heartbeats are set to miss a process `GRACE_S` later: they abort without a
   sentence. It is a thread of Python that tells, so a process in which native code keeps the interpreter's lock for so
   long counts as silent too.
@@ -46,7 +46,7 @@ STREAM = "stream"
 GRACE_S = 5.0
 """jax's heartbeats miss a process so much later than ours: what aborts without a sentence comes second."""
 _HEARTBEAT_S = 1.0
-_HEARTBEATS_PER_S = 512  # that process 0 hears at the most
+_HEARTBEATS_PER_S = 512  # that process 0 receives at the most
 _LOOK_S = 0.2
 _SUSPENDED_LOOKS = 10  # between two looks: this process was suspended, and could not hear the others
 _LATER_S = 3.0  # the clock of a wait leaves the sentence to what waits, which knows who is missing
@@ -87,7 +87,7 @@ class PhaseBarrier:
             min(_HEARTBEAT_S, heartbeat_s / 4, stall_timeout_s / 4), store.num_processes / _HEARTBEATS_PER_S
         )
         self._failures = FailurePropagation(store, end, self._lost)
-        watches = (self._tell, self._watch) if store.num_processes > 1 else ()
+        watches = (self._exchange_heartbeats, self._watch) if store.num_processes > 1 else ()
         self._threads = [threading.Thread(target=each, name=f"hosts{each.__name__}", daemon=True) for each in watches]
         for thread in self._threads:
             thread.start()
@@ -206,7 +206,7 @@ class PhaseBarrier:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether this process knows that a host was asked to stop; process 0 hears of all within a heartbeat."""
+        """Whether this process knows that a host was asked to stop; process 0 receives all within a heartbeat."""
         return self._stops or self._wished or self._wish()
 
     def stop_at(self, boundary: str) -> bool:
@@ -292,8 +292,8 @@ class PhaseBarrier:
 
     # ------------------------------------------------------------ threads
 
-    def _tell(self) -> None:
-        """Tells where this process is, hears where others are, and passes a wish to stop on."""
+    def _exchange_heartbeats(self) -> None:
+        """Sends where this process is, receives where others are, and passes a wish to stop on."""
         while not self._closed.is_set():
             try:
                 here = self._here()
