@@ -338,7 +338,7 @@ def _score(options: argparse.Namespace) -> int:
     kind = [f"reward.kind={options.kind}"] if options.kind else []
     options.overrides = ["model.path=none", *kind, *options.overrides]  # no model is read, so none need be named
     config = _config(options)
-    with closing(Counted("responses", sys.stderr)) as counted:
+    with closing(ProgressCounter("responses", sys.stderr)) as counted:
         scores = score(
             config,
             options.responses,
