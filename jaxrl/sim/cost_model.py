@@ -368,7 +368,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class TableCost(CostModel):
-    """Decode, prefill and layout switches as `jaxrl profile` measured them; the rest by the roofline.
+    """Decode, prefill and changes of layout as `jaxrl profile` measured them; the rest by the roofline.
 
     Measured values hold for the devices that they were measured on and are not scaled to another number of devices.
     """
