@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.host_world import Told, configured, host_seconds, one_process, probed, simulated
+from bench.host_world import MessageLog, configured, host_seconds, one_process, probed, simulated
 from bench.measure import say
 
 QUICK = {"processes": 2, "steps": 2, "step_s": 0.004}
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records.print_header(head, say)
     with tempfile.TemporaryDirectory() as folder:
         found = _world(options, Path(folder))
-    told = [Told(**each["told"]) for each in found]
+    logs = [MessageLog(**each["log"]) for each in found]
     latency_s = statistics.median(each["latency_s"] for each in found[1:])
     call_s = found[0]["call_s"]
     config = configured(options.processes, options.spread, options.steps)
@@ -79,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"a value from process to process, a call of the store, a plan's work: {given_ms}")
     given = {"host_latency_s": latency_s, "host_call_s": call_s, "host_s": host_s}
     modelled = simulated(configured(options.processes, options.spread, options.steps, **given), options.step_s)
-    for process, each in enumerate(told):
+    for process, each in enumerate(logs):
         assert each.decided == modelled.decided, f"process {process} has trained on other responses than the simulation"
-    rows = {"real": figures(told), "simulated": figures([modelled])}
+    rows = {"real": figures(logs), "simulated": figures([modelled])}
     for name, row in rows.items():
         say(f"{name:<10}" + "".join(f"  {figure} {value:.4g} s" for figure, value in row.items()))
     ratios = {
@@ -102,23 +102,23 @@ def _ratio(real: float, modelled: float, least: float) -> float:
     return 1.0 if max(real, modelled) < least else max(real, 1e-9) / max(modelled, 1e-9)
 
 
-def figures(told: Sequence[Told]) -> dict[str, float]:
+def figures(logs: Sequence[MessageLog]) -> dict[str, float]:
     """Of a world, by the names that are printed."""
-    written = {key: at for each in told for key, at in each.written.items()}
+    written = {key: at for each in logs for key, at in each.written.items()}
     notices, batches = [], []
-    for each in told:
+    for each in logs:
         for key, at in each.read.items():
             (notices if "/notices/" in key else batches).append(at - written[key])
     return {
-        "rollout": statistics.median(told[0].rollout_s),
-        "order wait": statistics.mean(value for each in told for value in each.order_wait_s),
+        "rollout": statistics.median(logs[0].rollout_s),
+        "order wait": statistics.mean(value for each in logs for value in each.order_wait_s),
         "notice": statistics.mean(notices),
         "batch": statistics.mean(batches),
     }
 
 
 def _world(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """What the processes of a world have told, by their numbers."""
+    """What the processes of a world have logged, by their numbers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -160,10 +160,10 @@ def _play(options: argparse.Namespace, folder: Path) -> None:
     with open_world(hosts) as world:
         latency_s, call_s = probed(world.store)
         config = configured(options.processes, options.spread, options.steps)
-        told = one_process(world.store, config, options.step_s)
-        text = json.dumps({"latency_s": latency_s, "call_s": call_s, "told": asdict(told)})
+        log = one_process(world.store, config, options.step_s)
+        text = json.dumps({"latency_s": latency_s, "call_s": call_s, "log": asdict(log)})
         (folder / f"{world.process}.json").write_text(text)
-        world.store.barrier("told", _START_S)
+        world.store.barrier("logged", _START_S)
 
 
 def _end_with(parent: int) -> None:

@@ -57,7 +57,7 @@ ELSEWHERE = {"rewards/math.py"}
 BESIDE = {
     *("types.py", "scheduling/mechanism.py", "rewards/request.py", "rewards/pool_base.py", "rewards/process_pool.py"),
     *("rewards/domain_limits.py", "rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
-    *("scheduling/tokens/sketch.py", "scheduling/tokens/lengths.py", "rollout/calls.py", "rollout/plan_times.py"),
+    *("scheduling/tokens/plan_builder.py", "scheduling/tokens/lengths.py", "rollout/calls.py", "rollout/plan_times.py"),
     *("runtime/plan_timeline.py", "runtime/row_timeline.py", "runtime/stop.py", "runtime/hosts/process_group.py"),
     *("train/kl.py", "rollout/kv_cache.py"),
 }

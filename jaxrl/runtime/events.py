@@ -2,7 +2,7 @@
 
 Purpose: `RoundEvents` is what stands between the backend and its workers and scoring. `DirectEvents` is for the workers
 of one process, whose commands take effect at once, and which requests may leave for each other; `OrderedEvents`
-(`jaxrl.runtime.ordered`) for workers that keep one order with those of other processes, whose commands take effect a
+(`jaxrl.runtime.ordered`) for workers that are synchronised with those of other processes, whose commands take effect a
 lookahead later.
 
 Source: docs/architecture.md, which says why there are two: one engine alone must not wait for a lookahead, and moves of

@@ -155,7 +155,7 @@ class OrderedEvents:
             self._merger.launched(request.request_id)
 
     def finished(self, finished: Sequence[Finished]) -> None:
-        raise AssertionError("no round begins in another where workers keep one order")
+        raise AssertionError("no round begins in another where workers are synchronised")
 
     def abort(self, keys: Sequence[SampleKey], *, keep: bool) -> None:
         """Ends responses; what became of each is delivered next."""

@@ -2,8 +2,8 @@
 
 Each process is a run's own loop, backend, workers and stream over jax's key-value store; only its devices are made up:
 `WallClock` is a simulated clock that sleeps, so a plan takes the seconds that `MadeUpCost` says, whatever the machine
-has besides. `one_process` plays a process of a world, `simulated` the whole world in this one. Both tell the same
-things (`Told`): seconds of the rollout, seconds of waiting for the order, and when each value of the stream was written
+has besides. `one_process` plays a process of a world, `simulated` the whole world in this one. Both log the same
+(`MessageLog`): seconds of the rollout, seconds of waiting for the order, and when each value of the stream was written
 and read; a process that waits for its devices does not look.
 
 Departures: nothing is scored by a clock, tokens are not exchanged, and updates take no time.
@@ -112,8 +112,8 @@ class MadeUpCost:
 
 
 @dataclass
-class Told:
-    """What a process, or a simulated world, has to tell.
+class MessageLog:
+    """What a process, or a simulated world, has logged.
 
     Attributes:
       rollout_s: of each step. order_wait_s: of this process's workers, of all steps.
@@ -163,88 +163,88 @@ def configured(processes: int, spread: float, steps: int, **simulate: Any) -> Co
 class LoggedBoard:
     """A store that notes when each value was written and read here. `board`: any key-value store."""
 
-    def __init__(self, board: Any, told: Told) -> None:
+    def __init__(self, board: Any, log: MessageLog) -> None:
         self.process, self.num_processes = board.process, board.num_processes
-        self._board, self._told = board, told
+        self._board, self._log = board, log
         self.delete: Callable[[str], None] = board.delete
 
     def put(self, key: str, value: bytes) -> None:
-        self._told.written[key] = time.monotonic()
+        self._log.written[key] = time.monotonic()
         self._board.put(key, value)
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         found = self._board.get(key, timeout_s)
         if found is not None and self.process:  # process 0 only waits so, and reads the folder
-            self._told.read[key] = time.monotonic()
+            self._log.read[key] = time.monotonic()
         return found
 
     def folder(self, prefix: str) -> list[tuple[str, bytes]]:
         found = self._board.folder(prefix)
         for key, _ in found:
-            self._told.read.setdefault(key, time.monotonic())
+            self._log.read.setdefault(key, time.monotonic())
         return found
 
 
-def one_process(board: Any, config: Config, step_s: float) -> Told:
+def one_process(board: Any, config: Config, step_s: float) -> MessageLog:
     """Plays this process of a world."""
-    told = Told()
-    hosts = Hosts(EventStream(LoggedBoard(board, told)), lambda samples, owners: None)
-    simulation = _built(config, step_s, told, hosts, WallClock())
+    log = MessageLog()
+    hosts = Hosts(EventStream(LoggedBoard(board, log)), lambda samples, owners: None)
+    simulation = _built(config, step_s, log, hosts, WallClock())
     board.barrier("begin", 300.0)
     simulation.loop.run()
     board.barrier("end", 300.0)
-    return told
+    return log
 
 
-def simulated(config: Config, step_s: float) -> Told:
+def simulated(config: Config, step_s: float) -> MessageLog:
     """Plays all of it, in simulated time."""
-    told = Told()
-    simulation = _built(config, step_s, told)
+    log = MessageLog()
+    simulation = _built(config, step_s, log)
     hosts: Any = simulation.hosts
     board, latency_ns = hosts.board, hosts._times.latency_ns
     post, folder = board.post, board.folder
 
     def posted(process: int, number: int, at_ns: int, value: bytes) -> None:
-        told.written[f"stream/notices/{process:05d}/{number:012d}"] = (at_ns - hosts._times.call_ns) / 1e9
+        log.written[f"stream/notices/{process:05d}/{number:012d}"] = (at_ns - hosts._times.call_ns) / 1e9
         post(process, number, at_ns, value)
 
     def looked(prefix: str) -> list[tuple[str, bytes]]:
         found = folder(prefix)
         for key, _ in found:
-            told.read.setdefault(key, simulation.clock.now_s)
+            log.read.setdefault(key, simulation.clock.now_s)
         return found
 
     board.post, board.folder = posted, looked
     for host in hosts.others:
-        _log_hearing(host, latency_ns, told)
+        _log_receipt(host, latency_ns, log)
     simulation.loop.run()
-    return told
+    return log
 
 
-def _log_hearing(host: Any, latency_ns: int, told: Told) -> None:
+def _log_receipt(host: Any, latency_ns: int, log: MessageLog) -> None:
     charge = host._charge
 
-    def heard(known: int) -> None:
+    def charged(known: int) -> None:
         for batch in range(host._num_received, known):
             arrived_ns = host._published.arrivals[batch]
             name = f"{host._num_before + batch} to {host.process}"
-            told.written[name] = (arrived_ns - latency_ns) / 1e9
+            log.written[name] = (arrived_ns - latency_ns) / 1e9
             asleep = host._sleeps_since is not None and arrived_ns >= host._sleeps_since  # it woke for each
-            told.read[name] = (arrived_ns if asleep else host.clock.now_ns) / 1e9
+            log.read[name] = (arrived_ns if asleep else host.clock.now_ns) / 1e9
         charge(known)
 
-    host._charge = heard
+    host._charge = charged
 
 
-def _built(config: Config, step_s: float, told: Told, hosts: Hosts | None = None, clock: Any = None) -> Simulation:
+def _built(config: Config, step_s: float, log: MessageLog, hosts: Hosts | None = None, clock: Any = None) -> Simulation:
     def ended(step: int, measured: dict[str, float], groups: Any) -> None:
-        told.rollout_s.append(measured["timing_s/gen"])
+        log.rollout_s.append(measured["timing_s/gen"])
         waited, workers = measured.get("hosts/order_wait_s"), simulation.workers
         if waited is None and isinstance(workers, TimedWorkers):
             waited = sum(workers.waited_ns.values()) / len(workers.waited_ns) / 1e9
             workers.waited_ns = dict.fromkeys(workers.waited_ns, 0)
-        told.order_wait_s.append(waited or 0.0)
-        told.decided.append(
+        log.order_wait_s.append(waited or 0.0)
+        log.decided.append(
             [[s.key.epoch, s.key.prompt_index, s.key.sample_index, len(s)] for g in groups for s in g.samples]
         )
 
@@ -284,7 +284,7 @@ def host_seconds(config: Config, step_s: float) -> float:
     """CPU seconds of a process for a plan, on one host alone."""
     data, options = replace(config.data, train_batch_size=4), replace(config.simulate, num_hosts=1, num_devices=1)
     alone = with_simulated_hosts(replace(config, data=data, simulate=options))
-    simulation = _built(alone, step_s, Told())
+    simulation = _built(alone, step_s, MessageLog())
     began = time.process_time()
     simulation.loop.run()
     return (time.process_time() - began) / simulation.workers.counters.plans

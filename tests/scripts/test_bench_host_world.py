@@ -12,7 +12,7 @@ from benches import ROOT, assert_refused
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_host_world
-from bench.host_world import Told
+from bench.host_world import MessageLog
 
 
 def world(tmp_path: Path, *words: str) -> dict[str, dict[str, float]]:
@@ -38,8 +38,8 @@ def test_twelve_processes_agree_with_their_simulation_within_a_factor_of_two(tmp
 
 
 def test_figures_take_what_was_read_from_what_any_process_has_written():
-    first = Told([2.0, 4.0, 3.0], [0.5], {"s/items/0": 1.0}, {"s/notices/1/0": 5.0, "s/notices/1/1": 8.0})
-    second = Told([2.5], [1.5], {"s/notices/1/0": 4.0, "s/notices/1/1": 4.0}, {"s/items/0": 1.25})
+    first = MessageLog([2.0, 4.0, 3.0], [0.5], {"s/items/0": 1.0}, {"s/notices/1/0": 5.0, "s/notices/1/1": 8.0})
+    second = MessageLog([2.5], [1.5], {"s/notices/1/0": 4.0, "s/notices/1/1": 4.0}, {"s/items/0": 1.25})
     found = bench_host_world.figures([first, second])
     assert found == {"rollout": 3.0, "order wait": 1.0, "notice": 2.5, "batch": 0.25}
 

@@ -22,13 +22,13 @@ def build(
 
 
 def run(workers: LocalWorkers | Engine) -> list[Finished]:
-    told: list[Finished] = []
+    delivered: list[Finished] = []
     while not workers.is_idle:
-        told += workers.step()
-    return told
+        delivered += workers.step()
+    return delivered
 
 
-def homes(workers: LocalWorkers) -> list[tuple[int, ...]]:
+def by_worker(workers: LocalWorkers) -> list[tuple[int, ...]]:
     return [engine.unfinished() for engine in workers.engines]
 
 

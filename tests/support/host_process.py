@@ -179,11 +179,11 @@ def drawn(world: World, workers: WorkerSet) -> tuple[list[Sample], list[int]]:
         if request.request_id in found:
             samples.append(found[request.request_id])
         else:  # no stop tokens: each is as long as it may be
-            samples.append(hollow(request.key, request.params.max_tokens))
+            samples.append(placeholder(request.key, request.params.max_tokens))
     return samples, [worker // per_host for worker in worker_of]
 
 
-def hollow(key: SampleKey, length: int) -> Sample:
+def placeholder(key: SampleKey, length: int) -> Sample:
     """A sample of another host: its length, and no content."""
     ints, floats = np.broadcast_to(np.int32(0), length), np.broadcast_to(np.float32(0), length)
     return Sample(key, ints, floats, floats, ints, "length")
@@ -206,7 +206,7 @@ def tokens(world: World) -> None:
         for number in range(world.options["num_samples"]):
             length, owner = int(random.integers(0, longest + 1)), int(random.integers(place.num_processes))
             words = random.integers(-(2**31), 2**31, (4, length)).astype(np.int32)
-            sample = hollow(SampleKey(turn, number, 0), length)
+            sample = placeholder(SampleKey(turn, number, 0), length)
             if owner == place.process:
                 sample.token_ids, sample.versions = words[0], words[1]
                 sample.rollout_logprobs, sample.sampled_logprobs = words[2].view(np.float32), words[3].view(np.float32)

@@ -155,10 +155,10 @@ class MemoryExchange:
             sample.sampled_logprobs = found.sampled_logprobs.copy()
 
 
-Heard = tuple[Any, ...]
+Summary = tuple[Any, ...]
 
 
-def heard(event: Event) -> Heard:
+def summary(event: Event) -> Summary:
     """What an event says, without times."""
     match event:
         case RoundStarted():
@@ -172,10 +172,10 @@ def heard(event: Event) -> Heard:
 
 
 class Process:
-    """One process of a run: what its round has heard, and what its steps have brought."""
+    """One process of a run: what its round has received, and what its steps have brought."""
 
     def __init__(self) -> None:
-        self.events: list[Heard] = []
+        self.events: list[Summary] = []
         self.metrics: dict[int, Metrics] = {}
         self.groups: dict[int, list[Any]] = {}
         self.saved: dict[int, str] = {}
@@ -209,7 +209,7 @@ class Process:
 
         def listened() -> Event:
             event = wait()
-            self.events.append(heard(event))
+            self.events.append(summary(event))
             return event
 
         loop._backend.wait = listened
@@ -223,7 +223,7 @@ class Process:
     def _save(self, step: int, state: dict[str, Any]) -> None:
         self.saved[step] = dump_state(state)
 
-    def logical(self) -> list[Heard]:
+    def logical(self) -> list[Summary]:
         """The events, but where verdicts stand among the others, which a clock decides and which decides nothing."""
         return [event for event in self.events if event[0] != "verdict"]
 
@@ -324,7 +324,7 @@ def one_process(config: Config, workload: Workload, state: str | None = None) ->
 
 
 def assert_same(run: HostsInStep, alone: Process) -> None:
-    """Every process of a run has heard and decided what one process with all workers has."""
+    """Every process of a run has received and decided what one process with all workers has."""
     first = run.processes[0]
     for process in run.processes[1:]:
         assert process.events == first.events, "the stream is one"

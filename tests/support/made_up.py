@@ -1,4 +1,4 @@
-"""Made-up latency profiles and situations, for tests of layout decisions."""
+"""Made-up latency profiles and batch states, for tests of layout decisions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def predictor(
     return LatencyPredictor(Profile(identity, tuple(decode), tuple(filled), tuple(costs), source="synthetic"))
 
 
-def situation(
+def batch_state(
     tp: int, rows: Sequence[Sequence[tuple[int, int]]], num_devices: int = 8, dispatch: int = 0, **others
 ) -> BatchState:
     """Rows as (length, steps left) for the first dp groups; the others are empty."""

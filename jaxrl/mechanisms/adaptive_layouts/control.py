@@ -230,10 +230,10 @@ class LayoutControl:
         batcher = self.engine.batcher
         if not self.rule.considers(dispatch, self.tp, batcher.num_running, batcher.num_waiting):
             return None  # most plans: what the rows are need not be known
-        if not self.rule.wants(self._situation(dispatch)):
+        if not self.rule.wants(self._batch_state(dispatch)):
             return None
         self.engine.settle()
-        switch = self.rule.decide(self._situation(dispatch))
+        switch = self.rule.decide(self._batch_state(dispatch))
         # A switch that looked worth it with plans in flight, and was not, is not considered again at once.
         self._quiet_until = dispatch + STEPS_SEEN
         if switch is not None:
@@ -325,7 +325,7 @@ class LayoutControl:
         capacity = self._executor.capacity(tp)
         return GroupCapacity((capacity.num_blocks - 1) * capacity.block_size, capacity.num_slots)
 
-    def _situation(self, dispatch: int) -> BatchState:
+    def _batch_state(self, dispatch: int) -> BatchState:
         batcher = self.engine.batcher
         expected = None if self.history is None else self.history.expected_remaining
         return BatchState(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)

@@ -169,7 +169,7 @@ class LayoutSwitchRule:
         self._last = None
 
     def decide(self, now: BatchState) -> Switch | None:
-        """The switch to make now, or None to go on. Raises ValueError for an impossible situation.
+        """The switch to make now, or None to go on. Raises ValueError for an impossible state.
 
         A switch that is returned counts as made: if it fails, the next one waits for the cooldown all the same.
         """

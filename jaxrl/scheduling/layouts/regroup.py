@@ -8,7 +8,7 @@ way changes in which the heads of its KV are split. A row that goes elsewhere ta
 rows stay at home unless the balance needs them elsewhere.
 
 Rows are balanced first: after a change no new group has two rows more than another (as far as rows that are there
-already allow it, in a handover). Of all such outcomes the one is taken that moves the fewest tokens away from home:
+already allow it, in a migration). Of all such outcomes the one is taken that moves the fewest tokens away from home:
 where a home has too many rows, its shortest leave. Sharing is not looked at: samples that leave one by one take their
 prompt's blocks along, once per group. Tokens come second: within a home, and then among those that leave, rows are
 dealt longest first, each to the group with the fewest rows and among equals to the one with the fewest tokens.

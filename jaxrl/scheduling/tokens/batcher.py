@@ -49,6 +49,7 @@ from jaxrl.scheduling.tokens.plan import (
     VerifyRule,
     check_request,
 )
+from jaxrl.scheduling.tokens.plan_builder import PlanBuilder
 from jaxrl.scheduling.tokens.progress import (
     Admitted,
     Completed,
@@ -61,7 +62,6 @@ from jaxrl.scheduling.tokens.progress import (
     TraceEvent,
     finish_reason,
 )
-from jaxrl.scheduling.tokens.sketch import Sketch
 
 UNLIMITED = 1 << 30
 _by_arrival = attrgetter("arrival")
@@ -173,115 +173,115 @@ class Batcher:
     def schedule(self) -> Plan | None:
         """The next plan; None if no row can do anything before a plan in flight is collected."""
         groups = self.capacity.num_groups
-        sketch = Sketch(budget=[self.capacity.max_prefill_tokens] * groups, headroom=[0] * groups)
-        for progress in list(self._running):  # oldest first, so that only requests not yet in the sketch are preempted
+        builder = PlanBuilder(budget=[self.capacity.max_prefill_tokens] * groups, headroom=[0] * groups)
+        for progress in list(self._running):  # oldest first, so that only requests not yet in the plan are preempted
             if progress.slot >= 0:
-                self._continue(sketch, progress)
-        is_short = self._admit(sketch)
-        if not sketch.named:
+                self._continue(builder, progress)
+        is_short = self._admit(builder)
+        if not builder.named:
             assert self._flights or not self._requests, "requests wait, nothing runs, and none can be admitted"
             return None
-        if sketch.lacks_budget:
-            sketch.put_off_decode()
-        verifies = self._verifies(sketch)
+        if builder.lacks_budget:
+            builder.put_off_decode()
+        verifies = self._verifies(builder)
         if verifies:
-            sketch.give_room(self.blocks, TOKENS_PER_STEP * self.config.decode_steps)
+            builder.give_room(self.blocks, TOKENS_PER_STEP * self.config.decode_steps)
         plan = Plan(
             index=self.next_index,
-            prefill=tuple(sketch.prefill),
-            decode=tuple(sorted(sketch.decode, key=lambda row: (row.dp_group, row.slot))),
-            num_steps=self.config.decode_steps if sketch.decode else 0,
+            prefill=tuple(builder.prefill),
+            decode=tuple(sorted(builder.decode, key=lambda row: (row.dp_group, row.slot))),
+            num_steps=self.config.decode_steps if builder.decode else 0,
             leave_after=self.config.leave_after if is_short else UNLIMITED,
             verifies=verifies,
         )
-        for entry in sketch.named:
+        for entry in builder.named:
             entry.progress.pending += entry.max_new
             self._in_flight[entry.progress.request.request_id] += 1
-        named = sorted(sketch.named, key=lambda named: (named.dp_group, named.slot))
+        named = sorted(builder.named, key=lambda named: (named.dp_group, named.slot))
         self._flights.append((plan.index, named, plan.leave_after == UNLIMITED and not verifies))
         self.next_index += 1
         return plan
 
-    def _verifies(self, sketch: Sketch) -> bool:
+    def _verifies(self, builder: PlanBuilder) -> bool:
         """Whether the plan verifies proposed tokens."""
-        if self.verify_rule is None or all(row.history is None for row in sketch.decode):
+        if self.verify_rule is None or all(row.history is None for row in builder.decode):
             return False
-        return self.verify_rule.decides(*sketch.fullest())
+        return self.verify_rule.decides(*builder.fullest())
 
-    def _continue(self, sketch: Sketch, progress: Progress) -> None:
+    def _continue(self, builder: PlanBuilder, progress: Progress) -> None:
         """Gives a running request its place in the plan, preempting younger ones for its blocks."""
         group, left = progress.group, len(progress.prefix) - progress.prefilled
-        num_chunk = min(left, sketch.budget[group])
+        num_chunk = min(left, builder.budget[group])
         if not left and self._reaches_its_limit(progress):
             return
-        sketch.lacks_budget |= num_chunk < left
+        builder.lacks_budget |= num_chunk < left
         if num_chunk < left:  # all blocks of its prefill were allocated when it was admitted
-            self._name(sketch, progress, num_chunk, grows_from=len(progress.prefix))
+            self._name(builder, progress, num_chunk, grows_from=len(progress.prefix))
             return
         written = len(progress.prefix) if left else progress.num_written
         need = min(written + self.config.decode_steps, progress.limit)
         while not self.blocks.extend(progress.request.request_id, need):
             youngest = next(p for p in reversed(self._running) if p.group == group)
             self._preempt(youngest)
-            sketch.closed.add(group)  # a request let in now would be the next to be preempted
+            builder.closed.add(group)  # a request let in now would be the next to be preempted
             if youngest is progress:
                 return
-        self._name(sketch, progress, num_chunk, grows_from=need)
+        self._name(builder, progress, num_chunk, grows_from=need)
 
     def _reaches_its_limit(self, progress: Progress) -> bool:
         """Whether the plans in flight bring a decoding request to its last token, unless it stops before."""
         return progress.num_written + 1 >= progress.limit and all(whole for _, _, whole in self._flights)
 
-    def _name(self, sketch: Sketch, progress: Progress, num_chunk: int, grows_from: int) -> None:
+    def _name(self, builder: PlanBuilder, progress: Progress, num_chunk: int, grows_from: int) -> None:
         """Writes a request into the plan: `num_chunk` tokens of prefill, and a decode row once that is complete."""
         request, group, start = progress.request, progress.group, progress.prefilled
         table = self.blocks.table(request.request_id)
         grown = min(grows_from + self.config.decode_steps, progress.limit)
-        sketch.headroom[group] += max(self.blocks.blocks_for(grown) - len(table), 0)
+        builder.headroom[group] += max(self.blocks.blocks_for(grown) - len(table), 0)
         progress.prefilled += num_chunk
         is_decoding = progress.prefilled == len(progress.prefix)
         if num_chunk:
             tokens = progress.prefix[start : progress.prefilled]
             kept = len(progress.prefix) - len(request.prompt_ids)
-            sketch.prefill.append(
+            builder.prefill.append(
                 PrefillChunk(request, group, progress.slot, tokens, start, table, is_decoding, num_generated=kept)
             )
-            sketch.budget[group] -= num_chunk
+            builder.budget[group] -= num_chunk
             self.counters.prefill_tokens += num_chunk
             self.blocks.publish(request.request_id, progress.prefilled)
         if is_decoding:
             most = self.config.decode_steps
-            sketch.decode.append(DecodeRow(request.request_id, group, progress.slot, table, most, progress.history))
+            builder.decode.append(DecodeRow(request.request_id, group, progress.slot, table, most, progress.history))
         if num_chunk or is_decoding:
             ends_prefill = is_decoding and num_chunk > 0
             max_new = self.config.decode_steps * is_decoding + ends_prefill
-            sketch.named.append(Named(progress, group, progress.slot, max_new, ends_prefill))
+            builder.named.append(Named(progress, group, progress.slot, max_new, ends_prefill))
 
-    def _admit(self, sketch: Sketch) -> bool:
+    def _admit(self, builder: PlanBuilder) -> bool:
         """Gives free rows to waiting requests; returns whether one got no row for lack of slots or blocks."""
         admitted: list[Progress] = []
         everywhere = set(range(self.capacity.num_groups))
         if self.num_waiting:
-            sketch.room = [self._room(group) for group in range(self.capacity.num_groups)]
+            builder.room = [self._room(group) for group in range(self.capacity.num_groups)]
         for progress in self._queue():
-            if sketch.closed == everywhere:
+            if builder.closed == everywhere:
                 break
-            if not any(sketch.budget[g] for g in everywhere - sketch.closed):
-                sketch.lacks_budget |= bool(self._with_room(sketch, progress, everywhere))
+            if not any(builder.budget[g] for g in everywhere - builder.closed):
+                builder.lacks_budget |= bool(self._with_room(builder, progress, everywhere))
                 break
             if self._in_flight[progress.request.request_id]:
                 continue
-            group = self._choose_group(sketch, progress)
+            group = self._choose_group(builder, progress)
             if group is not None:
-                self._start(sketch, progress, group)
-                sketch.room[group] = self._room(group)
+                self._start(builder, progress, group)
+                builder.room[group] = self._room(group)
                 admitted.append(progress)
         for progress in admitted:
             if self._waiting.pop(progress.request.request_id, None) is None:
                 self._preempted.remove(progress)
-        return self.num_waiting > 0 and bool(sketch.closed or not any(self._free_slots))
+        return self.num_waiting > 0 and bool(builder.closed or not any(self._free_slots))
 
-    def _choose_group(self, sketch: Sketch, progress: Progress) -> int | None:
+    def _choose_group(self, builder: PlanBuilder, progress: Progress) -> int | None:
         """The dp group to admit a request to, or None if it must wait.
 
         The group that has its prompt's blocks, if there is room; else the one with most room, because running the
@@ -295,22 +295,22 @@ class Batcher:
         if not self.config.spread_samples and self.blocks.num_shareable(len(request.prompt_ids)):
             home = self.blocks.groups_holding(request.share)
         everywhere = range(self.capacity.num_groups)
-        candidates = self._with_room(sketch, progress, home) or self._with_room(sketch, progress, everywhere)
+        candidates = self._with_room(builder, progress, home) or self._with_room(builder, progress, everywhere)
         if not candidates:
-            sketch.closed.update(range(self.capacity.num_groups))
+            builder.closed.update(range(self.capacity.num_groups))
             return None
-        with_budget = [g for g in candidates if sketch.budget[g]]
-        sketch.lacks_budget |= not with_budget
-        return max(with_budget, key=sketch.room.__getitem__) if with_budget else None  # the first of equals
+        with_budget = [g for g in candidates if builder.budget[g]]
+        builder.lacks_budget |= not with_budget
+        return max(with_budget, key=builder.room.__getitem__) if with_budget else None  # the first of equals
 
-    def _with_room(self, sketch: Sketch, progress: Progress, groups: Iterable[int]) -> list[int]:
+    def _with_room(self, builder: PlanBuilder, progress: Progress, groups: Iterable[int]) -> list[int]:
         """The open dp groups in which a request can start and grow by two plans, with the blocks of one more plan left
         for the running rows."""
         request = progress.request
         num_prompt = len(request.prompt_ids)
         num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
         wanted = self.blocks.blocks_for(min(num_grown, progress.limit))
-        blocks, closed, headroom, free_slots = self.blocks, sketch.closed, sketch.headroom, self._free_slots
+        blocks, closed, headroom, free_slots = self.blocks, builder.closed, builder.headroom, self._free_slots
         holding = blocks.groups_holding(request.share)
         with_room = []
         for group in groups:  # every one for every request that starts: thousands, in a simulation of a large machine
@@ -325,15 +325,15 @@ class Batcher:
         slots, blocks = len(self._free_slots[group]), self.blocks.num_free(group)
         return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
 
-    def _start(self, sketch: Sketch, progress: Progress, group: int) -> None:
+    def _start(self, builder: PlanBuilder, progress: Progress, group: int) -> None:
         """Gives a waiting request a row and its first chunk."""
         request = progress.request
         progress.prefix = (*request.prompt_ids, *progress.tokens)
         progress.group, progress.slot = group, heapq.heappop(self._free_slots[group])
         prompt_len = len(request.prompt_ids)
         num_shared = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
-        num_chunk = min(len(progress.prefix) - num_shared, sketch.budget[group])
-        sketch.lacks_budget |= num_shared + num_chunk < len(progress.prefix)
+        num_chunk = min(len(progress.prefix) - num_shared, builder.budget[group])
+        builder.lacks_budget |= num_shared + num_chunk < len(progress.prefix)
         need = len(progress.prefix)
         if num_shared + num_chunk == need:
             need = min(need + self.config.decode_steps, progress.limit)
@@ -345,7 +345,7 @@ class Batcher:
         self.counters.shared_tokens += num_shared
         if self.trace is not None:
             self.trace(Admitted(self.next_index, request.key, group, progress.slot, num_shared))
-        self._name(sketch, progress, num_chunk, grows_from=need)
+        self._name(builder, progress, num_chunk, grows_from=need)
 
     def _preempt(self, progress: Progress) -> None:
         """Takes a running request's row; the request keeps its tokens and waits in front of those that never ran."""

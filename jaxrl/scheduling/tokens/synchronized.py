@@ -7,7 +7,7 @@ and is given the completions in one order. `jaxrl.scheduling.tokens.event_merger
 - A worker has up to two plans in flight, as in `jaxrl.scheduling.tokens.engine`. Plan k is made when plan k - 2 has
   been collected and plan k - 1 has not, at the tick after plan k - 2. Where the low watermark does not allow it yet,
   the worker waits, and does not collect plan k - 1 meanwhile: what a plan is made from must not depend on a clock.
-- `Schedule` keeps the commands that a worker has not carried out. They are carried out, in the order in which they
+- `CommandQueue` keeps the commands that a worker has not carried out. They are carried out, in the order in which they
   came, when a plan is made at their tick or later. A worker without requests goes to the tick of its next one.
 - An aborted response has the tokens of the plans that ended by now (`jaxrl.scheduling.tokens.plan_history`).
 - When a worker's last live request is gone, everything on its rows is dropped at once. Its plans in flight are waited
@@ -45,7 +45,7 @@ from jaxrl.scheduling.tokens.progress import Counters, PlanTimes, Progress
 from jaxrl.types import Sample
 
 
-class Schedule:
+class CommandQueue:
     """Commands that take effect later, in the order in which they came; their ticks never fall.
 
     A command is a request that starts, or the id of one that ends.
@@ -83,7 +83,7 @@ class _Worker:
 
     def __init__(self, engine: Engine, cost: Callable[[PlanTimes], int]) -> None:
         self.engine, self._cost = engine, cost
-        self.schedule = Schedule()
+        self.commands = CommandQueue()
         self.history = PlanHistory(engine.counters)
         self.ended: dict[int, tuple[SortKey, Finished]] = {}  # live ones, until they are delivered or aborted
         engine.watchers.append(self._pass)
@@ -99,7 +99,7 @@ class _Worker:
         self.expected = 0  # what the oldest plan in flight should cost
         self.sent_tick = -1  # the tick of the last progress
         self._passed: dict[int, int] = {}  # by dispatch, the tick after the plan
-        self.schedule.clear()
+        self.commands.clear()
         self.ended.clear()
         self.history.begin()
         self.engine.batcher.forget_verified()
@@ -114,7 +114,7 @@ class _Worker:
         """The tick at which it asks for its next plan; None where it has nothing to do."""
         if not self.is_dropped and not self.engine.batcher.is_idle:
             return self.tick
-        start = self.schedule.next_start()
+        start = self.commands.next_start()
         return None if start is None else max(self.tick, start)
 
     def drain(self) -> None:
@@ -128,7 +128,7 @@ class _Worker:
             self.history.close(now)
             self.is_dropped = True
         self.engine.abort(self.engine.unfinished())
-        self.schedule.clear()
+        self.commands.clear()
         self.ended.clear()
         self.tick, self.has_no_plan, self.expected = now, False, 0
 
@@ -146,7 +146,7 @@ class _Worker:
             sort_key, finished = self.ended[request_id]
             since = self.history.gained_since(request_id, tick, sort_key.dispatch)
             return finished.sample, finished.num_before - since
-        waiting = self.schedule.request(request_id)
+        waiting = self.commands.request(request_id)
         if waiting is not None:
             return Progress(waiting, 0).sample("abort"), len(waiting.generated)
         sample = self.engine.batcher.progress(request_id).sample("abort")
@@ -240,7 +240,7 @@ class SynchronizedWorkers:
         key, limit = request.key, len(request.prompt_ids) + request.params.max_tokens
         placement = self.placements.launch(request.request_id, (key.epoch, key.prompt_index), limit, worker)
         if placement.worker in self._workers:
-            self._workers[placement.worker].schedule.add(placement.effect, request)
+            self._workers[placement.worker].commands.add(placement.effect, request)
         return placement
 
     def abort(self, request_ids: Sequence[int], *, keep: bool) -> list[tuple[AbortResult, Sample]]:
@@ -260,7 +260,7 @@ class SynchronizedWorkers:
             if worker is not None:
                 worker.ended.pop(request_id, None)
                 if idle is None:
-                    worker.schedule.add(now + self.placements.lookahead, request_id)
+                    worker.commands.add(now + self.placements.lookahead, request_id)
                 else:
                     self._drop(idle)
         return results
@@ -333,7 +333,7 @@ class SynchronizedWorkers:
         tick = own.next_tick()
         assert tick is not None, f"worker {worker} has nothing to do"
         own.tick = tick
-        for command in own.schedule.take(tick):
+        for command in own.commands.take(tick):
             if isinstance(command, Request):
                 own.engine.add(command)
             elif command in own.engine.batcher.live():

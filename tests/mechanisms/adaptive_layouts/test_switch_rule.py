@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, predictor, situation
+from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, batch_state, predictor
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
@@ -46,19 +46,19 @@ class Case:
 TABLE = [
     # One row on tp 2, context 100: the KV takes 100 x 64 us = 6.4 ms, so T_switch = 1.03 + 2.13 + 0.0064 = 3.1664 s. A
     # step gains 5.73 ms: 3.1664 / 0.00573 = 552.6 steps.
-    Case("PAT, one row, just too late", PAT, UP, situation(2, [[(100, 552)]]), None),
-    Case("PAT, one row, just in time", PAT, UP, situation(2, [[(100, 553)]]), (8, "migrate")),
-    Case("PAT, one row, 5 % of what is left", PAT, replace(UP, min_gain=0.05), situation(2, [[(100, 553)]]), None),
+    Case("PAT, one row, just too late", PAT, UP, batch_state(2, [[(100, 552)]]), None),
+    Case("PAT, one row, just in time", PAT, UP, batch_state(2, [[(100, 553)]]), (8, "migrate")),
+    Case("PAT, one row, 5 % of what is left", PAT, replace(UP, min_gain=0.05), batch_state(2, [[(100, 553)]]), None),
     # 128 rows: a step loses 6.46 ms. No number of steps makes up for that.
-    Case("PAT, 128 rows: too early", PAT, UP, situation(2, [[(100, 10_000)] * 32] * 4), None),
+    Case("PAT, 128 rows: too early", PAT, UP, batch_state(2, [[(100, 10_000)] * 32] * 4), None),
     # Nine rows at 12 K: tp 2 has three in the fullest group: 15.37 + 2 / 31 x 9.04 = 15.953 ms; tp 8 has nine:
     # 9.64 + 8 / 127 x 21.23 = 10.977 ms. A step gains 4.976 ms; T_switch 5.52 s: 1109.3 steps.
-    Case("PAT, nine rows at 12 K, 1000 steps: cost above gain", PAT, UP, situation(2, NINE), None),
+    Case("PAT, nine rows at 12 K, 1000 steps: cost above gain", PAT, UP, batch_state(2, NINE), None),
     Case(
         "PAT, nine rows at 12 K, 1110 steps",
         PAT,
         UP,
-        situation(2, [[(n, 1110) for n, _ in rows] for rows in NINE]),
+        batch_state(2, [[(n, 1110) for n, _ in rows] for rows in NINE]),
         (8, "migrate"),
     ),
     # Recomputing takes 19.01 s instead of 2.36: 22.17 / 0.00497591 = 4455.5 steps.
@@ -66,48 +66,48 @@ TABLE = [
         "PAT, nine rows, must recompute, too late",
         PAT,
         replace(UP, state="recompute"),
-        situation(2, [[(n, 4455) for n, _ in rows] for rows in NINE]),
+        batch_state(2, [[(n, 4455) for n, _ in rows] for rows in NINE]),
         None,
     ),
     Case(
         "PAT, nine rows, must recompute, in time",
         PAT,
         replace(UP, state="recompute"),
-        situation(2, [[(n, 4456) for n, _ in rows] for rows in NINE]),
+        batch_state(2, [[(n, 4456) for n, _ in rows] for rows in NINE]),
         (8, "recompute"),
     ),
     # SIMPLE, one row of 1000 tokens: T_switch = 1 + 0.1 s to anywhere. tp 1 takes 10 ms a step.
     # 183 steps: stay 1.83; tp 8: 0.732 + 1.1 = 1.832. 184: 1.84 against 1.836.
-    Case("no gain by a step", SIMPLE, MOVE, situation(1, [[(1000, 183)]]), None),
-    Case("gain by a step", SIMPLE, MOVE, situation(1, [[(1000, 184)]]), (8, "migrate")),
+    Case("no gain by a step", SIMPLE, MOVE, batch_state(1, [[(1000, 183)]]), None),
+    Case("gain by a step", SIMPLE, MOVE, batch_state(1, [[(1000, 184)]]), (8, "migrate")),
     # 5000 tokens: migrating takes 0.5 s, a prefill 0.25 s, and 2500 tokens take as long either way.
-    Case("recompute is cheaper", SIMPLE, UP, situation(1, [[(5000, 1000)]]), (8, "recompute")),
-    Case("equally dear: migrate", SIMPLE, UP, situation(1, [[(2500, 1000)]]), (8, "migrate")),
-    Case("migrate is cheaper", SIMPLE, UP, situation(1, [[(1000, 1000)]]), (8, "migrate")),
+    Case("recompute is cheaper", SIMPLE, UP, batch_state(1, [[(5000, 1000)]]), (8, "recompute")),
+    Case("equally dear: migrate", SIMPLE, UP, batch_state(1, [[(2500, 1000)]]), (8, "migrate")),
+    Case("migrate is cheaper", SIMPLE, UP, batch_state(1, [[(1000, 1000)]]), (8, "migrate")),
     # Eight rows, one in each group at tp 1: 10 ms. tp 2 has two: 8 + 2 = 10; tp 4 four: 5 + 12 = 17; tp 8: 4 + 56 = 60.
-    Case("no degree is faster", SIMPLE, MOVE, situation(1, [[(10, 100_000)]] * 8), None),
+    Case("no degree is faster", SIMPLE, MOVE, batch_state(1, [[(10, 100_000)]] * 8), None),
     # Four rows in groups 0, 2, 4, 6: tp 2 has one in each: 8 ms; tp 4 two: 5 + 4 = 9 ms; tp 8 four: 4 + 24.
-    Case("the middle one is best", SIMPLE, MOVE, situation(1, [[(10, 10_000)], []] * 4), (2, "migrate")),
+    Case("the middle one is best", SIMPLE, MOVE, batch_state(1, [[(10, 10_000)], []] * 4), (2, "migrate")),
     # The same four in groups 0 to 3: rows are dealt evenly, so it is the same choice. Were only neighbours merged, tp 2
     # would have two rows in each of two groups: 8 + 2 = 10 ms, no gain.
-    Case("rows of neighbours are dealt evenly", SIMPLE, MOVE, situation(1, [[(10, 10_000)]] * 4), (2, "migrate")),
+    Case("rows of neighbours are dealt evenly", SIMPLE, MOVE, batch_state(1, [[(10, 10_000)]] * 4), (2, "migrate")),
     # Two rows in groups 0 and 4: alone at tp 2 (8 ms) and at tp 4 (5 ms), together at tp 8: 4 + 8 = 12 ms.
-    Case("two rows far apart", SIMPLE, MOVE, situation(1, [[(10, 10_000)], [], [], []] * 2), (4, "migrate")),
+    Case("two rows far apart", SIMPLE, MOVE, batch_state(1, [[(10, 10_000)], [], [], []] * 2), (4, "migrate")),
     # Chain: from the middle one row is left; at tp 2 8 ms, at tp 8 4 ms.
-    Case("onwards in a chain", SIMPLE, MOVE, situation(2, [[(10, 1000)]]), (8, "migrate")),
-    Case("at the largest degree", SIMPLE, MOVE, situation(8, [[(10, 1000)]]), None),
+    Case("onwards in a chain", SIMPLE, MOVE, batch_state(2, [[(10, 1000)]]), (8, "migrate")),
+    Case("at the largest degree", SIMPLE, MOVE, batch_state(8, [[(10, 1000)]]), None),
     # 64 rows at tp 8: 4 + 8 x 63 = 508 ms. Down, tp 1 would have eight in each: 10 + 7 = 17 ms.
-    Case("down is not allowed", SIMPLE, MOVE, situation(8, [[(10, 1000)] * 64]), None),
-    Case("down is allowed", SIMPLE, BOTH, situation(8, [[(10, 1000)] * 64]), (1, "migrate")),
-    Case("nothing lives", SIMPLE, MOVE, situation(1, []), None),
-    Case("all rows are at their limits", SIMPLE, MOVE, situation(1, [[(10, 0)]]), None),
-    Case("requests wait", SIMPLE, MOVE, situation(1, [[(1000, 1000)]], num_waiting=1), None),
-    Case("no other layout", SIMPLE, MOVE, situation(1, [[(10, 10_000)]], capacities={1: ROOMY}), None),
+    Case("down is not allowed", SIMPLE, MOVE, batch_state(8, [[(10, 1000)] * 64]), None),
+    Case("down is allowed", SIMPLE, BOTH, batch_state(8, [[(10, 1000)] * 64]), (1, "migrate")),
+    Case("nothing lives", SIMPLE, MOVE, batch_state(1, []), None),
+    Case("all rows are at their limits", SIMPLE, MOVE, batch_state(1, [[(10, 0)]]), None),
+    Case("requests wait", SIMPLE, MOVE, batch_state(1, [[(1000, 1000)]], num_waiting=1), None),
+    Case("no other layout", SIMPLE, MOVE, batch_state(1, [[(10, 10_000)]], capacities={1: ROOMY}), None),
     Case(
         "no room for a row at tp 8, so tp 4 (5 ms)",
         SIMPLE,
         MOVE,
-        situation(1, [[(10, 10_000)]], capacities={1: ROOMY, 4: ROOMY, 8: GroupCapacity(1 << 40, 0)}),
+        batch_state(1, [[(10, 10_000)]], capacities={1: ROOMY, 4: ROOMY, 8: GroupCapacity(1 << 40, 0)}),
         (4, "migrate"),
     ),
     # 1000 + 32 tokens of headroom, and the row may become 1500 long.
@@ -115,14 +115,14 @@ TABLE = [
         "memory for the row as it is, not for its limit",
         SIMPLE,
         MOVE,
-        situation(1, [[(1000, 500)]], capacities={8: GroupCapacity(1499, 10)}),
+        batch_state(1, [[(1000, 500)]], capacities={8: GroupCapacity(1499, 10)}),
         None,
     ),
     Case(
         "memory just enough",
         SIMPLE,
         MOVE,
-        situation(1, [[(1000, 500)]], capacities={8: GroupCapacity(1500, 10)}),
+        batch_state(1, [[(1000, 500)]], capacities={8: GroupCapacity(1500, 10)}),
         (8, "migrate"),
     ),
     # Three rows, 2000 steps: 20 s at tp 1. Two of them together at tp 4: 5 + 4 = 9 ms, 18 s; T_switch 1.5 s. With
@@ -131,14 +131,14 @@ TABLE = [
         "memory too small for two with headroom",
         SIMPLE,
         MOVE,
-        situation(1, [[(5000, 2000)]] * 3, capacities={4: GroupCapacity(10_063, 10)}),
+        batch_state(1, [[(5000, 2000)]] * 3, capacities={4: GroupCapacity(10_063, 10)}),
         None,
     ),
     Case(
         "memory for two with headroom",
         SIMPLE,
         MOVE,
-        situation(1, [[(5000, 2000)]] * 3, capacities={4: GroupCapacity(10_064, 10)}),
+        batch_state(1, [[(5000, 2000)]] * 3, capacities={4: GroupCapacity(10_064, 10)}),
         (4, "migrate"),
     ),
 ]
@@ -157,7 +157,7 @@ def test_decision_table(case: Case):
 def test_expected_length_from_history():
     """One row, 1000 tokens, at most 5000 more: with the limit a switch pays, with 100 expected steps it does not."""
     known = LiveRow(1, 1000, 6000, expected_remaining=99.5)
-    now = situation(1, [[(1000, 5000)]])
+    now = batch_state(1, [[(1000, 5000)]])
     for row, bound, expected in [
         (known, "max_length", 8),
         (known, "expected", None),
@@ -181,7 +181,7 @@ def test_what_a_switch_says():
     """Three rows in neighbouring groups, of 1000, 2000 and 3000 tokens with 1000, 900 and 100 steps left; tp 1 to 4."""
     rule = LayoutSwitchRule(MOVE, DEGREES, SIMPLE)
     rows = [[(1000, 1000)], [(2000, 900)], [(3000, 100)]]
-    switch = rule.decide(situation(1, rows, dispatch=7, capacities={4: ROOMY}))
+    switch = rule.decide(batch_state(1, rows, dispatch=7, capacities={4: ROOMY}))
     assert switch is not None
     # Staying: 1000 steps of 10 ms. At tp 4 the shortest goes to the other group: 100 steps of two rows, 9 ms, then 900
     # of one, 5 ms. KV: 3000 tokens in the fullest group, 0.1 ms each.
@@ -197,7 +197,7 @@ def test_what_a_switch_says():
 def test_every_refusal_has_its_reason():
     capacities = {1: ROOMY, 4: GroupCapacity(100, 10), 8: GroupCapacity(1 << 40, 0)}
     rule = LayoutSwitchRule(BOTH, DEGREES, SIMPLE)
-    stay, *others = rule.evaluate(situation(1, [[(1000, 500)]], capacities=capacities))
+    stay, *others = rule.evaluate(batch_state(1, [[(1000, 500)]], capacities=capacities))
     assert (stay.tp, stay.refused, stay.cost_s) == (1, None, 0.0)
     assert [candidate.refused for candidate in others] == [
         "tp 2: this layout is not possible here",
@@ -206,7 +206,7 @@ def test_every_refusal_has_its_reason():
     ]
     up = LayoutSwitchRule(MOVE, DEGREES, SIMPLE)
     assert (
-        up.evaluate(situation(2, [[(1000, 500)]]))[1].refused
+        up.evaluate(batch_state(2, [[(1000, 500)]]))[1].refused
         == "tp 1: within a generation tp only grows (direction 'up')"
     )
 
@@ -246,26 +246,26 @@ def test_rows_are_looked_at_only_where_they_matter():
     assert not rule.considers(0, 8, num_live=1, num_waiting=0)  # the largest
     assert not rule.considers(0, 4, num_live=0, num_waiting=0)
     assert not rule.considers(0, 4, num_live=1, num_waiting=1)
-    assert rule.decide(situation(1, [[(10, 10_000)]], dispatch=5, capacities={2: ROOMY})) is not None
+    assert rule.decide(batch_state(1, [[(10, 10_000)]], dispatch=5, capacities={2: ROOMY})) is not None
     assert [rule.considers(dispatch, 2, 1, 0) for dispatch in range(5, 9)] == [False, False, False, True]
     back = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, SIMPLE)
-    assert back.decide(situation(1, [[(10, 10_000)]], capacities={8: ROOMY})) is not None
+    assert back.decide(batch_state(1, [[(10, 10_000)]], capacities={8: ROOMY})) is not None
     assert [back.considers(1, 8, num_live, 0) for num_live in (1, 2)] == [False, True]  # down: only if it has grown
 
 
 def test_cooldown_counts_plans():
     rule = LayoutSwitchRule(replace(BOTH, cooldown=3), DEGREES, SIMPLE)
     one_row = [[(10, 10_000)]]
-    assert rule.decide(situation(1, one_row, dispatch=5, capacities={2: ROOMY})) is not None
+    assert rule.decide(batch_state(1, one_row, dispatch=5, capacities={2: ROOMY})) is not None
     for dispatch in (5, 6, 7):
-        assert rule.decide(situation(2, one_row, dispatch=dispatch)) is None
-    switch = rule.decide(situation(2, one_row, dispatch=8))
+        assert rule.decide(batch_state(2, one_row, dispatch=dispatch)) is None
+    switch = rule.decide(batch_state(2, one_row, dispatch=8))
     assert switch is not None
     assert switch.to_tp == 8
     with pytest.raises(ValueError, match=r"dispatch 2 comes before the last switch \(8\)"):
-        rule.decide(situation(8, one_row, dispatch=2))
+        rule.decide(batch_state(8, one_row, dispatch=2))
     rule.begin()
-    assert rule.decide(situation(2, one_row, dispatch=2)) is not None
+    assert rule.decide(batch_state(2, one_row, dispatch=2)) is not None
 
 
 @pytest.mark.parametrize(("rows", "turns"), [(3, False), (4, True), (7, True)])
@@ -274,10 +274,10 @@ def test_a_way_back_down_needs_a_batch_that_has_grown(rows: int, turns: bool):
     steps = {(tp, b): s for tp in DEGREES for b, s in ((1, 0.01), (2, 0.02 / tp), (3, 0.02 * tp))}
     costs = {(a, b): (0.1, 0.0, 0.0) for a in DEGREES for b in DEGREES if a != b}
     rule = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, predictor(steps, costs))
-    switch = rule.decide(situation(1, [[(10, 1000)] * 2]))
+    switch = rule.decide(batch_state(1, [[(10, 1000)] * 2]))
     assert switch is not None
     assert switch.to_tp == 8
-    now = situation(8, [[(10, 1000)] * rows], dispatch=1)
+    now = batch_state(8, [[(10, 1000)] * rows], dispatch=1)
     refused = rule.evaluate(now)[1].refused
     assert (rule.decide(now) is not None) == turns == (refused is None)
     if not turns:
@@ -288,10 +288,10 @@ def test_a_way_back_down_needs_a_batch_that_has_grown(rows: int, turns: bool):
 def test_a_way_back_up_needs_a_batch_that_has_shrunk(rows: int, turns: bool):
     """Down from tp 8 with 64 rows; back up only once there are 32, though larger degrees look better at once."""
     rule = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, SIMPLE)
-    switch = rule.decide(situation(8, [[(10, 1000)] * 64], capacities={1: ROOMY}))
+    switch = rule.decide(batch_state(8, [[(10, 1000)] * 64], capacities={1: ROOMY}))
     assert switch is not None
     assert switch.to_tp == 1
-    now = situation(1, [[(10, 100_000)] * rows], dispatch=1)  # in one dp group: 2 to 64 ms a step
+    now = batch_state(1, [[(10, 100_000)] * rows], dispatch=1)  # in one dp group: 2 to 64 ms a step
     changed = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, cheap_large_degrees())
     changed.record(switch)
     refused = changed.evaluate(now)[-1].refused
@@ -332,7 +332,7 @@ def run_noisy(config: LayoutSection, counts: Sequence[int], tp: int, seed: int) 
     switches = []
     for dispatch, count in enumerate(counts):
         groups = [[(10 + dispatch, 100)] * len(part) for part in np.array_split(np.arange(count), 8 // tp)]
-        switch = rule.decide(situation(tp, groups, dispatch=dispatch))
+        switch = rule.decide(batch_state(tp, groups, dispatch=dispatch))
         if switch is not None:
             assert (switch.dispatch, switch.from_tp) == (dispatch, tp)
             assert switch.to_tp != tp
@@ -436,7 +436,7 @@ def machines(draw: st.DrawFn) -> LatencyPredictor:
 )
 def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, rows: list[tuple[int, int, int]]):
     groups = [[(n, left) for g, n, left in rows if g % (8 // tp) == i] for i in range(8 // tp)]
-    now = situation(tp, groups)
+    now = batch_state(tp, groups)
     rule = LayoutSwitchRule(replace(UP, direction="both"), DEGREES, model)
     times = {candidate: brute_force(model, now, candidate) for candidate in DEGREES}
     for candidate in rule.evaluate(now):
@@ -470,11 +470,11 @@ def test_degrees_are_checked(degrees: tuple[int, ...], message: str):
 @pytest.mark.parametrize(
     ("now", "message"),
     [
-        (replace(situation(1, []), tp=3), r"tp \(3\) must be one of the degrees \(1, 2, 4, 8\)"),
-        (replace(situation(1, []), tp=2), r"dp \(8\) × tp \(2\) must equal the number of devices \(8\)"),
+        (replace(batch_state(1, []), tp=3), r"tp \(3\) must be one of the degrees \(1, 2, 4, 8\)"),
+        (replace(batch_state(1, []), tp=2), r"dp \(8\) × tp \(2\) must equal the number of devices \(8\)"),
     ],
 )
-def test_situations_are_checked(now: BatchState, message: str):
+def test_batch_states_are_checked(now: BatchState, message: str):
     with pytest.raises(ValueError, match=message):
         LayoutSwitchRule(UP, DEGREES, SIMPLE).decide(now)
 

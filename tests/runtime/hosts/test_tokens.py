@@ -22,7 +22,7 @@ def sample(number: int, length: int, seed: int = 0) -> Sample:
     return Sample(SampleKey(0, number, 0), words[0], *floats, words[1], "length")
 
 
-def hollow(like: Sample) -> Sample:
+def placeholder(like: Sample) -> Sample:
     ints, floats = np.broadcast_to(np.int32(0), len(like)), np.broadcast_to(np.float32(0), len(like))
     return Sample(like.key, ints, floats, floats, ints, "length")
 
@@ -72,16 +72,16 @@ def test_one_process_has_all_already():
 def test_samples_that_were_not_awaited_end_the_run():
     theirs = [sample(0, 5), sample(1, 0), sample(2, 9)]
     words = _packed(theirs)
-    awaited = [hollow(each) for each in theirs]
+    awaited = [placeholder(each) for each in theirs]
     _unpack(np.concatenate([words, np.zeros(99, np.int32)]), awaited, 1)
     for each, expected in zip(awaited, theirs, strict=True):
         assert each.token_ids.tobytes() == expected.token_ids.tobytes()
         assert each.rollout_logprobs.tobytes() == expected.rollout_logprobs.tobytes()
         assert each.token_ids.flags.owndata, "the buffer of all is not kept for one"
     for others in (
-        [hollow(theirs[0])],
-        [hollow(theirs[1]), hollow(theirs[0]), hollow(theirs[2])],
-        [hollow(sample(3, 5)), *awaited[1:]],
+        [placeholder(theirs[0])],
+        [placeholder(theirs[1]), placeholder(theirs[0]), placeholder(theirs[2])],
+        [placeholder(sample(3, 5)), *awaited[1:]],
     ):
         with pytest.raises(
             RunFailed, match=r"host 1 sends 3 samples of 14 tokens where .* the hosts do not handle the"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import SIMPLE, situation
+from made_up import SIMPLE, batch_state
 
 from jaxrl.scheduling.layouts.batch_state import LiveRow, load_at, remaining_s
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -16,7 +16,7 @@ from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, Profi
 @settings(deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), max_size=5), min_size=1, max_size=4))
 def test_load_at(rows: list[list[tuple[int, int]]]):
-    groups = situation(1, rows, num_devices=len(rows)).groups
+    groups = batch_state(1, rows, num_devices=len(rows)).groups
     batch_S, tokens_S = load_at(groups, "max_length", np.arange(32))
     for step in range(32):
         live = [[row.length + step for row in group if row.limit - row.length > step] for group in groups]
@@ -35,7 +35,7 @@ def test_long_sums_are_close(rows: list[tuple[int, int]]):
     """Beyond 2048 steps a part of them stands for all."""
     points = [Measurement(1, b, n, 0.01 + 0.002 * b + 1e-6 * b * n) for b in (1, 3, 6) for n in (8, 512, 20_000)]
     model = LatencyPredictor(Profile(ProfileIdentity("", "", "", 1, "", ""), tuple(points)))
-    groups = situation(1, [rows], num_devices=1).groups
+    groups = batch_state(1, [rows], num_devices=1).groups
     num_steps = max(left for _, left in rows)
     exact = float(np.sum(model.decode_steps_s(1, *load_at(groups, "max_length", np.arange(num_steps)))))
     assert remaining_s(model, 1, groups) == pytest.approx(exact, rel=1e-3)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
-from checked_workers import SMALL, build, homes, requests_of, run
+from checked_workers import SMALL, build, by_worker, requests_of, run
 from checking import assert_empty, assert_whole, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def test_requests_are_dealt(deal: Deal, expected: list[tuple[int, ...]]):
     workers, _ = build(requests, [5] * 6, deal=deal)
     for request in requests:
         workers.add(request)
-    assert homes(workers) == expected
+    assert by_worker(workers) == expected
     assert workers.unfinished() == (0, 1, 2, 3, 4, 5)
 
 
@@ -42,7 +42,7 @@ def test_what_a_request_may_still_take_is_what_counts():
     workers, _ = build(requests, sizes, num_slots=1)
     for request in requests[:4]:
         workers.add(request)
-    assert homes(workers) == [(0,), (1, 2, 3)]
+    assert by_worker(workers) == [(0,), (1, 2, 3)]
     assert [workers.outstanding(i) for i in range(2)] == [43, 54]
     while workers.engines[0].batcher.counters.steps < 28:
         workers.step()
@@ -56,10 +56,10 @@ def test_a_prompt_stays_with_the_worker_of_its_first_sample_until_all_are_idle()
     workers, _ = build(requests, [9] * 7, deal="prompts")
     for request in requests[:6]:
         workers.add(request)
-    assert homes(workers) == [(0, 4, 5), (1, 2, 3)]
+    assert by_worker(workers) == [(0, 4, 5), (1, 2, 3)]
     run(workers)
     workers.add(requests[6])
-    assert homes(workers) == [(6,), ()], "dealt anew"
+    assert by_worker(workers) == [(6,), ()], "dealt anew"
 
 
 # ---------------------------------------------------------------- logical time
@@ -108,7 +108,7 @@ def test_a_worker_that_has_nothing_more_to_plan_is_not_asked_again_until_somethi
     assert asked == [2, 2], "once for the plan, and once in vain"
     assert not workers.makes_plan(0)
     workers.add(requests[2])
-    assert homes(workers) == [(0, 2), (1,)]
+    assert by_worker(workers) == [(0, 2), (1,)]
     assert workers.makes_plan(0)
     assert workers.turn == 0
     run(workers)
@@ -155,11 +155,11 @@ def test_an_end_is_held_until_no_worker_can_bring_an_earlier_one():
     workers = LocalWorkers([make_engine(of)[0] for _ in range(2)])
     for request in requests:
         workers.add(request)
-    told: list[tuple[int, int, int]] = []
+    delivered: list[tuple[int, int, int]] = []
     while not workers.is_idle:
-        told += [(one.request_id, workers.tick(0), workers.tick(1)) for one in workers.step()]
-    assert [one[0] for one in told] == [0, 1]
-    (_, own, other), *_ = told
+        delivered += [(one.request_id, workers.tick(0), workers.tick(1)) for one in workers.step()]
+    assert [one[0] for one in delivered] == [0, 1]
+    (_, own, other), *_ = delivered
     assert other >= own == 3 + 4 * PREFILL_TOKENS_PER_STEP + 1 * PREFILL_TOKENS_PER_STEP
 
 
@@ -178,7 +178,7 @@ def test_ends_are_told_by_tick_then_worker(drawn: list[tuple[int, int, int]]):
     workers = LocalWorkers([make_engine(of, **SMALL)[0] for _ in costs], ticks=ticks)
     for request in requests:
         workers.add(request)
-    home = {request_id: worker for worker, own in enumerate(homes(workers)) for request_id in own}
+    home = {request_id: worker for worker, own in enumerate(by_worker(workers)) for request_id in own}
     order = [
         (sum(max(costs[worker][i], 1) for i in range(one.dispatch + 1)), worker, one.dispatch, one.dp_group, one.slot)
         for one in run(workers)
@@ -193,16 +193,16 @@ def test_an_idle_worker_starts_where_the_others_are():
     workers, _ = build(requests, [50, 2, 40])
     workers.add(requests[0])
     workers.add(requests[1])
-    told: list[Finished] = []
-    while not told or not workers.engines[1].is_idle:
-        told += workers.step()
+    delivered: list[Finished] = []
+    while not delivered or not workers.engines[1].is_idle:
+        delivered += workers.step()
     behind, ahead = workers.tick(1), workers.tick(0)
     while workers.tick(0) < ahead + 2000:
         workers.step()
     assert workers.tick(1) == behind < workers.tick(0)
     workers.add(requests[2])
     assert workers.tick(1) == workers.tick(0)
-    assert homes(workers) == [(0,), (2,)]
+    assert by_worker(workers) == [(0,), (2,)]
     run(workers)
     workers.add(make_request(9, prompt=0))
     assert [workers.tick(i) for i in range(2)] == [0, 0], "all were idle: a new beginning"
@@ -256,15 +256,15 @@ def test_a_request_moves_there_and_back(by: How):
         workers.step()
     there = workers.move([0, 2], 1, by)
     assert (there.num_requests, there.num_seated > 0, there.num_moved > 0) == (2, by == "migrate", by == "migrate")
-    assert homes(workers) == [(), (1, 3, 0, 2)]
+    assert by_worker(workers) == [(), (1, 3, 0, 2)]
     assert workers.move([0], 1, by).num_requests == 0, "it is there"
     for _ in range(6):
         workers.step()
     workers.move([2, 1], 0, by)
-    assert homes(workers) == [(1, 2), (3, 0)]
-    told = run(workers)
-    assert sorted(one.request_id for one in told) == [0, 1, 2, 3]
-    for one in told:
+    assert by_worker(workers) == [(1, 2), (3, 0)]
+    delivered = run(workers)
+    assert sorted(one.request_id for one in delivered) == [0, 1, 2, 3]
+    for one in delivered:
         assert_whole(one.sample, requests[one.request_id], 50)
     assert (workers.counters.admissions > 4) == (by == "recompute"), "KV that came along is not computed again"
     for engine in workers.engines:
@@ -289,7 +289,7 @@ def test_how_requests_move_may_be_asked():
     moved = workers.move([0, 4, 3, 1], 2, by)
     assert asked == [(0, 2, [0, 3]), (1, 2, [4, 1])]
     assert (moved.num_requests, moved.num_seated) == (4, 2)
-    assert homes(workers) == [(), (), (2, 5, 0, 3, 1, 4)]
+    assert by_worker(workers) == [(), (), (2, 5, 0, 3, 1, 4)]
     for one in run(workers):
         assert_whole(one.sample, requests[one.request_id], 50)
 
@@ -299,12 +299,12 @@ def test_a_closed_worker_has_nothing_and_gets_nothing():
     workers, _ = build(requests, [40] * 8, num_workers=3)
     for request in requests[:6]:
         workers.add(request)
-    assert homes(workers) == [(0, 3), (1, 4), (2, 5)]
+    assert by_worker(workers) == [(0, 3), (1, 4), (2, 5)]
     for _ in range(5):
         workers.step()
     assert workers.num_rows == 12
     assert workers.close(1).num_requests == 2
-    assert homes(workers) == [(0, 3, 1), (), (2, 5, 4)]
+    assert by_worker(workers) == [(0, 3, 1), (), (2, 5, 4)]
     assert workers.engines[1].is_idle
     assert (workers.num_open, workers.num_rows, workers.is_open(1)) == (2, 8, False)
     workers.add(requests[6])
@@ -320,10 +320,10 @@ def test_a_closed_worker_has_nothing_and_gets_nothing():
     with pytest.raises(ValueError, match=r"open\(1\): it must be a closed worker"):
         workers.open(1)
     workers.add(requests[7])
-    assert homes(workers)[1] == (7,)
-    told = run(workers)
-    assert sorted(one.request_id for one in told) == list(range(8))
-    for one in told:
+    assert by_worker(workers)[1] == (7,)
+    delivered = run(workers)
+    assert sorted(one.request_id for one in delivered) == list(range(8))
+    for one in delivered:
         assert_whole(one.sample, requests[one.request_id], 40)
 
 
@@ -344,10 +344,10 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
         with pytest.raises(SwitchFailed, match="the link is down"):
             workers.close(1, "migrate")
     assert workers.is_open(1)
-    assert homes(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
-    told = run(workers)
-    assert sorted(one.request_id for one in told) == list(range(9))
-    for one in told:
+    assert by_worker(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
+    delivered = run(workers)
+    assert sorted(one.request_id for one in delivered) == list(range(9))
+    for one in delivered:
         assert_whole(one.sample, requests[one.request_id], 40)
     for engine in workers.engines:
         assert_empty(engine)
@@ -368,10 +368,10 @@ def test_refusals(act: Callable[[LocalWorkers], object], message: str):
     workers, _ = build(requests, [9] * 2)
     for request in requests:
         workers.add(request)
-    before = homes(workers)
+    before = by_worker(workers)
     with pytest.raises(ValueError, match=message):
         act(workers)
-    assert homes(workers) == before
+    assert by_worker(workers) == before
     for engines in ([], workers.engines):
         with pytest.raises(ValueError, match="there must be at least one engine, and all must be idle"):
             LocalWorkers(engines)

@@ -32,9 +32,9 @@ ACTS = st.lists(
 
 @dataclass
 class Run:
-    """What became of the requests: those that were told, in order, and those that were aborted for good."""
+    """What became of the requests: those that were delivered, in order, and those that were aborted for good."""
 
-    told: list[Finished]
+    delivered: list[Finished]
     aborted: dict[int, Sample]
     requests: dict[int, Request]
 
@@ -52,7 +52,7 @@ def play(workers: LocalWorkers | Engine, requests: Sequence[Request], acts: Sequ
         match name:
             case "step":
                 for _ in range(1 + number % 3):
-                    done.told += workers.step()
+                    done.delivered += workers.step()
             case "add":
                 for request in waiting[:3]:
                     workers.add(request)
@@ -61,7 +61,7 @@ def play(workers: LocalWorkers | Engine, requests: Sequence[Request], acts: Sequ
             case "abort":
                 done.aborted |= dict(zip(some[:2], workers.abort(some[:2]), strict=True))
             case "again":  # aborted with its tokens, and added again with them
-                done.told += workers.drain()
+                done.delivered += workers.drain()
                 some = [i for i in some if i in workers.unfinished()]
                 for i, sample in zip(some, workers.abort(some), strict=True):
                     again = resume(done.requests.pop(i), sample)
@@ -79,13 +79,13 @@ def play(workers: LocalWorkers | Engine, requests: Sequence[Request], acts: Sequ
                     workers.add(again)
                     ids += 1
             case "drain":
-                done.told += workers.drain()
+                done.delivered += workers.drain()
             case _ if isinstance(workers, LocalWorkers) and len(workers.engines) > 1:
                 _rearrange(workers, name, number, some)
     for request in waiting:
         workers.add(request)
         done.requests[request.request_id] = request
-    done.told += run(workers)
+    done.delivered += run(workers)
     return done
 
 
@@ -123,10 +123,10 @@ def test_every_request_ends_once_and_whole_whatever_happens(
     requests, lengths = requests_of(drawn)
     workers, executors = build(requests, lengths, num_workers, deal, **SMALL)
     done = play(workers, requests, acts)
-    ended = [one.request_id for one in done.told] + list(done.aborted)
+    ended = [one.request_id for one in done.delivered] + list(done.aborted)
     assert sorted(ended) == sorted(done.requests), "each ends once"
     by_key = dict(zip((request.key for request in requests), lengths, strict=True))
-    for one in done.told:
+    for one in done.delivered:
         request = done.requests[one.request_id]
         assert_whole(one.sample, request, by_key[request.key])
     for sample in done.aborted.values():
@@ -139,8 +139,8 @@ def test_every_request_ends_once_and_whole_whatever_happens(
         executor.inner._cost = lambda plan, steps, by=factor: by + plan.index % 3 + steps
     repeated = play(again, requests, acts)
     assert [executor.plans for executor in others] == [executor.plans for executor in executors]
-    assert [(one.request_id, one.dispatch) for one in repeated.told] == [
-        (one.request_id, one.dispatch) for one in done.told
+    assert [(one.request_id, one.dispatch) for one in repeated.delivered] == [
+        (one.request_id, one.dispatch) for one in done.delivered
     ]
 
 
@@ -153,7 +153,7 @@ def test_one_worker_is_its_engine(drawn: list[tuple[int, int, int]], acts: list[
     alone, same = make_engine(of, **SMALL)
     first, second = play(bare, requests, acts), play(LocalWorkers([alone]), requests, acts)
     assert executor.plans == same.plans
-    assert [_plain(one) for one in first.told] == [_plain(one) for one in second.told]
+    assert [_plain(one) for one in first.delivered] == [_plain(one) for one in second.delivered]
     assert list(first.aborted) == list(second.aborted)
     assert bare.counters == alone.counters
 

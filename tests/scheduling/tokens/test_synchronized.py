@@ -233,7 +233,7 @@ def test_refusals():
 
 
 def test_stop_strings_leave_the_count_before_the_plan_that_cut_them():
-    """A response that ended after the present tick is cut back by what its plans brought, not by what was kept."""
+    """A response that ended after now is cut back by what its plans brought, not by what was kept."""
     asked = [make_request(0, max_tokens=60, prompt=0), make_request(1, max_tokens=60, prompt=1)]
     crew = Crew({asked[0]: 18, asked[1]: 9}, ahead=100)
     crew.launch(*asked)

@@ -10,7 +10,7 @@ from jaxrl.scheduling.tokens.progress import Named
 
 
 @dataclass(slots=True)
-class Sketch:
+class PlanBuilder:
     """The pieces of a plan, and what is left for more of them."""
 
     budget: list[int]  # prefill tokens left, per dp group
