@@ -92,8 +92,10 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, truncate: bool) -> Drawn:
-    """Draws one token per row. Training computes `rollout_logprob` again with the same scaling
-    (`jaxrl.train.objectives`, `jaxrl.train.logprobs`): another distribution here is another one there.
+    """Draws one token per row, in prefill, decode and verification alike.
+
+    Training computes `rollout_logprob` again from the same logits and temperature (`jaxrl.train.objectives`). Whoever
+    changes the distribution here changes it there as well, or changes both at once in `jaxrl.models.decoder.logits`.
 
     Args:
       logits: float32 or float64 [..., V]; -inf marks padded vocabulary.
@@ -143,7 +145,7 @@ def _mass(blocks: jax.Array, highest: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def _first(weights: jax.Array, counters: jax.Array, positions: jax.Array, keys: jax.Array) -> jax.Array:
-    """int [...]: the competitor that arrives first, of those with weights [..., N]."""
+    """int [...]: the competitor that arrives first, of those with weights [..., N]; 0 if no weight is above 0."""
     return jnp.argmin(exponential_noise(keys, positions, counters, weights.dtype) / weights, axis=-1)
 
 

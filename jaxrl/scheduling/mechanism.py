@@ -257,8 +257,9 @@ class Mechanism:
         return False
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        """Samples have ended by themselves; of other processes' only the lengths are known. `is_stopping`: the round is
-        about to end the others."""
+        """Samples have ended by themselves, in any process: every process is told of all. Those of other processes have
+        a length, versions and `finish_reason`, and no tokens. One that the round has not been told of yet may still be
+        `aborted`. `is_stopping`: the round is about to end the others."""
 
     def aborted(self, key: SampleKey) -> None:
         """A sample was ended."""
@@ -292,7 +293,8 @@ class Mechanism:
         return None
 
     def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> Mapping[str, float]:
-        """The round is over; its metrics. `by_process`: what `counts` has returned in each."""
+        """The round is over; its metrics, those of an evaluation (`end.result` is None) are dropped. `by_process`: what
+        `counts` has returned in each process, None where that was nothing."""
         return {}
 
     def cancelled(self) -> None:

@@ -49,9 +49,9 @@ class SimulatedClock:
         self.now_ns = ended_ns
 
 
-class SimulatedTogether:
-    """Implements `jaxrl.mechanisms.one_step_off.session.Together`. The second of two things runs first, and then the
-    clock goes back; so the first can be told when the second has ended."""
+class SimulatedConcurrently:
+    """Implements `jaxrl.mechanisms.one_step_off.session.Concurrently`. The second of two things runs first, and then
+    the clock goes back; so the first can be told when the second has ended."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock = clock

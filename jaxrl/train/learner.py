@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.rules import map_weights
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.passes import Passes
+from jaxrl.train.microbatches import Passes
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.types import RunFailed, TrainBatch
 

@@ -1,8 +1,8 @@
 """What a training step does with a batch: log-probabilities, advantages, gradients, updates. Imports no jax.
 
 Purpose: `learn` is the training half of a step of the loop (`jaxrl.loop`), over a trainer that is real or simulated.
-What gradients need besides is in `jaxrl.train.preparation`. With a critic its values come before the advantages, and
-its updates, towards the returns, before those of the policy; neither reads what the other's updates write.
+What gradients need besides is in `jaxrl.train.batch_preparation`. With a critic its values come before the advantages,
+and its updates, towards the returns, before those of the policy; neither reads what the other's updates write.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
-from jaxrl.train import preparation
+from jaxrl.train import batch_preparation
 from jaxrl.types import Group, TrainBatch
 
 _SKIPPED = "skipped_updates"
@@ -53,7 +53,7 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class UpdateResult:
     """A step's batch, and the metrics of each update by model (`actor`, `critic`; without those that had none)."""
 
     batch: TrainBatch
@@ -104,7 +104,7 @@ def learn(
     step: int,
     phase: Callable[[str], AbstractContextManager[None]],
     beat: Callable[[], None],
-) -> Learnt:
+) -> UpdateResult:
     """Update `step`: `ppo_epochs` passes of minibatches of whole groups; those of the critic first.
 
     Args:
@@ -117,14 +117,14 @@ def learn(
     taken = {prompt.key for part in parts for prompt in part.prompts}
     others = [group for group in groups if group.prompt.key not in taken]
     values = None if critic is None else critic.token_values
-    rest = preparation.prepared(config, others, step, trainer.token_logprobs, phase, values)
-    batch = preparation.joined(groups, [*parts, rest]) if parts else rest
+    rest = batch_preparation.prepared(config, others, step, trainer.token_logprobs, phase, values)
+    batch = batch_preparation.joined(groups, [*parts, rest]) if parts else rest
     updates: dict[str, list[dict[str, float]]] = {}
     if critic is not None:
         updates["critic"] = []
         with phase("update_critic"):
             for _ in range(config.critic_epochs):
-                for part in preparation.minibatches(groups, batch, config.critic_mini_batch_prompts):
+                for part in batch_preparation.minibatches(groups, batch, config.critic_mini_batch_prompts):
                     critic.accumulate(part)
                     updates["critic"].append(critic.apply())
                     beat()
@@ -132,9 +132,9 @@ def learn(
         updates["actor"] = []
         with phase("update_actor"):
             for _ in range(config.actor.ppo_epochs):
-                for part in preparation.minibatches(groups, batch, config.mini_batch_prompts):
+                for part in batch_preparation.minibatches(groups, batch, config.mini_batch_prompts):
                     is_begun = not updates["actor"] and bool(parts)  # `rest` is what is left of the first minibatch
                     trainer.accumulate(rest if is_begun else part)
                     updates["actor"].append(trainer.apply())
                     beat()
-    return Learnt(batch, updates)
+    return UpdateResult(batch, updates)

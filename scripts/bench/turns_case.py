@@ -33,7 +33,7 @@ class _OneDevice:
         from jaxrl.runtime.build import build_executor, load_weights, read_tokenizer_and_model
         from jaxrl.sharding.layout import Layout
         from jaxrl.sharding.mesh import make_mesh
-        from jaxrl.train.passes import Passes
+        from jaxrl.train.microbatches import Passes
         from jaxrl.train.step import Trainer
         from jaxrl.types import Prompt
 
@@ -56,7 +56,7 @@ class _OneDevice:
 
     def _drawn(self) -> Any:
         """A batch whose responses have the mean length, ready for gradients."""
-        from jaxrl.train import preparation
+        from jaxrl.train import batch_preparation
         from jaxrl.types import Group, TrainBatch
 
         samples = self._engine().generate(self._requests(self._spec.mean))
@@ -65,9 +65,9 @@ class _OneDevice:
         n = self._spec.samples
         groups = [Group(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(self._prompts)]
         batch = TrainBatch.of(groups)
-        batch.old_logprobs = preparation.old_logprobs(self._config, batch, 1, None)
-        batch.loss_masks = preparation.loss_masks(self._config, batch, 1)
-        preparation.set_advantages(self._config, groups, batch)
+        batch.old_logprobs = batch_preparation.old_logprobs(self._config, batch, 1, None)
+        batch.loss_masks = batch_preparation.loss_masks(self._config, batch, 1)
+        batch_preparation.set_advantages(self._config, groups, batch)
         return batch
 
     def _engine(self) -> Any:

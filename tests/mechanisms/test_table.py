@@ -108,6 +108,10 @@ def streaming(**options: Any) -> Config:
             "trainer.stream.enable excludes rollout.num_devices (4): update and rollout have devices of their own",
         ),
         (
+            {"rollout__max_active_requests": 16},
+            "trainer.stream.enable excludes rollout.max_active_requests (16 samples): workers are freed by the",
+        ),
+        (
             {"rollout__num_workers": 3},
             "trainer.stream.enable needs rollout.num_workers to be even, found 3: half of the rollout's workers are "
             "freed, each of them whole",

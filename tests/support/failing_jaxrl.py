@@ -20,11 +20,11 @@ from jaxrl.cli import main
 from jaxrl.mechanisms.stream_trainer.session import StreamSession
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.runtime.verdicts import Verdicts
-from jaxrl.train import preparation
-from jaxrl.train.passes import Passes
+from jaxrl.train import batch_preparation
+from jaxrl.train.microbatches import Passes
 
 calls = itertools.count()
-accumulate, collect, set_advantages = Passes.accumulate, MeshExecutor.collect, preparation.set_advantages
+accumulate, collect, set_advantages = Passes.accumulate, MeshExecutor.collect, batch_preparation.set_advantages
 
 
 def without_memory(self: Passes, *arguments: Any) -> Any:
@@ -67,5 +67,5 @@ elif fault == "device":
     MeshExecutor.collect = lost
 else:
     assert fault == "nan"
-    preparation.set_advantages = not_numbers
+    batch_preparation.set_advantages = not_numbers
 sys.exit(main(sys.argv[1:]))

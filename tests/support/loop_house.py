@@ -29,7 +29,7 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.train import preparation
+from jaxrl.train import batch_preparation
 from jaxrl.train.learning import Models
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
@@ -213,10 +213,10 @@ class FakeStream(Mechanism):
         if self.num_offers % 2 or not new:
             return
         batch = TrainBatch.of(new[:1])
-        needed = preparation.needs_policy(self.config, batch, step)
+        needed = batch_preparation.needs_policy(self.config, batch, step)
         current = [np.full((len(s),), -1.0, np.float32) for s in batch.samples] if needed else None
-        batch.old_logprobs = preparation.old_logprobs(self.config, batch, step, current)
-        preparation.set_advantages(self.config, new[:1], batch)
+        batch.old_logprobs = batch_preparation.old_logprobs(self.config, batch, step, current)
+        batch_preparation.set_advantages(self.config, new[:1], batch)
         self.taken.append(batch)
         self.log.append(("streamed", step, new[0].prompt.key))
 

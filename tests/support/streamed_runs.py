@@ -32,7 +32,7 @@ from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.train import preparation
+from jaxrl.train import batch_preparation
 from jaxrl.train.learning import Models
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
 
@@ -209,11 +209,11 @@ class Lane:
 def prepared(config: Config, trainer: Any, groups: Sequence[Group], step: int) -> TrainBatch:
     """What the loop makes of groups before their gradients."""
     batch = TrainBatch.of(groups)
-    current = trainer.token_logprobs(batch, "actor") if preparation.needs_policy(config, batch, step) else None
-    batch.old_logprobs = preparation.old_logprobs(config, batch, step, current)
+    current = trainer.token_logprobs(batch, "actor") if batch_preparation.needs_policy(config, batch, step) else None
+    batch.old_logprobs = batch_preparation.old_logprobs(config, batch, step, current)
     batch.ref_logprobs = trainer.token_logprobs(batch, "ref") if config.needs_ref else None
-    batch.loss_masks = preparation.loss_masks(config, batch, step)
-    preparation.set_advantages(config, groups, batch)
+    batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
+    batch_preparation.set_advantages(config, groups, batch)
     return batch
 
 

@@ -2,7 +2,7 @@
 
 Purpose: the rollout for step s + 1 runs before update s, so its tokens are of version s - 1 and one version old when
 they are trained on. Its groups wait in the loop, and are part of a checkpoint. Rollout and update take turns on the
-same devices, or run at the same time, each on its own devices (`Together`). Neither reads what the other writes, so
+same devices, or run at the same time, each on its own devices (`Concurrently`). Neither reads what the other writes, so
 both ways give the same numbers. A resumed run may switch one-step-off on or off.
 
 Source: RollPacker §6.7.
@@ -23,7 +23,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Together(Protocol):
+class Concurrently(Protocol):
     """Does two things at the same time, and returns or raises when both have ended. `has_ended`: whether the second has
     ended well; asked by the first. `busy`: whether two things are running that have to end first."""
 
@@ -46,7 +46,7 @@ class OneStepOff(Mechanism):
 
     rounds_ahead = 1
 
-    def __init__(self, together: Together | None, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(self, together: Concurrently | None, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         self._together, self._phase = together, phase
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.ranking_groups.head_start import WeightBuffer
+from jaxrl.mechanisms.ranking_groups.next_round_prefetch import WeightBuffer
 from jaxrl.mechanisms.ranking_groups.rule import LengthHistory, RankingGroups
 from jaxrl.mechanisms.ranking_groups.session import RankingSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor

@@ -5,9 +5,9 @@ of the round: which prompts it has is the batch rule's business, and so each pro
 
 Source: RhymeRL §6.2 (HistoPipe). The prompts of a step are ranked by the median length of their last responses and cut
 into N equal groups. Odd steps hand the groups to the workers in ascending order, even steps in descending order, so
-that two steps together load all workers alike, if a worker that is done may begin with the next step (the head start,
-`jaxrl.mechanisms.ranking_groups.head_start`). How many workers a group gets is `two_tier`'s decision (§6.4), which
-responses leave their group `outliers`' (§6.3).
+that two steps together load all workers alike, if a worker that is done may begin with the next step
+(`jaxrl.mechanisms.ranking_groups.next_round_prefetch`). How many workers a group gets is `two_tier`'s decision (§6.4),
+which responses leave their group `outliers`' (§6.3).
 
 Departures:
 

@@ -1,7 +1,7 @@
 """Ranking groups on the workers of a backend: outliers move, and what the round was like is measured.
 
 Purpose: `RankingSession` is the mechanism. It has rounds ranked (`jaxrl.mechanisms.ranking_groups.rule`) and the next
-one begun ahead (`jaxrl.mechanisms.ranking_groups.head_start`), tells the books of a ranked round
+one begun ahead (`jaxrl.mechanisms.ranking_groups.next_round_prefetch`), tells the books of a ranked round
 (`jaxrl.mechanisms.ranking_groups.outliers`) what has ended, and moves the outliers that they name to a worker that runs
 for longer.
 
@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxrl.mechanisms.ranking_groups.head_start import HeadStarts, WeightBuffer
+from jaxrl.mechanisms.ranking_groups.next_round_prefetch import NextRoundPrefetches, WeightBuffer
 from jaxrl.mechanisms.ranking_groups.outliers import Outliers
 from jaxrl.mechanisms.ranking_groups.rule import RankedRound, RankingGroups
 from jaxrl.record import metrics as numbers
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
-from jaxrl.scheduling.rounds.events import Command, HeadStart, Launch
+from jaxrl.scheduling.rounds.events import Command, Launch, NextRoundPrefetch
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import By
 from jaxrl.types import Sample, SampleKey
@@ -41,7 +41,7 @@ class RankingSession(Mechanism):
     """
 
     name = "ranking"
-    ahead: HeadStarts
+    ahead: NextRoundPrefetches
 
     def __init__(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
         self._ranking, self._buffer = ranking, buffer
@@ -55,7 +55,7 @@ class RankingSession(Mechanism):
     def attach(self, under_way: UnderWay) -> None:
         self._requests, self._engines, self._clock = under_way.requests, under_way.direct, under_way.clock
         parts = self._engines, self._buffer, under_way.weights, under_way.start, under_way.clock
-        self.ahead = HeadStarts(*parts)
+        self.ahead = NextRoundPrefetches(*parts)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -81,13 +81,13 @@ class RankingSession(Mechanism):
         if info.is_training:
             self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
 
-    def _next_round(self, info: RoundInfo) -> HeadStart | None:
+    def _next_round(self, info: RoundInfo) -> NextRoundPrefetch | None:
         """What the next round launches, with the version of its weights; None while these are not there."""
         assert info.next_launches is not None
         launches = info.next_launches()
         if launches is None:
             return None
-        return HeadStart(info.step - 1, tuple(self._ranking.ahead(launches, info.step + 1)))
+        return NextRoundPrefetch(info.step - 1, tuple(self._ranking.ahead(launches, info.step + 1)))
 
     def place(self, commands: Sequence[Command], step: int) -> list[Command]:
         return self._ranking.begin(commands, step)

@@ -35,6 +35,12 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             f"{option} excludes rollout.num_devices ({own}): update and rollout have devices of their own there, and "
             "run side by side already"
         )
+    if config.rollout.max_active_requests:
+        return (
+            f"{option} excludes rollout.max_active_requests ({config.rollout.max_active_requests} samples): workers "
+            "are freed by the share of a round's samples that have ended, and by what those under way will need, while "
+            "others of the round are still to come"
+        )
     if num_workers % 2:
         return (
             f"{option} needs rollout.num_workers to be even, found {num_workers}: half of the rollout's workers are "

@@ -35,8 +35,8 @@ import jax
 import numpy as np
 
 from jaxrl.sharding.split_mesh import Half
-from jaxrl.train import preparation
-from jaxrl.train.passes import Passes
+from jaxrl.train import batch_preparation
+from jaxrl.train.microbatches import Passes
 from jaxrl.train.programs import Accumulator, TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
@@ -163,13 +163,13 @@ class TrainStream:
         config, batch = self._trainer.config, TrainBatch.of(groups)
         self._ahead = 1  # log-probabilities come back to the host, which must not wait for them
         current = None
-        if preparation.needs_policy(config, batch, step):
+        if batch_preparation.needs_policy(config, batch, step):
             current = yield from self._logprobs(weights, batch, "actor")
-        batch.old_logprobs = preparation.old_logprobs(config, batch, step, current)
+        batch.old_logprobs = batch_preparation.old_logprobs(config, batch, step, current)
         if config.needs_ref:
             batch.ref_logprobs = yield from self._logprobs(weights, batch, "ref")
-        batch.loss_masks = preparation.loss_masks(config, batch, step)
-        preparation.set_advantages(config, groups, batch)
+        batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
+        batch_preparation.set_advantages(config, groups, batch)
         self._ahead = AHEAD
         trainable, frozen = self.programs.partition(weights.on_device("actor"))
         yield from self._passes.accumulate(trainable, frozen, batch)

@@ -309,7 +309,7 @@ class StreamSession(Mechanism):
     def _free(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             try:
-                self._num_copied += self._workers.close(worker, self._by).num_moved
+                self._num_copied += self._workers.close(worker, self._by, leaving=workers).num_moved
             except SwitchFailed as failure:
                 raise Interrupted(f"step {self._step}: {failure}") from failure
             self._freed += (worker,)

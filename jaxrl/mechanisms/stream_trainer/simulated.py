@@ -33,7 +33,7 @@ from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.trainer import blank_logprobs, load_of
-from jaxrl.train import preparation
+from jaxrl.train import batch_preparation
 from jaxrl.types import Group, TrainBatch
 
 Which = Literal["actor", "ref"]
@@ -133,7 +133,7 @@ def build(parts: SimulatedParts) -> StreamSession | None:
     assert isinstance(workers, LocalWorkers), "gradients beside the rollout move requests between workers"
 
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-        return preparation.prepared(config, groups, step, logprobs)
+        return batch_preparation.prepared(config, groups, step, logprobs)
 
     def one(freed: tuple[int, ...]) -> GradientStream:
         before = partial(parts.executors.free_ns, freed)

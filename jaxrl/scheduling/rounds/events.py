@@ -150,7 +150,7 @@ class AwaitVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadStart:
+class NextRoundPrefetch:
     """What the next round launches, whatever becomes of the present one, and the version of its weights, which are
     there: workers with nothing left to do may begin with it."""
 

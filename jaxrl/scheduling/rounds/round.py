@@ -1,9 +1,9 @@
 """One rollout round: events in, commands out, until every prompt has its scored samples.
 
 Purpose: `Round` keeps the ledger of a round (what was launched, finished, scored, aborted) and refuses events that do
-not fit it; a *rule* decides what to launch, what to do with what finishes, and when the round ends. The plain
-synchronous rule is here; rules that cut the long tail have their own files, and Round works with any of them. A
-`BatchRule` (`jaxrl.scheduling.rounds.batches`) makes the rounds and keeps what outlives them (queues, buffers).
+not fit it; a *rule* decides what to launch, what to do with what finishes, and when the round ends. `SynchronousRule`
+is here, for evaluations; training uses `jaxrl.scheduling.rounds.race.Race`, plain rounds too. A `BatchRule`
+(`jaxrl.scheduling.rounds.batches`) makes the rounds and keeps what outlives them (queues, buffers).
 
 Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wait for all).
 

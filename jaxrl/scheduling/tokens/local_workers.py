@@ -149,7 +149,7 @@ class LocalWorkers:
         if self.is_idle:
             self._begin_anew()
         if worker is None:
-            worker = self._deal(request)
+            worker = self._deal(request, self._open)
         else:
             self._refuse_closed(worker)
         now = self._now()
@@ -294,21 +294,25 @@ class LocalWorkers:
             moved += self._move(source, target, leaving, by)
         return moved
 
-    def close(self, worker: int, by: By = "recompute") -> MigrationOutcome:
+    def close(self, worker: int, by: By = "recompute", leaving: Collection[int] = ()) -> MigrationOutcome:
         """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more.
+
+        Args:
+          leaving: workers that will be closed next: no request moves there, only to move again.
 
         Afterwards nothing of it is live or in flight. Where a move fails, as in `move`, the worker stays open, with the
         requests that have not moved. Raises ValueError for the last open worker.
         """
         self._refuse_closed(worker)
-        if self.num_open == 1:
-            raise ValueError(f"close({worker}): it is the only open worker, and one must be left")
+        staying = self._open - {worker, *leaving}
+        if not staying:
+            raise ValueError(f"close({worker}): of the open workers ({sorted(self._open)}) one must be left")
         self._open.remove(worker)
         self._collect(worker)
         engine, targets = self.engines[worker], dict[int, list[int]]()
         added = [0] * len(self.engines)
         for request_id in engine.unfinished():
-            target = self._deal(engine.batcher.progress(request_id).request, added)
+            target = self._deal(engine.batcher.progress(request_id).request, staying, added)
             targets.setdefault(target, []).append(request_id)
             added[target] += self._placements[request_id].limit
         moved = MigrationOutcome(0, 0, 0)
@@ -328,16 +332,16 @@ class LocalWorkers:
 
     # -- dealing -----------------------------------------------------------------------------------------------------
 
-    def _deal(self, request: Request, added: Sequence[int] = ()) -> int:
-        """The worker of a request; `added`: tokens that each worker will get beside those that it has."""
+    def _deal(self, request: Request, workers: Collection[int], added: Sequence[int] = ()) -> int:
+        """Which of `workers` gets a request; `added`: tokens that each worker will get beside those that it has."""
         prompt = request.key.epoch, request.key.prompt_index
-        if self._deal_by == "prompts" and self._first.get(prompt) in self._open:
+        if self._deal_by == "prompts" and self._first.get(prompt) in workers:
             return self._first[prompt]
 
         def load(worker: int) -> int:
             return self.outstanding(worker) + (added[worker] if added else 0)
 
-        chosen = min(sorted(self._open), key=load) if len(self._open) > 1 else next(iter(self._open))
+        chosen = min(sorted(workers), key=load) if len(workers) > 1 else next(iter(workers))
         if self._deal_by == "prompts":
             self._first[prompt] = chosen
         return chosen

@@ -15,7 +15,7 @@ from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
 from jaxrl.sharding.split_mesh import Half
-from jaxrl.train import preparation
+from jaxrl.train import batch_preparation
 from jaxrl.train.step import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
@@ -35,12 +35,12 @@ def groups_of(batch: TrainBatch) -> list[Group]:
 def prepared(trainer: Trainer, groups: Sequence[Group]) -> TrainBatch:
     """What the loop makes of a batch before its gradients."""
     config, batch = trainer.config, TrainBatch.of(groups)
-    current = trainer.token_logprobs(batch) if preparation.needs_policy(config, batch, STEP) else None
-    batch.old_logprobs = preparation.old_logprobs(config, batch, STEP, current)
+    current = trainer.token_logprobs(batch) if batch_preparation.needs_policy(config, batch, STEP) else None
+    batch.old_logprobs = batch_preparation.old_logprobs(config, batch, STEP, current)
     if config.needs_ref:
         batch.ref_logprobs = trainer.token_logprobs(batch, "ref")
-    batch.loss_masks = preparation.loss_masks(config, batch, STEP)
-    preparation.set_advantages(config, groups, batch)
+    batch.loss_masks = batch_preparation.loss_masks(config, batch, STEP)
+    batch_preparation.set_advantages(config, groups, batch)
     return batch
 
 
@@ -64,7 +64,7 @@ def streamed(trainer: Trainer, stream: TrainStream, calls: list[list[Group]], re
         parts.append(prepared(trainer, rest))
         trainer.accumulate(parts[-1])
     groups = sorted((group for part in (*calls, rest) for group in part), key=lambda group: group.prompt.key)
-    return preparation.joined(groups, parts)
+    return batch_preparation.joined(groups, parts)
 
 
 def dealt(groups: list[Group], seed: int) -> tuple[list[list[Group]], list[Group]]:

@@ -72,7 +72,8 @@ class FakeWorkers:
         self.log, self.num_open, self.counters = log, 2, Counters()
         self.engines = [engine(WorkerLoad((LeftRequest(4, n, 20),), 1000, 8)) for n in (9, 3)]
 
-    def close(self, worker: int, by: Any) -> MigrationOutcome:
+    def close(self, worker: int, by: Any, leaving: Sequence[int]) -> MigrationOutcome:
+        assert worker in leaving
         if by == "broken":
             raise SwitchFailed("tp 1 to 2: no memory for the KV", is_usable=True)
         self.log.append(("close worker", worker))

@@ -294,6 +294,21 @@ def test_how_requests_move_may_be_asked():
         assert_whole(one.sample, requests[one.request_id], 50)
 
 
+def test_requests_of_workers_that_leave_together_move_once():
+    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(8)]
+    workers, _ = build(requests, [40] * 8, num_workers=4)
+    for request in requests:
+        workers.add(request)
+    assert by_worker(workers) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    for _ in range(5):
+        workers.step()
+    assert [workers.close(worker, leaving=(0, 1)).num_requests for worker in (0, 1)] == [2, 2]
+    assert by_worker(workers)[:2] == [(), ()], "nothing of the first went to the second, and on from there"
+    with pytest.raises(ValueError, match=r"close\(2\): of the open workers \(\[2, 3\]\) one must be left"):
+        workers.close(2, leaving=(2, 3))
+    assert sorted(one.request_id for one in run(workers)) == list(range(8))
+
+
 def test_a_closed_worker_has_nothing_and_gets_nothing():
     requests = [make_request(i, max_tokens=60, prompt=i) for i in range(8)]
     workers, _ = build(requests, [40] * 8, num_workers=3)
@@ -313,7 +328,7 @@ def test_a_closed_worker_has_nothing_and_gets_nothing():
     with pytest.raises(ValueError, match="worker 1 must be an open one"):
         workers.close(1)
     workers.close(0)
-    with pytest.raises(ValueError, match=r"close\(2\): it is the only open worker"):
+    with pytest.raises(ValueError, match=r"close\(2\): of the open workers \(\[2\]\) one must be left"):
         workers.close(2)
     assert set(workers.engines[2].unfinished()) == set(range(7))
     workers.open(1)

@@ -13,10 +13,10 @@ import pytest
 from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, whole
 
-from jaxrl.mechanisms.one_step_off.overlap import Overlap
+from jaxrl.mechanisms.one_step_off.concurrent_phases import ConcurrentPhases
 from jaxrl.mechanisms.ranking_groups.session import RankingSession
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
+from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently
 from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import H100
 from jaxrl.types import RunFailed, SampleKey
@@ -177,11 +177,11 @@ def test_the_first_of_two_things_is_told_when_the_second_has_ended():
             clock.advance(2.0)
         return "first"
 
-    together = SimulatedTogether(clock)
+    together = SimulatedConcurrently(clock)
     assert together(first, lambda: clock.advance(4.0)) == ("first", None)
     assert seen == [False, False, True]
     assert clock.now_s == 6.0
-    with closing(Overlap()) as overlap:
+    with closing(ConcurrentPhases()) as overlap:
         begins, ended = threading.Event(), threading.Event()
 
         def wait() -> None:

@@ -9,8 +9,8 @@ import pytest
 from fake_rollout import make_sample
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.train import preparation
-from jaxrl.train.preparation import old_logprobs_by_version, on_policy_mask
+from jaxrl.train import batch_preparation
+from jaxrl.train.batch_preparation import old_logprobs_by_version, on_policy_mask
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 STEP = 3  # trains version 2
@@ -50,11 +50,11 @@ def logprobs(batch: TrainBatch, shift: float) -> list[np.ndarray]:
 
 def prepared(c: Config, groups: list[Group]) -> TrainBatch:
     batch = TrainBatch.of(groups)
-    current = logprobs(batch, 0.5) if preparation.needs_policy(c, batch, STEP) else None
-    batch.old_logprobs = preparation.old_logprobs(c, batch, STEP, current)
+    current = logprobs(batch, 0.5) if batch_preparation.needs_policy(c, batch, STEP) else None
+    batch.old_logprobs = batch_preparation.old_logprobs(c, batch, STEP, current)
     batch.ref_logprobs = logprobs(batch, -0.5) if c.needs_ref else None
-    batch.loss_masks = preparation.loss_masks(c, batch, STEP)
-    preparation.set_advantages(c, groups, batch)
+    batch.loss_masks = batch_preparation.loss_masks(c, batch, STEP)
+    batch_preparation.set_advantages(c, groups, batch)
     return batch
 
 
@@ -70,7 +70,7 @@ def prepared(c: Config, groups: list[Group]) -> TrainBatch:
     ],
 )
 def test_when_the_policys_log_probabilities_are_needed(options: Any, groups: list[Group], needed: bool):
-    assert preparation.needs_policy(config(*options), TrainBatch.of(groups), STEP) is needed
+    assert batch_preparation.needs_policy(config(*options), TrainBatch.of(groups), STEP) is needed
 
 
 def test_denominators_by_version():
@@ -93,7 +93,7 @@ def test_parts_are_the_whole(stale_tokens: str, old: str, kl: bool):
     c, groups = config(stale_tokens, old, kl), FRESH + STALE + MIXED
     whole = prepared(c, groups)
     for cut in ([FRESH, STALE, MIXED], [MIXED[1:] + STALE, [*FRESH[1:], MIXED[0]], FRESH[:1]]):
-        found = preparation.joined(groups, [prepared(c, part) for part in cut])
+        found = batch_preparation.joined(groups, [prepared(c, part) for part in cut])
         assert [sample.key for sample in found.samples] == [sample.key for sample in whole.samples]
         for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_masks"):
             ours, theirs = getattr(found, name), getattr(whole, name)
@@ -104,18 +104,18 @@ def test_parts_are_the_whole(stale_tokens: str, old: str, kl: bool):
 
 def test_all_tokens_are_stale():
     groups = STALE
-    found = preparation.joined(groups, [prepared(config(), [each]) for each in groups])
+    found = batch_preparation.joined(groups, [prepared(config(), [each]) for each in groups])
     assert found.old_logprobs is None
 
 
 def test_a_sample_in_two_parts_or_in_none():
     part = prepared(config(), FRESH)
     with pytest.raises(AssertionError, match="each sample is in one part"):
-        preparation.joined(FRESH, [part, part])
+        batch_preparation.joined(FRESH, [part, part])
     with pytest.raises(AssertionError, match="each sample is in one part"):
-        preparation.joined(FRESH[:1], [part])
+        batch_preparation.joined(FRESH[:1], [part])
     with pytest.raises(KeyError):
-        preparation.joined([*FRESH, *STALE], [part])
+        batch_preparation.joined([*FRESH, *STALE], [part])
 
 
 def test_the_staleness_of_tokens():

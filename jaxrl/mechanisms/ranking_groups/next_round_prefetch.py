@@ -1,9 +1,9 @@
 """Workers that are done with a round begin with the next one, while others still draw.
 
-Purpose: `HeadStarts` keeps the requests of two rounds apart for the backend. When the update beside a round has ended,
-the new weights are brought to the rollout's devices beside those in use (the weight buffer); a worker with nothing of
-the present round left takes them, and starts what the next round will launch there. What ends of it is held until that
-round begins and launches it.
+Purpose: `NextRoundPrefetches` keeps the requests of two rounds apart for the backend. When the update beside a round
+has ended, the new weights are brought to the rollout's devices beside those in use (the weight buffer); a worker with
+nothing of the present round left takes them, and starts what the next round will launch there. What ends of it is held
+until that round begins and launches it.
 
 Source: RhymeRL §6.2, Fig. 10 (worker-controlled weight updates: weights are propagated to the rollout workers' buffers,
 and a worker takes them when it has completed its part of a step).
@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jaxrl.scheduling.rounds.events import HeadStart
+from jaxrl.scheduling.rounds.events import NextRoundPrefetch
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Prompt, SampleKey
 
-Offer = Callable[[], HeadStart | None]
+Offer = Callable[[], NextRoundPrefetch | None]
 """What the next round launches; None while its weights are not there."""
 
 Start = Callable[[Prompt, SampleKey, int], int]
@@ -50,7 +50,7 @@ class WeightBuffer(Protocol):
         ...
 
 
-class HeadStarts:
+class NextRoundPrefetches:
     """What a backend has of the next round while the present one runs.
 
     Args:
@@ -148,7 +148,7 @@ class HeadStarts:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _take_up(self, given: HeadStart) -> None:
+    def _take_up(self, given: NextRoundPrefetch) -> None:
         self._version = given.policy_version
         self._behind = set(range(len(self._engines.engines)))
         self._buffer.buffer_weights(self._weights(), given.policy_version)

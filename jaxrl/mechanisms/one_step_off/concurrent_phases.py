@@ -1,11 +1,11 @@
 """Rollout and update at the same time, each on devices of its own (`rollout.num_devices`; RollPacker §6.7).
 
-Purpose: `Overlap` is `jaxrl.mechanisms.one_step_off.session.Together` on a real machine. The rollout stays in the
-calling thread, where the host loop feeds its devices plan by plan; the update has a second thread, which mostly waits
-for its own devices. Neither reads what the other writes: weights pass from the trainer to the rollout only between the
-two, or, where workers may begin with the next round, when the update has ended (`has_ended`). On CPU, programs over
-several devices run one after another in any case (docs/architecture.md), so only submeshes of one device overlap there.
-"""
+Purpose: `ConcurrentPhases` is `jaxrl.mechanisms.one_step_off.session.Concurrently` on a real machine. The rollout stays
+in the calling thread, where the host loop feeds its devices plan by plan; the update has a second thread, which mostly
+waits for its own devices. Neither reads what the other writes: weights pass from the trainer to the rollout only
+between the two, or, where workers may begin with the next round, when the update has ended (`has_ended`). On CPU,
+programs over several devices run one after another in any case (docs/architecture.md), so only submeshes of one device
+overlap there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Overlap:
-    """Implements `jaxrl.mechanisms.one_step_off.session.Together`.
+class ConcurrentPhases:
+    """Implements `jaxrl.mechanisms.one_step_off.session.Concurrently`.
 
     Attributes:
       busy: whether two things are running. A stop that is asked for meanwhile has to wait: the update cannot be undone,
