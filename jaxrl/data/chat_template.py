@@ -126,7 +126,21 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
       ValueError: the template is no template, or exceeds a limit.
       RefusedMessages: it refuses these messages, or fails with them.
     """
-    template = _usable(source, place, json.dumps(dict(context), default=str))
+    return _rendered_or_refused(
+        _usable(source, place, json.dumps(dict(context), default=str)), place, messages, context
+    )
+
+
+@lru_cache(maxsize=16)
+def variables_of(source: str, place: str) -> frozenset[str]:
+    """The variables that a template reads, the conversation among them; ValueError where it is no template."""
+    _usable(source, place, "{}")
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+
+
+def _rendered_or_refused(
+    template: jinja2.Template, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]
+) -> str:
     try:
         return _rendered(template, messages, context)
     except _Limit as error:
@@ -135,13 +149,6 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
         raise RefusedMessages(f"{place}: the chat template refuses these messages: {_said(error)}") from None
     except Exception as error:  # whatever the template's own operations raise
         raise RefusedMessages(f"{place}: the chat template fails with these messages: {_said(error)}") from None
-
-
-@lru_cache(maxsize=16)
-def variables_of(source: str, place: str) -> frozenset[str]:
-    """The variables that a template reads, the conversation among them; ValueError where it is no template."""
-    _usable(source, place, "{}")
-    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 class _Limit(Exception):
