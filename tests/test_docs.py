@@ -14,9 +14,10 @@ import pytest
 
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.config.reference import options, sections
+from jaxrl.scheduling.mechanism import Mechanism
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/mechanisms/*.md")})
 FOLDERS = ("jaxrl", "sharding", "kernels", "configs", "docs", "examples", "scripts", "tests")
 ENDINGS = ("py", "sh", "md", "rst", "yaml", "toml", "svg", "png")
 MADE_UP = ("my_reward.py", "my_rule", "tail_share", "run.yaml", "config.yaml", "checkpoints", "site")
@@ -112,6 +113,25 @@ def test_every_estimator_is_in_the_table():
     text = (ROOT / "docs" / "your-algorithm.md").read_text(encoding="utf-8")
     (row,) = [line for line in text.splitlines() if "`algorithm.adv_estimator`:" in line]
     assert {name for name in get_args(AdvantageEstimator) if f"`{name}`" not in row} == set()
+
+
+ROOMS = sorted(path.parent for path in ROOT.glob("jaxrl/mechanisms/*/__init__.py"))
+SECTIONS = ("What it goes with", "Metrics", "Departures from the paper", "Its room", "Tests", "Figures")
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_mechanism_has_a_page_with_its_files_and_hooks(room):
+    """But for the hooks that nearly all have (docs/mechanisms.md)."""
+    text = (ROOT / "docs" / "mechanisms" / f"{room.name}.md").read_text(encoding="utf-8")
+    assert f"(mechanisms/{room.name}.md)" in (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
+    assert [title for title in SECTIONS if f"\n## {title}" not in text] == []
+    wanted = {file.name for file in room.glob("*.py")} - {"__init__.py"}
+    for file in room.glob("session.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and "Mechanism" in {ast.unparse(base) for base in node.bases}:
+                wanted |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)} & set(vars(Mechanism))
+    wanted -= {"__init__", "attach", "round_begins", "state_dict", "load_state_dict"}
+    assert {name for name in wanted if f"`{name}`" not in text} == set()
 
 
 # ---------------------------------------------------------------- what the pages name

@@ -2,7 +2,8 @@
 
 Purpose: `ROOMS` has what each declares (`jaxrl.mechanisms.room`), from which `composition_problem` follows;
 `batch_rule`, `of_run` and `of_simulation` make what a configuration asks for, and `rollout_memory` and `freed_memory`
-say what it takes. docs/mechanisms.md lists them for readers, docs/rollout-rules.md which of them combine.
+say what it takes. docs/mechanisms.md lists them for readers, each with a page; docs/rollout-rules.md says which batch
+rules combine.
 
 Imports no jax before a run is built: what can be refused is refused before that.
 """

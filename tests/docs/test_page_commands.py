@@ -1,4 +1,4 @@
-"""Every command of README, CONTRIBUTING, docs/*.md and of the headers in configs/ runs, or is listed with a reason.
+"""Every command of README, CONTRIBUTING, docs/ and of the headers in configs/ runs, or is listed with a reason.
 
 A command that a page gains is taken up by itself: it runs as written in a folder that holds what it names, with the
 options of a rule below added where it does not give them. If it names something new, or nothing fits it, its test

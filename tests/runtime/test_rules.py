@@ -30,7 +30,8 @@ from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.replay import ReplayExecutor
 
 LONGEST = 77  # tokens of a response
-RULES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "rollout-rules.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RULES_PAGE = DOCS / "rollout-rules.md"
 
 
 def config(**options: Any) -> Config:
@@ -118,12 +119,13 @@ def test_when_plans_verify_drafts(platform: str, verified: int):
 
 
 @pytest.mark.parametrize("section", rule_sections())
-def test_every_rule_is_made_and_stands_in_its_page(section: str):
+def test_every_rule_is_made_and_has_its_page(section: str):
     rule = batch_rule(config(**{f"rollout__{section}": ON}))
     assert rule.name != "plain batches", f"jaxrl/runtime/rules.py makes no rule of rollout.{section}"
+    page = DOCS / "mechanisms" / f"{section}.md"
+    title = page.read_text(encoding="utf-8").splitlines()[0]
+    assert f"`rollout.{section}`" in title, f"{page.name} needs `rollout.{section}` in its title"
     lines = RULES_PAGE.read_text(encoding="utf-8").splitlines()
-    headings = [line for line in lines if line.startswith("### ") and f"`rollout.{section}`" in line]
-    assert len(headings) == 1, f"{RULES_PAGE.name} needs a heading with `rollout.{section}`"
     table = takewhile(lambda line: line.startswith("|"), lines[lines.index("## What composes with what") + 2 :])
     header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
     assert rule.name in header, f"{RULES_PAGE.name}: no column {rule.name!r} in what composes with what"

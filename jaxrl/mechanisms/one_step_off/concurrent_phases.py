@@ -4,8 +4,8 @@ Purpose: `ConcurrentPhases` is `jaxrl.mechanisms.one_step_off.session.Concurrent
 in the calling thread, where the host loop feeds its devices plan by plan; the update has a second thread, which mostly
 waits for its own devices. Neither reads what the other writes: weights pass from the trainer to the rollout only
 between the two, or, where workers may begin with the next round, when the update has ended (`has_ended`). On CPU,
-programs over several devices run one after another in any case (docs/architecture.md), so only submeshes of one device
-overlap there."""
+programs over several devices run one after another in any case, so only submeshes of one device overlap there.
+"""
 
 from __future__ import annotations
 

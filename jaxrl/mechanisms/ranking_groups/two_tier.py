@@ -17,7 +17,7 @@ Departures:
   the smallest d (and of equal shares) the one is taken with which two steps take least (`pair_s`). From there workers
   move from one group to another, any number at once, while two steps get shorter (`_climbed`): two steps do not get
   shorter with every smaller d, and the best shares need not lie on a line. Of 2,000 drawn cases, in which the best
-  shares are known, 95 % are then within 0.1 % of them, and within 32 % without (`tests/scheduling/rounds`).
+  shares are known, 95 % are then within 0.1 % of them, and within 32 % without (`tests/mechanisms/ranking_groups`).
 - The paper leaves the unit of its precision open: here tau is in seconds, and d is known to `PRECISION_S`.
 - Fig. 12 never tries the upper end of the interval, and says nothing of an interval that is empty: both are tried here.
 - Where nothing is feasible (the figure leaves it open), the groups get equal shares, the longest what is over.

@@ -7,7 +7,7 @@ be in a batch. The rule (`jaxrl.mechanisms.stream_trainer.scale_down`) says when
 Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there; with a latency profile
 by KV where that is predicted to be faster (`by`), which no clock decides.
 
-What is streamed, in which parts and in which order is decided before each plan, from what has ended by then
+What is streamed, in which parts and in which order is decided before each turn, from what has ended by then
 (`jaxrl.mechanisms.stream_trainer.stream_pace`). A clock decides only when a part is given: once its verdicts have come
 and the stream has room, at the latest when the round has ended. So a step that runs again adds up the same, and so does
 another run. When workers are freed follows from the plans, and these from the clock only where layouts switch by

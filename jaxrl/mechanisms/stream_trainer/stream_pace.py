@@ -1,6 +1,6 @@
 """What the stream trainer gets beside a round, and in which parts: by logical time, never by a clock.
 
-Purpose: `StreamPace` is asked before each plan which prompts' gradients begin, and which of them together. It knows
+Purpose: `StreamPace` is asked before each turn which prompts' gradients begin, and which of them together. It knows
 what has ended by then, and takes the freed devices to compute so many tokens per decode step of the others. How fast
 they really are, and when verdicts come, decides only when the parts are computed: all of them are, before the update.
 

@@ -23,7 +23,7 @@ Departures:
 
 As in the paper, responses of a deferred prompt that had ended are drawn anew. They are the short ones of its responses;
 kept, with only the others drawn again, the group would hold more short responses than the policy gives
-(docs/rollout-rules.md has figures).
+(docs/mechanisms/tail_batching.md has figures).
 
 Defined behaviour at the edges: with prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what
 dynamic sampling launches ahead); a data set smaller than P0 repeats inside a batch, each time with its own epoch; the
