@@ -51,8 +51,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) % 7 / 7
 """
 ONCE = {"data/files.py", "mechanisms/table.py", "train/step.py"}
-"""Passed when the run is built, `files.py` if its data is in files; `step.py` again where log-probabilities are computed
-anew."""
+"""Passed when the run is built, `files.py` if its data is in files; `step.py` again where log-probabilities are
+computed anew."""
 ELSEWHERE = {"rewards/math.py"}
 """In a process of the reward pool."""
 BESIDE = {
