@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 
 from jaxrl.processes.messages import MAX_REQUEST_BYTES, BadMessage, Channel, read_message, to_bytes
 from jaxrl.processes.ray_process import begin, connect
+from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
 from jaxrl.rewards.pool_base import crashed
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.worker_pool import WorkerPool
-from jaxrl.rewards.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.types import RunFailed
 
 SLACK_S = 60.0

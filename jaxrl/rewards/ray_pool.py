@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxrl.processes.messages import BadMessage
 from jaxrl.processes.ray_process import RayProcess
+from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.pool_base import in_words, verdict_of
 from jaxrl.rewards.ray_actors import RaySetup
@@ -27,7 +28,6 @@ from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest
 from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.rewards.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 

@@ -1,6 +1,6 @@
 """The process that runs the scorer: foreign code, on the model's text. Neither this module nor its imports use jax.
 
-A supervisor (`jaxrl.rewards.worker_supervisor`) forks it, hands it one sample at a time, and ends it. It leads a
+A supervisor (`jaxrl.processes.worker_supervisor`) forks it, hands it one sample at a time, and ends it. It leads a
 session and a process group of its own, has the limits of `reward.max_memory_gib`, and no descriptor but its own socket,
 which no process that it starts inherits.
 
@@ -24,41 +24,64 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxrl.data.limits import limit
+from jaxrl.processes.fork_server import Supervise
 from jaxrl.processes.messages import MAX_ANSWER_BYTES, TASK_ID_BYTES, read_task, receive_message, send_message, to_bytes
 from jaxrl.processes.process_tree import close_all_but, die_with_parent
+from jaxrl.processes.worker_supervisor import SupervisorSettings, WorkerSupervisor
+from jaxrl.rewards.pool_base import crashed, timed_out
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
 from jaxrl.rewards.tracebacks import TracebackDeduper
-from jaxrl.rewards.verdict_messages import verdict_message
+from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """What fork server, supervisors and workers must know.
+class WorkerSettings(SupervisorSettings):
+    """What fork server, supervisors and workers must know (implements `jaxrl.processes.fork_server.Service`).
 
     Attributes:
       scorer: pickled.
-      loads: what getting ready is, for errors.
       preload: modules that are imported once, before workers are forked.
-      start_timeout_s: for getting ready.
-      max_retries: times that a sample is scored again whose worker died.
       max_memory_gib: of one worker; 0: no limit.
-      fresh_process: whether each sample has a process of its own, a fork of the worker.
-      log: the file for what workers print; empty: it is dropped.
     """
 
     scorer: bytes
-    loads: str
     preload: tuple[str, ...]
-    start_timeout_s: float
-    max_retries: int
     max_memory_gib: float = 0.0
-    fresh_process: bool = False
-    log: str = ""
+
+    def prepare(self) -> Supervise:
+        tracebacks = TracebackDeduper()
+        return lambda pool, server, wakeup: WorkerSupervisor(
+            pool, server, wakeup, _Scoring(tracebacks, self), self
+        ).run()
 
 
-def become_worker(
+class _Scoring:
+    """The work of the processes: `jaxrl.processes.worker_supervisor.Work`."""
+
+    name, start_option = "the scorer", "reward.start_timeout_s"
+
+    def __init__(self, tracebacks: TracebackDeduper, settings: WorkerSettings):
+        self._tracebacks, self._settings = tracebacks, settings
+
+    def run(self, supervisor: int, sock: socket.socket, taken: mmap.mmap, output: int) -> NoReturn:
+        _become_worker(supervisor, sock, taken, self._tracebacks, output, self._settings)
+
+    def checked(self, message: dict[str, Any]) -> dict[str, Any]:
+        return verdict_message(read_scored(message))
+
+    def failed(self, why: str) -> dict[str, Any]:
+        return verdict_message(("error", 0.0, {"error": why}, 0.0))
+
+    def crashed(self, why: str, times: int = 1) -> dict[str, Any]:
+        return verdict_message(crashed(why, times))
+
+    def timed_out(self, limit_s: float) -> dict[str, Any]:
+        return verdict_message(timed_out(limit_s))
+
+
+def _become_worker(
     supervisor: int,
     sock: socket.socket,
     taken: mmap.mmap,

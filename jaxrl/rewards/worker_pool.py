@@ -33,12 +33,12 @@ from jaxrl.processes.messages import (
     read_message,
     task_message,
 )
+from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
 from jaxrl.rewards.pool_base import Ended, crashed
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.rewards.worker_supervisor import MAX_ATTEMPTS, SupervisedWorkers
 from jaxrl.types import RunFailed
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class WorkerPool:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._server = ForkServer(SupervisedWorkers(settings), env)
+        self._server = ForkServer(settings, env)
         self._supervisors: list[_Supervisor] = []
         self._num_asked = 0  # supervisors that the server was asked for and has not handed over
         self._failed_starts = 0

@@ -13,7 +13,7 @@ may owe that to them, so the task is done again in a new one: that counts as a d
 A worker that is stopped (SIGSTOP) while it has nothing to do is replaced. With a task, its time limit counts; without a
 limit it has `STOPPED_S` to go on.
 
-A task is a sample to score (`jaxrl.rewards.worker`).
+Tasks are samples to score (`jaxrl.rewards.worker` has the `Work`), so sentences say "sample".
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import select
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from jaxrl.processes.fork_server import Supervise
 from jaxrl.processes.messages import (
     HEADROOM_BYTES,
     MAX_ANSWER_BYTES,
@@ -41,10 +40,6 @@ from jaxrl.processes.messages import (
     to_bytes,
 )
 from jaxrl.processes.process_tree import adopt_orphans, descendants, kill, kill_descendants
-from jaxrl.rewards.pool_base import crashed, timed_out
-from jaxrl.rewards.tracebacks import TracebackDeduper
-from jaxrl.rewards.verdict_messages import read_scored, verdict_message
-from jaxrl.rewards.worker import WorkerSettings, become_worker
 
 MAX_ATTEMPTS = 3
 """Workers that may end while they start, or before they have begun with one task, before that is held to be the reason.
@@ -79,19 +74,61 @@ class _Task:
     is_last: bool = False  # whether the worker asked to be replaced after it
 
 
-@dataclass(frozen=True)
-class SupervisedWorkers:
-    """What the fork server is for (implements `jaxrl.processes.fork_server.Service`)."""
+@dataclass(frozen=True, kw_only=True)
+class SupervisorSettings:
+    """What a supervisor must know of its worker.
 
-    settings: WorkerSettings
+    Attributes:
+      loads: what getting ready is, for errors.
+      start_timeout_s: for getting ready.
+      max_retries: times that a task is done again whose worker died.
+      fresh_process: whether each task has a process of its own, a fork of the worker.
+      log: the file for what workers print; empty: it is dropped.
+    """
 
-    @property
-    def preload(self) -> tuple[str, ...]:
-        return self.settings.preload
+    loads: str
+    start_timeout_s: float
+    max_retries: int
+    fresh_process: bool = False
+    log: str = ""
 
-    def prepare(self) -> Supervise:
-        tracebacks = TracebackDeduper()
-        return lambda pool, server, wakeup: WorkerSupervisor(pool, server, wakeup, tracebacks, self.settings).run()
+
+class Work(Protocol):
+    """What workers do. Answers are JSON objects.
+
+    Attributes:
+      name: of what runs in the worker, for errors: its process is `<name>'s process`.
+      start_option: the option that sets `start_timeout_s`, for errors.
+    """
+
+    name: str
+    start_option: str
+
+    def run(self, supervisor: int, sock: socket.socket, taken: mmap.mmap, output: int) -> NoReturn:
+        """The worker itself, in a fork of the supervisor: says `ready`, then answers each task that comes.
+
+        Args:
+          supervisor: the process that it ends with.
+          taken: shared memory that gets the id of the task that it has begun with.
+          output: the file descriptor for what it prints.
+        """
+        ...
+
+    def checked(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer in a worker's message. Raises BadMessage for anything else."""
+        ...
+
+    def failed(self, why: str) -> dict[str, Any]:
+        """The answer to a task for which no worker gets ready."""
+        ...
+
+    def crashed(self, why: str, times: int = 1) -> dict[str, Any]:
+        """To one whose workers have died, so many times."""
+        ...
+
+    def timed_out(self, limit_s: float) -> dict[str, Any]:
+        """To one that took longer than it may."""
+        ...
 
 
 class WorkerSupervisor:
@@ -107,11 +144,11 @@ class WorkerSupervisor:
         pool: socket.socket,
         server: socket.socket,
         wakeup: socket.socket,
-        tracebacks: TracebackDeduper,
-        settings: WorkerSettings,
+        work: Work,
+        settings: SupervisorSettings,
     ):
         self._pool = Channel(pool, MAX_REQUEST_BYTES)
-        self._server, self._wakeup, self._tracebacks, self._settings = server, wakeup, tracebacks, settings
+        self._server, self._wakeup, self._work, self._settings = server, wakeup, work, settings
         self._taken = mmap.mmap(-1, TASK_ID_BYTES)
         self._output = _Output(settings.log)
         self._worker: _Worker | None = None
@@ -202,15 +239,15 @@ class WorkerSupervisor:
             return
         if not worker.is_ready:
             limit = f"{self._settings.start_timeout_s:g} s"
-            error = f"{self._settings.loads} did not end within reward.start_timeout_s ({limit})"
+            error = f"{self._settings.loads} did not end within {self._work.start_option} ({limit})"
             self._not_started(error, final=not self._was_ready)
         elif self._is_dropped:
-            self._settle(verdict_message(crashed("its verdict is not wanted any more")))
+            self._settle(self._work.crashed("its verdict is not wanted any more"))
         elif not worker.is_stopped:
             assert self._task is not None, "a worker without a task has no time limit"
-            self._settle(verdict_message(timed_out(self._task.limit_s)))
+            self._settle(self._work.timed_out(self._task.limit_s))
         else:
-            self._died(f"the scorer's process was stopped (SIGSTOP) for {STOPPED_S:g} s")
+            self._died(f"{self._work.name}'s process was stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     # -- from the pool -------------------------------------------------------------------------------------------------
 
@@ -255,7 +292,7 @@ class WorkerSupervisor:
                 if self._worker is not worker:
                     return
         except BadMessage as bad:
-            self._lose(f"the scorer's process sent {bad}")
+            self._lose(f"{self._work.name}'s process sent {bad}")
             return
         if worker.channel.ended or worker.exit_code is not None:
             self._lose(self._last_words(worker))
@@ -271,9 +308,11 @@ class WorkerSupervisor:
         elif not worker.is_ready and message.get("ready") is False:
             self._not_started(str(message.get("error"))[:2000], final=True)
         elif task is not None and message.get("task") == task.id and task.answer is None:
-            answer, task.is_last = verdict_message(read_scored(message)), message.get("last") is True
+            answer, task.is_last = self._work.checked(message), message.get("last") is True
             if task.is_last and self._may_owe_it_to_others(worker, task):
-                self._died("the scorer's process ran out of memory, in which earlier samples had left something")
+                self._died(
+                    f"{self._work.name}'s process ran out of memory, in which earlier samples had left something"
+                )
                 return
             task.answer = answer
             if not self._settings.fresh_process:
@@ -308,11 +347,11 @@ class WorkerSupervisor:
             self._reap()
             time.sleep(0.001)
         if worker.exit_code is None:
-            return "the scorer closed its process's connection to the pool"
+            return f"{self._work.name} closed its process's connection to the pool"
         return self._ended(worker.exit_code)
 
     def _ended(self, code: Any) -> str:
-        return f"the scorer's process ended with exit code {code}"
+        return f"{self._work.name}'s process ended with exit code {code}"
 
     # -- ends and beginnings of workers --------------------------------------------------------------------------------
 
@@ -340,8 +379,7 @@ class WorkerSupervisor:
         task.attempts += 1
         if task.attempts < MAX_ATTEMPTS:
             return False
-        why = f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample"
-        self._settle(verdict_message(crashed(why)))
+        self._settle(self._work.crashed(f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample"))
         return True
 
     def _may_owe_it_to_others(self, worker: _Worker, task: _Task) -> bool:
@@ -356,7 +394,7 @@ class WorkerSupervisor:
         assert task is not None
         task.deaths += 1
         if task.deaths > self._settings.max_retries or self._is_dropped:
-            self._settle(verdict_message(crashed(why, task.deaths)))
+            self._settle(self._work.crashed(why, task.deaths))
             return
         self._pool.send(to_bytes({"retried": why}))
         self._end_worker()
@@ -390,7 +428,7 @@ class WorkerSupervisor:
                 self._start_worker()
         elif final:
             self._task = None
-            self._answer(task, verdict_message(("error", 0.0, {"error": error}, 0.0)))
+            self._answer(task, self._work.failed(error))
         elif not self._try_again(task):
             self._start_worker()
 
@@ -399,7 +437,7 @@ class WorkerSupervisor:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            become_worker(supervisor, theirs, self._taken, self._tracebacks, self._output.sink, self._settings)
+            self._work.run(supervisor, theirs, self._taken, self._output.sink)
         theirs.close()
         deadline = time.monotonic() + self._settings.start_timeout_s
         self._worker = _Worker(pid, Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES), deadline)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 
-from jaxrl.rewards.worker_supervisor import WorkerSupervisor, _Worker
+from jaxrl.processes.worker_supervisor import WorkerSupervisor, _Worker
 
 
 def test_a_worker_that_is_stopped_and_goes_on_keeps_its_time():
