@@ -58,19 +58,6 @@ def proposer(config: Config, platform: str) -> Drafting | None:
     )
 
 
-def index_bytes_of(config: Config) -> int:
-    """Bytes on each device of the indexes that a dp group of `rollout.max_num_seqs` rows has room for; 0 where
-    `rollout.speculation` is off."""
-    drafting = proposer(config, "cpu")  # sizes are the same on every platform
-    return 0 if drafting is None else drafting.num_bytes(config.rollout.max_num_seqs)
-
-
-def verified_positions(config: Config, platform: str) -> int:
-    """Positions that a step computes beside one for each row of a dp group, at most; 0 where nothing is verified."""
-    drafts = draft_config(config, platform)
-    return 0 if drafts is None else drafts.verify_tokens
-
-
 def verify_rule(
     config: Config,
     executor: MeshExecutor,

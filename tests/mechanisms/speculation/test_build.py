@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.mechanisms.speculation.build import index_bytes_of, proposer, step_costs, verified_positions
+from jaxrl.mechanisms.speculation.build import proposer, step_costs
 from jaxrl.mechanisms.speculation.declaration import asks_profile, unmeasured_note
 from jaxrl.mechanisms.speculation.index import DraftLengths
+from jaxrl.mechanisms.speculation.memory import rollout_memory
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import Window
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
@@ -42,13 +43,16 @@ def profile(**more: Any) -> Profile:
 
 def test_what_an_executor_is_built_for():
     assert proposer(config(), "cpu") is None
-    assert index_bytes_of(config()) == verified_positions(config(), "gpu") == 0
+    assert rollout_memory(config(), "gpu") is None
     chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
     expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), Window(2, 2, 6), 3)
     assert proposer(chosen, "cpu") == expected
-    assert index_bytes_of(chosen) == 3 * 4 * (sum(expected.sizes) + 2)
-    assert index_bytes_of(config(enable=True)) % 5 == 0, "one for each row"
-    assert verified_positions(chosen, "cpu") == 9
+    memory = rollout_memory(chosen, "cpu")
+    assert memory is not None
+    assert (memory.total, memory.positions) == (3 * 4 * (sum(expected.sizes) + 2), 9)
+    each_row = rollout_memory(config(enable=True), "cpu")
+    assert each_row is not None
+    assert each_row.total % 5 == 0, "one for each row"
 
 
 def test_a_profile_is_asked_where_nothing_else_decides():
