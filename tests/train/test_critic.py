@@ -12,7 +12,7 @@ from small_models import TRAINED
 from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train import learning, preparation
+from jaxrl.train import batch_preparation, learning
 from jaxrl.train.checkpoint import Checkpointer
 from jaxrl.train.critic import Critic, critic_config
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -184,7 +184,7 @@ def test_it_learns_what_a_prompt_is_worth(make_config, model_config):
 
     def phase(name):
         phases.append(name)
-        return preparation.nullcontext()
+        return batch_preparation.nullcontext()
 
     lines = []
     for step in range(1, 13):
