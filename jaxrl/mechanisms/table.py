@@ -251,7 +251,7 @@ def of_evaluation(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: R
     """Those of an evaluation alone, which score on its devices. `quiet`: waits for what else runs there."""
     from jaxrl.mechanisms.judge.build import build_beside
 
-    return [each for each in (build_beside(config, mesh, quiet, pool),) if each is not None]
+    return _there(build_beside(config, mesh, quiet, pool))
 
 
 def of_run(parts: RunParts) -> list[Mechanism]:

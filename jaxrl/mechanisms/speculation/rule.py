@@ -96,6 +96,10 @@ class DraftConfig:
     max_batch: int = 0
     costs: StepCosts | None = None
 
+    def width(self, rows: int) -> int:
+        """How many tokens each row may draft in a step with so many rows in the fullest dp group."""
+        return draft_width(rows, self.verify_tokens, self.window.most)
+
 
 class DraftRule:
     """Decides plan by plan whether drafts are verified.
@@ -107,10 +111,6 @@ class DraftRule:
         self.config = config
         self._steps = self._drafted_steps = self._drafted = self._accepted = 0.0
         self._since_probe = 0
-
-    def width(self, rows: int) -> int:
-        """How many tokens each row may draft in a step with so many rows in the fullest dp group."""
-        return draft_width(rows, self.config.verify_tokens, self.config.window.most)
 
     def gain(self, width: int) -> float:
         """Tokens that a row is expected to gain in a step of this width, from what was seen; `width` tokens are taken
@@ -126,7 +126,7 @@ class DraftRule:
     def decides(self, rows: int, context: float) -> bool:
         """Whether the next plan verifies, with so many rows in the fullest dp group that have `context` tokens
         together. To be asked once for each plan that could."""
-        width, config = self.width(rows), self.config
+        width, config = self.config.width(rows), self.config
         if not width or (config.max_batch and rows > config.max_batch):
             return False
         if config.costs is None or config.max_batch:

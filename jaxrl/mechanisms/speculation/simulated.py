@@ -24,7 +24,7 @@ from jaxrl.mechanisms.simulated_parts import SimulatedParts
 from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel
 from jaxrl.mechanisms.speculation.drafts import draft_config
 from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, draft_width
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
 from jaxrl.mechanisms.speculation.session import Building, HistorySession, IndexBuilder, history_store
 from jaxrl.scheduling.rounds.history import PromptHistory
 from jaxrl.sim.configured import PLATFORM
@@ -76,7 +76,7 @@ class SimulatedDrafts:
         return self.model(key, length)
 
     def width(self, rows: int) -> int:
-        return draft_width(rows, self.config.verify_tokens, self.config.window.most)
+        return self.config.width(rows)
 
     def next_window(self, window: Any, proposed: Any, accepted: Any) -> Any:
         return self.config.window.after(window, proposed, accepted)
@@ -99,8 +99,7 @@ def verify_rule(config: Config, cost: CostModel) -> Callable[[], DraftRule] | No
         return None
 
     def verify_s(rows: int, context: float) -> float:
-        width = draft_width(rows, drafts.verify_tokens, drafts.window.most)
-        return float(cost.verify_steps_s(tp, np.array([rows]), width, np.array([context]))[0])
+        return float(cost.verify_steps_s(tp, np.array([rows]), drafts.width(rows), np.array([context]))[0])
 
     costs = StepCosts(lambda rows, context: cost.decode_step_s(tp, rows, context), verify_s)
     return partial(DraftRule, replace(drafts, costs=costs))
