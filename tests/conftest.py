@@ -2,10 +2,13 @@
 
 import os
 import tempfile
+import time
+from datetime import date
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from suite_order import from_days_file
 from tiny import write_tiny_model
 
 pytest.register_assert_rewrite("refusals")
@@ -30,11 +33,38 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
 
+BEGUN = pytest.StashKey[float]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption(
         "--interpret", action="store_true", help="run tests marked gpu on a CPU, their kernels as plain JAX"
     )
+    parser.addoption(
+        "--within",
+        type=float,
+        metavar="S",
+        help="begin no test later than S seconds after the start; skip what is left",
+    )
+    parser.addoption(
+        "--day",
+        type=date.fromisoformat,
+        metavar="DATE",
+        help="begin with other files each day (with --within: all come round)",
+    )
+    parser.addoption(
+        "--costs", type=Path, metavar="FILE", help="append what each test costs: see tests/support/costs.py"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGUN] = time.monotonic()
+    path: Path | None = config.getoption("--costs")
+    if path is not None:
+        from costs import Costs
+
+        config.pluginmanager.register(Costs(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,6 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         no_gpu = os.environ["JAX_PLATFORMS"] == "cpu" and not config.getoption("--interpret")
         if "gpu" in item.keywords and no_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with JAX_PLATFORMS=cuda"))
+    day: date | None = config.getoption("--day")
+    if day is not None:
+        items[:] = from_days_file(items, day)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit_s: float | None = item.config.getoption("--within")
+    if limit_s is not None and time.monotonic() - item.config.stash[BEGUN] > limit_s:
+        pytest.skip(f"not begun within {limit_s:g} s")
 
 
 @pytest.fixture
