@@ -1,0 +1,317 @@
+"""Puts faults into copies of the tree, one at a time, and says which test of the default suite finds each.
+
+    python scripts/sabotage.py                      # all of them: a quarter of an hour on two cores
+    python scripts/sabotage.py stale "a lost"       # those whose description has one of these words in it
+
+A fault is one that a person makes: a sign, an off-by-one, a lost prompt, a swallowed signal, a wrong mask, stale
+weights. Each is a text in a file, in a room of its own, and what stands there instead. The tests of that room run first;
+if they find nothing, the whole default suite runs. The exit status is 1 if a fault was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("jaxrl", "sharding", "kernels", "configs", "tests", "scripts", "docs", "examples")
+COPIED_FILES = (".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` stands once in `file`, and `new` is wrong there: `what`. `tests` are those of its room."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    Fault(
+        "the loss has the wrong sign",
+        "jaxrl/train/losses.py",
+        "plain = -advantages * ratio",
+        "plain = advantages * ratio",
+        "tests/train",
+    ),
+    Fault(
+        "a group's standard deviation is the biased one",
+        "jaxrl/train/advantages.py",
+        "scores.std(ddof=1)",
+        "scores.std()",
+        "tests/train",
+    ),
+    Fault(
+        "the mask of what is learnt from is one token late",
+        "jaxrl/train/packing.py",
+        "_put(out.loss_mask, response, mask)",
+        "_put(out.loss_mask, response, np.roll(mask, 1) * (np.arange(len(mask)) > 0))",
+        "tests/train",
+    ),
+    Fault(
+        "a checkpoint gets its name before its manifest is there",
+        "jaxrl/train/checkpoint.py",
+        "            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress)\n",
+        "",
+        "tests/train",
+    ),
+    Fault(
+        "block accounting is off by one: the block of a prompt's last token is shared",
+        "jaxrl/scheduling/tokens/blocks.py",
+        "return max(prompt_len - 1, 0) // self.block_size",
+        "return prompt_len // self.block_size",
+        "tests/scheduling",
+    ),
+    Fault(
+        "of several groups, one is called certain that may lose its place",
+        "jaxrl/scheduling/rounds/race.py",
+        "others[: self.limits.batch.num_groups - len(due)]",
+        "others[: self.limits.batch.num_groups]",
+        "tests/scheduling",
+    ),
+    Fault(
+        "a lost prompt: the first that a short round defers",
+        "jaxrl/mechanisms/tail_batching/rule.py",
+        "self.queue.extend(deferred)",
+        "self.queue.extend(deferred[1:])",
+        "tests/mechanisms/tail_batching",
+    ),
+    Fault(
+        "prompts that wait in the buffer are lost when others join them",
+        "jaxrl/mechanisms/partial_rollout/rule.py",
+        "sorted((*kept, *self.buffer), key",
+        "sorted(kept or self.buffer, key",
+        "tests/mechanisms/partial_rollout",
+    ),
+    Fault(
+        "a rejection leaves the window as it is",
+        "jaxrl/mechanisms/speculation/rule.py",
+        "xp.where(accepted == drafted, grown, self.least)",
+        "xp.where(accepted == drafted, grown, window)",
+        "tests/mechanisms/speculation",
+    ),
+    Fault(
+        "the sums of a round that was given up stay in the gradient",
+        "jaxrl/mechanisms/stream_trainer/gradients.py",
+        "        self._passes.discard()\n",
+        "",
+        "tests/mechanisms/stream_trainer",
+    ),
+    Fault(
+        "time limits have no upper bound",
+        "jaxrl/mechanisms/reward_timeouts/rule.py",
+        "min(max(self.min_s, self.factor * anchor_s), self.max_s)",
+        "max(self.min_s, self.factor * anchor_s)",
+        "tests/mechanisms/reward_timeouts",
+    ),
+    Fault(
+        "the planner doubles tp though preemptions only stayed",
+        "jaxrl/mechanisms/adaptive_layouts/tp_planner.py",
+        "preemptions > self.options.planner_rise * state.last",
+        "preemptions >= state.last",
+        "tests/mechanisms/adaptive_layouts",
+    ),
+    Fault(
+        "ranking groups never take turns",
+        "jaxrl/mechanisms/ranking_groups/rule.py",
+        "return list(range(num_workers)) if step % 2 else list(reversed(range(num_workers)))",
+        "return list(range(num_workers))",
+        "tests/mechanisms/ranking_groups",
+    ),
+    Fault(
+        "verdicts of two samples draw with the same keys",
+        "jaxrl/mechanisms/judge/verdict_tokens.py",
+        "sample_index=key.sample_index * num_samples + number",
+        "sample_index=key.sample_index + number",
+        "tests/mechanisms/judge",
+    ),
+    Fault(
+        "groups without a difference are kept",
+        "jaxrl/mechanisms/dynamic_sampling/group_filter.py",
+        "return any(value != values[0] for value in values)",
+        "return len(values) > 0",
+        "tests/mechanisms/dynamic_sampling",
+    ),
+    Fault(
+        "the update beside a round is run before it",
+        "jaxrl/mechanisms/one_step_off/session.py",
+        "            ahead = step.collect(groups)\n",
+        "            learned = step.learn()\n            ahead = step.collect(groups)\n"
+        "            return ahead, (step.leave_rollout(), learned)[1]\n",
+        "tests/test_loop.py tests/test_loop_rules.py tests/test_compositions.py",
+    ),
+    Fault(
+        "a wrong mask: a token does not see itself",
+        "kernels/reference.py",
+        "visible_RCS = jnp.arange(span) <= positions_RC[..., None]",
+        "visible_RCS = jnp.arange(span) < positions_RC[..., None]",
+        "tests/kernels tests/rollout",
+    ),
+    Fault(
+        "the layout's lanes are stacked in the wrong order when a pool moves",
+        "sharding/kv_migration.py",
+        "        source_index = source_index[own]\n",
+        "        source_index = source_index[own[::-1]]\n",
+        "tests/sharding",
+    ),
+    Fault(
+        "a second attempt draws the tokens of the first",
+        "jaxrl/rollout/sampling.py",
+        "for part in (key.epoch, key.prompt_index, key.sample_index, key.attempt):",
+        "for part in (key.epoch, key.prompt_index, key.sample_index):",
+        "tests/rollout",
+    ),
+    Fault(
+        "stale weights: the rollout keeps those that the run began with",
+        "jaxrl/commands/train.py",
+        "            lambda: self.trainer.params,\n",
+        "            lambda first=__import__('jax').tree.map(lambda leaf: leaf + 0, self.trainer.params): first,\n",
+        "tests/commands",
+    ),
+    Fault(
+        "rotary angles turn the other way",
+        "jaxrl/models/decoder.py",
+        "[first * cos - second * sin, second * cos + first * sin]",
+        "[first * cos + second * sin, second * cos - first * sin]",
+        "tests/models",
+    ),
+    Fault(
+        "a resumed run leaves out a prompt",
+        "jaxrl/data/prompts.py",
+        'self._position = int(state["position"])',
+        'self._position = int(state["position"]) + 1',
+        "tests/data",
+    ),
+    Fault(
+        "every letter is the right choice",
+        "jaxrl/rewards/math.py",
+        'return chosen == choice, "choice"',
+        'return True, "choice"',
+        "tests/rewards",
+    ),
+    Fault(
+        "programs under test may have a thousand times the memory",
+        "jaxrl/rewards/sandbox/locks.py",
+        "mapped + limits.memory_mib * MIB",
+        "mapped + limits.memory_mib * MIB * 1024",
+        "tests/rewards",
+    ),
+    Fault(
+        "grandchildren outlive a worker",
+        "jaxrl/processes/process_tree.py",
+        "                pending.append(child)\n",
+        "",
+        "tests/processes tests/rewards",
+    ),
+    Fault(
+        "a swallowed signal: one that comes while files are written",
+        "jaxrl/runtime/stop.py",
+        "                self._waiting = number\n",
+        "",
+        "tests/runtime",
+    ),
+    Fault(
+        "a decision of the step after a checkpoint is cut from the journal",
+        "jaxrl/record/journal.py",
+        "if place[0] > step}",
+        "if place[0] > step + 1}",
+        "tests/record",
+    ),
+    Fault(
+        "an upper bound of an option is not checked",
+        "jaxrl/schema/declared.py",
+        "(bounds.le is None or value <= bounds.le)",
+        "True",
+        "tests/schema tests/config",
+    ),
+    Fault(
+        "a completion of another host is handled before an earlier one is known",
+        "jaxrl/scheduling/tokens/event_merger.py",
+        "if not heap or heap[0][0].tick > self._least():",
+        "if not heap:",
+        "tests/scheduling",
+    ),
+    Fault(
+        "a simulated step is not charged for its context",
+        "jaxrl/sim/cost_model.py",
+        "memory = weights_s + row_memory_s * batch + token_memory_s * context\n        busy = max",
+        "memory = weights_s + row_memory_s * batch\n        busy = max",
+        "tests/sim",
+    ),
+    Fault(
+        "options in which two runs differ are not told",
+        "jaxrl/report/comparison.py",
+        "if len(set(values)) > 1}",
+        "if len(set(values)) > 2}",
+        "tests/report",
+    ),
+)
+
+
+def put_in(fault: Fault, tree: Path) -> None:
+    """Raises ValueError where the text is not there exactly once: the fault is to be written anew."""
+    path = tree / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.file} must have {fault.old!r} once, found {text.count(fault.old)}: {fault.what}")
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def copy_tree(to: Path) -> None:
+    for name in COPIED:
+        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in COPIED_FILES:
+        shutil.copy(ROOT / name, to)
+    # tests ask git which files there are
+    git = ("git", "-c", "user.name=sabotage", "-c", "user.email=sabotage@localhost")
+    for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message", "The tree")):
+        subprocess.run([*git, *command], cwd=to, check=True)
+
+
+def first_failure(tree: Path, tests: list[str], processes: int) -> str | None:
+    """The first test that fails, and why in a line; None: all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-rfE", *tests]
+    command += ["--numprocesses", str(processes), "--dist", "worksteal"]
+    own = {"PYTHONPATH": str(tree), "JAXRL_DATA": os.environ.get("JAXRL_DATA", str(ROOT.parent / "shared" / "data"))}
+    ran = subprocess.run(command, cwd=tree, env=os.environ | own, capture_output=True, text=True, check=False)
+    if ran.returncode == 0:
+        return None
+    found = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return found[0] if found else f"pytest ended with status {ran.returncode}: {(ran.stdout + ran.stderr)[-300:]}"
+
+
+def main(words: list[str], processes: int) -> int:
+    wanted = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
+    missed = 0
+    for fault in wanted:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="sabotage-") as folder:
+            tree = Path(folder)
+            copy_tree(tree)
+            put_in(fault, tree)
+            found = first_failure(tree, fault.tests.split(), processes) or first_failure(tree, [], processes)
+        missed += found is None
+        print(
+            f"{'MISSED' if found is None else 'found'}  {time.monotonic() - started:4.0f} s  {fault.file}: {fault.what}"
+        )
+        print(f"        {found or 'no test of the default suite fails'}", flush=True)
+    print(f"{len(wanted) - missed} of {len(wanted)} faults found")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only faults whose description has one of these in it")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 4), help="that share the tests")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.words, arguments.processes))

@@ -1,0 +1,33 @@
+"""The faults of scripts/sabotage.py still are faults of this tree; finding them takes the suite itself."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import sabotage
+from sabotage import FAULTS, ROOT, Fault, put_in
+
+
+def test_each_fault_can_be_put_in_and_leaves_python(tmp_path: Path) -> None:
+    for fault in FAULTS:
+        copy = tmp_path / fault.file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((ROOT / fault.file).read_text())
+        put_in(fault, tmp_path)
+        ast.parse(copy.read_text())
+        assert all((ROOT / tests).exists() for tests in fault.tests.split()), fault
+    assert len({Path(fault.file).parent for fault in FAULTS}) >= 20, "twenty rooms"
+
+
+def test_a_fault_whose_place_has_changed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
+    with pytest.raises(ValueError, match=r"a\.py must have 'x = 1' once, found 2: twice"):
+        put_in(Fault("twice", "a.py", "x = 1", "x = 2", "tests"), tmp_path)
+
+
+def test_what_fails_first_is_told_and_a_tree_that_passes_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
+    failed = sabotage.first_failure(tmp_path, ["test_it.py"], processes=0)
+    assert failed is not None
+    assert failed.startswith("FAILED test_it.py::test_wrong - assert 1 == 2")
+    assert sabotage.first_failure(tmp_path, ["test_it.py::test_right"], processes=0) is None
