@@ -4,8 +4,8 @@
     python scripts/sabotage.py stale "a lost"       # those whose description has one of these words in it
 
 A fault is one that a person makes: a sign, an off-by-one, a lost prompt, a swallowed signal, a wrong mask, stale
-weights. Each is a text in a file, in a room of its own, and what stands there instead. The tests of that room run first;
-if they find nothing, the whole default suite runs. The exit status is 1 if a fault was not found.
+weights. Each is a text in a file, in a room of its own, and what stands there instead. The tests of that room run
+first; if they find nothing, the whole default suite runs. The exit status is 1 if a fault was not found.
 """
 
 from __future__ import annotations
