@@ -1,6 +1,6 @@
 """Changes the code in small ways, one at a time, and says which changes no test notices (mutation testing).
 
-    pip install cosmic-ray
+    pip install -e '.[suite]'
     python scripts/mutants.py losses packing --sample 60 --out out/mutants.jsonl
 
 Cosmic Ray names the mutants: an operator, a comparison, a number, a `not`, a `break` that is another one. Of each area
@@ -60,8 +60,8 @@ def annotated(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 def mutants(paths: list[str]) -> Iterator[Any]:
     """Cosmic Ray's mutations (`MutationSpec`) of the files, their paths relative to the root."""
-    from cosmic_ray.commands.init import init
-    from cosmic_ray.work_db import use_db
+    from cosmic_ray.commands.init import init  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.work_db import use_db  # pyright: ignore[reportMissingImports]
 
     files = [file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).glob("*.py"))]
     with tempfile.TemporaryDirectory() as folder, use_db(str(Path(folder, "session"))) as session:
@@ -103,8 +103,8 @@ class Trees:
 
     def outcome(self, mutation: Any) -> dict[str, Any]:
         """What the tests say of a mutant: `killed` (a failure, or no end) or `survived`, with its diff."""
-        from attrs import evolve
-        from cosmic_ray.mutating import mutate_and_test
+        from attrs import evolve  # pyright: ignore[reportMissingImports]
+        from cosmic_ray.mutating import mutate_and_test  # pyright: ignore[reportMissingImports]
 
         tree = self.free.get()
         try:

@@ -133,6 +133,8 @@ RULES = (
     Rule(r"pip install", cannot="asks a package index", check=check_pip),
     Rule(r"\./scripts/", cannot="installs an environment; the tests run inside test.sh", check=check_script),
     Rule(r"python scripts/gpu_battery", cannot="needs a GPU; tests/scripts has its tests", check=check_options),
+    Rule(r"python scripts/(sabotage|mutants)", cannot="runs this suite, over and over", check=check_options),
+    Rule(r"python -m pytest", cannot="is this suite", check=check_nothing),
     Rule(r"python tests/support/record_runs", cannot="takes minutes; tests/commands runs it", check=check_nothing),
     Rule(r"ray start", cannot="a cluster that stays; tests/faults/test_host_ray.py starts one", check=check_nothing),
     Rule(r"srun|mpirun", cannot="needs a cluster, or Open MPI", check=check_started),
