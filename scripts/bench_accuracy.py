@@ -21,54 +21,45 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 from accuracy import figures, runs, task, warm_start
-from bench import records
+from bench import jax_cases
+from bench.frame import Benchmark, Record, Session
+from bench.measure import say
 
 from jaxrl.config.files import load
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where runs and the page go")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each rule (5)")
+def _options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where runs and the page go")
+    made.add_argument("--seeds", type=int, default=5, help="runs of each rule (5)")
     for name, value in asdict(runs.Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"({value})")
-    records.record_options(parser)
-    options = parser.parse_args(arguments)
-    for name in ("seeds", *asdict(runs.Sizes())):
-        value = getattr(options, name)
-        if (value < 1 and isinstance(value, int)) or value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} ({value}) must be at least 1, or above 0 for a loss")
-    return options
+        made.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"({value})")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options = parsed(arguments)
+def _check(options: argparse.Namespace) -> None:
+    if options.start_loss <= 0:
+        raise ValueError(f"--start-loss ({options.start_loss}) must be above 0")
+
+
+def _measure(options: argparse.Namespace, session: Session) -> Record:
+    with session.on(jax_cases.described(), packages=("optax",), is_timed=False):
         results, start = _run(options)
-    except ValueError as error:
-        print(f"bench_accuracy: {error}", file=sys.stderr)
-        return 2
     rows = figures.table(results, start)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
     (options.out / "accuracy.html").write_text(figures.page(results, start), encoding="utf-8")
     harmed = figures.harmed(results)
-    say(f"{', '.join(harmed)}: more than two standard errors below plain" if harmed else "no rule is harmed")
-    if options.json is not None:
-        import jax
+    say("no rule is harmed" if not harmed else f"harmed: {', '.join(harmed)}")
+    return session.record([asdict(one) for one in results], start=start, harmed=harmed)
 
-        used = {name: version(name) for name in ("jax", "jaxlib", "optax")}
-        head = records.header("accuracy", records.describe_devices(jax.devices()), used, records.command(arguments))
-        record = head | {"start": start, "results": [asdict(one) for one in results], "harmed": harmed}
-        say(f"appended to {records.append_record(options.json, record).name}")
-    return 1 if harmed else 0
+
+def _harmed(record: Record) -> Iterable[str]:
+    return [f"{rule}: more than two standard errors below plain" for rule in record["harmed"]]
 
 
 def _run(options: argparse.Namespace) -> tuple[list[runs.Result], tuple[float, float]]:
@@ -99,9 +90,9 @@ def _run(options: argparse.Namespace) -> tuple[list[runs.Result], tuple[float, f
     return results, start
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
+COUNTS = ("seeds", *(name for name in asdict(runs.Sizes()) if name != "start_loss"))
+BENCHMARK = Benchmark("accuracy", __doc__, _measure, _options, None, COUNTS, _check, _harmed, has_model=False)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

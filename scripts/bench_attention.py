@@ -31,6 +31,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,7 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from bench import records
 from bench.ceilings import Ceilings, measure_ceilings, queued_s, random_array
-from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+from bench.frame import Benchmark, Record, Session
+from bench.measure import DISTURBED, Bench, Summary, Values, say
 
 from jaxrl.kernels import packed, reference
 from jaxrl.kernels.attention import PackedAttention
@@ -77,9 +79,7 @@ class Place:
             raise LeftOut("the kernel runs on GPUs alone")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     both = ["paged", "packed"]
     made.add_argument("--what", nargs="+", choices=both, default=both, help="which attention (both)")
     made.add_argument("--rows", type=int, nargs="+", default=[64], help="paged: rows (64)")
@@ -88,18 +88,10 @@ def parser() -> argparse.ArgumentParser:
         "--packed", nargs="+", default=["16x1024", "1x8192"], metavar="ROWSxTOKENS", help="(16x1024 1x8192)"
     )
     made.add_argument("--segments", type=int, default=1, help="packed: samples of a row (1)")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    return records.run("bench_attention", arguments, _parsed, _run)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    options = records.parse(parser(), arguments, QUICK, ("rows", "contexts", "segments"))
+def _check(options: argparse.Namespace) -> None:
     options.packed = [_size(text, options.segments) for text in options.packed]
-    return options
 
 
 def _size(text: str, segments: int) -> tuple[int, int]:
@@ -113,33 +105,23 @@ def _size(text: str, segments: int) -> tuple[int, int]:
     return rows, tokens
 
 
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     devices = records.prepare_devices(options.devices)
     on_gpu = devices[0].platform == "gpu"
-    head = records.header("attention", records.describe_devices(devices), records.versions(), called)
-    records.print_header(head, say)
     config = model.config()
     if options.quick and not options.model:
         config = dataclasses.replace(config, head_dim=16)  # the kernels refuse tiny's
     place = Place(config, on_gpu, options.quick and not on_gpu)
-    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
-    ceilings = measure_ceilings(1, options.quick)
     sizes: dict[str, dict[str, Any]] = {}
     left_out: list[dict[str, Any]] = []
-    for dtype in options.dtypes:
-        for point in _points(options):
-            _measure(bench, place, point | {"dtype": dtype}, options, sizes, left_out)
-    ceilings = ceilings.best(measure_ceilings(1, options.quick))
-    if bench.gauge:
-        bench.gauge.close()
-    say(f"ceilings  {ceilings}")
-    say(verdict(bench))
-    cases = _results(place, summarise(bench.runs), sizes, ceilings)
+    with session.on(records.describe_devices(devices), partial(measure_ceilings, 1, options.quick)):
+        for dtype in options.dtypes:
+            for point in _points(options):
+                _point(session.bench, place, point | {"dtype": dtype}, options, sizes, left_out)
+    cases = _cases(place, session.summaries(), sizes, session.ceilings)
     results = {"cases": cases, "ratios": _ratios(cases), "left_out": left_out}
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": len(devices)}
-    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+    return session.record(results, model=model.name, devices=len(devices))
 
 
 def _points(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -152,7 +134,7 @@ def _points(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"what": "packed", "rows": rows, "tokens": tokens, "segments": options.segments}
 
 
-def _measure(
+def _point(
     bench: Bench,
     place: Place,
     point: dict[str, Any],
@@ -363,13 +345,12 @@ def _rival(name: Any, dtype: str, segments: int) -> Attend:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def _results(
+def _cases(
     place: Place, summaries: dict[str, Summary], sizes: dict[str, dict[str, Any]], ceilings: Ceilings
 ) -> list[dict[str, Any]]:
     cases = []
     for label, summary in summaries.items():
         size, seconds = sizes[label], summary.medians["seconds"]
-        mark = "  DISTURBED" if summary.disturbed else ""
         if size["what"] == "paged":
             rate = _kv_bytes(place.config, size) / seconds
             figures = {"seconds": seconds, "bytes_per_s": rate, "copy_fraction": rate / ceilings.copy}
@@ -378,9 +359,8 @@ def _results(
             figures = _packed_figures(place.config, size, summary.medians, ceilings)
             words = f"forward {figures['forward_s'] * 1e3:>9.3f} ms, both {seconds * 1e3:>9.3f} ms"
             words += f"{figures['flops_per_s'] / 1e9:>11.1f} GFLOP/s{figures['flops_fraction']:>8.1%} of products"
-        say(f"{label:<44}{words}{mark}")
-        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
-        cases.append(size | figures | judged)
+        say(f"{label:<44}{words}{summary.mark}")
+        cases.append(size | figures | summary.judged)
     return cases
 
 
@@ -416,10 +396,13 @@ def _ratios(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ratio["disturbed"] = ours["disturbed"] or theirs["disturbed"]
         ratios.append(ratio)
         speeds = ", ".join(f"{key} {ratio[key]:.3f}" for key in ("speed", "forward", "both") if key in ratio)
-        mark = "  DISTURBED" if ratio["disturbed"] else ""
+        mark = DISTURBED if ratio["disturbed"] else ""
         say(f"{what}, {rows} x {length}, {dtype}: {ratio['ratio']} {speeds}{mark}")
     return ratios
 
+
+BENCHMARK = Benchmark("attention", __doc__, _measure, _options, QUICK, ("rows", "contexts", "segments"), _check)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from bench import records
 from bench.ceilings import Ceilings, measure_ceilings, queued_s, random_array
-from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+from bench.frame import Benchmark, Record, Session
+from bench.measure import Summary, Values, say
 
 from jaxrl.models.config import ModelConfig
 
@@ -32,52 +34,31 @@ ENOUGH_BYTES = {"cpu": 256 << 20, "other": 1 << 30}
 QUICK_BYTES = 1 << 20
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256], help="rows of x (16 64 256)")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    return records.run("bench_ceilings", arguments, _parsed, _run)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return records.parse(parser(), arguments, QUICK, ("rows",))
-
-
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     devices = records.prepare_devices(options.devices)
-    head = records.header("ceilings", records.describe_devices(devices), records.versions(), called)
-    records.print_header(head, say)
-    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
-    ceilings = measure_ceilings(len(devices), options.quick)
     enough = QUICK_BYTES if options.quick else ENOUGH_BYTES.get(devices[0].platform, ENOUGH_BYTES["other"])
     sizes: dict[str, dict[str, Any]] = {}
-    for dtype in options.dtypes:
-        for name, (inner, outer) in products(model.config()).items():
-            count = max(2, enough // (inner * outer * jnp.dtype(dtype).itemsize))
-            weights = [random_array((inner, outer), dtype, i) for i in range(count)]
-            cases = {}
-            for rows in options.rows:
-                label = f"{name} {inner}x{outer}, {rows} rows, {dtype}"
-                sizes[label] = {"case": name, "inner": inner, "outer": outer, "rows": rows, "dtype": dtype}
-                cases[label] = _thin(rows, weights)
-            bench.interleave(cases, options.repetitions)
-            for weight in weights:
-                weight.delete()
-    ceilings = ceilings.best(measure_ceilings(len(devices), options.quick))
-    if bench.gauge:
-        bench.gauge.close()
-    _print_ceilings(ceilings)
-    say(verdict(bench))
-    results = {"cases": _results(summarise(bench.runs), sizes, ceilings)}
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": len(devices)}
-    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+    with session.on(records.describe_devices(devices), partial(measure_ceilings, len(devices), options.quick)):
+        for dtype in options.dtypes:
+            for name, (inner, outer) in products(model.config()).items():
+                count = max(2, enough // (inner * outer * jnp.dtype(dtype).itemsize))
+                weights = [random_array((inner, outer), dtype, i) for i in range(count)]
+                cases = {}
+                for rows in options.rows:
+                    label = f"{name} {inner}x{outer}, {rows} rows, {dtype}"
+                    sizes[label] = {"case": name, "inner": inner, "outer": outer, "rows": rows, "dtype": dtype}
+                    cases[label] = _thin(rows, weights)
+                session.bench.interleave(cases, options.repetitions)
+                for weight in weights:
+                    weight.delete()
+    _print_ceilings(session.ceilings)
+    cases = _cases(session.summaries(), sizes, session.ceilings)
+    return session.record({"cases": cases}, model=model.name, devices=len(devices))
 
 
 def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -101,7 +82,7 @@ def _thin(rows: int, weights: list[jax.Array]) -> Callable[[], Values]:
     return lambda: {"seconds": queued_s(lambda: run(xs, weights), tries=3) / len(weights)}
 
 
-def _results(summaries: dict[str, Summary], sizes: dict[str, dict[str, Any]], ceilings: Ceilings) -> list[Any]:
+def _cases(summaries: dict[str, Summary], sizes: dict[str, dict[str, Any]], ceilings: Ceilings) -> list[Any]:
     cases = []
     for label, summary in summaries.items():
         size, seconds = sizes[label], summary.medians["seconds"]
@@ -116,10 +97,9 @@ def _results(summaries: dict[str, Summary], sizes: dict[str, dict[str, Any]], ce
         }
         say(
             f"{label:<44}{figures['bytes_per_s'] / 1e9:>9.1f} GB/s{figures['copy_fraction']:>8.1%} of copy"
-            f"{flops / 1e9:>11.1f} GFLOP/s{figures['flops_fraction']:>8.1%}{'  DISTURBED' if summary.disturbed else ''}"
+            f"{flops / 1e9:>11.1f} GFLOP/s{figures['flops_fraction']:>8.1%}{summary.mark}"
         )
-        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
-        cases.append(size | figures | judged)
+        cases.append(size | figures | summary.judged)
     return cases
 
 
@@ -129,6 +109,9 @@ def _print_ceilings(ceilings: Ceilings) -> None:
     for name, value, unit, share in ceilings.table():
         say(f"{name:<16}{value:>12.1f} {unit:<8}{'' if share is None else f'{share:.1%}'}")
 
+
+BENCHMARK = Benchmark("ceilings", __doc__, _measure, _options, QUICK, ("rows",))
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

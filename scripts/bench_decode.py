@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Decoding: the engine beside bare loops and `transformers.generate`; continuous batching beside static waves.
+"""Decoding: the engine beside `transformers.generate`, and its steps at a context beside what the device can do.
 
     python scripts/bench_decode.py [--rows 1 8 32] [--dtypes float32 bfloat16] [--json]
-    python scripts/bench_decode.py --continuous
     python scripts/bench_decode.py --at-context 1024 8192 [--rows 1 16 64 256] [--dtypes bfloat16] [--profile]
 
 All cases draw the same number of tokens: `new` for each of `rows` prompts, at temperature 1, no stop token. The first
 one comes out of the prompt's forward pass (prefill), the other new - 1 out of decode steps.
 
 - seconds: everything, prompts included. tokens/s = rows * new / seconds.
-- decode_s: seconds less prefill_s, and prefill_s is the time of the same prompts with one new token (measured in the
-  same repetition; the bare loops take it from the same run). decode tokens/s = rows * (new - 1) / decode_s.
+- decode_s: seconds less prefill_s, and prefill_s is the time of the same prompts with one new token, measured in the
+  same repetition. decode tokens/s = rows * (new - 1) / decode_s.
 - step: decode_s / (new - 1).
 - of bandwidth: (bytes of weights + keys and values of live positions) per step / step / measured bandwidth.
 - of FLOP/s: operations per step / step / measured matrix products of that dtype.
@@ -32,14 +31,15 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from bench import at_context, continuous, costs, records, torch_cases
+from bench import at_context, costs, records, torch_cases
 from bench.ceilings import Ceilings, measure_ceilings
-from bench.decode_cases import BareCase, EngineCase, Setting
-from bench.loops import bare_weights
-from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+from bench.decode_cases import EngineCase, Setting
+from bench.frame import Benchmark, Record, Session
+from bench.measure import DISTURBED, Summary, Values, say
 from bench.worker import Worker
 
 from jaxrl.models.safetensors import export_hf
@@ -53,43 +53,19 @@ QUICK = {
     "repetitions": 2,
     "dtypes": ["float32"],
     "decode_steps": 4,
-    "requests": 6,
-    "slots": 2,
-    "median_length": 6,
-    "max_length": 16,
     "plans": 2,
 }
-ROWS_AT_CONTEXT = [1, 16, 64, 256]
-RATIOS = (("engine", "bare-paged"), ("bare-paged", "bare-contiguous"), ("engine", "transformers"))
+ROWS, ROWS_AT_CONTEXT = [1, 8, 32], [1, 16, 64, 256]
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--tp", type=int, default=1, help="tensor parallelism of the engine (1)")
-    made.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="prompts decoded at once (1 8 32)")
+    made.add_argument("--rows", type=int, nargs="+", default=[], help="prompts decoded at once (1 8 32)")
     made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (64)")
     made.add_argument("--new", type=int, default=128, help="tokens drawn for each prompt (128)")
     made.add_argument("--decode-steps", type=int, default=16, help="the engine's decode steps per plan (16)")
-    made.add_argument(
-        "--prefill-tokens",
-        type=int,
-        default=8192,
-        help="the most prompt tokens in a plan, and in a call of a bare loop, which runs whole rows (8192)",
-    )
+    made.add_argument("--prefill-tokens", type=int, default=8192, help="the most prompt tokens in a plan (8192)")
     made.add_argument("--without-transformers", action="store_true", help="leave transformers.generate out")
-    group = made.add_argument_group("--continuous")
-    group.add_argument(
-        "--continuous",
-        action="store_true",
-        help="instead: requests of lognormal lengths, the engine's continuous batching against static waves of as many "
-        "requests as there are slots, each wave drawn till its longest has ended",
-    )
-    group.add_argument("--requests", type=int, default=64, help="how many (64)")
-    group.add_argument("--slots", type=int, default=16, help="rows that decode at once (16)")
-    group.add_argument("--median-length", type=int, default=96, help="of the lognormal lengths, tokens (96)")
-    group.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
-    group.add_argument("--max-length", type=int, default=512, help="cap on a length, tokens (512)")
     group = made.add_argument_group("--at-context")
     group.add_argument(
         "--at-context",
@@ -101,78 +77,37 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--plans", type=int, default=8, help="timed plans of a repetition (8)")
     group.add_argument("--profile", action="store_true", help="a plan more under JAX's profiler: kernels by group")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; the exit status says whether it kept its promises (1) or was asked for nonsense (2)."""
-    try:
-        options = _parse(arguments)
-        record = _run(options, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_decode: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    if options.continuous and (record["results"]["recompiles"] or 0) > 0:
-        print("bench_decode: programs were compiled after the warm-up: its shapes are not complete", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Checked options; ValueError for those that do not fit together."""
-    made = parser()
-    if made.parse_args(arguments).at_context:
-        made.set_defaults(rows=ROWS_AT_CONTEXT)
-    counts = ("tp", "rows", "prompt", "prefill_tokens", "decode_steps", "requests", "slots", "median_length")
-    options = records.parse(made, arguments, QUICK, (*counts, "max_length", "plans", "at_context"))
+def _check(options: argparse.Namespace) -> None:
+    options.rows = options.rows or (ROWS_AT_CONTEXT if options.at_context else ROWS)
     if options.new < 2:
         raise ValueError(f"--new ({options.new}) must be at least 2: the first token comes from the prompt")
-    if options.continuous and options.at_context:
-        raise ValueError("--continuous and --at-context are two benchmarks: choose one")
     if options.profile and not options.at_context:
         raise ValueError("--profile needs --at-context: the other cases are not profiled")
     at_context.check(options)
-    return options
 
 
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     devices = records.prepare_devices(options.devices)
     layout = Layout(make_mesh(devices), options.tp)
-    on_cpu = devices[0].platform == "cpu"
-    alone = options.continuous or bool(options.at_context)
-    with_torch = not alone and _torch_fits(options, devices[0].platform)
-    used = records.versions(*(("torch", "transformers") if with_torch else ()))
-    name = "decode-continuous" if options.continuous else "decode-at-context" if options.at_context else "decode"
-    head = records.header(name, records.describe_devices(devices), used, called)
-    records.print_header(head, say)
-    bench = Bench(Gauge() if on_cpu else None, say)
-    setting = Setting(options, model, model.config(), layout, bench)
-    ceilings = measure_ceilings(len(devices), options.quick)
+    with_torch = not options.at_context and _torch_fits(options, devices[0].platform)
+    ceilings = partial(measure_ceilings, len(devices), options.quick)
+    name = "decode-at-context" if options.at_context else ""
+    used = ("torch", "transformers") if with_torch else ()
     found: dict[str, Any] = {}
-    if options.continuous:
-        found = continuous.measure(setting)
-    elif options.at_context:
-        found = at_context.measure(setting)
+    with session.on(records.describe_devices(devices), ceilings, name=name, packages=used):
+        setting = Setting(options, model, model.config(), layout, session.bench)
+        if options.at_context:
+            found = at_context.measure(setting)
+        else:
+            _uniform(setting, with_torch)
+    if options.at_context:
+        results = at_context.results(setting, session.summaries(), found, session.ceilings)
     else:
-        _uniform(setting, with_torch)
-    ceilings = ceilings.best(measure_ceilings(len(devices), options.quick))
-    if bench.gauge:
-        bench.gauge.close()
-    print(f"ceilings  {ceilings}")
-    print(verdict(bench))
-    summaries = summarise(bench.runs)
-    if options.continuous:
-        results = continuous.results(setting, summaries, found)
-    elif options.at_context:
-        results = at_context.results(setting, summaries, found, ceilings)
-    else:
-        results = _uniform_results(setting, summaries, ceilings)
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": len(devices), "tp": options.tp}
-    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+        results = _uniform_results(setting, session.summaries(), session.ceilings)
+    return session.record(results, model=model.name, devices=len(devices), tp=options.tp)
 
 
 def _torch_fits(options: argparse.Namespace, platform: str) -> bool:
@@ -197,12 +132,9 @@ def _uniform(setting: Setting, with_torch: bool) -> None:
         with contextlib.ExitStack() as stack:
             params = setting.params(dtype)
             peer = stack.enter_context(_peer(setting, params, dtype)) if with_torch else None
-            plain = bare_weights(params, setting.config, dtype) if setting.layout.mesh.size == 1 else None
-            if plain is None:
-                print("the bare loops are left out: they are yardsticks for one device")
             for rows in options.rows:
                 say(f"{rows} rows, {dtype}: compiling")
-                _measure_rows(setting, params, plain, peer, rows, dtype)
+                _measure_rows(setting, params, peer, rows, dtype)
 
 
 @contextlib.contextmanager
@@ -220,14 +152,11 @@ def _peer(setting: Setting, params: Any, dtype: str) -> Any:
             yield worker
 
 
-def _measure_rows(setting: Setting, params: Any, plain: Any, peer: Worker | None, rows: int, dtype: str) -> None:
+def _measure_rows(setting: Setting, params: Any, peer: Worker | None, rows: int, dtype: str) -> None:
     options = setting.options
     prompts = setting.prompts(rows)
     engine = EngineCase(setting, params, prompts, dtype)
     cases: dict[str, Callable[[], Values]] = {"engine": engine}
-    if plain is not None:
-        for kind in ("contiguous", "paged"):
-            cases[f"bare-{kind}"] = BareCase(kind, setting, plain, prompts)
     if peer is not None:
         request = {"prompts": prompts.tolist(), "new": options.new}
         cases["transformers"] = lambda: peer(**request)
@@ -251,11 +180,11 @@ def _uniform_results(setting: Setting, summaries: Mapping[str, Summary], ceiling
             f"{c['case']:<17}{c['rows']:>5} {c['dtype']:<9}{c['tokens_per_s']:>10.1f}{c['decode_tokens_per_s']:>11.1f}"
             f"{c['step_s'] * 1e3:>9.2f}{c['bytes_per_step'] / 1e9:>9.3f}{c['bytes_per_s'] / 1e9:>7.1f}"
             f"{c['bandwidth_fraction']:>14.1%}{c['flops_fraction']:>11.1%}{c['kept']:>6}{c['dropped']:>9}"
-            f"{'  DISTURBED' if c['disturbed'] else ''}"
+            f"{DISTURBED if c['disturbed'] else ''}"
         )
     ratios = _ratios(cases)
     for r in ratios:
-        mark = "  DISTURBED" if r["disturbed"] else ""
+        mark = DISTURBED if r["disturbed"] else ""
         print(f"{r['ratio']:<30}{r['rows']:>5} {r['dtype']:<9} decode {r['decode']:.3f}, all {r['total']:.3f}{mark}")
     return {"prompt": setting.options.prompt, "new": setting.options.new, "cases": cases, "ratios": ratios}
 
@@ -286,31 +215,30 @@ def _figures(setting: Setting, rows: int, dtype: str, summary: Summary, ceilings
         "bandwidth_fraction": (weights + kv) / step_s / ceilings.bandwidth,
         "copy_fraction": (weights + kv) / step_s / ceilings.copy,
         "flops_fraction": flops / step_s / ceilings.products(dtype),
-        "kept": summary.kept,
-        "dropped": summary.dropped,
-        "disturbed": summary.disturbed,
+        **summary.judged,
     }
 
 
 def _ratios(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    by_name = {(c["case"], c["rows"], c["dtype"]): c for c in cases}
-    found = []
-    for rows, dtype in dict.fromkeys((c["rows"], c["dtype"]) for c in cases):
-        for above, below in RATIOS:
-            a, b = by_name.get((above, rows, dtype)), by_name.get((below, rows, dtype))
-            if a is not None and b is not None:
-                found.append(
-                    {
-                        "ratio": f"{above} / {below}",
-                        "rows": rows,
-                        "dtype": dtype,
-                        "decode": a["decode_tokens_per_s"] / b["decode_tokens_per_s"],
-                        "total": a["tokens_per_s"] / b["tokens_per_s"],
-                        "disturbed": a["disturbed"] or b["disturbed"],
-                    }
-                )
-    return found
+    ours, theirs = (
+        {(c["rows"], c["dtype"]): c for c in cases if c["case"] == name} for name in ("engine", "transformers")
+    )
+    return [
+        {
+            "ratio": "engine / transformers",
+            "rows": point[0],
+            "dtype": point[1],
+            "decode": ours[point]["decode_tokens_per_s"] / peer["decode_tokens_per_s"],
+            "total": ours[point]["tokens_per_s"] / peer["tokens_per_s"],
+            "disturbed": ours[point]["disturbed"] or peer["disturbed"],
+        }
+        for point, peer in theirs.items()
+    ]
 
+
+COUNTS = ("tp", "rows", "prompt", "prefill_tokens", "decode_steps", "plans", "at_context")
+BENCHMARK = Benchmark("decode", __doc__, _measure, _options, QUICK, COUNTS, _check)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,10 +23,11 @@ import argparse
 import gc
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bench import records
+from bench.frame import Benchmark, Record, Session
 from bench.host_scale import ScaleStep, configured, play
 from bench.measure import say
 
@@ -35,8 +36,7 @@ QUICK = {
 }  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--hosts", type=int, default=128, help="of eight devices (128)")
     made.add_argument("--rows", type=int, default=512, help="responses of a batch for each host (512)")
     made.add_argument("--spreads", type=float, nargs="+", default=[0.0, 0.02, 0.1], help="shares (0 0.02 0.1)")
@@ -46,34 +46,31 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--latency-s", type=float, default=0.013, help="of a value between hosts (0.013)")
     made.add_argument("--call-s", type=float, default=0.00015, help="of a call of the shared store (0.00015)")
     made.add_argument("--event-s", type=float, default=0.0001, help="of a process for an event (0.0001)")
-    records.length_options(made)
+    made.add_argument("--median", type=float, default=2000.0, help="of the lognormal lengths, tokens (2000)")
+    made.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
+    made.add_argument("--longest", type=int, default=16384, help="cap on a length, tokens (16384)")
     made.add_argument("--bar", type=float, default=0.05, help="share of a step that process 0 may have (0.05)")
-    records.record_options(made, "few hosts and rows")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1: the bar is missed, 2: was asked for nonsense."""
-    try:
-        options = records.parse_counts(parser(), arguments, QUICK, ("hosts", "rows", "steps", "longest"))
-        if options.hosts < 2:
-            raise ValueError(f"--hosts ({options.hosts}) must be at least 2: one host waits for nobody")
-        if options.hosts * options.rows % 16:
-            raise ValueError(f"--hosts ({options.hosts}) × --rows ({options.rows}) must be a multiple of 16 responses")
-        if min(options.spreads) < 0:
-            raise ValueError(f"--spreads ({min(options.spreads)}) must be at least 0")
-    except ValueError as error:
-        print(f"bench_host_scale: {error}", file=sys.stderr)
-        return 2
-    head = records.header("host-scale", records.describe_host(), records.versions(), records.command(arguments))
-    records.print_header(head, say)
-    cases = [case for spread in options.spreads for case in _cases(options, spread)]
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, head | {'results': cases}).name}")
-    worst = max((case["share"][-1] for case in cases if case["order"] == "logical"), default=0.0)
-    if worst > options.bar:
-        say(f"process 0 has {100 * worst:.2f} % of a step, more than {100 * options.bar:g} %")
-    return int(worst > options.bar)
+def _check(options: argparse.Namespace) -> None:
+    if options.hosts < 2:
+        raise ValueError(f"--hosts ({options.hosts}) must be at least 2: one host waits for nobody")
+    if options.hosts * options.rows % 16:
+        raise ValueError(f"--hosts ({options.hosts}) × --rows ({options.rows}) must be a multiple of 16 responses")
+    if min(options.spreads) < 0:
+        raise ValueError(f"--spreads ({min(options.spreads)}) must be at least 0")
+
+
+def _measure(options: argparse.Namespace, session: Session) -> Record:
+    with session.on(records.describe_host(), is_timed=False):
+        cases = [case for spread in options.spreads for case in _cases(options, spread)]
+    return session.record(cases, bar=options.bar)
+
+
+def _missed(record: Record) -> Iterable[str]:
+    worst = max((case["share"][-1] for case in record["results"] if case["order"] == "logical"), default=0.0)
+    if worst > record["bar"]:
+        yield f"process 0 has {100 * worst:.2f} % of a step, more than {100 * record['bar']:g} %"
 
 
 def _cases(options: argparse.Namespace, spread: float) -> list[dict[str, Any]]:
@@ -95,7 +92,9 @@ def _cases(options: argparse.Namespace, spread: float) -> list[dict[str, Any]]:
 def _run(options: argparse.Namespace, spread: float, seed: int, order: str) -> list[ScaleStep]:
     times = {"host_latency_s": options.latency_s, "host_call_s": options.call_s, "host_event_s": options.event_s}
     simulate = {"host_spread": spread, "host_order": order, **times}
-    config = configured(options.hosts, options.rows, seed, options.steps, records.lengths_of(options), **simulate)
+    config = configured(
+        options.hosts, options.rows, seed, options.steps, (options.median, options.sigma, options.longest), **simulate
+    )
     gc.collect()  # what is left of the run before
     steps = play(config)
     step_s = statistics.mean(step.metrics["timing_s/step"] for step in steps)
@@ -152,6 +151,10 @@ def _seconds(found: Sequence[float]) -> str:
 def _percent(found: Sequence[float]) -> str:
     return f"{100 * found[1]:.2f} % ({100 * found[0]:.2f} to {100 * found[2]:.2f})"
 
+
+COUNTS = ("hosts", "rows", "steps", "longest")
+BENCHMARK = Benchmark("host-scale", __doc__, _measure, _options, QUICK, COUNTS, _check, _missed, has_model=False)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,6 @@ Actor and judge are the same model. Two families of cases, each taking turns:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ from typing import Any
 
 import numpy as np
 from bench import records
+from bench.frame import Benchmark, Record, Session
 from bench.jax_cases import build_params
-from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+from bench.measure import Summary, Values, say
 from jax.sharding import Mesh
 
 from jaxrl.mechanisms.judge.build import JudgeMachine
@@ -58,9 +58,7 @@ AT_LEAST_ONE = ("judged", "written", "judge_rows", "responses", "mean", "new", "
 PROMPT = 16  # tokens of an actor's prompt
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--resident", type=int, default=-1, help="of the judge's layers (half)")
     made.add_argument("--judged", type=int, default=512, help="tokens that the judge reads of a response (512)")
     made.add_argument("--written", type=int, default=32, help="tokens of a verdict (32)")
@@ -69,16 +67,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", type=int, default=16, help="of the rollout (16)")
     made.add_argument("--mean", type=int, default=128, help="tokens of a response (128)")
     made.add_argument("--new", type=int, default=512, help="tokens of the longest response (512)")
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    return records.run("bench_judge", arguments, _parsed, _run)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return records.parse(parser(), arguments, QUICK, AT_LEAST_ONE)
 
 
 class Fixed:
@@ -97,7 +85,7 @@ class Fixed:
         return float(len(samples[0])), {}
 
 
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     config = model.config()
     if not -1 <= options.resident <= config.num_layers:
@@ -105,35 +93,22 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     resident = config.num_layers // 2 if options.resident < 0 else options.resident
     devices = records.prepare_devices(options.devices)
     mesh = make_mesh(devices)
-    head = records.header("judge", records.describe_devices(devices), records.versions(), called)
-    records.print_header(head, say)
-    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
-    for dtype in options.dtypes:
-        params = build_params(model, config, mesh, "float32", options.seed)
-        judges = {
-            "resident": (config.num_layers, True),
-            "pipelined": (resident, True),
-            "serial": (resident, False),
-        }
-        pools = {name: _judge(options, config, mesh, params, dtype, *how) for name, how in judges.items()}
-        cases: dict[str, Callable[[], Values]] = {}
-        for name, pool in pools.items():
-            cases[f"{name} {dtype}"] = _streaming(options, pool)
-        actor = _actor(options, config, mesh, params, dtype)
-        turns = {"rollout": None, "gaps": JudgeTurns("gaps"), "after": JudgeTurns("after")}
-        for name, rule in turns.items():
-            cases[f"{name} {dtype}"] = _turns(options, config, actor, pools["pipelined"], rule)
-        for case in cases.values():
-            case()  # compiles
-        bench.interleave(cases, options.repetitions)
-    if bench.gauge:
-        bench.gauge.close()
-    say(verdict(bench))
-    results = {"cases": _results(summarise(bench.runs))}
-    kept, dropped = bench.counts()
+    with session.on(records.describe_devices(devices)):
+        for dtype in options.dtypes:
+            params = build_params(model, config, mesh, "float32", options.seed)
+            judges = {"resident": (config.num_layers, True), "pipelined": (resident, True), "serial": (resident, False)}
+            pools = {name: _judge(options, config, mesh, params, dtype, *how) for name, how in judges.items()}
+            cases = {f"{name} {dtype}": _streaming(options, pool) for name, pool in pools.items()}
+            actor = _actor(options, config, mesh, params, dtype)
+            turns = {"rollout": None, "gaps": JudgeTurns("gaps"), "after": JudgeTurns("after")}
+            for name, rule in turns.items():
+                cases[f"{name} {dtype}"] = _turns(options, config, actor, pools["pipelined"], rule)
+            for case in cases.values():
+                case()  # compiles
+            session.bench.interleave(cases, options.repetitions)
     asked = {name: getattr(options, name) for name in AT_LEAST_ONE}
     shape = {"model": model.name, "devices": len(devices), "resident": resident, "layers": config.num_layers}
-    return head | shape | asked | {"kept": kept, "dropped": dropped, "results": results}
+    return session.record({"cases": _cases(session.summaries())}, **shape, **asked)
 
 
 def _judge(
@@ -221,20 +196,19 @@ def _tokens(seed: int, count: int, vocab_size: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(1, vocab_size, count).tolist())
 
 
-def _results(summaries: dict[str, Summary]) -> list[dict[str, Any]]:
+def _cases(summaries: dict[str, Summary]) -> list[dict[str, Any]]:
     cases = []
     for label, summary in summaries.items():
         name, dtype = label.split()
         base = "resident" if "steps" in summary.medians else "rollout"
         over = summary.medians["seconds"] / summaries[f"{base} {dtype}"].medians["seconds"]
-        say(
-            f"{name}, {dtype}: {summary.medians['seconds']:.3f} s, {over:.2f} times {base}"
-            f"{'  DISTURBED' if summary.disturbed else ''}"
-        )
-        judged = dataclasses.asdict(summary)
-        cases.append({"case": name, "dtype": dtype, "over": over} | judged.pop("medians") | judged)
+        say(f"{name}, {dtype}: {summary.medians['seconds']:.3f} s, {over:.2f} times {base}{summary.mark}")
+        cases.append({"case": name, "dtype": dtype, "over": over} | summary.medians | summary.judged)
     return cases
 
+
+BENCHMARK = Benchmark("judge", __doc__, _measure, _options, QUICK, AT_LEAST_ONE)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from bench import records
+from bench.frame import Benchmark, Record, Session
 from bench.measure import say
 
 from jaxrl.commands.profile import adaptive
@@ -60,15 +61,16 @@ def describe(name: str, errors: Sequence[float]) -> str:
     return f"{name:<22} mean {values.mean():6.1%}   p50 {p50:6.1%}   p90 {p90:6.1%}   worst {values.max():6.1%}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--profile", required=True)
-    parser.add_argument("--points", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=0.0)
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args(arguments)
+def _options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--config", required=True)
+    made.add_argument("--profile", required=True)
+    made.add_argument("--points", type=int, default=40, help="that are held out (40)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--limit", type=float, default=0.0, help="on the corrected mean (none)")
+    made.add_argument("overrides", nargs="*")
+
+
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     config = adaptive(config_files.load(options.config, options.overrides))
     mesh = submeshes(make_mesh(prepare_jax(config)), config.rollout.num_workers)[0]  # a profile is of one worker
     config = replace(config, rollout=replace(config.rollout, num_workers=1))
@@ -79,27 +81,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     executor.sync_weights(params, 0)
     executor.allocate()
     profiler, predictor = Profiler(executor), LatencyPredictor(profile)
-    say(f"command: {records.command()}")
-    identity = profile.identity
-    say(f"{identity.model}, {mesh.size} devices of {identity.device_kind}, jax {identity.jax_version}")
-    plain: dict[int, list[float]] = {}
-    corrected: dict[int, list[float]] = {}
-    for tp, lengths in sorted(held_out(profile, options.points, options.seed), key=lambda each: each[0]):
-        real_s = profiler.mixed(tp, lengths)
-        load = (tp, len(lengths), float(sum(lengths)))
-        predicted_s = predictor.decode_step_s(*load)
-        plain.setdefault(tp, []).append(abs(predicted_s / predictor.ratio(tp) - real_s) / real_s)
-        corrected.setdefault(tp, []).append(abs(predicted_s - real_s) / real_s)
-        predictor.observe(*load, real_s)
-        rows = f"tp {tp}, {len(lengths):3} rows, {sum(lengths):6} tokens"
-        say(f"{rows}: {real_s * 1e3:8.2f} ms, predicted {predicted_s * 1e3:8.2f}")
-    for name, errors in (("profile alone", plain), ("corrected online", corrected)):
-        for tp, values in errors.items():
-            say(describe(f"{name}, tp {tp}", values))
-        say(describe(name, [value for values in errors.values() for value in values]))
+    with session.on(records.describe_devices(list(mesh.devices.flat)), is_timed=False):
+        identity = profile.identity
+        say(f"{identity.model}, {mesh.size} devices of {identity.device_kind}, jax {identity.jax_version}")
+        plain: dict[int, list[float]] = {}
+        corrected: dict[int, list[float]] = {}
+        for tp, lengths in sorted(held_out(profile, options.points, options.seed), key=lambda each: each[0]):
+            real_s = profiler.mixed(tp, lengths)
+            load = (tp, len(lengths), float(sum(lengths)))
+            predicted_s = predictor.decode_step_s(*load)
+            plain.setdefault(tp, []).append(abs(predicted_s / predictor.ratio(tp) - real_s) / real_s)
+            corrected.setdefault(tp, []).append(abs(predicted_s - real_s) / real_s)
+            predictor.observe(*load, real_s)
+            rows = f"tp {tp}, {len(lengths):3} rows, {sum(lengths):6} tokens"
+            say(f"{rows}: {real_s * 1e3:8.2f} ms, predicted {predicted_s * 1e3:8.2f}")
+        for name, errors in (("profile alone", plain), ("corrected online", corrected)):
+            for tp, values in errors.items():
+                say(describe(f"{name}, tp {tp}", values))
+            say(describe(name, [value for values in errors.values() for value in values]))
     mean = float(np.mean([value for values in corrected.values() for value in values]))
-    return int(bool(options.limit) and mean > options.limit)
+    cases = {"alone": plain, "corrected": corrected}
+    return session.record(
+        {name: {str(tp): values for tp, values in errors.items()} for name, errors in cases.items()}
+        | {"corrected_mean": mean, "limit": options.limit}
+    )
 
+
+def _missed(record: Record) -> Iterable[str]:
+    mean, limit = record["results"]["corrected_mean"], record["results"]["limit"]
+    if limit and mean > limit:
+        yield f"the corrected mean is {mean:.1%}, more than --limit ({limit:.1%})"
+
+
+BENCHMARK = Benchmark("latency", __doc__, _measure, _options, None, ("points",), promises=_missed, has_model=False)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

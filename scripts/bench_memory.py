@@ -23,22 +23,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import records
+from bench.frame import Benchmark, Record, Session
 from bench.measure import say
 
 LOOK_S = 0.1
 _KEYS = {"VmRSS": "rss_bytes", "RssAnon": "anonymous_bytes", "Threads": "threads"}
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--run-dir", type=Path, required=True, metavar="FOLDER", help="trainer.run_dir")
     made.add_argument("--every", type=int, default=50, help="steps from one line to the next (50)")
     made.add_argument("train", nargs="+", metavar="ARGUMENT", help="of jaxrl train, behind --")
-    records.record_options(made)
-    return made
 
 
 def look(pid: int) -> dict[str, int]:
@@ -96,19 +93,21 @@ def _line(found: Mapping[str, int]) -> str:
     return f"step {found['step']}: {sizes}, {found['threads']} threads, {found['files']} files"
 
 
-def measure(options: argparse.Namespace, command: str) -> Mapping[str, Any]:
-    """The record."""
-    if options.every < 1:
-        raise ValueError(f"--every ({options.every}) must be at least 1")
+def _check(options: argparse.Namespace) -> None:
     if num_steps(options.run_dir):
         raise ValueError(f"--run-dir ({options.run_dir}) holds a run already: give it an empty folder")
-    head = records.header("memory", records.describe_host(), records.versions(), command)
-    records.print_header(head, say)
-    looks = watch(options.run_dir, options.every, options.train)
+
+
+def _measure(options: argparse.Namespace, session: Session) -> Record:
+    with session.on(records.describe_host(), is_timed=False):
+        looks = watch(options.run_dir, options.every, options.train)
     found = quarters(looks)
     say("anonymous, by quarters: " + ", ".join(f"{each / 2**20:.1f}" for each in found) + " MiB")
-    return head | {"results": {"quarters_bytes": found, "looks": looks}}
+    return session.record({"quarters_bytes": found, "looks": looks})
 
+
+BENCHMARK = Benchmark("memory", __doc__, _measure, _options, None, ("every",), _check, has_model=False)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
-    sys.exit(records.run("bench_memory", None, parser().parse_args, measure))
+    sys.exit(main())

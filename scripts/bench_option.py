@@ -4,10 +4,11 @@
     python scripts/bench_option.py --config configs/partial_rollout.yaml rollout.partial_rollout.max_staleness 1 2 -1
 
 Runs what `jaxrl simulate` runs, in memory, once per value and seed (`trainer.seed`, `data.seed`), and prints a table:
-means over seeds of each run's mean over steps, with the standard deviation over seeds behind ±. Seconds are simulated.
-Shares are of tokens: *thrown* of all that were drawn, *stale* of those trained on; *lag* is the mean number of versions
-of a trained token. The first --skip steps are left out, as rules begin with nothing carried. A first line `(baseline)`
-comes from --baseline. Values may be anything YAML reads.
+means over seeds of each run's mean over steps, with the standard deviation over seeds behind ±. Seconds are simulated,
+but for *CPU s*, what a step takes this process. Shares are of tokens: *thrown* of all that were drawn, *stale* of those
+trained on; *lag* is the mean number of versions of a trained token, *prompts* are those launched a step. The first
+--skip steps are left out, as rules begin with nothing carried. A first line `(baseline)` comes from --baseline. Values
+may be anything YAML reads.
 """
 
 from __future__ import annotations
@@ -15,36 +16,34 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from bench import records
+from bench.frame import Benchmark, Record, Session
 from bench.measure import say
+from bench.simulated import simulate
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config import files as config_files
-from jaxrl.loop import Hooks
-from jaxrl.runtime.simulation import build, rare_collections
-from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
 
-COLUMNS = ("s per step", "s of rollout", "thrown", "stale", "lag", "restarted")
+COLUMNS = ("s per step", "s of rollout", "thrown", "stale", "lag", "restarted", "prompts", "CPU s")
 
 
 def run(config: Config, skip: int) -> dict[str, float]:
     """One run's means; those of shares are over tokens."""
     steps: list[dict[str, float]] = []
     trained: list[int] = []
+    cpu_s: list[float] = [time.process_time()]
 
     def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
+        cpu_s.append(time.process_time())
         if step > skip:
             steps.append(measured)
             trained.append(sum(len(sample) for group in groups for sample in group.samples))
 
-    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, lambda *_: None, lambda: False)
-    cost, _ = cost_model(config)
-    workload, _ = workload_of(config)
-    with rare_collections():
-        build(config, cost, workload, hooks, sizes=machine_sizes(config, cost, model_sizes(config))).loop.run()
+    simulate(config, on_step)
 
     def of(name: str) -> list[float]:
         return [measured.get(name, 0.0) for measured in steps]
@@ -62,6 +61,8 @@ def run(config: Config, skip: int) -> dict[str, float]:
         "stale": weighted("training/off_policy/share"),
         "lag": weighted("training/off_policy/mean_staleness"),
         "restarted": statistics.fmean(of("rollout/restarted_samples")),
+        "prompts": statistics.fmean(of("rollout/launched_prompts")),
+        "CPU s": (cpu_s[-1] - cpu_s[skip]) / len(steps),
     }
 
 
@@ -80,41 +81,48 @@ def line(name: str, runs: Sequence[dict[str, float]]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--steps", type=int, default=40, help="per run (40)")
-    parser.add_argument("--skip", type=int, default=5, help="first steps that do not count (5)")
-    parser.add_argument("--seeds", type=int, default=5, help="runs per value (5)")
-    parser.add_argument("--baseline", default="", help="an override of its own line (section.enable=false)")
-    parser.add_argument("--with", dest="more", nargs="*", default=[], help="overrides for all lines")
-    parser.add_argument("option")
-    parser.add_argument("values", nargs="+")
-    options = parser.parse_args([*(sys.argv[1:] if arguments is None else arguments)])
-    say(f"command: {records.command()}\n")
+def _options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--config", required=True)
+    made.add_argument("--steps", type=int, default=40, help="per run (40)")
+    made.add_argument("--skip", type=int, default=5, help="first steps that do not count (5)")
+    made.add_argument("--seeds", type=int, default=5, help="runs per value (5)")
+    made.add_argument("--baseline", default="", help="an override of its own line (section.enable=false)")
+    made.add_argument("--with", dest="more", nargs="*", default=[], help="overrides for all lines")
+    made.add_argument("option")
+    made.add_argument("values", nargs="+")
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not 0 <= options.skip < options.steps:
+        raise ValueError(f"--skip ({options.skip}) must be at least 0 and below --steps ({options.steps})")
+
+
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     cases = {options.baseline: "(baseline)"} if options.baseline else {}
     cases |= {f"{options.option}={value}": value for value in options.values}
-    say(f"| {options.option} | {' | '.join(COLUMNS)} |\n| --- |{' --- |' * len(COLUMNS)}")
-    for override, name in cases.items():
-        try:
-            configs = [
-                config_files.load(
-                    options.config,
-                    (
-                        f"trainer.total_training_steps={options.steps}",
-                        f"trainer.seed={seed}",
-                        f"data.seed={seed}",
-                        *options.more,
-                        override,
-                    ),
-                )
-                for seed in range(options.seeds)
-            ]
-            say(line(name, [run(config, options.skip) for config in configs]))
-        except ConfigError as error:
-            say(f"| {name} | refused: {error} |{' |' * (len(COLUMNS) - 1)}")
-    return 0
+    found: dict[str, Any] = {}
+    with session.on(records.describe_host(), is_timed=False):
+        say(f"| {options.option} | {' | '.join(COLUMNS)} |\n| --- |{' --- |' * len(COLUMNS)}")
+        for override, name in cases.items():
+            try:
+                found[name] = [run(config, options.skip) for config in _configs(options, override)]
+                say(line(name, found[name]))
+            except ConfigError as error:
+                say(f"| {name} | refused: {error} |{' |' * (len(COLUMNS) - 1)}")
+    return session.record(found)
 
+
+def _configs(options: argparse.Namespace, override: str) -> list[Config]:
+    """One for each seed."""
+    steps = f"trainer.total_training_steps={options.steps}"
+    return [
+        config_files.load(options.config, (steps, f"trainer.seed={seed}", f"data.seed={seed}", *options.more, override))
+        for seed in range(options.seeds)
+    ]
+
+
+BENCHMARK = Benchmark("option", __doc__, _measure, _options, None, ("steps", "seeds"), _check, has_model=False)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,7 +27,8 @@ from typing import Any
 
 from bench import records, rule_rounds
 from bench.decode_cases import Setting, build_executor
-from bench.measure import Bench, Gauge, Run, keep, say, verdict
+from bench.frame import Benchmark, Record, Session
+from bench.measure import Run, keep, say
 
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -48,9 +49,7 @@ Rounds = dict[str, list[dict[str, float]]]
 """By rule: each of its rounds."""
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(repetitions=10)
     made.add_argument("--prompts", type=int, default=4, help="prompts of a batch (4)")
     made.add_argument("--samples", type=int, default=4, help="responses to each (4)")
@@ -61,40 +60,23 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-length", type=int, default=512, help="cap on a length, tokens (512)")
     made.add_argument("--decode-steps", type=int, default=16, help="the engine's decode steps per plan (16)")
     made.add_argument("--tp", type=int, default=1, help="tensor parallelism of the engine (1)")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 2: was asked for nonsense."""
-    return records.run("bench_rules", arguments, _parsed, _run)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return records.parse(parser(), arguments, QUICK, COUNTS)
-
-
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     devices = records.prepare_devices(options.devices)
     layout = Layout(make_mesh(devices), options.tp)
-    head = records.header("rules", records.describe_devices(devices), records.versions(), called)
-    records.print_header(head, say)
-    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
-    setting = Setting(options, model, model.config(), layout, bench)
     results: list[dict[str, Any]] = []
-    for dtype in options.dtypes:
-        results += _measure(setting, dtype)
-    if bench.gauge:
-        bench.gauge.close()
-    print(verdict(bench))
+    with session.on(records.describe_devices(devices)):
+        setting = Setting(options, model, model.config(), layout, session.bench)
+        for dtype in options.dtypes:
+            results += _of_dtype(setting, dtype)
     for one in results:
         _print(one)
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": len(devices), "tp": options.tp}
-    return head | shape | {"kept": kept, "dropped": dropped, "results": {"cases": results}}
+    return session.record({"cases": results}, model=model.name, devices=len(devices), tp=options.tp)
 
 
-def _measure(setting: Setting, dtype: str) -> list[dict[str, Any]]:
+def _of_dtype(setting: Setting, dtype: str) -> list[dict[str, Any]]:
     options = setting.options
     names = rule_rounds.rules(options.prompts, options.samples)
     lengths = (options.seed, options.median_length, options.sigma, options.max_length, options.correlation)
@@ -189,6 +171,9 @@ def _print(case: Mapping[str, Any]) -> None:
         f"rounds {'unknown' if quiet is None else f'{quiet:+.1%}'}"
     )
 
+
+BENCHMARK = Benchmark("rules", __doc__, _measure, _options, QUICK, COUNTS)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

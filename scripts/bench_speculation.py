@@ -39,8 +39,9 @@ from typing import Any
 import numpy as np
 from bench import records
 from bench.decode_cases import BLOCK
+from bench.frame import Benchmark, Record, Session
 from bench.jax_cases import build_params
-from bench.measure import Bench, Gauge, Values, say, summarise, verdict
+from bench.measure import Bench, Summary, Values, say
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation.drafts import draft_window
@@ -248,9 +249,7 @@ def _groups(samples: Sequence[Sample], prompts: Sequence[Sequence[int]]) -> list
     return list(groups.values())
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(repetitions=3, dtypes=["float32"])
     made.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32], help="rows of the oracle's cases")
     made.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.9], help="chances (0.5 0.7 0.9)")
@@ -265,50 +264,34 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", type=int, default=96, help="tokens of a prompt, at most for real ones (96)")
     made.add_argument("--new", type=int, default=64, help="tokens of a response, at most for real ones (64)")
     made.add_argument("--decode-steps", type=int, default=8, help="steps per plan (8)")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    return records.run("bench_speculation", arguments, _parsed, _run)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    sizes = ("width", "prompts", "samples", "epochs", "rows", "prompt", "new", "decode_steps")
-    return records.parse(parser(), arguments, QUICK, sizes)
-
-
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     config, devices = model.config(), records.prepare_devices(options.devices)
     layout = Layout(make_mesh(devices), 1)
-    head = records.header("speculation", records.describe_devices(devices), records.versions(), called)
-    records.print_header(head, say)
-    params = build_params(model, config, layout.mesh, options.dtypes[0], options.seed)
-    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
+    with session.on(records.describe_devices(devices)):
+        params = build_params(model, config, layout.mesh, options.dtypes[0], options.seed)
 
-    def build(*sizes: int) -> House:
-        return House(options, config, params, layout, *sizes)
+        def build(*sizes: int) -> House:
+            return House(options, config, params, layout, *sizes)
 
-    costs = oracle(options, build, config.vocab_size, bench)
-    names = list(costs)
-    if options.data:
-        names += history(options, build, Tokenizer.from_path(model.resolved()), bench)
-    if bench.gauge is not None:
-        bench.gauge.close()
-    say(verdict(bench))
-    cases = _cases(bench, names, costs)
+        costs = oracle(options, build, config.vocab_size, session.bench)
+        names = list(costs)
+        if options.data:
+            names += history(options, build, Tokenizer.from_path(model.resolved()), session.bench)
+    cases = _cases(session.summaries(), names, costs)
     for acceptance in options.acceptance if costs else ():
         seen, told = pays_up_to(cases, acceptance, "faster"), pays_up_to(cases, acceptance, "foreseen")
         say(f"acceptance {acceptance:g}: faster than without {seen}; by the profile {told}")
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": len(devices), "kept": kept, "dropped": dropped}
-    return head | shape | {"results": {"cases": cases}}
+    return session.record({"cases": cases}, model=model.name, devices=len(devices))
 
 
-def _cases(bench: Bench, names: Sequence[str], costs: dict[str, tuple[float, float]]) -> list[dict[str, Any]]:
+def _cases(
+    found: dict[str, Summary], names: Sequence[str], costs: dict[str, tuple[float, float]]
+) -> list[dict[str, Any]]:
     """What each case came to, said and returned."""
-    found, cases = summarise(bench.runs), []
+    cases = []
     for name in names:
         summary = found[name]
         values = summary.medians
@@ -324,12 +307,15 @@ def _cases(bench: Bench, names: Sequence[str], costs: dict[str, tuple[float, flo
             f"{name}: {values['seconds']:.2f} s, {values['faster']:.2f} times as fast{told}; "
             f"{values['accept_rate']:.0%} of drafts accepted, {values['drafted_share']:.0%} of tokens from them, "
             f"{values['tokens_per_step']:.2f} tokens a step; "
-            f"other: {values['other']:.0f}{'  DISTURBED' if summary.disturbed else ''}"
+            f"other: {values['other']:.0f}{summary.mark}"
         )
-        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
-        cases.append({"case": name} | values | judged)
+        cases.append({"case": name} | values | summary.judged)
     return cases
 
+
+SIZES = ("width", "prompts", "samples", "epochs", "rows", "prompt", "new", "decode_steps")
+BENCHMARK = Benchmark("speculation", __doc__, _measure, _options, QUICK, SIZES)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -35,7 +35,8 @@ from typing import Any
 
 from bench import costs, jax_cases, records, step_case, trl_case
 from bench.ceilings import Ceilings
-from bench.measure import Bench, Gauge, Summary, say, summarise, verdict
+from bench.frame import Benchmark, Record, Session
+from bench.measure import DISTURBED, Bench, Summary, say, summarise
 from bench.worker import Worker, once
 
 QUICK = {
@@ -52,9 +53,7 @@ MAX_RESIDUAL = 0.02
 MAX_RESIDUAL_OF_A_TRIAL = 0.2  # its steps take milliseconds
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--prompts", type=int, default=8, help="prompts per step (8)")
     made.add_argument("--samples", type=int, default=4, help="responses to each prompt (4)")
     made.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt, about (64)")
@@ -66,66 +65,39 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--fresh-cache", action="store_true", help="begin with an empty compilation cache; see warm-up")
     made.add_argument("--without-trl", action="store_true", help="leave TRL out")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; the exit status says whether it kept its promises (1) or was asked for nonsense (2)."""
-    try:
-        options = records.parse(parser(), arguments, QUICK, ("prompts", "samples", "prompt_tokens", "new", "warmup"))
-        if options.samples < 2:
-            raise ValueError(f"--samples ({options.samples}) must be at least 2: GRPO compares a prompt's responses")
-        if options.train_tokens < 0:
-            raise ValueError(f"--train-tokens ({options.train_tokens}) must be at least 0")
-        record = _run(options, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_step: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    broken = record["results"]["broken_promises"]
-    for sentence in broken:
-        print(f"bench_step: {sentence}", file=sys.stderr)
-    return 1 if broken else 0
+def _check(options: argparse.Namespace) -> None:
+    if options.samples < 2:
+        raise ValueError(f"--samples ({options.samples}) must be at least 2: GRPO compares a prompt's responses")
+    if options.train_tokens < 0:
+        raise ValueError(f"--train-tokens ({options.train_tokens}) must be at least 0")
 
 
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     device, ceilings = jax_cases.survey(options.devices, options.quick)
     with_trl = _trl_fits(options, device["platform"])
-    used = records.versions(*(("torch", "transformers", "trl") if with_trl else ()))
-    head = records.header("step", device, used, called)
-    records.print_header(head, say)
-    bench = Bench(Gauge() if device["platform"] == "cpu" else None, say)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cache:
-        cases = _cases(options, model, device, Path(folder), with_trl)
-        infos: dict[str, Any] = {}
+    used = ("torch", "transformers", "trl") if with_trl else ()
+    infos: dict[str, Any] = {}
+    with session.on(device, ceilings, packages=used), contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cases = _cases(options, model, device, folder, with_trl)
         cold: dict[str, float] = {}
         if options.fresh_cache:
-            cache.enter_context(_empty_cache(Path(folder) / "cache"))
-            cold = {
-                label: once(label, step_case.run, spec)["warm_up_s"]
-                for label, (_, spec) in cases.items()
-                if label.startswith("jaxrl")
-            }
-        with contextlib.ExitStack() as stack:
-            workers: dict[str, Worker] = {}
-            for label, (work, spec) in cases.items():
-                worker = workers[label] = stack.enter_context(Worker(label, work, spec))
-                infos[label] = worker.info | ({"cold_warm_up_s": cold[label]} if label in cold else {})
-                for _ in range(options.warmup):
-                    worker()
-                say(f"{label}: ready")
-            bench.interleave(workers, options.repetitions)
-    ceilings = ceilings.best(jax_cases.survey(options.devices, options.quick)[1])
-    if bench.gauge:
-        bench.gauge.close()
-    print(f"ceilings  {ceilings}")
-    print(verdict(bench))
-    results = _results(options, model, bench, infos, ceilings)
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": options.devices}
-    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+            stack.enter_context(_empty_cache(folder / "cache"))
+            ours = {label: spec for label, (_, spec) in cases.items() if label.startswith("jaxrl")}
+            cold = {label: once(label, step_case.run, spec)["warm_up_s"] for label, spec in ours.items()}
+        workers: dict[str, Worker] = {}
+        for label, (work, spec) in cases.items():
+            worker = workers[label] = stack.enter_context(Worker(label, work, spec))
+            infos[label] = worker.info | ({"cold_warm_up_s": cold[label]} if label in cold else {})
+            for _ in range(options.warmup):
+                worker()
+            say(f"{label}: ready")
+        session.bench.interleave(workers, options.repetitions)
+    results = _results(options, model, session.bench, infos, session.ceilings)
+    return session.record(results, model=model.name, devices=options.devices)
 
 
 @contextlib.contextmanager
@@ -175,28 +147,39 @@ def _cases(
     sizes = (options.prompts, options.samples)
     cases: dict[str, tuple[Any, Any]] = {}
     for dtype in options.dtypes:
-        ours = step_case.StepSpec(
-            folder=str(folder),
-            path=path,
-            random_init=bool(model.shape),
-            dtype=dtype,
-            devices=options.devices,
-            prompts=options.prompts,
-            samples=options.samples,
-            prompt_tokens=options.prompt_tokens,
-            new=options.new,
-            remat=options.remat,
-            train_tokens=options.train_tokens,
-            lr=LR,
-            # the weights' seed too, and an export of random weights has seed 0
-            seed=0 if model.shape else options.seed,
-        )
+        ours = step_case.StepSpec(_run_options(options, str(folder), path, dtype), options.devices)
         cases[f"jaxrl {dtype}"] = (step_case.run, ours)
         if with_trl:
             data = str(folder / "train.jsonl")
             theirs = trl_case.TrlSpec(weights, data, dtype, place, *sizes, options.new, LR, options.seed)
             cases[f"trl {dtype}"] = (trl_case.run, theirs)
     return cases
+
+
+def _run_options(options: argparse.Namespace, folder: str, path: str, dtype: str) -> dict[str, Any]:
+    """Of the run whose steps are timed. Random weights have the run's seed, and their export (for TRL) seed 0."""
+    longest = options.prompt_tokens + step_case.PROMPT_SLACK + options.new
+    rows = -(-options.prompts * options.samples // options.devices)
+    seed = 0 if options.shape else options.seed
+    return {
+        "model": {"path": path, "random_init": bool(options.shape)},
+        "data": step_case.data_options(folder, options.prompts, options.prompt_tokens, options.new, seed),
+        "rollout": {
+            "n": options.samples,
+            "dtype": dtype,
+            "max_num_seqs": rows,
+            "max_num_batched_tokens": max(512, options.prompt_tokens + step_case.PROMPT_SLACK),
+        },
+        "actor": {
+            "dtype": dtype,
+            "remat": options.remat,
+            "old_logprobs": "rollout",
+            "ppo_max_token_len_per_gpu": max(longest, options.train_tokens or rows * longest),
+            "optim": {"lr": LR},
+        },
+        "reward": {"kind": "custom", "path": str(Path(folder) / "reward.py")},
+        "trainer": {"seed": seed, "num_devices": options.devices, "save_freq": 0},
+    }
 
 
 def _results(
@@ -212,7 +195,7 @@ def _results(
         name, dtype = label.split()
         case = {"case": name, "dtype": dtype, **infos[label], **summary.medians}
         case |= {"tokens_per_s": case["response_tokens"] / case["seconds"]}
-        case |= {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        case |= summary.judged
         if name == "jaxrl":
             case |= _residual(bench, label, summary) | _fractions(options, model, case, dtype, ceilings)
         cases.append(case)
@@ -224,7 +207,7 @@ def _results(
             disturbed = any(case["disturbed"] for case in both.values())
             ratio = both["trl"]["seconds"] / both["jaxrl"]["seconds"]
             ratios[dtype] = {"trl_over_jaxrl": ratio, "disturbed": disturbed}
-            print(f"TRL / jaxrl, seconds of a step, {dtype}: {ratio:.3f}{'  DISTURBED' if disturbed else ''}")
+            print(f"TRL / jaxrl, seconds of a step, {dtype}: {ratio:.3f}{DISTURBED if disturbed else ''}")
     allowed = MAX_RESIDUAL_OF_A_TRIAL if options.quick else MAX_RESIDUAL
     sizes = {
         name: getattr(options, name) for name in ("prompts", "samples", "prompt_tokens", "new", "remat", "train_tokens")
@@ -268,7 +251,7 @@ def _print_case(case: Mapping[str, Any]) -> None:
     print(
         f"{case['case']:<6}{case['dtype']:<9}{case['seconds']:>8.3f} s{case['tokens_per_s']:>9.1f} tokens/s, peak "
         f"{case['peak_bytes'] / 1e9:.2f} GB ({case['peak_above_baseline_bytes'] / 1e9:.2f} above the start), "
-        f"{case['kept']} kept, {case['dropped']} dropped{'  DISTURBED' if case['disturbed'] else ''}"
+        f"{case['kept']} kept, {case['dropped']} dropped{DISTURBED if case['disturbed'] else ''}"
     )
     if case["case"] != "jaxrl":
         return
@@ -295,6 +278,18 @@ def _broken(cases: Sequence[Mapping[str, Any]], allowed: float = MAX_RESIDUAL) -
             broken.append(f"{case['dtype']}: {case['recompiles']:.0f} programs were compiled after the warm-up")
     return broken
 
+
+BENCHMARK = Benchmark(
+    "step",
+    __doc__,
+    _measure,
+    _options,
+    QUICK,
+    ("prompts", "samples", "prompt_tokens", "new", "warmup"),
+    _check,
+    promises=lambda record: record["results"]["broken_promises"],
+)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

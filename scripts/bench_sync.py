@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from bench import records
 from bench.ceilings import Ceilings, measure_ceilings
+from bench.frame import Benchmark, Record, Session
 from bench.jax_cases import build_params
-from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+from bench.measure import Summary, Values, say
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -33,53 +35,31 @@ from jaxrl.sharding.mesh import make_mesh, submeshes
 QUICK = {"repetitions": 2, "dtypes": ["float32"]}
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--tp", type=int, default=1, help="tensor parallelism of the rollout (1)")
     made.add_argument("--workers", type=int, nargs="+", default=[1], help="workers that have the devices (1)")
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; exit status 2 if it was asked for nonsense."""
-    return records.run("bench_sync", arguments, _parsed, _run)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return records.parse(parser(), arguments, QUICK, ("tp", "workers"))
-
-
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     model = records.model_of(options)
     config = model.config()
     devices = records.prepare_devices(options.devices)
     mesh = make_mesh(devices)
     layouts = {count: [Layout(part, options.tp) for part in submeshes(mesh, count)] for count in options.workers}
-    head = records.header("sync", records.describe_devices(devices), records.versions(), called)
-    records.print_header(head, say)
-    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
-    ceilings = measure_ceilings(len(devices), options.quick)
-    params = build_params(model, config, mesh, "float32", options.seed)
     moved: dict[str, int] = {}
-    for dtype in options.dtypes:
-        sizes = ExecutorConfig(num_slots=1, dtype=dtype, max_tp=options.tp)
-        cases = {}
-        for count, own in layouts.items():
-            workers = WorkerSet(mesh, [MeshExecutor(config, layout, sizes) for layout in own])
-            case = cases[f"weights {dtype} {count}"] = _case(workers, params)
-            written = case()["written_bytes"]  # compiles
-            moved[f"weights {dtype} {count}"] = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + round(written)
-        bench.interleave(cases, options.repetitions)
-    ceilings = ceilings.best(measure_ceilings(len(devices), options.quick))
-    if bench.gauge:
-        bench.gauge.close()
-    say(f"ceilings  {ceilings}")
-    say(verdict(bench))
-    results = {"cases": _results(summarise(bench.runs), moved, ceilings)}
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": len(devices), "tp": options.tp}
-    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+    with session.on(records.describe_devices(devices), partial(measure_ceilings, len(devices), options.quick)):
+        params = build_params(model, config, mesh, "float32", options.seed)
+        read = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        for dtype in options.dtypes:
+            sizes = ExecutorConfig(num_slots=1, dtype=dtype, max_tp=options.tp)
+            cases = {}
+            for count, own in layouts.items():
+                workers = WorkerSet(mesh, [MeshExecutor(config, layout, sizes) for layout in own])
+                case = cases[f"weights {dtype} {count}"] = _case(workers, params)
+                moved[f"weights {dtype} {count}"] = read + round(case()["written_bytes"])  # compiles
+            session.bench.interleave(cases, options.repetitions)
+    cases = _cases(session.summaries(), moved, session.ceilings)
+    return session.record({"cases": cases}, model=model.name, devices=len(devices), tp=options.tp)
 
 
 def _case(workers: WorkerSet, params: Any) -> Callable[[], Values]:
@@ -101,7 +81,7 @@ def _live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def _results(summaries: dict[str, Summary], moved: dict[str, int], ceilings: Ceilings) -> list[dict[str, Any]]:
+def _cases(summaries: dict[str, Summary], moved: dict[str, int], ceilings: Ceilings) -> list[dict[str, Any]]:
     cases = []
     for label, summary in summaries.items():
         name, dtype, count = label.split()
@@ -114,12 +94,14 @@ def _results(summaries: dict[str, Summary], moved: dict[str, int], ceilings: Cei
         }
         say(
             f"{name}, {dtype}, {count} worker(s): {seconds * 1e3:.2f} ms for {moved[label] / 1e9:.3f} GB, "
-            f"{figures['over_copy']:.2f} times what a copy takes{'  DISTURBED' if summary.disturbed else ''}"
+            f"{figures['over_copy']:.2f} times what a copy takes{summary.mark}"
         )
-        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
-        cases.append({"case": name, "dtype": dtype, "workers": int(count)} | figures | judged)
+        cases.append({"case": name, "dtype": dtype, "workers": int(count)} | figures | summary.judged)
     return cases
 
+
+BENCHMARK = Benchmark("sync", __doc__, _measure, _options, QUICK, ("tp", "workers"))
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,16 +32,15 @@ from typing import Any
 
 from bench import costs, jax_cases, profiles, records, torch_cases
 from bench.ceilings import Ceilings
-from bench.measure import Bench, Gauge, Summary, say, summarise, verdict
+from bench.frame import Benchmark, Record, Session
+from bench.measure import DISTURBED, Bench, Summary, say
 from bench.worker import Worker, once
 
 QUICK = {"rows": 2, "tokens": 32, "response": 16, "repetitions": 2, "dtypes": ["float32"]}
 LR, CLIP, GRAD_CLIP = 1e-6, 0.2, 1.0
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    records.common_options(made)
+def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--rows", type=int, default=16, help="rows of the microbatch (16)")
     made.add_argument("--tokens", type=int, default=192, help="tokens of a row (192)")
     made.add_argument("--response", type=int, default=128, help="its last tokens, which are learnt from (128)")
@@ -57,52 +56,32 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="end each case's process before the next begins, instead of taking turns: for models of which no two fit",
     )
-    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; exit status 2 where it was asked for nonsense."""
-    try:
-        options = records.parse(parser(), arguments, QUICK, ("rows", "tokens", "response", "warmup", "microbatches"))
-        if options.response >= options.tokens:
-            raise ValueError(
-                f"--response ({options.response}) must be below --tokens ({options.tokens}): a row begins with a prompt"
-            )
-        if options.rows % options.devices:
-            raise ValueError(f"--rows ({options.rows}) must be a multiple of --devices ({options.devices})")
-        model = records.model_of(options)
-        for dtype in options.dtypes:
-            jax_cases.train_config(_spec(options, model, dtype))  # refuses what a run would refuse
-        record = _run(options, model, records.command(arguments))
-    except ValueError as error:
-        print(f"bench_train: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {records.append_record(options.json, record).name}")
-    return 0
+def _check(options: argparse.Namespace) -> None:
+    if options.response >= options.tokens:
+        raise ValueError(
+            f"--response ({options.response}) must be below --tokens ({options.tokens}): a row begins with a prompt"
+        )
+    if options.rows % options.devices:
+        raise ValueError(f"--rows ({options.rows}) must be a multiple of --devices ({options.devices})")
+    model = records.model_of(options)
+    for dtype in options.dtypes:
+        jax_cases.train_config(_spec(options, model, dtype))  # refuses what a run would refuse
 
 
-def _run(options: argparse.Namespace, model: records.Model, called: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, session: Session) -> Record:
+    model = records.model_of(options)
     device, ceilings = jax_cases.survey(options.devices, options.quick)
     with_torch = _torch_fits(options, device["platform"])
-    used = records.versions(*(("torch", "transformers") if with_torch else ()))
-    head = records.header("train", device, used, called)
-    records.print_header(head, say)
-    bench = Bench(Gauge() if device["platform"] == "cpu" else None, say)
-    with tempfile.TemporaryDirectory() as folder:
+    used = ("torch", "transformers") if with_torch else ()
+    with session.on(device, ceilings, packages=used), tempfile.TemporaryDirectory() as folder:
         if with_torch and model.path:
             once("export", jax_cases.export, (model, folder, "float32"))
         cases = _cases(options, model, device, folder if model.path else "", with_torch)
-        infos = _measure(bench, cases, options)
-    ceilings = ceilings.best(jax_cases.survey(options.devices, options.quick)[1])
-    if bench.gauge:
-        bench.gauge.close()
-    print(f"ceilings  {ceilings}")
-    print(verdict(bench))
-    results = _results(options, model, summarise(bench.runs), infos, ceilings)
-    kept, dropped = bench.counts()
-    shape = {"model": model.name, "devices": options.devices}
-    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+        infos = _timed(session.bench, cases, options)
+    results = _results(options, model, session.summaries(), infos, session.ceilings)
+    return session.record(results, model=model.name, devices=options.devices)
 
 
 def _torch_fits(options: argparse.Namespace, platform: str) -> bool:
@@ -155,7 +134,7 @@ def _cases(
     return cases
 
 
-def _measure(bench: Bench, cases: dict[str, tuple[Any, Any]], options: argparse.Namespace) -> dict[str, Any]:
+def _timed(bench: Bench, cases: dict[str, tuple[Any, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """Runs everything; returns what each case says of itself."""
     infos: dict[str, Any] = {}
     groups = [[label] for label in cases] if options.one_at_a_time else [list(cases)]
@@ -195,21 +174,21 @@ def _results(
         case = {"case": name, "dtype": dtype, "tokens": tokens, "flops": flops, **m, **infos[label]}
         case |= {"tokens_per_s": tokens / m["seconds"], "mfu": rate / ceilings.products(dtype)}
         case |= {"mfu_datasheet": ceilings.of_datasheet(flops_per_s=rate, dtype=dtype)}
-        case |= {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        case |= summary.judged
         if name == "jaxrl":
             case |= {"peak_over_plan": m["peak_bytes"] / case["planned_bytes"], "profile": case.get("profile")}
         cases.append(case)
         print(
             f"{name:<7}{dtype:<9}{m['seconds']:>9.3f}{case['tokens_per_s']:>10.1f}{case['mfu']:>8.1%}"
             f"{_share(case['mfu_datasheet']):>9}{m['peak_bytes'] / 1e9:>9.2f}{_share(case.get('peak_over_plan')):>9}"
-            f"{summary.kept:>6}{summary.dropped:>9}{'  DISTURBED' if summary.disturbed else ''}"
+            f"{summary.kept:>6}{summary.dropped:>9}{summary.mark}"
             f"  {infos[label]['optimizer']}"
         )
         if case.get("profile"):
             print(profiles.table(case["profile"]))
     ratios = _ratios(cases)
     for r in ratios:
-        mark = "  DISTURBED" if r["disturbed"] else ""
+        mark = DISTURBED if r["disturbed"] else ""
         print(f"jaxrl / torch {r['dtype']:<9} tokens/s {r['tokens_per_s']:.3f}, peak {r['peak']:.3f}{mark}")
     names = ("rows", "microbatches", "tokens", "response", "attention", "chunk", "remat")
     return {name: getattr(options, name) for name in names} | {"cases": cases, "ratios": ratios}
@@ -232,6 +211,10 @@ def _ratios(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if name == "jaxrl" and (theirs := by_name.get(("torch", dtype))) is not None
     ]
 
+
+COUNTS = ("rows", "tokens", "response", "warmup", "microbatches")
+BENCHMARK = Benchmark("train", __doc__, _measure, _options, QUICK, COUNTS, _check)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

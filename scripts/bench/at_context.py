@@ -11,18 +11,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.rollout.calls import MeshTicket
 from jaxrl.scheduling.layouts.relayout import resident_row
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Request, Seat
+from jaxrl.scheduling.tokens.plan import Executor, PlanResult, Request, Seat, Ticket
 from jaxrl.types import SampleKey, SamplingParams
 
 from . import costs, profiles
 from .ceilings import Ceilings
-from .continuous import TimedExecutor
 from .decode_cases import BLOCK, Setting, build_executor
 from .measure import Summary, Values, say
 
@@ -46,6 +47,23 @@ def check(options: argparse.Namespace) -> None:
 def _steps_before(options: argparse.Namespace) -> int:
     """Steps from where rows are placed to the middle of the timed ones. The plan in flight is timed, too."""
     return (LEADING - 1) * options.decode_steps + options.plans * options.decode_steps // 2
+
+
+class TimedExecutor:
+    """Passes everything on, and adds up the seconds in which the host did nothing but wait for a plan's values."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.num_groups, self.num_slots, self.num_blocks = inner.num_groups, inner.num_slots, inner.num_blocks
+        self.block_size, self.max_prefill_tokens = inner.block_size, inner.max_prefill_tokens
+        self.check, self.submit = inner.check, inner.submit
+        self.inner, self.waited_s = inner, 0.0
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        assert isinstance(ticket, MeshTicket)
+        began = time.perf_counter()
+        jax.block_until_ready(([call.generated for call in ticket.calls], ticket.steps))
+        self.waited_s += time.perf_counter() - began
+        return self.inner.collect(ticket)
 
 
 class PlacedCase:
@@ -192,7 +210,7 @@ def results(
             + (f"{case['kernels_per_step_s'] * 1e3:>11.3f}" if profile else f"{'-':>11}")
             + f"{_percent(case['gap_share']):>7}"
             + (f"{case['launches_per_step']:>9.1f}" if profile else f"{'-':>9}")
-            + ("  DISTURBED" if summary.disturbed else "")
+            + summary.mark
         )
     for label, profile in found["profiles"].items():
         rows, context, dtype = label.split()
@@ -245,7 +263,5 @@ def _figures(
         "gap_share": None if kernels_s is None else (step_s - kernels_s) / step_s,
         "launches_per_step": None if profile is None else profile["launches"] / steps,
         "profile": profile,
-        "kept": summary.kept,
-        "dropped": summary.dropped,
-        "disturbed": summary.disturbed,
+        **summary.judged,
     }

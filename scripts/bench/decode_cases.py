@@ -1,4 +1,4 @@
-"""The cases of `bench_decode.py` that run in its own process: the engine and the bare loops, over the same weights."""
+"""What the benchmarks of the engine share: weights, prompts, executors, and the engine as a case."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.rollout.sampling import SamplingState, request_key
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -24,7 +22,6 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.types import SampleKey, SamplingParams
 
 from .jax_cases import build_params
-from .loops import BareLoop, Sizes
 from .measure import Bench, Values
 from .records import Model
 
@@ -122,31 +119,6 @@ class EngineCase:
 
     def close(self) -> None:
         self.executor.release(weights=True)
-
-
-class BareCase:
-    """A bare loop; draws the same tokens as the engine, up to rounding, because keys and positions are the same."""
-
-    def __init__(
-        self, kind: Literal["contiguous", "paged"], setting: Setting, weights: Any, prompts: np.ndarray
-    ) -> None:
-        rows, options = len(prompts), setting.options
-        sizes = Sizes(rows, options.prompt, options.new, options.prefill_tokens)
-        self.loop = BareLoop(kind, setting.config, sizes, options.seed)
-        self.weights, self.prompts = weights, jnp.asarray(prompts)
-        keys = np.stack([request_key(options.seed, SampleKey(0, row, 0)) for row in range(rows)])
-        ones, zeros = jnp.ones((rows,), jnp.float32), jnp.zeros((rows,), jnp.float32)
-        self.state = SamplingState(jnp.asarray(keys), ones, jnp.zeros((rows,), jnp.int32), ones, zeros)
-        self.tokens = np.zeros((rows, 0), np.int32)
-
-    def __call__(self) -> Values:
-        began = time.perf_counter()
-        caches, first = self.loop.prefill(self.weights, self.prompts, self.state)
-        prefilled = time.perf_counter()
-        rest, *_ = self.loop.decode(self.weights, caches, first, self.state)
-        ended = time.perf_counter()
-        self.tokens = np.concatenate([np.asarray(first)[:, None], np.asarray(rest)], axis=1)
-        return {"seconds": ended - began, "prefill_s": prefilled - began, "decode_s": ended - prefilled}
 
 
 def requests(prompts: np.ndarray, lengths: Sequence[int]) -> list[Request]:

@@ -10,14 +10,15 @@ devices and for the shared store is left out (`Stopwatch`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.loop import Hooks
-from jaxrl.runtime.simulation import Simulation, build, rare_collections
-from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, with_simulated_hosts, workload_of
+from jaxrl.runtime.simulation import Simulation
+from jaxrl.sim.configured import with_simulated_hosts
+
+from .simulated import simulate
+from .worker import resident_bytes
 
 SAMPLES = 16
 _ELSEWHERE = ""
@@ -116,24 +117,17 @@ def configured(
     return with_simulated_hosts(from_mapping(values))
 
 
-def play(config: Config, on_step: Callable[[int, ScaleStep], None] = lambda *_: None) -> list[ScaleStep]:
-    """All steps of a run. `on_step`: called with (step, what it took)."""
+def play(config: Config) -> list[ScaleStep]:
+    """All steps of a run."""
     watch, found, events = Stopwatch(), list[ScaleStep](), [0]
 
     def ended(step: int, measured: dict[str, float], groups: Any) -> None:
         is_long = measured.get("rollout/long_round", 0.0) == 1.0
         kept = {name: measured[name] for name in KEPT}
-        found.append(ScaleStep(is_long, kept, watch.take(), events[0], resident_mib()))
+        found.append(ScaleStep(is_long, kept, watch.take(), events[0], resident_bytes() / 2**20))
         events[0] = 0
-        on_step(step, found[-1])
 
-    hooks = Hooks(lambda *_: None, ended, lambda *_: None, lambda *_: None, lambda: False)
-    cost, _ = cost_model(config)
-    workload, _ = workload_of(config)
-    simulation = build(config, cost, workload, hooks, sizes=machine_sizes(config, cost, model_sizes(config)))
-    _watch(simulation, watch, events)
-    with rare_collections():
-        simulation.loop.run()
+    simulate(config, ended, lambda simulation: _watch(simulation, watch, events))
     return found
 
 
@@ -166,10 +160,3 @@ def _watch(simulation: Simulation, watch: Stopwatch, events: list[int]) -> None:
     ):
         for method in methods:
             watch.around(owner, method, _ELSEWHERE)
-
-
-def resident_mib() -> float:
-    """Resident memory of this process (Linux)."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        line = next(line for line in status if line.startswith("VmRSS:"))
-    return int(line.split()[1]) / 1024

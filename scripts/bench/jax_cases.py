@@ -6,6 +6,7 @@ The parent process never starts jax's backend: on a GPU it would hold memory tha
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +46,30 @@ class TrainSpec:
     seed: int
 
 
-def survey(num_devices: int, quick: bool) -> tuple[dict[str, Any], Ceilings]:
-    """The devices' description and the machine's ceilings, found in a process that then ends."""
-    found = once("ceilings", _survey, (num_devices, quick))
-    return found["device"], found["ceilings"]
+def described(count: int = 0) -> dict[str, Any]:
+    """Of so many devices, or of all: found in a process that then ends."""
+    return once("devices", _describe, count)
+
+
+def _describe(count: int, ask: Ask) -> None:
+    devices = prepare_devices(count or 1)
+    if not count:
+        import jax
+
+        devices = jax.devices()
+    ask(describe_devices(devices))
+
+
+def survey(num_devices: int, quick: bool) -> tuple[dict[str, Any], Callable[[], Ceilings]]:
+    """The devices' description, and what measures the machine's ceilings, each time in a process that then ends (the
+    first time in that which has described the devices)."""
+
+    def found() -> dict[str, Any]:
+        return once("ceilings", _survey, (num_devices, quick))
+
+    first = found()
+    kept = [first["ceilings"]]
+    return first["device"], lambda: kept.pop() if kept else found()["ceilings"]
 
 
 def _survey(spec: tuple[int, bool], ask: Ask) -> None:

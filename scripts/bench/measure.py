@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 KEEP_SHARE = 0.93
 GAUGE_S = 0.04
@@ -25,6 +26,7 @@ SETTLE_S = 0.2
 """Before a gauge: what a run leaves behind (memory handed back, threads that spin) is not another's load."""
 _READINGS = 3
 """Of each gauge, in a row; their median counts, since a lost core is missing in all of them, and a blink in one."""
+DISTURBED = "  DISTURBED"
 _CHUNK = bytes(1 << 17)
 
 Values = dict[str, float]
@@ -97,6 +99,16 @@ class Summary:
     kept: int
     dropped: int
     disturbed: bool
+
+    @property
+    def judged(self) -> dict[str, Any]:
+        """For records: which runs count."""
+        return {"kept": self.kept, "dropped": self.dropped, "disturbed": self.disturbed}
+
+    @property
+    def mark(self) -> str:
+        """Behind a line of figures."""
+        return DISTURBED if self.disturbed else ""
 
 
 def keep(brackets: Sequence[tuple[float, float] | None], share: float = KEEP_SHARE) -> list[bool]:

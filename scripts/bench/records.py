@@ -1,4 +1,4 @@
-"""What all benchmarks share in their output: options, header, and dated records.
+"""What all benchmarks share (`frame.py` puts it together): options, header, and dated records.
 
 A record is one JSON object on one line of `docs/benchmarks/<bench>-<device>.jsonl`. It never holds the machine's name
 or a path of it: only the last part of a path is kept.
@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class Model:
         return config_of(self.resolved())
 
 
-def common_options(parser: argparse.ArgumentParser) -> None:
-    """The options that all benchmarks have."""
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of all benchmarks that have a model."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="", help="a Hugging Face folder, a .gguf file or package:file, as model.path")
     model.add_argument("--shape", default="", help="random weights of a named shape (SmolLM2-135M)")
@@ -66,11 +66,10 @@ def common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=1, help="how many devices (1); on CPUs: virtual ones")
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs of each case, in turns (5)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and lengths (0)")
-    record_options(parser, "a tiny shape, few tokens")
 
 
-def record_options(parser: argparse.ArgumentParser, quick: str = "") -> None:
-    """Where records go, and `--quick`, which is `quick` (empty: the benchmark has none): those without a model too."""
+def record_options(parser: argparse.ArgumentParser, *, is_quick: bool = False) -> None:
+    """Where records go; `is_quick`: there is a trial."""
     parser.add_argument(
         "--json",
         nargs="?",
@@ -79,79 +78,8 @@ def record_options(parser: argparse.ArgumentParser, quick: str = "") -> None:
         metavar="FOLDER",
         help="append a dated record to a file in FOLDER (docs/benchmarks), named after the benchmark and the device",
     )
-    if quick:
-        parser.add_argument("--quick", action="store_true", help=f"{quick}: try the benchmark itself")
-
-
-def length_options(parser: argparse.ArgumentParser) -> None:
-    """The lognormal lengths of responses, cut off: `lengths_of` takes them."""
-    parser.add_argument("--median", type=float, default=2000.0, help="of the lognormal lengths, tokens (2000)")
-    parser.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
-    parser.add_argument("--longest", type=int, default=16384, help="cap on a length, tokens (16384)")
-
-
-def lengths_of(options: argparse.Namespace) -> tuple[float, float, int]:
-    """Median, sigma and longest."""
-    return options.median, options.sigma, options.longest
-
-
-def parse(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    quick: Mapping[str, Any],
-    at_least_one: Iterable[str],
-) -> argparse.Namespace:
-    """Parsed and checked options; with `--quick`, `quick` replaces the defaults, and what was given still wins."""
-    options = parse_counts(parser, arguments, quick, ("devices", "repetitions", *at_least_one))
-    if not options.model and not options.shape:
-        options.shape = "tiny" if options.quick else "SmolLM2-135M"
-    return options
-
-
-def parse_counts(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    quick: Mapping[str, Any],
-    at_least_one: Iterable[str],
-) -> argparse.Namespace:
-    """The same of a benchmark without a model."""
-    options = parser.parse_args(arguments)
-    if options.quick:
-        parser.set_defaults(**quick)
-        options = parser.parse_args(arguments)
-    for name in at_least_one:
-        value = getattr(options, name)
-        for one in value if isinstance(value, list) else [value]:
-            if one < 1:
-                raise ValueError(f"--{name.replace('_', '-')} ({one}) must be at least 1")
-    return options
-
-
-def run(
-    script: str,
-    arguments: Sequence[str] | None,
-    parsed: Callable[[Sequence[str] | None], argparse.Namespace],
-    measure: Callable[[argparse.Namespace, str], Mapping[str, Any]],
-) -> int:
-    """Runs a benchmark that fails in no other way than by being asked for nonsense.
-
-    Args:
-      script: begins the sentence that says what is wrong.
-      parsed: the options of the arguments.
-      measure: makes the record, from the options and how the benchmark was called.
-
-    Returns:
-      The exit status: 0, or 2 where one of the two has raised a ValueError.
-    """
-    try:
-        options = parsed(arguments)
-        record = measure(options, command(arguments))
-    except ValueError as error:
-        print(f"{script}: {error}", file=sys.stderr)
-        return 2
-    if options.json is not None:
-        print(f"appended to {append_record(options.json, record).name}")
-    return 0
+    if is_quick:
+        parser.add_argument("--quick", action="store_true", help="tiny sizes: try the benchmark itself")
 
 
 def model_of(options: argparse.Namespace) -> Model:

@@ -1,7 +1,7 @@
-"""jaxrl's whole GRPO step in a process of its own, from the pieces that `jaxrl train` puts together.
+"""Whole GRPO steps of jaxrl in a process of their own, from the pieces that `jaxrl train` puts together.
 
-Backend, reward pool, Trainer and Loop are built as `jaxrl.runtime.build` builds them; only work outside a timed step is
-left out (evaluation, checkpoints, the run directory). Responses have no stop token: all are of full length.
+Workers, mechanisms, reward pool, Trainer and Loop are built as `jaxrl.runtime.build` builds them; only work outside a
+timed step is left out (evaluation, checkpoints, the run directory).
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import from_mapping
 from jaxrl.models.config import ModelConfig
+from jaxrl.record.metrics import UPDATE_PHASES
 
 from .records import prepare_devices
 from .worker import Ask, peak_bytes, resident_bytes
@@ -34,29 +35,17 @@ PROMPT_SLACK = 8  # a prompt made of words may miss its length by part of a word
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """One GRPO step.
+    """Steps of a run.
 
     Attributes:
-      folder: a folder that `write_inputs` made.
-      path: `model.path` of it.
-      random_init: random weights from `seed`.
-      prompts, samples, prompt_tokens, new: prompts per step, responses to each, tokens of a prompt and of a response.
-      train_tokens: the most tokens of a microbatch; 0: as many as one step has.
+      options: of the run, as a file of `jaxrl train` has them.
+      devices: how many.
+      stop_ids: tokens that end a response; none: all are of full length.
     """
 
-    folder: str
-    path: str
-    random_init: bool
-    dtype: str
+    options: dict[str, Any]
     devices: int
-    prompts: int
-    samples: int
-    prompt_tokens: int
-    new: int
-    remat: str
-    train_tokens: int
-    lr: float
-    seed: int
+    stop_ids: tuple[int, ...] = ()
 
 
 def write_tokenizer(config: ModelConfig, folder: Path) -> None:
@@ -99,58 +88,57 @@ def export(spec: tuple[str, str], ask: Ask) -> None:
 
 
 def run(spec: StepSpec, ask: Ask) -> None:
-    """Trains step by step: per request one step, its metrics as the loop reports them, and the peak memory."""
-    prepare_devices(spec.devices)
+    """Trains step by step: per request one step, its metrics as the loop reports them, what the timeline shows of it,
+    and the peak memory."""
+    devices = prepare_devices(spec.devices)
     from jaxrl.data.prompts import PromptSource, load_train
     from jaxrl.loop import Hooks, Job, Loop
-    from jaxrl.mechanisms.table import batch_rule
+    from jaxrl.mechanisms.parts import RunParts
+    from jaxrl.mechanisms.table import batch_rule, is_timeless, of_run
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
     from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
-    from jaxrl.runtime.build import (
-        build_engine,
-        build_executor,
-        load_weights,
-        read_tokenizer_and_model,
-    )
-    from jaxrl.sharding.layout import Layout
+    from jaxrl.runtime.build import build_engines, build_workers, load_weights, read_tokenizer_and_model, row_sizes
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.learning import Models
     from jaxrl.train.step import Trainer
 
-    config = _config(spec)
+    config = from_mapping(spec.options)
     baseline = resident_bytes()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        mesh = make_mesh(prepare_devices(spec.devices))
+        mesh = make_mesh(devices)
         tokenizer, model = read_tokenizer_and_model(config)
-        params = load_weights(config, mesh)
-        prompts = PromptSource(load_train(config), tokenizer, config)
-        trainer = Trainer(config, model, params, mesh)
-        del params
+        trainer = Trainer(config, model, load_weights(config, mesh), mesh)
         pool = stack.enter_context(contextlib.closing(build_pool(config, build_scorer(config))))
         pool.warm()
         timeline = stack.enter_context(Timeline(scratch / "timeline.json"))
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
-        executor = build_executor(config, model, Layout(mesh, 1))
-        engine = build_engine(config, executor, tokenizer)
-        text_of, around = text_by(tokenizer), Surroundings(journal=journal, timeline=timeline)
-        backend = RolloutBackend(engine, executor, pool, text_of, lambda: trainer.params, around=around)
+        workers = build_workers(config, model, mesh)
+        engines = build_engines(config, workers, tokenizer, None)
+        kept = journal, timeline, None, None
+        around = row_sizes(config, workers), is_timeless(config), lambda doing: None, stack
+        parts = RunParts(config, 0, mesh, engines, workers, trainer, pool, *kept, *around)
+        mechanisms = of_run(parts)
+        text_of, surroundings = text_by(tokenizer), Surroundings(journal=journal, timeline=timeline)
+        backend = RolloutBackend(engines, workers, pool, text_of, lambda: trainer.params, mechanisms, surroundings)
         backend.enter_rollout(0)
         began = time.perf_counter()
-        programs = executor.warm_up(first=[trainer.programs])
-        info = {"programs": programs, "warm_up_s": time.perf_counter() - began}
-        steps = _Steps(ask, info, baseline)
+        programs = workers.warm_up(first=[trainer.programs, *parts.update_programs])
+        info = {"programs": programs, "warm_up_s": time.perf_counter() - began, "parameters": model.num_params()}
+        steps = _Steps(ask, info, baseline, timeline, scratch / "timeline.json")
+        prompts = PromptSource(load_train(config), tokenizer, config)
         loop = Loop(
             config,
-            Job(prompts, (), total_steps=1 << 30, stop_token_ids=(), num_devices=mesh.size),
+            Job(prompts, (), total_steps=1 << 30, stop_token_ids=spec.stop_ids, num_devices=mesh.size),
             batch_rule(config),
             backend,
             Models(trainer),
             timeline,
             Hooks(_nothing, steps.on_step, _nothing, _nothing, steps.stop),
+            mechanisms,
         )
         loop.run()
 
@@ -158,32 +146,70 @@ def run(spec: StepSpec, ask: Ask) -> None:
 class _Steps:
     """The loop's hooks: it asks `stop` between any two steps, and there the worker waits for its next request."""
 
-    def __init__(self, ask: Callable[[dict[str, Any]], Any], info: dict[str, Any], baseline: int) -> None:
-        self._ask, self._values, self._baseline = ask, info, baseline
+    def __init__(
+        self, ask: Callable[[dict[str, Any]], Any], info: dict[str, Any], baseline: int, timeline: Any, file: Path
+    ) -> None:
+        self._ask, self._values, self._baseline, self._timeline, self._file = ask, info, baseline, timeline, file
+        self._seen = 0
 
     def stop(self) -> bool:
         return self._ask(self._values) is None
 
     def on_step(self, step: int, measured: dict[str, float], groups: Any) -> None:
+        self._timeline.flush()
+        text = self._file.read_text()
+        drawn, self._seen = text[self._seen :], len(text)
+        phases = {name: value for name, value in measured.items() if name.startswith("timing_s/")}
+        hidden = measured.get("rollout/scale_down/hidden_s", 0.0)
+        update = sum(phases.get(f"timing_s/{name}", 0.0) for name in UPDATE_PHASES)
         tokens = [len(sample) for group in groups for sample in group.samples]
         prompts = [len(group.prompt.token_ids) for group in groups for _ in group.samples]
         self._values = {
             "seconds": measured["timing_s/step"],
-            **{name: value for name, value in measured.items() if name.startswith("timing_s/")},
+            **phases,
+            "update_s": update,
+            "hidden_s": hidden,
+            "hidden_share": hidden / (hidden + update),
+            "streamed_share": measured.get("actor/streamed_share", 0.0),
+            "done_share": measured.get("rollout/scale_down/done_share", 0.0),
+            "beside_s": beside(drawn),
             "recompiles": float(measured["rollout/recompiles"] + measured["actor/recompiles"]),
             "response_tokens": float(sum(tokens)),
+            "longest": float(max(tokens)),
             "prompt_tokens": float(sum(prompts)),
             "peak_bytes": float(peak_bytes()),
             "peak_above_baseline_bytes": float(peak_bytes() - self._baseline),
         }
 
 
+def beside(lines: str) -> float:
+    """Seconds of a timeline's new lines in which gradients were computed on some devices and others had a plan."""
+    events = [json.loads(line.rstrip(",")) for line in lines.splitlines() if line.startswith("{")]
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        if event["ph"] == "X" and (event["name"] == "plan" or event["name"].startswith("part ")):
+            spans[event["name"] == "plan"].append((event["ts"], event["ts"] + event["dur"]))
+    plans, parts = merged(spans[True]), merged(spans[False])
+    return sum(max(min(a[1], b[1]) - max(a[0], b[0]), 0.0) for a in plans for b in parts) / 1e6
+
+
+def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals, as disjoint ones in order."""
+    found: list[tuple[float, float]] = []
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return found
+
+
 def _nothing(*_: Any) -> None:
     """A hook that has nothing to do."""
 
 
-def data_section(folder: str, prompts: int, prompt_tokens: int, new: int, seed: int) -> dict[str, Any]:
-    """Options of `data` for a folder that `write_inputs` made, with batches of `prompts` prompts."""
+def data_options(folder: str, prompts: int, prompt_tokens: int, new: int, seed: int) -> dict[str, Any]:
+    """Those of `data`, for a folder that `write_inputs` made, with batches of `prompts` prompts."""
     return {
         "train_files": [str(Path(folder) / "train.jsonl")],
         "apply_chat_template": False,
@@ -192,29 +218,3 @@ def data_section(folder: str, prompts: int, prompt_tokens: int, new: int, seed: 
         "train_batch_size": prompts,
         "seed": seed,
     }
-
-
-def _config(spec: StepSpec) -> Config:
-    longest = spec.prompt_tokens + PROMPT_SLACK + spec.new
-    rows = spec.prompts * spec.samples
-    return from_mapping(
-        {
-            "model": {"path": spec.path, "random_init": spec.random_init},
-            "data": data_section(spec.folder, spec.prompts, spec.prompt_tokens, spec.new, spec.seed),
-            "rollout": {
-                "n": spec.samples,
-                "dtype": spec.dtype,
-                "max_num_seqs": -(-rows // spec.devices),
-                "max_num_batched_tokens": max(512, spec.prompt_tokens + PROMPT_SLACK),
-            },
-            "actor": {
-                "dtype": spec.dtype,
-                "remat": spec.remat,
-                "old_logprobs": "rollout",
-                "ppo_max_token_len_per_gpu": max(longest, spec.train_tokens or -(-rows // spec.devices) * longest),
-                "optim": {"lr": spec.lr},
-            },
-            "reward": {"kind": "custom", "path": str(Path(spec.folder) / "reward.py")},
-            "trainer": {"seed": spec.seed, "num_devices": spec.devices, "save_freq": 0},
-        }
-    )

@@ -33,7 +33,8 @@ LOG_BYTES = 60_000
 """What is kept of a part's output: its end."""
 GRACE_S = 3.0
 _POLL_S = 0.05
-_RESERVE_S = 5.0  # to stop what runs, and for the page
+RESERVE_S = 5.0
+"""Of the minutes: to stop what runs, and for the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class Battery:
       head: of the records of parts: date, commit, device and so on; asked whenever one has ended.
       environment: of all parts.
       at_once: how many run side by side. More than one is for trials: nothing is worth timing then.
+      grace_s: between SIGTERM and SIGKILL to a part.
+      reserve_s: of the minutes, for what comes when they are nearly up.
       say: progress.
       on_end: called when a part has ended and its records are written (the page is made then).
     """
@@ -93,12 +96,15 @@ class Battery:
         environment: Mapping[str, str],
         *,
         at_once: int = 1,
+        grace_s: float = GRACE_S,
+        reserve_s: float = RESERVE_S,
         say: Callable[[str], None] = print,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.parts, self.out = parts, out
         self._head, self._environment = head, environment
         self._at_once, self._say, self._on_end = at_once, say, on_end
+        self._grace_s, self._reserve_s = grace_s, reserve_s
         self._running: list[_Running] = []
         out.mkdir(parents=True, exist_ok=True)
 
@@ -136,7 +142,7 @@ class Battery:
     def run(self, wanted: Sequence[Part], seconds: float) -> None:
         """Runs parts for that long. One that fails does not stop the others; one that does not fit any more is left
         for a later call, and a shorter one behind it may still fit."""
-        end_s, waiting = time.monotonic() + seconds - _RESERVE_S, list(wanted)
+        end_s, waiting = time.monotonic() + seconds - self._reserve_s, list(wanted)
         try:
             while waiting or self._running:
                 if waiting and len(self._running) < self._at_once:
@@ -183,7 +189,7 @@ class Battery:
                 self._finish(each, status)
 
     def _finish(self, running: _Running, status: Status) -> None:
-        end_group(running.process)
+        end_group(running.process, self._grace_s)
         seconds = time.monotonic() - running.began_s
         part, code = running.part, running.process.returncode
         found = [record for file in sorted(Path(running.folder.name).glob("*.jsonl")) for record in _lines(file)]
@@ -231,13 +237,13 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """Ends a process that leads a group, and whatever it has left in the group."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE_S)
+            process.wait(timeout=grace_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,175 +1,26 @@
-"""The benchmarks that a battery on an accelerator runs, tried on a CPU: their records hold what its reader asks for."""
+"""What the benchmarks for accelerators measure: rows stand at their context, cases of attention compute the same."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
+import bench_attention
+import bench_decode
+import bench_train
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benches import assert_refused, run_repeated
+from bench import at_context, decode_cases, jax_cases, records
+from bench.measure import Bench
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import bench_attention  # noqa: E402
-import bench_ceilings  # noqa: E402
-import bench_decode  # noqa: E402
-import bench_sync  # noqa: E402
-import bench_train  # noqa: E402
-from bench import at_context, costs, decode_cases, jax_cases, loops, records  # noqa: E402
-from bench.measure import Bench  # noqa: E402
-
-from jaxrl.kernels import reference  # noqa: E402
-from jaxrl.models.shapes import named_shape  # noqa: E402
-from jaxrl.scheduling.tokens.batcher import BatcherConfig  # noqa: E402
-from jaxrl.scheduling.tokens.engine import Engine  # noqa: E402
-from jaxrl.sharding.layout import Layout  # noqa: E402
-from jaxrl.sharding.mesh import make_mesh  # noqa: E402
-
-MAINS = {
-    "bench_attention": bench_attention.main,
-    "bench_ceilings": bench_ceilings.main,
-    "bench_decode": bench_decode.main,
-    "bench_sync": bench_sync.main,
-    "bench_train": bench_train.main,
-}
-
-
-def run(folder: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """Runs a benchmark as a user does, on one CPU device; returns its record."""
-    record, _ = run_repeated(folder, script, *arguments)
-    assert record["ceilings"]["copy_bytes_per_s"] > 0
-    assert record["ceilings"]["datasheet"] is None
-    for case in record["results"]["cases"]:
-        assert case["seconds"] > 0
-    return record
-
-
-@pytest.mark.slow
-def test_ceilings(tmp_path):
-    record = run(tmp_path, "bench_ceilings", "--rows", "1", "4")
-    cases = record["results"]["cases"]
-    assert record["bench"] == "ceilings"
-    assert {(case["case"], case["rows"]) for case in cases} == {
-        (name, rows) for name in ("qkv", "o", "gate_up", "down", "head") for rows in (1, 4)
-    }
-    for case in cases:
-        weight_bytes = 4 * case["inner"] * case["outer"]
-        assert case["bytes_per_s"] * case["seconds"] == pytest.approx(weight_bytes)
-        assert case["copy_fraction"] * record["ceilings"]["copy_bytes_per_s"] == pytest.approx(case["bytes_per_s"])
-        assert case["flops_per_s"] * case["seconds"] == pytest.approx(2 * case["rows"] * weight_bytes / 4)
-
-
-@pytest.mark.slow
-def test_decode_at_context(tmp_path):
-    record = run(tmp_path, "bench_decode", "--at-context", "40", "300", "--rows", "1", "3", "--profile")
-    results = record["results"]
-    assert record["bench"] == "decode-at-context"
-    assert [(c["rows"], c["context"]) for c in results["cases"]] == [(1, 40), (3, 40), (1, 300), (3, 300)]
-    assert results["left_out"] == []
-    for case in results["cases"]:
-        assert case["tokens_per_s"] * case["step_s"] == pytest.approx(case["rows"])
-        assert case["plan_s"] == pytest.approx(case["step_s"] * 4, rel=0.5)  # medians of two runs each
-        assert case["kv_bytes"] == case["rows"] * case["context"] * 2 * 2 * 2 * 8 * 4
-        assert case["bytes_per_step"] == case["weight_bytes"] + case["kv_bytes"]
-        assert case["copy_fraction"] * record["ceilings"]["copy_bytes_per_s"] == pytest.approx(case["bytes_per_s"])
-        assert 0 < case["host_share"] <= 1
-        assert case["profile"]["launches"] == pytest.approx(4 * case["launches_per_step"])
-        assert case["gap_share"] == pytest.approx(1 - case["kernels_per_step_s"] / case["step_s"])
-
-
-@pytest.mark.slow
-def test_train_with_microbatches(tmp_path):
-    arguments = ("--microbatches", "3", "--chunk", "16", "--attention", "reference", "--profile", "--without-torch")
-    record = run(tmp_path, "bench_train", *arguments)
-    (case,) = record["results"]["cases"]
-    assert record["results"]["microbatches"] == 3
-    assert [rows * tokens for rows, tokens in case["microbatches"]] == [2 * 32] * 3
-    assert case["tokens"] == 3 * 2 * 32
-    assert case["flops"] == costs.train_flops(named_shape("tiny"), 6, 32, 16)
-    assert case["mfu_datasheet"] is None
-    assert case["peak_over_plan"] * case["planned_bytes"] == pytest.approx(case["peak_bytes"])
-    assert case["profile"]["groups"]["products"]["seconds"] > 0
-
-
-@pytest.mark.slow
-def test_train_on_one_long_row(tmp_path):
-    record = run(tmp_path, "bench_train", "--rows", "1", "--tokens", "256", "--without-torch")
-    (case,) = record["results"]["cases"]
-    assert case["microbatches"] == [[1, 256]]
-    assert case["profile"] is None
-
-
-@pytest.mark.slow
-def test_attention(tmp_path):
-    record = run(tmp_path, "bench_attention")
-    results = record["results"]
-    cases = {(case["what"], case["case"]): case for case in results["cases"]}
-    paged = {("paged", name) for name in ("jaxrl", "paged", "jnp", "jax-1", "jax-4")}
-    assert set(cases) == paged | {("packed", name) for name in ("pallas", "tiles", "xla")}
-    assert [(left["case"], left["reason"]) for left in results["left_out"]] == [
-        ("jax-16", "4 blocks are no multiple of 16")
-    ]
-    case = cases["paged", "jaxrl"]
-    assert case["bytes_per_s"] * case["seconds"] == pytest.approx(2 * 64 * (2 * 2 * 16 * 4))
-    case = cases["packed", "tiles"]
-    assert case["forward_flops_per_s"] * case["forward_s"] == pytest.approx(4 * 4 * 16 * 64 * 64 / 2)
-    assert case["flops_per_s"] * case["seconds"] == pytest.approx(3.5 * 4 * 4 * 16 * 64 * 64 / 2)
-    ratios = {ratio["ratio"]: ratio for ratio in results["ratios"]}
-    assert ratios["jaxrl / jax-4"]["speed"] == pytest.approx(
-        cases["paged", "jax-4"]["seconds"] / cases["paged", "jaxrl"]["seconds"]
-    )
-    assert {"pallas / tiles", "pallas / xla", "jaxrl / jnp", "jaxrl / paged"} <= set(ratios)
-
-
-@pytest.mark.slow
-def test_sync(tmp_path):
-    record = run(tmp_path, "bench_sync", "--dtypes", "bfloat16", "--devices", "2", "--workers", "1", "2")
-    cases = record["results"]["cases"]
-    assert [case["workers"] for case in cases] == [1, 2]
-    numbers = named_shape("tiny").num_params()
-    for case in cases:
-        # norms stay float32
-        assert 6 * numbers <= case["moved_bytes"] < 6.1 * numbers
-        copy_s = case["moved_bytes"] / record["ceilings"]["copy_bytes_per_s"]
-        assert case["over_copy"] == pytest.approx(case["seconds"] / copy_s)
-
-
-REFUSED = [
-    ("bench_attention", ["--packed", "16"], r"--packed \(16\) must be rows and tokens, such as 16x1024"),
-    ("bench_attention", ["--packed", "0x64"], r"--packed \(0x64\) must be rows and tokens"),
-    ("bench_attention", ["--segments", "3"], r"1024 tokens must be a multiple of --segments \(3\)"),
-    ("bench_attention", ["--contexts", "0"], r"--contexts \(0\) must be at least 1"),
-    ("bench_ceilings", ["--rows", "-1"], r"--rows \(-1\) must be at least 1"),
-    ("bench_decode", ["--at-context", "64"], r"--at-context \(64\) must be at least 81: the middle of 8 plans"),
-    ("bench_decode", ["--at-context", "1024", "--continuous"], r"two benchmarks: choose one"),
-    ("bench_decode", ["--profile"], r"--profile needs --at-context"),
-    ("bench_decode", ["--prefill-tokens", "0"], r"--prefill-tokens \(0\) must be at least 1"),
-    ("bench_sync", ["--tp", "0"], r"--tp \(0\) must be at least 1"),
-    ("bench_train", ["--microbatches", "0"], r"--microbatches \(0\) must be at least 1"),
-    ("bench_train", ["--attention", "none"], r"actor.attention must be one of .*, found 'none'"),
-    ("bench_train", ["--chunk", "0"], r"actor.logprob_chunk_tokens.*0"),
-    ("bench_train", ["--chunk", "few"], r"actor.logprob_chunk_tokens .*'few'"),
-]
-
-
-@pytest.mark.parametrize(("script", "arguments", "sentence"), REFUSED)
-def test_nonsense_is_refused_in_one_sentence(script, arguments, sentence, capsys):
-    assert_refused(MAINS[script], script, arguments, sentence, capsys)
-
-
-@pytest.mark.parametrize("script", MAINS)
-def test_help_explains_the_figures(script, capsys):
-    with pytest.raises(SystemExit):
-        MAINS[script](["--help"])
-    text = capsys.readouterr().out
-    assert "measured" in text
-
+from jaxrl.kernels import reference
+from jaxrl.models.shapes import named_shape
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
 
 # -- rows at a context -------------------------------------------------------------------------------------------------
 
@@ -261,33 +112,6 @@ def test_points_that_do_not_fit_are_left_out(monkeypatch):
     assert reason is not None
     assert "GB are needed" in reason
     assert at_context._misfit(setting, 9, 4096, "bfloat16") is None
-
-
-# -- bare loops --------------------------------------------------------------------------------------------------------
-
-
-def test_bare_loops_prefill_in_calls_of_bounded_tokens():
-    sizes = loops.Sizes(rows=6, prompt=20, new=4, prefill_tokens=90)
-    assert sizes.rows_at_once == 3, "four fit, but three divide six"
-    assert loops.Sizes(rows=7, prompt=20, new=4, prefill_tokens=10).rows_at_once == 1
-    assert loops.Sizes(rows=7, prompt=20, new=4).rows_at_once == 7
-    drawn = []
-    for kind, tokens in (("paged", "1000"), ("paged", "45"), ("contiguous", "45")):
-        setting, params = placed(100, "--prompt", "20", "--new", "6", "--prefill-tokens", tokens)
-        weights = loops.bare_weights(params, setting.config, "float32")
-        case = decode_cases.BareCase(kind, setting, weights, setting.prompts(4))
-        case()
-        drawn.append(case.tokens.tolist())
-    assert drawn[0] == drawn[1] == drawn[2]
-
-
-def test_prompts_attend_in_parts_of_queries(monkeypatch):
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 21, h, 8)) for i, h in enumerate((4, 2, 2)))
-    whole = loops._prompt_attention(q, k, v)
-    monkeypatch.setattr(loops, "QUERIES", 8)
-    assert jnp.abs(loops._prompt_attention(q, k, v) - whole).max() < 1e-6
-    ids, at = jnp.ones((2, 21), jnp.int32), jnp.tile(jnp.arange(21), (2, 1))
-    assert jnp.abs(whole - reference.packed_attention(q, k, v, ids, at)).max() < 1e-5
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import bench_memory
 import pytest
 import yaml
-from benches import ROOT
 from runs import Runs
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import bench_memory
 
 
 def test_what_a_process_holds_is_read_until_it_has_ended():
@@ -36,14 +33,19 @@ def test_quarters_are_medians_of_all_looks():
         bench_memory.quarters(looks[:3])
 
 
+def test_a_folder_with_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert bench_memory.main(["--run-dir", str(tmp_path), "--", "x"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_trial(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(Runs(tmp_path, tiny_model).config))
-    words = ["--run-dir", str(tmp_path / "run"), "--every", "2", "--", f"--config={config}"]
-    options = bench_memory.parser().parse_args([*words, "trainer.total_training_steps=8"])
-    record = bench_memory.measure(options, "bench_memory.py")
-    assert [each["step"] for each in record["results"]["looks"]] == [2, 4, 6, 8]
+    words = [f"--json={tmp_path}", "--run-dir", str(tmp_path / "run"), "--every", "2", "--", f"--config={config}"]
+    assert bench_memory.main([*words, "trainer.total_training_steps=8"]) == 0
+    (file,) = tmp_path.glob("memory-*.jsonl")
+    looks = json.loads(file.read_text())["results"]["looks"]
+    assert [each["step"] for each in looks] == [2, 4, 6, 8]
     assert "by quarters" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"--run-dir .* holds a run already"):
-        bench_memory.measure(options, "bench_memory.py")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
 
+import bench_option
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import bench_option  # noqa: E402
 
 SMALL = (
     "data.train_batch_size=4",
@@ -23,9 +21,9 @@ SMALL = (
 )
 
 
-def test_a_line_per_value_with_means_and_spread(capsys: pytest.CaptureFixture[str]):
+def test_a_line_per_value_with_means_and_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = str(ROOT / "configs" / "partial_rollout.yaml")
-    arguments = ["--config", config, "--steps", "8", "--skip", "2", "--seeds", "2"]
+    arguments = [f"--json={tmp_path}", "--config", config, "--steps", "8", "--skip", "2", "--seeds", "2"]
     arguments += ["--baseline", "rollout.partial_rollout.enable=false", "--with", *SMALL]
     assert bench_option.main([*arguments, "--", "rollout.partial_rollout.max_staleness", "0", "1", "-1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][2:]
@@ -40,3 +38,8 @@ def test_a_line_per_value_with_means_and_spread(capsys: pytest.CaptureFixture[st
     assert numbers["(baseline)"][stale] == 0 < numbers["1"][stale] < 100
     assert 0 < numbers["-1"][0] < numbers["(baseline)"][0], "seconds per step"
     assert any(not cell.endswith("± 0.00") for cell in rows["-1"]), "two seeds differ"
+    (file,) = tmp_path.iterdir()
+    recorded = json.loads(file.read_text())["results"]
+    assert list(recorded) == ["(baseline)", "1", "-1"], "what is refused has no figures"
+    for runs in recorded.values():
+        assert [run["prompts"] > 0 and run["CPU s"] > 0 for run in runs] == [True, True]

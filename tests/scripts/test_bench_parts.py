@@ -1,4 +1,4 @@
-"""What the benchmarks share: the gauge's filter, records, ceilings, costs, workers."""
+"""What the benchmarks are made of: the gauge's filter, records, ceilings, costs, profiles, workers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_ceilings
+import bench_work
 import jax
 import jax.numpy as jnp
 import pytest
+from bench import ceilings, costs, profiles, records, step_case, trl_case, worker
+from bench.ceilings import measure_ceilings
+from bench.measure import Bench, Gauge, Run, keep, summarise, verdict
+
+from jaxrl.models.shapes import named_shape
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import bench_ceilings  # noqa: E402
-from bench import ceilings, costs, profiles, records, step_case, trl_case, worker  # noqa: E402
-from bench.ceilings import measure_ceilings  # noqa: E402
-from bench.measure import Bench, Gauge, Run, keep, summarise, verdict  # noqa: E402
-
-from jaxrl.models.shapes import named_shape  # noqa: E402
 
 KEEP_CASES = {
     "nothing measured": ([], []),
@@ -35,10 +34,9 @@ KEEP_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", KEEP_CASES)
-def test_keep(name):
-    brackets, expected = KEEP_CASES[name]
-    assert keep(brackets) == expected
+def test_runs_count_with_both_brackets_near_the_best():
+    for name, (brackets, expected) in KEEP_CASES.items():
+        assert keep(brackets) == expected, name
 
 
 def test_summaries_are_medians_of_the_kept_runs():
@@ -267,23 +265,8 @@ def test_costs_are_those_worked_out_by_hand():
     assert costs.train_flops(config, 3, 10, 6) == 3 * 3 * (layers + 6 * 2 * 256 * 32)
 
 
-def echo(spec: str, ask: worker.Ask) -> None:
-    """A case that answers with what it was sent."""
-    values: dict[str, Any] = {"spec": spec, "pid": os.getpid()}
-    while (request := ask(values)) is not None:
-        if request.get("fail"):
-            raise OSError("broken in the worker")
-        if request.get("die"):
-            os._exit(3)
-        values = {"seconds": 0.0, "got": request.get("x")}
-
-
-def refuse(spec: str, ask: worker.Ask) -> None:
-    raise ValueError(f"--what ({spec}) must be otherwise")
-
-
 def test_a_worker_answers_on_request_and_ends():
-    with worker.Worker("echo", echo, "spec") as one:
+    with worker.Worker("echo", bench_work.echo, "spec") as one:
         assert one.info["spec"] == "spec"
         assert one.info["pid"] != os.getpid()
         assert [one(x=i)["got"] for i in range(3)] == [0, 1, 2]
@@ -292,9 +275,9 @@ def test_a_worker_answers_on_request_and_ends():
 @pytest.mark.parametrize(
     ("work", "request_", "error", "text"),
     [
-        (echo, {"fail": True}, RuntimeError, "broken in the worker"),
-        (echo, {"die": True}, RuntimeError, "died with status 3"),
-        (refuse, {}, ValueError, "must be otherwise"),
+        (bench_work.echo, {"fail": True}, RuntimeError, "broken in the worker"),
+        (bench_work.echo, {"die": True}, RuntimeError, "died with status 3"),
+        (bench_work.refuse, {}, ValueError, "must be otherwise"),
     ],
 )
 def test_what_goes_wrong_in_a_worker_is_told(work, request_, error, text):

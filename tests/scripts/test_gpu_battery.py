@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import gpu_battery
+import numpy as np
 import pytest
-from gpu import figures, page, parts
+from gpu import check, figures, page, parts
 from gpu.cards import CARDS
 from gpu.figures import Bar, Figure
 from gpu.frame import Battery, Part, read
+
+from jaxrl.types import Sample, SampleKey
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = {"schema": 1, "date": "2026-11-23T01:00:00+0000", "commit": "c0ffee", "dirty": False, "versions": {"jax": "1"}}
@@ -101,10 +104,10 @@ def stubborn(pids: Path, seconds: float) -> Part:
     return Part(made.name, made.seconds, (*made.command, str(pids)))
 
 
-@pytest.mark.parametrize(("seconds", "minutes_s", "status"), [(1.0, 60, "over its limit"), (1.5, 7.0, "cut off")])
+@pytest.mark.parametrize(("seconds", "minutes_s", "status"), [(0.6, 60, "over its limit"), (1.4, 1.5, "cut off")])
 def test_a_limit_ends_the_whole_group(tmp_path: Path, seconds: float, minutes_s: float, status: str):
     pids = tmp_path / "pids"
-    one = battery(tmp_path, stubborn(pids, seconds), part("after", seconds=1))
+    one = battery(tmp_path, stubborn(pids, seconds), part("after", seconds=1.4), grace_s=0.1, reserve_s=0)
     one.run(one.parts, minutes_s)
     assert one.statuses()["stubborn"] == status
     assert have_ended(pids)
@@ -132,7 +135,7 @@ def test_a_signal_to_the_battery_ends_its_part_and_is_noted(tmp_path: Path):
         "import os, sys; from pathlib import Path; from gpu.frame import *; end_on_sigterm();"
         f"one = Part('stubborn', 100, (sys.executable, '-c', sys.argv[2], 'folder', sys.argv[1]));"
         f"head = lambda command: {{'bench': 'part', 'command': command}};"
-        f"Battery([one], Path({str(out)!r}), head, dict(os.environ)).run([one], 1000)"
+        f"Battery([one], Path({str(out)!r}), head, dict(os.environ), grace_s=0.1).run([one], 1000)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(pids), f"import os, subprocess, sys, time; {STUBBORN}"],
@@ -266,6 +269,7 @@ def test_a_folder_has_results_of_one_device_and_none_of_a_trial(
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_of_it_on_a_cpu_with_tiny_shapes(tmp_path: Path):
     """Every part runs, the page finds every key that a CPU can have, and the bars that hold everywhere are met."""
     command = [sys.executable, str(ROOT / "scripts" / "gpu_battery.py"), "--quick", "--out", str(tmp_path)]
@@ -284,6 +288,22 @@ def test_all_of_it_on_a_cpu_with_tiny_shapes(tmp_path: Path):
     assert unknown <= NEEDS_A_GPU
     assert "bars MISSED: 0" in done.stdout
     assert "bars not measured: 0" in done.stdout
+
+
+def test_what_the_check_counts():
+    """Bars on these are the page's matter; the trial has the whole check."""
+    key, versions = SampleKey(0, 0, 0), np.zeros(2, np.int32)
+    samples = [
+        Sample(key, np.array(tokens), np.array(values), np.array(values), versions)
+        for tokens, values in (([1, 2], [-1.0, -2.0]), ([1, 3], [-1.0, -2.0]), ([1, 2], [-1.0, -2.5]))
+    ]
+    same, drawn, rounded = samples
+    assert check._unlike([same, same, same], [same, drawn, rounded]) == 1
+    assert check._unlike([same, same, same], [same, drawn, rounded], values=True) == 2
+    exact = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
+    assert check.relative(exact, exact) == 0
+    assert check.relative(exact | {"b": np.array([4.5])}, exact) == pytest.approx(0.1)
+    assert check.relative(exact | {"b": np.array([np.nan])}, exact) == check.size(np.inf) == check.WRONG
 
 
 NEEDS_A_GPU = {("train", "mfu_datasheet"), ("attention", "speed"), ("attention", "both")}

@@ -6,28 +6,24 @@ import ast
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reproduce_papers
+from papers import calibrate, tables
+from papers.calibrate import constant
+from papers.cases import STREAM_BASE, STREAM_FREED, below_tail_batching, cases_of, jobs_of, whole_rows
+from papers.facts import FACTS
+from papers.fetch import SingleFetch
+from papers.problems import PROBLEMS
+from papers.records import read
+from papers.setups import EPOCH_STEPS, Case
+from papers.solver import Problem, residual
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import reproduce_papers  # noqa: E402
-from papers import calibrate, tables  # noqa: E402
-from papers.calibrate import constant  # noqa: E402
-from papers.cases import STREAM_BASE, STREAM_FREED, below_tail_batching, cases_of, jobs_of, whole_rows  # noqa: E402
-from papers.facts import FACTS  # noqa: E402
-from papers.fetch import SingleFetch  # noqa: E402
-from papers.problems import PROBLEMS  # noqa: E402
-from papers.records import read  # noqa: E402
-from papers.setups import EPOCH_STEPS, Case  # noqa: E402
-from papers.solver import Problem, residual  # noqa: E402
-
 FILE = ROOT / "docs" / "reproductions" / "calibration.json"
 QUICK = ("pat_a40", "pat_h100", "rhymerl")  # solved in a second
 

@@ -22,7 +22,7 @@ the weighted mean of 1, which counts as ν₀ = 8 rounds, and of an estimate tha
 mean square of the differences between successive counts, over the mean count. tp rises if X > E X, and t is beyond the
 quantile of 1 - α / 4 for one of w = 1, 2, 4, 8. So in a round of which nothing has changed, noise raises it with a
 chance of at most α = 1 in 10,000 (by the union bound over the four; the rest is approximation, and
-`scripts/bench_planner.py` measures it).
+docs/mechanisms/adaptive_layouts.md has what was measured).
 
 All rounds of a kind at a degree are compared with, however long ago, so slow growth is found as well. Those that showed
 a rise are forgotten: later rounds at that degree are compared with what was normal there.

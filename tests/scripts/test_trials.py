@@ -1,0 +1,84 @@
+"""Whole benchmarks at their tiniest, each as a user runs it; what the battery's trial runs too is left to that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from bench import records
+from benches import run_quick
+
+from jaxrl.models.decoder import init
+from jaxrl.models.safetensors import export_hf
+from jaxrl.models.shapes import named_shape
+
+Cases = dict[str, dict[str, Any]]
+
+
+def decode(cases: Cases) -> None:
+    assert set(cases) == {"engine"} | ({"transformers"} if records.installed("torch", "transformers") else set())
+    assert all((case["tokens"], case["decode_tokens"]) == (2 * 48, 2 * 47) for case in cases.values())
+
+
+def judge(cases: Cases) -> None:
+    assert set(cases) == {"resident", "pipelined", "serial", "rollout", "gaps", "after"}
+    assert cases["resident"]["over"] == cases["rollout"]["over"] == 1
+    assert cases["gaps"]["gap_turns"] > 0
+    assert cases["pipelined"]["steps"] == cases["serial"]["steps"] == cases["resident"]["steps"] > 0
+
+
+def speculation(cases: Cases) -> None:
+    plain, drafted = cases["2 rows, plain"], cases["2 rows, 1"]
+    assert (plain["faster"], plain["tokens_per_step"], plain["other"]) == (1, 1, 0)
+    assert (drafted["accept_rate"], drafted["other"]) == (1, 0)
+    assert drafted["tokens_per_step"] > 3
+
+
+def stream(cases: Cases) -> None:
+    plain, streamed = cases["plain"], cases["stream"]
+    for name in ("response_tokens", "longest"):
+        assert plain[name] == streamed[name], "the same responses"
+    assert plain["hidden_s"] == plain["beside_s"] == plain["streamed_share"] == 0
+    assert plain["recompiles"] == streamed["recompiles"] == 0
+
+
+def sync(cases: Cases) -> None:
+    numbers = named_shape("tiny").num_params()
+    assert 6 * numbers <= cases["weights"]["moved_bytes"] < 6.1 * numbers, "norms stay float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("look", "words"),
+    [
+        (decode, ""),
+        (judge, ""),
+        (speculation, "--acceptance 1 --new 40"),
+        (stream, ""),
+        (sync, "--dtypes bfloat16 --devices 2 --workers 1 2"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_trial(tmp_path: Path, look: Callable[[Cases], None], words: str):
+    record, stdout = run_quick(tmp_path, f"bench_{look.__name__}", *words.split())
+    assert record["bench"] == look.__name__
+    results = record["results"]["cases"]
+    assert record["kept"] == sum(case["kept"] for case in results)
+    assert ("DISTURBED" in stdout) == any(case["disturbed"] for case in results)
+    look({case["case"]: case for case in results})
+
+
+@pytest.mark.slow
+def test_an_update_has_torchs_loss(tmp_path: Path):
+    """The same weights and tokens."""
+    config = named_shape("tiny")
+    export_hf(init(config, jax.random.key(0)), config, tmp_path / "tiny", dtype="float32")
+    record, _ = run_quick(tmp_path / "records", "bench_train", "--model", str(tmp_path / "tiny"))
+    cases = {case["case"]: case for case in record["results"]["cases"]}
+    assert cases["jaxrl"]["microbatches"] == [[2, 32]], "one microbatch holds all rows"
+    assert set(cases) == {"jaxrl"} | ({"torch"} if records.installed("torch", "transformers") else set())
+    if "torch" in cases:
+        assert cases["torch"]["loss"] == pytest.approx(cases["jaxrl"]["loss"], rel=1e-3)
