@@ -115,7 +115,7 @@ class Benchmark:
     """
 
     name: str
-    text: str
+    text: str | None
     measure: Callable[[argparse.Namespace, Session], Record]
     options: Callable[[argparse.ArgumentParser], Any] = _nothing
     quick: Mapping[str, Any] | None = field(default_factory=dict)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import bench_rules
 import pytest
+from bench import rule_rounds
 from bench.measure import Run
 from bench_rules import compare
 from gpu import figures
+
+from jaxrl.models.shapes import named_shape
+from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.executor import MachineSizes
+from jaxrl.sim.hardware import H100
 
 
 def rounds(*seconds: float, samples: float = 4.0) -> list[dict[str, float]]:
@@ -54,17 +57,34 @@ def test_rounds_that_the_simulator_did_not_predict_are_no_comparison():
         compare(predicted, runs("plain", [4.0]), "float32")
 
 
-def test_the_benchmark_runs_and_records(tmp_path: Path):
-    """With fewer rounds than its trial: two short ones of tail batching and a long one would be six."""
-    words = ["--quick", "--repetitions", "2", "--max-length", "12", "--decode-steps", "2", f"--json={tmp_path}"]
-    assert bench_rules.main(words) == 0
-    (file,) = tmp_path.iterdir()
-    record = json.loads(file.read_text()) | {"part": "rules"}
-    cases = {case["case"]: case for case in record["results"]["cases"]}
-    assert list(cases) == ["plain", "tail-batching", "partial-rollout"]
-    for case in cases.values():
-        assert case["rounds"] == 2
-        assert case["s_per_sample"] == pytest.approx(sum(case["seconds"]) / (2 * 4))
+def test_simulated_rounds_beside_themselves(capsys: pytest.CaptureFixture[str]):
+    """All rules over the same lengths, twice; the second time stands for a real machine half as fast."""
+    workload = rule_rounds.modelled(0, 6, 1.0, 24, 0.5, 8)
+    sizes, cost = MachineSizes(1, 1, 8, 8 * 2 + 1, 16, 64), CostModel(named_shape("tiny"), H100)
+
+    def played() -> dict[str, list[dict[str, float]]]:
+        found = {}
+        for name, rule in rule_rounds.rules(2, 2).items():
+            prompts = rule_rounds.Prompts(0, 8, 256)
+            one = rule_rounds.simulated_rounds(rule, prompts, sizes, cost, 4, workload, 24)
+            found[name] = [one() for _ in range(6)]
+        return found
+
+    predicted, real = played(), played()
+    slow = [
+        Run(f"{name} float32", values | {"seconds": 2 * values["seconds"]})
+        for name, own in real.items()
+        for values in own
+    ]
+    cases = compare(predicted, slow, "float32")
+    assert [case["case"] for case in cases] == ["plain", "tail-batching", "partial-rollout"]
+    assert cases[1]["long_rounds"] > 0, "a cycle of short rounds and a long one"
+    for case in cases:
+        assert (case["rounds"], case["error"]) == (6, pytest.approx(0))
+        assert case["s_per_sample"] == pytest.approx(2 * case["predicted_s_per_sample"])
+        bench_rules._print(case)
+    assert "tail-batching    float32: 6 rounds" in capsys.readouterr().out
+    record = {"part": "rules", "bench": "rules", "results": {"cases": cases}}
     asked = [figure for figure in figures.trial_figures() if figure.part == "rules"]
     assert asked
     assert all(figure.value([record]) is not None for figure in asked), "what the battery's page looks for"

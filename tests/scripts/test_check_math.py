@@ -28,12 +28,12 @@ def test_a_few_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_drawn_pairs_are_judged_rightly(capsys: pytest.CaptureFixture[str]):
-    pairs = list(draw(130, 1))
+    pairs = list(draw(78, 1))
     assert check_math.check_drawn(pairs) == 0
     out = capsys.readouterr().out.splitlines()
     counts = {kind: next(line for line in out if line.startswith(kind)).split() for kind in [*KINDS, "in all"]}
-    assert all(counts[kind][1:4] == ["10", "0", "0"] for kind in KINDS)
-    assert counts["in all"][2:5] == ["130", "0", "0"]
+    assert all(counts[kind][1:4] == ["6", "0", "0"] for kind in KINDS)
+    assert counts["in all"][2:5] == ["78", "0", "0"]
     assert int(counts["in all"][5]) > 0, "math-verify alone refuses some"
     assert {pair.right for pair in pairs} == {True, False}
 
@@ -46,12 +46,14 @@ def test_a_wrong_verdict_on_a_drawn_pair_is_counted_and_shown(capsys: pytest.Cap
     assert "    integers, made up: '7', '8': the same; both are wrong" in out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_drawn_pairs_are_the_same_as_often_as_not_and_new_with_each_seed(kind: str):
-    drawn = [[pair for pair in draw(260, seed) if pair.kind == kind] for seed in (0, 1, 0)]
-    assert drawn[0] == drawn[2] != drawn[1]
-    assert sum(pair.right for pair in drawn[0]) == 10
-    assert len({pair.how for pair in drawn[0]}) > 5
+def test_drawn_pairs_are_the_same_as_often_as_not_and_new_with_each_seed():
+    first, other, again = (list(draw(260, seed)) for seed in (0, 1, 0))
+    assert first == again
+    for kind in KINDS:
+        own = [pair for pair in first if pair.kind == kind]
+        assert own != [pair for pair in other if pair.kind == kind], kind
+        assert sum(pair.right for pair in own) == 10, kind
+        assert len({pair.how for pair in own}) > 5, kind
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
-"""`scripts/reproduce_papers.py` at a tiny size, and the calibration file against what the published facts give."""
+"""`scripts/reproduce_papers.py`: the pages that are kept, runs at a tiny size, and what is refused."""
 
 from __future__ import annotations
 
 import ast
-import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,81 +11,17 @@ from typing import Any
 
 import pytest
 import reproduce_papers
-from papers import calibrate, tables
-from papers.calibrate import constant
-from papers.cases import STREAM_BASE, STREAM_FREED, below_tail_batching, cases_of, jobs_of, whole_rows
-from papers.facts import FACTS
+from papers import tables
+from papers.calibrate import read as read_calibration
+from papers.cases import EXPERIMENTS, STREAM_BASE, STREAM_FREED, below_tail_batching, cases_of, jobs_of, whole_rows
 from papers.fetch import SingleFetch
-from papers.problems import PROBLEMS
+from papers.pages import page
 from papers.records import read
+from papers.runs import Steps, run
 from papers.setups import EPOCH_STEPS, Case
-from papers.solver import Problem, residual
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "docs" / "reproductions" / "calibration.json"
-QUICK = ("pat_a40", "pat_h100", "rhymerl")  # solved in a second
-
-
-# ---------------------------------------------------------------- the calibration file
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-def test_the_file_says_what_the_code_says(problem: Problem):
-    """Priors, held constants, assumptions, and what the constants make of each fact: any change needs a new file."""
-    entry = json.loads(FILE.read_text(encoding="utf-8"))["problems"][problem.name]
-    values = calibrate.read(FILE).values[problem.name]
-    assert {name: (c["prior"], c["prior_log_spread"]) for name, c in entry["constants"].items()} == {
-        c.name: (c.prior, c.spread) for c in problem.constants
-    }
-    held = {name: found["value"] for name, found in entry["held"].items()}
-    given = {name: constant(calibrate.read(FILE), other, name) for name, other in problem.given.items()}
-    cited = {name: FACTS[source].low for name, source in problem.cited.items()}
-    assert held == pytest.approx({**problem.fixed, **cited, **given}, rel=1e-5)
-    assert entry["assumptions"] == list(problem.assumptions)
-    predicted = dict(problem.predict(values))
-    if problem.predict_checks is not None:
-        predicted |= problem.predict_checks(values)
-    assert [row["fact"] for row in entry["facts"]] == list(problem.facts)
-    for row in entry["facts"]:
-        fact = FACTS[row["fact"]]
-        assert row["role"] == fact.role
-        # lengths are whole tokens, so the sixth digit of a constant may move a prediction a little
-        assert predicted[fact.name] == pytest.approx(row["predicted"], rel=1e-3), fact.name
-        assert residual(fact, predicted[fact.name]) == pytest.approx(row["residual"], abs=1e-3), fact.name
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-def test_the_file_holds_a_minimum(problem: Problem):
-    """No constant, moved by a fifth of its prior's width, fits better: new tolerances need a new file. Nearer,
-    whole tokens make the misfit rough, and the solver stops within that."""
-    values = dict(calibrate.read(FILE).values[problem.name])
-
-    def cost(changed: dict[str, float]) -> float:
-        predicted = problem.predict(changed)
-        facts = [FACTS[name] for name in problem.facts if FACTS[name].role == "fit"]
-        misfit = [residual(fact, predicted[fact.name]) / fact.tolerance for fact in facts]
-        moved = [math.log(changed[c.name] / c.prior) / c.spread for c in problem.constants]
-        return sum(value**2 for value in (*misfit, *moved))
-
-    best = cost(values)
-    for c in problem.constants:
-        for sign in (-1, 1):
-            value = min(max(values[c.name] * math.exp(sign * c.spread / 5), c.low), c.high)
-            assert cost(values | {c.name: value}) >= best, c.name
-
-
-def test_quick_problems_solve_to_the_file():
-    found = calibrate.calibrate([problem for problem in PROBLEMS if problem.name in QUICK])
-    for name in QUICK:
-        assert dict(found[name].values) == pytest.approx(dict(calibrate.read(FILE).values[name]), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_file_is_what_calibrate_makes():
-    found = calibrate.calibrate()
-    kept = calibrate.read(FILE)
-    for problem in PROBLEMS:
-        assert dict(found[problem.name].values) == pytest.approx(dict(kept.values[problem.name]), rel=1e-3)
+FOLDER = ROOT / "docs" / "reproductions"
 
 
 def test_only_pages_read_what_the_papers_methods_reached():
@@ -104,11 +38,33 @@ def test_only_pages_read_what_the_papers_methods_reached():
 # ---------------------------------------------------------------- the script
 
 
-def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert reproduce_papers.main(["--tiny", "--steps", "1", "--seeds", "2", "--out", str(tmp_path)]) == 0
-    files = sorted(tmp_path.glob("*.json"))
-    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rhymerl", *["rollpacker"] * 3]
-    header, runs = read(files[3])
+NEWEST = {file.stem[:-11]: file for file in sorted(FOLDER.glob("*-20*.json"))}
+
+
+@pytest.mark.parametrize("paper", EXPERIMENTS)
+def test_a_page_is_what_its_result_says(paper: str):
+    """Of the newest result of each paper: tables, closed forms beside ours, verdicts."""
+    assert NEWEST.keys() == EXPERIMENTS.keys()
+    record, runs = read(NEWEST[paper])
+    assert page(record, runs) == NEWEST[paper].with_suffix(".md").read_text(encoding="utf-8")
+
+
+def tiny(folder: Path, *papers: str, steps: int = 1, seeds: int = 1) -> list[Path]:
+    """The results of a tiny run."""
+    words = ["--tiny", "--steps", str(steps), "--seeds", str(seeds), "--out", str(folder)]
+    assert reproduce_papers.main([*papers, *words]) == 0
+    return sorted(folder.glob("*.json"))
+
+
+def test_a_tiny_run_makes_a_result_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (file,) = tiny(tmp_path, "rollpacker")
+    look_at_rollpacker(file)
+    assert "one seed" in file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "seed 0" in capsys.readouterr().out
+
+
+def look_at_rollpacker(file: Path) -> None:
+    header, runs = read(file)
     assert header["tiny"]
     assert header["calibration"]["file"] == "calibration.json"
     tail = next(r for r in runs if r.case.rule == "tail" and r.case.prompt_factor == 1.25)
@@ -117,20 +73,6 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     for r in runs:
         stages = zip(r.start_s, r.gen_s, r.reward_s, r.train_s, strict=True)
         assert r.step_s == pytest.approx([sum(each) for each in stages])
-    page = files[3].with_suffix(".md").read_text(encoding="utf-8")
-    assert "no figure below means anything" in page
-    assert "| 32B/32k |" in page
-    assert "one seed" not in page
-    assert re.search(r"speed-up \| in closed form .*\n.*\n\| 7B/8k .* \d\.\d\d ± \d\.\d\d \|", page)
-    assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
-    assert "seed 0" in capsys.readouterr().out
-    rewards = files[4].with_suffix(".md").read_text(encoding="utf-8")
-    assert all(f"## {section}" in rewards for section in ("RollPacker Fig. 14c", "RollPacker Table 2", "Where the"))
-    whole = files[5].with_suffix(".md").read_text(encoding="utf-8")
-    assert len(re.findall(r"\| (?:7B/8k|14B/16k|32B/32k) \| \+ stream trainer \|", whole)) == 3
-    for section in ("Table 2, row by row", "Table 3: when devices are freed", "Table 4: groups fetched once"):
-        assert f"## RollPacker {section}" in page
-    for r in runs:
         if r.case.stream != "off":
             (base,) = (other for other in runs if other.case == r.case.base)
             assert r.trained_tokens == base.trained_tokens
@@ -138,27 +80,58 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
                 assert freed or r.step_s[i] == base.step_s[i]
                 assert not freed or r.case.rule == "plain" or r.long[i], "a short round"
     assert any(sum(r.streamed) for r in runs)
+    text = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "no figure below means anything" in text
+    assert "| 32B/32k |" in text
+    for section in ("Table 2, row by row", "Table 3: when devices are freed", "Table 4: groups fetched once"):
+        assert f"## RollPacker {section}" in text
+
+
+@pytest.mark.slow
+def test_tiny_runs_make_results_and_pages(tmp_path: Path):
+    files = tiny(tmp_path, seeds=2)
+    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rhymerl", *["rollpacker"] * 3]
+    look_at_rollpacker(files[3])
+    text = files[3].with_suffix(".md").read_text(encoding="utf-8")
+    assert "one seed" not in text
+    assert re.search(r"speed-up \| in closed form .*\n.*\n\| 7B/8k .* \d\.\d\d ± \d\.\d\d \|", text)
+    assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
+    rewards = files[4].with_suffix(".md").read_text(encoding="utf-8")
+    assert all(f"## {section}" in rewards for section in ("RollPacker Fig. 14c", "RollPacker Table 2", "Where the"))
+    whole = files[5].with_suffix(".md").read_text(encoding="utf-8")
+    assert len(re.findall(r"\| (?:7B/8k|14B/16k|32B/32k) \| \+ stream trainer \|", whole)) == 3
     for file in files[1:]:  # with other readings, and without
-        page = file.with_suffix(".md").read_text(encoding="utf-8")
+        text = file.with_suffix(".md").read_text(encoding="utf-8")
         assert reproduce_papers.main(["--page", str(file)]) == 0
-        assert file.with_suffix(".md").read_text(encoding="utf-8") == page
+        assert file.with_suffix(".md").read_text(encoding="utf-8") == text
     assert "| Fig. 11a | Llama-3.1-8B | 8 x H100 | 24,576 |" in files[1].with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_rhymerls_rows_build_on_each_other_and_its_samples_stay(tmp_path: Path):
-    assert reproduce_papers.main(["rhymerl", "--tiny", "--steps", "2", "--seeds", "1", "--out", str(tmp_path)]) == 0
-    (file,) = tmp_path.glob("*.json")
+def rhymerls_rows(plain: Steps, naive: Steps, speculating: Steps) -> None:
+    """Of one task: no row changes the samples, each is faster than the one above, drafts come from the epoch before."""
+    rows = [(r.case.pipeline, r.case.speculation) for r in (plain, naive, speculating)]
+    assert rows == [("off", False), ("naive", False), ("two_tier", True)]
+    assert plain.trained_tokens == naive.trained_tokens == speculating.trained_tokens
+    assert sum(naive.step_s) < sum(plain.step_s)
+    assert speculating.accepted[:EPOCH_STEPS] == [0.0] * EPOCH_STEPS, "nothing was drawn before"
+    assert min(speculating.accepted[EPOCH_STEPS:]) > 0.5
+    assert plain.per_step == [1.0] * len(plain.per_step)
+
+
+def test_rhymerls_rows_build_on_each_other_and_its_samples_stay():
+    cases = [case for case in cases_of("rhymerl", 2, range(1), 64, 32) if case.tasks == ("math",)]
+    calibration = read_calibration(FOLDER / "calibration.json")
+    rhymerls_rows(*(run(cases[i], calibration) for i in (0, 1, 3)))
+
+
+@pytest.mark.slow
+def test_rhymerls_result_has_all_rows_of_both_tasks(tmp_path: Path):
+    (file,) = tiny(tmp_path, "rhymerl", steps=2)
     _, runs = read(file)
-    rows = [(r.case.tasks[0], r.case.pipeline, r.case.speculation) for r in runs]
-    of_task = [("off", False), ("naive", False), ("two_tier", False), ("two_tier", True)]
-    assert rows == [(task, *row) for task in ("math", "code") for row in of_task]
+    assert [r.case.tasks[0] for r in runs] == ["math"] * 4 + ["code"] * 4
     for first in (0, 4):
         plain, naive, _, speculating = runs[first : first + 4]
-        assert all(each.trained_tokens == plain.trained_tokens for each in runs[first : first + 4])
-        assert sum(naive.step_s) < sum(plain.step_s)
-        assert speculating.accepted[:EPOCH_STEPS] == [0.0] * EPOCH_STEPS, "nothing was drawn before"
-        assert min(speculating.accepted[EPOCH_STEPS:]) > 0.5
-        assert plain.per_step == [1.0] * len(plain.per_step)
+        rhymerls_rows(plain, naive, speculating)
     assert "| Math-14B | + speculation |" in file.with_suffix(".md").read_text(encoding="utf-8")
 
 
