@@ -50,8 +50,8 @@ QUICK = {
     "written": 4,
     "judge_rows": 2,
     "responses": 4,
-    "mean": 8,
-    "new": 24,
+    "mean": 32,
+    "new": 72,
     "rows": 4,
 }
 AT_LEAST_ONE = ("judged", "written", "judge_rows", "responses", "mean", "new", "rows")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+import yaml
 from bench import records
-from benches import run_quick
+from benches import ROOT, run_quick
+from runs import Runs
 
 from jaxrl.models.decoder import init
 from jaxrl.models.safetensors import export_hf
@@ -88,3 +94,25 @@ def test_an_update_has_torchs_loss(tmp_path: Path):
     assert set(cases) == {"jaxrl"} | ({"torch"} if records.installed("torch", "transformers") else set())
     if "torch" in cases:
         assert cases["torch"]["loss"] == pytest.approx(cases["jaxrl"]["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_profile_is_held_against_loads_that_it_does_not_hold(tmp_path: Path, tiny_model: Path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(Runs(tmp_path, tiny_model).config))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    shared = (f"--config={config}", "trainer.num_devices=2")
+    sizes = ("--max-batch=4", "--token-budget=256", "--repeats=1")
+    profile, folder = tmp_path / "profile.json", tmp_path / "records"
+    asked = (f"--profile={profile}", "--points=4", "--limit=1e9", f"--json={folder}")
+    for words in (
+        ("-m", "jaxrl", "profile", *shared, f"--out={profile}", *sizes),
+        ("scripts/bench_latency.py", *asked, *shared),
+    ):
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = folder.iterdir()
+    results = json.loads(file.read_text())["results"]
+    assert {tp: len(errors) for tp, errors in results["alone"].items()} == {"1": 2, "2": 2}
+    errors = [error for own in results["corrected"].values() for error in own]
+    assert results["corrected_mean"] == pytest.approx(sum(errors) / 4)
