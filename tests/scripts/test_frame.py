@@ -180,3 +180,15 @@ def test_a_script_runs_as_a_process():
     words = [sys.executable, str(ROOT / "scripts" / "bench_option.py"), "--config", "x", "--skip", "9", "--steps", "9"]
     done = subprocess.run([*words, "a.b", "1"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "bench_option: --skip (9) must be at least 0 and below --steps (9)\n")
+
+
+def test_the_page_of_benchmarks_has_each_with_options_that_it_knows():
+    text = (ROOT / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python scripts/(bench_\w+)\.py(.*?)(?:#.*)?$", text, re.MULTILINE)
+    assert {name for name, _ in commands} == {*BENCHES, "bench_sandbox"}
+    commands += [(name, words) for name, words in re.findall(r"`(bench_\w+)\.py( [^`]*)`", text)]
+    for name, words in commands:
+        if name != "bench_sandbox":
+            script: Any = importlib.import_module(name)
+            known = {option for action in script.parser()._actions for option in action.option_strings}
+            assert set(re.findall(r"(?<!\S)\[?(--[\w-]+)", words)) <= known, (name, words)
