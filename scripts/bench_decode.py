@@ -160,9 +160,8 @@ def _measure_rows(setting: Setting, params: Any, peer: Worker | None, rows: int,
     if peer is not None:
         request = {"prompts": prompts.tolist(), "new": options.new}
         cases["transformers"] = lambda: peer(**request)
-    for case in cases.values():
-        case()  # compiles
-    setting.bench.interleave({f"{name} {rows} {dtype}": case for name, case in cases.items()}, options.repetitions)
+    named = {f"{name} {rows} {dtype}": case for name, case in cases.items()}
+    setting.bench.interleave(named, options.repetitions, warm_up=1)
     engine.close()
 
 

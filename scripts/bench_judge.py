@@ -103,9 +103,7 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
             turns = {"rollout": None, "gaps": JudgeTurns("gaps"), "after": JudgeTurns("after")}
             for name, rule in turns.items():
                 cases[f"{name} {dtype}"] = _turns(options, config, actor, pools["pipelined"], rule)
-            for case in cases.values():
-                case()  # compiles
-            session.bench.interleave(cases, options.repetitions)
+            session.bench.interleave(cases, options.repetitions, warm_up=1)
     asked = {name: getattr(options, name) for name in AT_LEAST_ONE}
     shape = {"model": model.name, "devices": len(devices), "resident": resident, "layers": config.num_layers}
     return session.record({"cases": _cases(session.summaries())}, **shape, **asked)

@@ -163,9 +163,8 @@ def measure(setting: Setting) -> dict[str, Any]:
                     continue
                 say(f"{rows} rows at {context}, {dtype}: compiling")
                 case = PlacedCase(setting, params, rows, context, dtype)
-                case()
                 label = f"{rows} {context} {dtype}"
-                setting.bench.interleave({label: case}, options.repetitions)
+                setting.bench.interleave({label: case}, options.repetitions, warm_up=1)
                 if options.profile:
                     found["profiles"][label] = case.profile()
                 case.close()

@@ -144,8 +144,14 @@ class Bench:
     tell: Callable[[str], None]
     runs: list[Run] = field(default_factory=list)
 
-    def interleave(self, cases: Mapping[str, Callable[[], Values]], repetitions: int) -> None:
-        """Runs every case `repetitions` times, in turns; one gauge stands between two runs and brackets both."""
+    def interleave(self, cases: Mapping[str, Callable[[], Values]], repetitions: int, warm_up: int = 0) -> None:
+        """Runs every case `repetitions` times, in turns; one gauge stands between two runs and brackets both.
+
+        Args:
+          warm_up: runs of each case before, in turns as well, that do not count; the first of them compiles.
+        """
+        for case in [*cases] * warm_up:
+            cases[case]()
         before = self.gauge() if self.gauge else None
         for case in [*cases] * repetitions:
             values = cases[case]()
