@@ -37,6 +37,7 @@ class Watchdog:
       end: ends the process with a sentence; it is called from the watchdog's thread.
       heard: hears of every beat, and what it says is done next; among several hosts, their own clocks.
       waits: whether this process waits for other hosts now, which have a watchdog each.
+      clock: in seconds.
 
     Attributes:
       saved_step: of the last checkpoint, which the last sentence names.
@@ -48,13 +49,16 @@ class Watchdog:
         end: Callable[[str], None],
         heard: Callable[[str], None] = lambda doing: None,
         waits: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved_step: int | None = None
         self._timeout_s, self._end, self._heard, self._waits = timeout_s, end, heard, waits
+        self._clock = clock
         self._report: Callable[[str], None] = lambda text: print(f"jaxrl: {text}", file=sys.stderr)
         self._timeline: Timeline | None = None
         self._doing = "starting"
-        self._last_s = time.monotonic()
+        self._last_s = self._looked_s = clock()
+        self._reported = False
         self._period_s = min(_LOOK_EVERY_S, timeout_s / 20)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -64,7 +68,7 @@ class Watchdog:
 
     def beat(self, doing: str = "") -> None:
         """The run has made progress; `doing`: what comes next, where no timeline knows it. Costs about 1 µs."""
-        self._last_s = time.monotonic()
+        self._last_s = self._clock()
         if doing:
             self._doing = doing
         self._heard(doing)
@@ -80,31 +84,34 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        reported, looked_s = False, time.monotonic()
         while not self._closed.wait(self._period_s):
-            before_s, looked_s = looked_s, time.monotonic()
-            if looked_s - before_s > _SUSPENDED_PERIODS * self._period_s:
-                self._last_s = min(self._last_s + looked_s - before_s, looked_s)
-            if self._waits():
-                self._last_s = looked_s
-            silent_s = looked_s - self._last_s
-            self._arm(max(self._timeout_s - silent_s, 0.0))
-            if silent_s >= self._timeout_s:
-                faulthandler.dump_traceback(_STDERR, all_threads=True)
-                faulthandler.dump_traceback_later(_END_S, exit=True, file=_STDERR)
-                self._end(
-                    f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {self._kept()}"
-                )
+            if self._look():
                 return
-            if silent_s < self._timeout_s / 2:
-                reported = False
-            elif not reported:
-                reported = True
-                faulthandler.dump_traceback(_STDERR, all_threads=True)
-                self._report(
-                    f"no progress for {silent_s:.3g} s in {self._where()}; the threads' stacks are on stderr; after "
-                    f"{self._timeout_s:g} s the run is ended (trainer.hang_timeout_s)"
-                )
+
+    def _look(self) -> bool:
+        """One look at the clock; whether the run was ended."""
+        before_s, self._looked_s = self._looked_s, self._clock()
+        if self._looked_s - before_s > _SUSPENDED_PERIODS * self._period_s:
+            self._last_s = min(self._last_s + self._looked_s - before_s, self._looked_s)
+        if self._waits():
+            self._last_s = self._looked_s
+        silent_s = self._looked_s - self._last_s
+        self._arm(max(self._timeout_s - silent_s, 0.0))
+        if silent_s >= self._timeout_s:
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+            faulthandler.dump_traceback_later(_END_S, exit=True, file=_STDERR)
+            self._end(f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {self._kept()}")
+            return True
+        if silent_s < self._timeout_s / 2:
+            self._reported = False
+        elif not self._reported:
+            self._reported = True
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+            self._report(
+                f"no progress for {silent_s:.3g} s in {self._where()}; the threads' stacks are on stderr; after "
+                f"{self._timeout_s:g} s the run is ended (trainer.hang_timeout_s)"
+            )
+        return False
 
     def _arm(self, left_s: float) -> None:
         grace_s = 1.0 + min(self._timeout_s / 10, 30.0)  # for the thread, which has the better words

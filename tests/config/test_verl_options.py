@@ -30,17 +30,17 @@ def test_what_is_named_exists():
     assert not set(RENAMED) & set(ABSENT)
 
 
-@pytest.mark.parametrize("name", sorted({*RENAMED, *ABSENT}))
-def test_each_name_is_answered(name: str):
-    """With verl's outer section and without, on the command line and in a file's sections."""
-    options = [name] if name == PREFIX else [name, f"{PREFIX}.{name}"]
-    for option in options:
-        with pytest.raises(ConfigError) as refused:
-            load(None, ["model.path=m", "data.task=leg_counting", f"{option}=1"])
-        assert str(refused.value).startswith(f"unknown option {option}: ")
-        assert str(refused.value).endswith(f" (command line: {option}=1)")
-        assert (RENAMED.get(name) or ABSENT[name]) in str(refused.value)
-        assert "did you mean" not in str(refused.value)
+def test_each_name_is_answered():
+    """With verl's outer section and without, on the command line."""
+    for name in {*RENAMED, *ABSENT}:
+        for option in [name] if name == PREFIX else [name, f"{PREFIX}.{name}"]:
+            with pytest.raises(ConfigError) as refused:
+                load(None, ["model.path=m", "data.task=leg_counting", f"{option}=1"])
+            said = str(refused.value)
+            assert said.startswith(f"unknown option {option}: ")
+            assert said.endswith(f" (command line: {option}=1)")
+            assert (RENAMED.get(name) or ABSENT[name]) in said
+            assert "did you mean" not in said
 
 
 def test_all_of_our_options_are_found_under_verls_section():

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_hub import SmallHub, small_hub
@@ -18,19 +19,61 @@ from jaxrl.data.hub import HubName, hub_name, used_files
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, DATA = "org/tiny", "org/sums"
-PATHS = """
-import json, sys
+ASKER = """
+import json, os, sys, traceback
 from jaxrl.data.files import data_files
 from jaxrl.models.loading import resolve_path
-for kind, name in json.loads(sys.argv[1]):
+def path(kind, name):
     try:
         if kind == "data":
-            print(json.dumps([str(path) for path in data_files([name], "data.train_files")]))
-        else:
-            print(json.dumps(resolve_path(name, weights=kind == "weights")))
+            return [str(path) for path in data_files([name], "data.train_files")]
+        return resolve_path(name, weights=kind == "weights")
     except ValueError as error:
-        print(json.dumps({"refused": str(error)}))
+        return {"refused": str(error)}
+for line in sys.stdin:
+    wanted, environment, folder = json.loads(line)
+    if os.fork() == 0:
+        found = None
+        try:
+            os.environ.update(environment)
+            os.chdir(folder)
+            found = [path(*each) for each in wanted]
+        except BaseException:
+            traceback.print_exc()
+        os.write(1, json.dumps(found).encode() + b"\\n")
+        os._exit(0)
+    os.wait()
 """
+"""Answers what becomes of names, each time in a fork: huggingface_hub reads its variables where it is imported."""
+
+
+@pytest.fixture(scope="module")
+def asker() -> Iterator[subprocess.Popen[str]]:
+    program = [sys.executable, "-W", "ignore", "-c", ASKER]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    with subprocess.Popen(
+        program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        yield process
+        process.communicate(timeout=60)
+
+
+Asked = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def asked(asker: subprocess.Popen[str]) -> Asked:
+    def ask(hub: SmallHub | None, home: Path, *wanted: tuple[str, str], **environment: str) -> list[Any]:
+        """What becomes of names in a process whose cache is at `home`; without a hub, nothing answers."""
+        own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
+        assert asker.stdin is not None
+        assert asker.stdout is not None
+        asker.stdin.write(json.dumps([wanted, own | environment, str(home.parent)]) + "\n")
+        found = json.loads(asker.stdout.readline())
+        assert found is not None, "it raised; its traceback is on stderr"
+        return found
+
+    return ask
 
 
 @pytest.fixture
@@ -50,21 +93,6 @@ def hub(tmp_path: Path, tiny_model: Path) -> Iterator[SmallHub]:
         served.add("models", MODEL, model)
         served.add("datasets", DATA, data)
         yield served
-
-
-def asked(hub: SmallHub | None, home: Path, *wanted: tuple[str, str], **environment: str) -> list[object]:
-    """What becomes of names in a process of their own, whose cache is at `home`; without a hub, nothing answers."""
-    own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
-    done = subprocess.run(
-        [sys.executable, "-c", PATHS, json.dumps(wanted)],
-        env=os.environ | own | {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment,
-        cwd=home.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +119,9 @@ def test_what_is_on_this_machine_is_no_name(tmp_path: Path, monkeypatch):
     assert hub_name("other/name") is not None
 
 
-def test_a_model_comes_in_two_parts_and_then_from_the_cache(hub: SmallHub, tmp_path: Path):
+def test_a_model_comes_in_two_parts_and_then_from_the_cache(hub: SmallHub, asked: Asked, tmp_path: Path):
     home = tmp_path / "home"
-    (folder,) = map(Path, asked(hub, home, ("small", MODEL)))  # type: ignore[arg-type]
+    (folder,) = map(Path, asked(hub, home, ("small", MODEL)))
     small = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     templates = folder / "additional_chat_templates"
     assert {file.name for file in folder.iterdir()} == small | {templates.name}
@@ -109,7 +137,7 @@ def test_a_model_comes_in_two_parts_and_then_from_the_cache(hub: SmallHub, tmp_p
     assert asked(None, home, ("weights", MODEL), HF_HUB_OFFLINE="1") == [str(folder)]
 
 
-def test_a_branch_that_moves_stays_where_the_cache_has_it(hub: SmallHub, tmp_path: Path):
+def test_a_branch_that_moves_stays_where_the_cache_has_it(hub: SmallHub, asked: Asked, tmp_path: Path):
     home = tmp_path / "home"
     (before,) = asked(hub, home, ("weights", MODEL))
     (hub.folders["models", MODEL] / "model.safetensors").write_bytes(b"newer")
@@ -120,12 +148,12 @@ def test_a_branch_that_moves_stays_where_the_cache_has_it(hub: SmallHub, tmp_pat
     assert (Path(str(after)) / "model.safetensors").read_bytes() == b"newer"
 
 
-def test_files_of_a_data_set(hub: SmallHub, tmp_path: Path):
+def test_files_of_a_data_set(hub: SmallHub, asked: Asked, tmp_path: Path):
     home = tmp_path / "home"
     names = ("main/train-*.jsonl", "main/test-0.jsonl", "train*", "")
     several, one, none, unnamed = asked(hub, home, *(("data", f"{DATA}:{n}" if n else DATA) for n in names))
-    assert [Path(path).name for path in several] == ["train-0.jsonl", "train-1.jsonl"]  # type: ignore[union-attr]
-    assert [Path(path).name for path in one] == ["test-0.jsonl"]  # type: ignore[union-attr]
+    assert [Path(path).name for path in several] == ["train-0.jsonl", "train-1.jsonl"]
+    assert [Path(path).name for path in one] == ["test-0.jsonl"]
     there = "it has main/test-0.jsonl, main/train-0.jsonl, main/train-1.jsonl"
     assert none == {"refused": f"data.train_files: no file of the data set {DATA} fits train*; {there}"}
     assert unnamed == {
@@ -136,7 +164,7 @@ def test_files_of_a_data_set(hub: SmallHub, tmp_path: Path):
     assert again == [several]
 
 
-def test_what_cannot_be_had(hub: SmallHub, tmp_path: Path):
+def test_what_cannot_be_had(hub: SmallHub, asked: Asked, tmp_path: Path):
     home, begins = (
         tmp_path / "home",
         "model.path: there is no {} on this machine, and as a model of the Hugging Face Hub ",
@@ -158,9 +186,9 @@ def test_what_cannot_be_had(hub: SmallHub, tmp_path: Path):
         (closed, "org/closed", "access to it must be asked for on its page"),
         (revision, f"{MODEL}@v9", "it has no revision v9"),
     ):
-        assert found["refused"].startswith(f"{begins.format(name)}it cannot be had: {why}")  # type: ignore[index]
+        assert found["refused"].startswith(f"{begins.format(name)}it cannot be had: {why}")
     assert file == {"refused": f"model.path: the model {MODEL} of the Hugging Face Hub has no file no.gguf"}
-    assert "as a dataset of the Hugging Face Hub it cannot be had: there is no such repo" in data["refused"]  # type: ignore[index]
+    assert "as a dataset of the Hugging Face Hub it cannot be had: there is no such repo" in data["refused"]
     before = time.monotonic()
     unreachable, no_file, no_data, no_weights = asked(
         None,
@@ -176,10 +204,10 @@ def test_what_cannot_be_had(hub: SmallHub, tmp_path: Path):
         (no_data, "has no main/test*", f"hf download {DATA} --include 'main/test*' --repo-type dataset"),
         (no_weights, "has not all of its files", f"hf download {MODEL}"),
     ):
-        assert f": the cache of this machine (HF_HOME) {lacks}, and the Hub cannot be reached (" in found["refused"]  # type: ignore[index]
-        assert found["refused"].endswith(f"where there is a network, `{command}` fills that cache")  # type: ignore[index]
-    assert "it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached (" in unreachable["refused"]  # type: ignore[index]
-    assert unreachable["refused"].endswith("`hf download org/other` fills that cache")  # type: ignore[index]
+        assert f": the cache of this machine (HF_HOME) {lacks}, and the Hub cannot be reached (" in found["refused"]
+        assert found["refused"].endswith(f"where there is a network, `{command}` fills that cache")
+    assert "it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached (" in unreachable["refused"]
+    assert unreachable["refused"].endswith("`hf download org/other` fills that cache")
 
 
 def test_a_whole_run_by_names(hub: SmallHub, tmp_path: Path):

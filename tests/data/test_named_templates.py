@@ -46,13 +46,18 @@ def folder_with(tmp_path: Path, write: Write, templates: dict[str, str]) -> Path
     return folder
 
 
-@pytest.fixture(params=[in_config, in_files])
+@pytest.fixture(params=[in_config, in_files], scope="module")
 def write(request: pytest.FixtureRequest) -> Write:
     return request.param
 
 
-def test_which_template_renders(tmp_path: Path, write: Write):
-    tokenizer = Tokenizer.from_path(folder_with(tmp_path, write, TEMPLATES))
+@pytest.fixture(scope="module")
+def tokenizer(write: Write, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """With `TEMPLATES`, from files in which they are written in one of the two ways."""
+    return Tokenizer.from_path(folder_with(tmp_path_factory.mktemp("templates"), write, TEMPLATES))
+
+
+def test_which_template_renders(tokenizer: Tokenizer):
     assert tokenizer.apply_chat_template(ASK) == "plain hi"
     assert tokenizer.apply_chat_template(ASK, tools=None) == "plain hi"
     assert tokenizer.apply_chat_template(ASK, tools=[]) == "with [] hi"
@@ -61,8 +66,7 @@ def test_which_template_renders(tmp_path: Path, write: Write):
     assert tokenizer.apply_chat_template(ASK, chat_template="default", enable_thinking=True) == "plain hi?"
 
 
-def test_variables_are_those_of_the_template_that_renders(tmp_path: Path, write: Write):
-    tokenizer = Tokenizer.from_path(folder_with(tmp_path, write, TEMPLATES))
+def test_variables_are_those_of_the_template_that_renders(tokenizer: Tokenizer):
     for refused in (
         {"tools": TOOLS, "enable_thinking": True},
         {"chat_template": "rag", "enable_thinking": True},
@@ -123,8 +127,7 @@ def test_files_count_before_the_config(tmp_path: Path):
     assert (tokenizer.apply_chat_template(ASK), sorted(tokenizer.chat_templates)) == ("of the file hi", ["default"])
 
 
-def test_what_is_saved_is_read_again(tmp_path: Path, write: Write):
-    tokenizer = Tokenizer.from_path(folder_with(tmp_path, write, TEMPLATES))
+def test_what_is_saved_is_read_again(tokenizer: Tokenizer, tmp_path: Path):
     files = [file.relative_to(tmp_path / "saved").as_posix() for file in tokenizer.save(tmp_path / "saved")]
     assert sorted(files) == [
         *("additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja"),

@@ -87,55 +87,25 @@ def test_a_decimal_of_parquet_is_a_number(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("row", "keys", "message"),
+    ("row", "message"),
     [
-        ('{"question": 1', {}, r"line 2: not valid JSON \(Expecting .*, column 15\)"),
-        ("[1]", {}, r"line 2: a row must be a JSON object, found list"),
-        ('{"questions": "q"}', {}, r"line 2: no column 'question' \(data.prompt_key\): did you mean 'questions'\?"),
-        (
-            '{"question": " ", "answer": 1}',
-            {},
-            r"line 2: 'question' \(data.prompt_key\) must hold some text, found ' '",
-        ),
-        ('{"question": "q"}', {}, r"line 2: no column 'answer' \(data.answer_key\)"),
-        ('{"question": "q", "answer": null}', {}, r"line 2: 'answer' .* must be text or a number, found None"),
-        ('{"question": "q", "answer": "####"}', {}, r"line 2: 'answer' .* must hold an answer, found '####'"),
-        (
-            '{"question": "q", "answer": 1}',
-            {"reference_time_key": "s"},
-            r"line 2: no column 's' \(data.reference_time_key\)",
-        ),
+        ('{"question": "q", "answer": 1}', r"no column 's' \(data.reference_time_key\)"),
         (
             '{"question": "q", "answer": 1, "s": -0.5}',
-            {"reference_time_key": "s"},
-            r"line 2: 's' \(data.reference_time_key\) must be a number of seconds, 0 or more, found -0.5",
+            r"'s' \(data.reference_time_key\) must be a number of seconds, 0 or more, found -0.5",
         ),
-        (
-            '{"question": "q", "answer": 1, "s": "2"}',
-            {"reference_time_key": "s"},
-            r"line 2: 's' .* must be a number of seconds, 0 or more, found '2'",
-        ),
-        ('{"m": "x"}', {"messages_key": "m"}, r"line 2, 'm': not valid JSON \(Expecting value, column 1\)"),
-        ('{"m": [{"role": "user"}]}', {"messages_key": "m"}, r"line 2: 'm' .*, found \{'role': 'user'\}"),
+        ('{"question": "q", "answer": 1, "s": "2"}', r"'s' .* must be a number of seconds, 0 or more, found '2'"),
     ],
 )
-def test_bad_rows(tmp_path: Path, row: str, keys: dict[str, str], message: str):
-    good = {"question": "q", "answer": "a", "s": 1, "m": [{"role": "user", "content": "q"}]}
+def test_bad_rows(tmp_path: Path, row: str, message: str):
+    """`tests/refusals/test_data.py` has the others."""
+    good = {"question": "q", "answer": "a", "s": 1}
     (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + row + "\n")
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, {message}"):
-        load_train(config(train_files=[str(tmp_path / "bad.jsonl")], **keys))
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: {message}"):
+        load_train(config(train_files=[str(tmp_path / "bad.jsonl")], reference_time_key="s"))
 
 
-def test_bad_files(tmp_path: Path):
-    for name, message in (
-        ("no.jsonl", "no such file"),
-        ("a.csv", "must end in .jsonl"),
-        ("a.parquet", "not a Parquet"),
-    ):
-        if name != "no.jsonl":
-            (tmp_path / name).write_text("x" * 20)
-        with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
-            load_train(config(train_files=[str(tmp_path / name)]))
+def test_no_files():
     with pytest.raises(ConfigError, match=r"data\.train_files is missing"):
         load_train(config())
 

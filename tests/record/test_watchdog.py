@@ -2,115 +2,145 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from jaxrl.record import watchdog
 from jaxrl.record.timeline import Timeline
 from jaxrl.record.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Said(list[str]):
-    """What was said; `wait` waits for more."""
+@dataclass
+class Watched:
+    """A watchdog with a clock of its own: 20 looks in its limit, none but those of `after`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._more = threading.Semaphore(0)
+    limit_s: float
+    waits: bool = False
+    now_s: float = 0.0
+    reports: list[str] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
 
-    def __call__(self, text: str) -> None:
-        self.append(text)
-        self._more.release()
+    def __post_init__(self) -> None:
+        self.watchdog = Watchdog(self.limit_s, self.ends.append, waits=lambda: self.waits, clock=lambda: self.now_s)
 
-    def wait(self) -> str:
-        assert self._more.acquire(timeout=20)
-        return self[-1]
+    def after(self, seconds: float) -> None:
+        """That time goes by, with a look every period."""
+        for _ in range(round(seconds * 20 / self.limit_s)):
+            self.now_s += self.limit_s / 20
+            self.watchdog._look()
+
+
+@pytest.fixture(autouse=True)
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The thread looks at no clock while a test runs; what it does in a process of its own is tested below."""
+    monkeypatch.setattr(watchdog, "_LOOK_EVERY_S", 1e6)
+    yield
+    faulthandler.cancel_dump_traceback_later()  # a test that failed must not end pytest
 
 
 def test_the_phase_that_hangs_is_named_once_and_then_the_run_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    reports, ends = Said(), Said()
+    run = Watched(2000.0)
     with Timeline(tmp_path / "timeline.json") as timeline:
-        watchdog = Watchdog(2.0, ends)
-        watchdog.follow(timeline, reports)
-        watchdog.saved_step = 4
+        run.watchdog.follow(timeline, run.reports.append)
+        run.watchdog.saved_step = 4
         with timeline.phase("step", step=3), timeline.phase("update_actor"):
-            text = reports.wait()
-            assert text.startswith("no progress for 1")
-            assert "s in step (" in text
-            assert "> update_actor (" in text
-            assert text.endswith("after 2 s the run is ended (trainer.hang_timeout_s)")
-            watchdog.beat()
-            reports.wait()
-            assert len(reports) == 2, "the next silence is reported again"
-            assert ends == []
-            text = ends.wait()
-            assert "> update_actor (" in text
+            run.after(900.0)
+            assert run.reports == []
+            run.after(200.0)
+            (text,) = run.reports
+            assert text.startswith("no progress for 1e+03 s in step (0 s) > update_actor (0 s);")
+            assert text.endswith("after 2000 s the run is ended (trainer.hang_timeout_s)")
+            run.watchdog.beat()
+            run.after(1900.0)
+            assert len(run.reports) == 2, "the next silence is reported again"
+            assert run.ends == []
+            run.after(100.0)
+            (text,) = run.ends
+            assert text.startswith("no progress for 2e+03 s in step (0 s) > update_actor (0 s) (")
             assert text.endswith("(trainer.hang_timeout_s); the last checkpoint is step 4: run again to go on from it")
-            assert len(reports) == 2, "one silence, one report"
-        watchdog.close()
+            assert len(run.reports) == 2, "one silence, one report"
+    run.watchdog.close()
     stacks = capfd.readouterr().err
     assert stacks.count("test_the_phase_that_hangs_is_named_once_and_then_the_run_ends") == 3, "of every thread"
 
 
 def test_outside_any_phase_and_no_report_while_it_moves(tmp_path: Path):
-    reports, ends = Said(), Said()
+    run = Watched(4000.0)
     with Timeline(tmp_path / "timeline.json") as timeline:
-        watchdog = Watchdog(4.0, ends)
-        watchdog.beat("reading the weights")
-        watchdog.follow(timeline, reports)
+        run.watchdog.beat("reading the weights")
+        run.watchdog.follow(timeline, run.reports.append)
         for _ in range(25):
-            time.sleep(0.1)
-            watchdog.beat()
-        assert reports == []
-        assert "s in reading the weights;" in reports.wait()
-        watchdog.close()
-    assert ends == []
+            run.after(1800.0)
+            run.watchdog.beat()
+        assert run.reports == []
+        run.after(2000.0)
+        assert "s in reading the weights;" in run.reports[0]
+    run.watchdog.close()
+    assert run.ends == []
 
 
 def test_zero_turns_it_off_and_closing_does_not_wait_for_the_limit():
-    ends = Said()
-    off = Watchdog(0, ends)
+    ends: list[str] = []
+    off = Watchdog(0, ends.append)
     off.beat()
     off.close()
     began = time.monotonic()
-    Watchdog(60.0, ends).close()
+    Watchdog(600.0, ends.append).close()
     assert time.monotonic() - began < 10
     assert ends == []
 
 
 def test_a_wait_for_other_hosts_is_no_hang_of_this_one():
-    ends, waits = Said(), [True]
-    watchdog = Watchdog(1.0, ends, waits=lambda: waits[0])
-    time.sleep(2.0)
-    assert ends == []
-    waits[0] = False
-    assert ends.wait().startswith("no progress for 1")
-    watchdog.close()
+    run = Watched(1000.0, waits=True)
+    run.after(5000.0)
+    assert run.ends == []
+    run.waits = False
+    run.after(950.0)
+    assert run.ends == []
+    run.after(50.0)
+    assert run.ends[0].startswith("no progress for 1e+03 s in starting ")
+    run.watchdog.close()
+
+
+def test_time_in_which_the_process_is_suspended_does_not_count():
+    run = Watched(1000.0)
+    run.after(900.0)
+    run.now_s += 5000.0  # nobody looked
+    run.after(50.0)
+    assert run.ends == []
+    run.after(50.0)
+    assert run.ends
+    run.watchdog.close()
 
 
 def test_others_hear_of_progress():
     heard: list[str] = []
-    watchdog = Watchdog(60.0, Said(), heard.append)
-    watchdog.beat()
-    watchdog.beat("reading the weights")
-    watchdog.close()
+    made = Watchdog(600.0, lambda sentence: None, heard.append)
+    made.beat()
+    made.beat("reading the weights")
+    made.close()
     assert heard == ["", "reading the weights"]
 
 
 def test_a_beat_costs_little():
-    watchdog = Watchdog(60.0, Said())
+    made = Watchdog(600.0, lambda sentence: None)
     began = time.thread_time()
     for _ in range(100_000):
-        watchdog.beat()
+        made.beat()
     seconds = time.thread_time() - began
-    watchdog.close()
+    made.close()
     assert seconds < 1.0, "10 µs each; it is 0.1 µs on an idle machine"
 
 
@@ -130,40 +160,48 @@ HANGS = {
     "native code": "ctypes.CDLL(None).sleep(60)",
     "native code with the interpreter's lock": "ctypes.PyDLL(None).sleep(60)",
 }
-
-
-@pytest.mark.parametrize("name", HANGS)
-def test_it_ends_the_process_whatever_hangs(name: str):
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", HANG.format(hang=HANGS[name])], cwd=ROOT, capture_output=True, text=True, timeout=50
-    )
-    assert time.monotonic() - began < 30
-    assert done.returncode == 1
-    assert "in stuck_here" in done.stderr
-    if "lock" in name:
-        assert "Timeout (" in done.stderr, "faulthandler's words: nothing else can run"
-    else:
-        assert done.stderr.splitlines()[-1].startswith("jaxrl: no progress for 1")
-        assert done.stderr.endswith("s in the update (trainer.hang_timeout_s); there is no checkpoint yet\n")
-
-
-def test_time_in_which_the_process_is_suspended_does_not_count():
-    program = """
+MOVES = """
 import os, time
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.runtime.stop import end
-watchdog = Watchdog(8.0, lambda sentence: end(sentence, 1))
+watchdog = Watchdog(4.0, lambda sentence: end(sentence, 1))
 print("up", flush=True)
-for _ in range(50):
-    time.sleep(0.1)  # 5 s in all, and as long suspended: more than the limit together
+for _ in range(15):
+    time.sleep(0.1)  # 1.5 s in all, and twice as long suspended: more than the limit together
 print("done")
 """
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(5.0)
-        os.kill(process.pid, signal.SIGCONT)
-        assert process.stdout.read() == "done\n"
-    assert process.returncode == 0
+
+
+def test_it_ends_processes_whatever_hangs_and_not_one_that_was_suspended():
+    """All at once: they wait, each for its own second."""
+    began = time.monotonic()
+    with ExitStack() as started:
+        hung = {
+            name: started.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", HANG.format(hang=hang)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+                )
+            )
+            for name, hang in HANGS.items()
+        }
+        moves = started.enter_context(
+            subprocess.Popen([sys.executable, "-c", MOVES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        )
+        assert moves.stdout is not None
+        assert moves.stdout.readline() == "up\n"
+        os.kill(moves.pid, signal.SIGSTOP)
+        suspended_s = time.monotonic()
+        for name, process in hung.items():
+            _, said = process.communicate(timeout=50)
+            assert process.returncode == 1, name
+            assert "in stuck_here" in said, name
+            if "lock" in name:
+                assert "Timeout (" in said, "faulthandler's words: nothing else can run"
+            else:
+                assert said.splitlines()[-1].startswith("jaxrl: no progress for 1"), name
+                assert said.endswith("s in the update (trainer.hang_timeout_s); there is no checkpoint yet\n"), name
+        assert time.monotonic() - began < 30
+        time.sleep(max(suspended_s + 3.0 - time.monotonic(), 0.0))
+        os.kill(moves.pid, signal.SIGCONT)
+        assert moves.stdout.read() == "done\n"
+        assert moves.wait() == 0

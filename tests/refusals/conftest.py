@@ -1,18 +1,18 @@
-"""One way to run a case of the battery, for every class of it."""
+"""One way to run the cases of the battery, for every class of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from refusals import Refusal, check
+from refusals import Refusal, check_all
 
 
 @pytest.fixture
 def refused(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Refusal], None]:
-    """Runs a case in the test's folder and checks what came of it."""
-    return partial(check, folder=tmp_path, model=tiny_model, capsys=capsys, monkeypatch=monkeypatch)
+) -> Callable[[Iterable[Refusal]], None]:
+    """Runs cases, each in a folder of its own, and checks what came of them."""
+    return partial(check_all, folder=tmp_path, model=tiny_model, capsys=capsys, monkeypatch=monkeypatch)

@@ -7,11 +7,11 @@ is no refusal: tests/train/test_damage.py and tests/faults have those.
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from damage import cut, flip, saved
-from refusals import Refusal, cases
+from refusals import Refusal
 
 from jaxrl.train import manifest
 
@@ -59,111 +59,64 @@ def in_manifest(change: Callable[[dict], object]) -> Damage:
     return apply
 
 
-def damaged(name: str, fault: str, *damages: Damage) -> Refusal:
+def damaged(fault: str, *damages: Damage) -> Refusal:
     """The only checkpoint is damaged."""
     sentence = "{tmp}/run/checkpoints holds no checkpoint that is whole (4: " + fault + "): bring one back from a copy"
-    return Refusal(name, TRAIN, sentence, prepared(*damages))
+    return Refusal(TRAIN, sentence, prepared(*damages))
 
 
 DAMAGED = (
-    damaged("a flip in the tree of arrays", f"state/_METADATA {CHANGED}", file("state/_METADATA", flip)),
-    damaged("a flip in the index of arrays", f"state/manifest.ocdbt {CHANGED}", file("state/manifest.ocdbt", flip)),
+    damaged(f"state/_METADATA {CHANGED}", file("state/_METADATA", flip)),
+    damaged(f"state/manifest.ocdbt {CHANGED}", file("state/manifest.ocdbt", flip)),
+    damaged(f"state/manifest.ocdbt {CHANGED}", file("state/manifest.ocdbt", lambda path: flip(path, -1))),
+    damaged(f"arrays/manifest.ocdbt {CHANGED}", file("arrays/manifest.ocdbt", flip)),
+    damaged(f"host/metadata {CHANGED}", file("host/metadata", flip)),
+    damaged(f"_CHECKPOINT_METADATA {CHANGED}", file("_CHECKPOINT_METADATA", flip)),
+    damaged(f"commit_success.txt {CHANGED}", file("commit_success.txt", flip)),
+    damaged(f"manifest.json {CHANGED}", file("manifest.json", lambda path: flip(path, 99))),
+    damaged(f"manifest.json {CHANGED}", file("manifest.json", lambda path: cut(path, 300))),
+    damaged(f"manifest.json {CHANGED}", file("manifest.json", cut)),
+    damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "{}")),
+    damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "[]")),
+    damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "[" * 100_000)),
+    damaged(f"manifest.json {CHANGED}", in_manifest(lambda content: content["files"].clear())),
+    damaged(f"manifest.json {CHANGED}", in_manifest(lambda c: c.update(schema_version=9))),
+    damaged("host/metadata has 9 bytes and must have 44", file("host/metadata", lambda path: cut(path, 9))),
+    damaged("host/metadata has 0 bytes and must have 44", file("host/metadata", cut)),
     damaged(
-        "the last byte of the index of arrays",
-        f"state/manifest.ocdbt {CHANGED}",
-        file("state/manifest.ocdbt", lambda path: flip(path, -1)),
-    ),
-    damaged("a flip in the queues", f"arrays/manifest.ocdbt {CHANGED}", file("arrays/manifest.ocdbt", flip)),
-    damaged("a flip in the host's JSON", f"host/metadata {CHANGED}", file("host/metadata", flip)),
-    damaged("a flip in Orbax's own notes", f"_CHECKPOINT_METADATA {CHANGED}", file("_CHECKPOINT_METADATA", flip)),
-    damaged("a flip in the commit marker", f"commit_success.txt {CHANGED}", file("commit_success.txt", flip)),
-    damaged("a flip in the manifest", f"manifest.json {CHANGED}", file("manifest.json", lambda path: flip(path, 99))),
-    damaged("a manifest cut in half", f"manifest.json {CHANGED}", file("manifest.json", lambda path: cut(path, 300))),
-    damaged("an empty manifest", f"manifest.json {CHANGED}", file("manifest.json", cut)),
-    damaged("a manifest of an empty object", f"manifest.json {CHANGED}", rewritten("manifest.json", "{}")),
-    damaged("a manifest that is a list", f"manifest.json {CHANGED}", rewritten("manifest.json", "[]")),
-    damaged("a manifest nested deeply", f"manifest.json {CHANGED}", rewritten("manifest.json", "[" * 100_000)),
-    damaged(
-        "a manifest edited by hand", f"manifest.json {CHANGED}", in_manifest(lambda content: content["files"].clear())
-    ),
-    damaged(
-        "a manifest of a later schema, forged",
-        f"manifest.json {CHANGED}",
-        in_manifest(lambda c: c.update(schema_version=9)),
-    ),
-    damaged(
-        "the host's JSON cut",
-        "host/metadata has 9 bytes and must have 44",
-        file("host/metadata", lambda path: cut(path, 9)),
-    ),
-    damaged("the host's JSON empty", "host/metadata has 0 bytes and must have 44", file("host/metadata", cut)),
-    damaged(
-        "a byte too many",
         "host/metadata has 45 bytes and must have 44",
         file("host/metadata", lambda path: path.write_bytes(path.read_bytes() + b" ")),
     ),
     damaged(
-        "an index cut",
-        "state/manifest.ocdbt has 5 bytes and must have 113",
-        file("state/manifest.ocdbt", lambda path: cut(path, 5)),
+        "state/manifest.ocdbt has 5 bytes and must have 113", file("state/manifest.ocdbt", lambda path: cut(path, 5))
     ),
-    damaged("the manifest missing", "manifest.json is missing", file("manifest.json", Path.unlink)),
-    damaged("the commit marker missing", "commit_success.txt is missing", file("commit_success.txt", Path.unlink)),
-    damaged("the host's JSON missing", "host/metadata is missing", file("host/metadata", Path.unlink)),
+    damaged("manifest.json is missing", file("manifest.json", Path.unlink)),
+    damaged("commit_success.txt is missing", file("commit_success.txt", Path.unlink)),
+    damaged("host/metadata is missing", file("host/metadata", Path.unlink)),
+    damaged("host/commit_success.txt is missing (and 1 more)", file("host", shutil.rmtree)),
+    damaged("_CHECKPOINT_METADATA is missing", file("_CHECKPOINT_METADATA", Path.unlink)),
+    damaged("host/metadata is missing", file("host/metadata", lambda path: path.rename(path.with_suffix(".old")))),
+    damaged("host/notes.txt does not belong to it", rewritten("host/notes.txt", "the best so far")),
+    damaged("host/a.txt does not belong to it (and 1 more)", rewritten("host/a.txt", ""), rewritten("state/b.txt", "")),
+    damaged("host/metadata is missing", file("host/metadata", lambda path: (path.unlink(), path.mkdir()))),
+    damaged("host/metadata is not a file", file("host/metadata", lambda path: (path.unlink(), os.mkfifo(path)))),
     damaged(
-        "the host's folder missing", "host/commit_success.txt is missing (and 1 more)", file("host", shutil.rmtree)
-    ),
-    damaged("Orbax's own notes missing", "_CHECKPOINT_METADATA is missing", file("_CHECKPOINT_METADATA", Path.unlink)),
-    damaged(
-        "a file renamed",
-        "host/metadata is missing",
-        file("host/metadata", lambda path: path.rename(path.with_suffix(".old"))),
-    ),
-    damaged(
-        "a file of one's own", "host/notes.txt does not belong to it", rewritten("host/notes.txt", "the best so far")
-    ),
-    damaged(
-        "two files of one's own",
-        "host/a.txt does not belong to it (and 1 more)",
-        rewritten("host/a.txt", ""),
-        rewritten("state/b.txt", ""),
-    ),
-    damaged(
-        "a folder in place of a file",
-        "host/metadata is missing",
-        file("host/metadata", lambda path: (path.unlink(), path.mkdir())),
-    ),
-    damaged(
-        "a pipe in place of a file",
-        "host/metadata is not a file",
-        file("host/metadata", lambda path: (path.unlink(), os.mkfifo(path))),
-    ),
-    damaged(
-        "a link to nowhere in place of a file",
         "host/metadata cannot be read (no such file or directory)",
         file("host/metadata", lambda path: (path.unlink(), path.symlink_to("gone"))),
     ),
-    damaged(
-        "an empty folder in place of a checkpoint", "it is empty", lambda step: (shutil.rmtree(step), step.mkdir())
-    ),
-    damaged(
-        "a file in place of a checkpoint",
-        "it is a file, not a folder",
-        lambda step: (shutil.rmtree(step), step.write_text("4")),
-    ),
-    damaged("without a manifest", "manifest.json is missing", lambda step: (step / "manifest.json").unlink()),
+    damaged("it is empty", lambda step: (shutil.rmtree(step), step.mkdir())),
+    damaged("it is a file, not a folder", lambda step: (shutil.rmtree(step), step.write_text("4"))),
+    damaged("manifest.json is missing", lambda step: (step / "manifest.json").unlink()),
 )
 
 OTHERS = (
     Refusal(
-        "a checkpoint renamed to another step",
         TRAIN,
         "{tmp}/run/checkpoints holds no checkpoint that is whole (99: its manifest.json is that of step 4): bring one "
         "back from a copy",
         prepared(lambda step: step.rename(step.with_name("99"))),
     ),
     Refusal(
-        "two checkpoints, both damaged",
         TRAIN,
         "{tmp}/run/checkpoints holds no checkpoint that is whole (4: it is empty; 2: host/metadata is missing): bring "
         "one back from a copy",
@@ -174,19 +127,16 @@ OTHERS = (
         ),
     ),
     Refusal(
-        "a checkpoint of a later version",
         TRAIN,
         "checkpoint {tmp}/run/checkpoints/4 has schema version 3; this jaxrl reads up to 2: update jaxrl",
         prepared(lambda step: manifest.write(step, 3, 4)),
     ),
     Refusal(
-        "a file called checkpoints",
         TRAIN,
         "{tmp}/run/checkpoints is a file and must be a folder of checkpoints: move it away",
         prepared(lambda step: (shutil.rmtree(step.parent), step.parent.write_text(""))),
     ),
     Refusal(
-        "the checkpoint of another model",
         TRAIN,
         "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
         "and missing here",
@@ -221,61 +171,53 @@ GONE = (
     "trainer.run_dir, or move {tmp}/run/metrics.jsonl away to start from step 1"
 )
 MISSING = (
-    Refusal("the folder of checkpoints gone", TRAIN, GONE, prepared(without_checkpoints(checkpoint=2))),
-    Refusal("the folder emptied", TRAIN, GONE, prepared(without_checkpoints(emptied=True, checkpoint=2))),
+    Refusal(TRAIN, GONE, prepared(without_checkpoints(checkpoint=2))),
+    Refusal(TRAIN, GONE, prepared(without_checkpoints(emptied=True, checkpoint=2))),
 )
 
 ALONE = "{tmp}/run/checkpoints holds no checkpoint that is whole (4: it is empty): bring one back from a copy"
 EMPTY = prepared(lambda step: (shutil.rmtree(step), step.mkdir()))
 PARAMETERS = (
-    Refusal("eval of a damaged run", EVAL, ALONE, EMPTY),
-    Refusal("a run that begins from a damaged one", INIT, ALONE, EMPTY),
+    Refusal(EVAL, ALONE, EMPTY),
+    Refusal(INIT, ALONE, EMPTY),
     Refusal(
-        "eval of one damaged checkpoint",
         (*EVAL[:-1], "--checkpoint={tmp}/run/checkpoints/4"),
         f"checkpoint {{tmp}}/run/checkpoints/4 is damaged: host/metadata {CHANGED}",
         prepared(file("host/metadata", flip)),
     ),
     Refusal(
-        "a run that begins from one damaged checkpoint",
         (*INIT[:-1], "trainer.init_from={tmp}/run/checkpoints/4"),
         "checkpoint {tmp}/run/checkpoints/4 is damaged: manifest.json is missing",
         prepared(file("manifest.json", Path.unlink)),
     ),
     Refusal(
-        "a run that begins from a folder that is not there",
         (*INIT[:-1], "trainer.init_from={tmp}/nowhere"),
         "trainer.init_from: no checkpoint in {tmp}/nowhere: there is no such folder",
         prepared(),
     ),
     Refusal(
-        "a run that begins from a model's folder",
         (*INIT[:-1], "trainer.init_from={tmp}/run/checkpoints/4/params"),
         "trainer.init_from: no checkpoint in {tmp}/run/checkpoints/4/params: it is a model's folder, which model.path "
         "takes",
         prepared(lambda step: [(step / "params").mkdir(), (step / "params/config.json").write_text("{}")]),
     ),
     Refusal(
-        "eval of another model",
         EVAL,
         "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
         "and missing here",
         prepared(),
     ),
     Refusal(
-        "eval of a folder without checkpoints",
         (*EVAL[:-1], "--checkpoint={tmp}"),
         "no checkpoint in {tmp}: no folder in it is named like a step (1, 2 ...)",
         prepared(),
     ),
     Refusal(
-        "eval of a folder that is not there",
         (*EVAL[:-1], "--checkpoint={tmp}/nowhere"),
         "no checkpoint in {tmp}/nowhere: there is no such folder",
         prepared(),
     ),
     Refusal(
-        "a run that begins from a file",
         (*INIT[:-1], "trainer.init_from={tmp}/train.jsonl"),
         "{tmp}/train.jsonl is a file and must be a folder of checkpoints: move it away",
         prepared(),
@@ -283,6 +225,5 @@ PARAMETERS = (
 )
 
 
-@cases((*DAMAGED, *OTHERS, *MISSING, *PARAMETERS))
-def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
-    refused(refusal)
+def test_refused(refused: Callable[[Iterable[Refusal]], None]):
+    refused((*DAMAGED, *OTHERS, *MISSING, *PARAMETERS))

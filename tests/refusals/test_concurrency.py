@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from refusals import Refusal, cases, contents
+from refusals import Refusal, contents
 
 from jaxrl.cli import main
 from jaxrl.commands.export import export
@@ -21,44 +21,25 @@ from jaxrl.record.run_dir import RunDir
 
 TASK = ("data.train_files=[{tmp}/train.jsonl]", "data.max_prompt_length=64", "data.max_response_length=16")
 MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")
-TRAIN = ("train", *MODEL, *TASK, "trainer.run_dir={tmp}/run", "trainer.compilation_cache_dir={tmp}/cache")
-SIMULATE = (
-    "simulate",
-    "model.path=m",
-    "model.random_init=true",
-    "data.task=leg_counting",
-    "simulate.run_dir={tmp}/run",
-)
-HELD = (
-    "{tmp}/run belongs to a run that is still going (it holds {tmp}/run/.lock): wait for it, or choose another "
-    "trainer.run_dir"
-)
+TRAIN = ("train", *MODEL, *TASK, "trainer.compilation_cache_dir={tmp}/cache")
+SIMULATE = ("simulate", "model.path=m", "model.random_init=true", "data.task=leg_counting")
+HELD = "{run} belongs to a run that is still going (it holds {run}/.lock): wait for it, or choose another {of}.run_dir"
 HOLD = """
 import sys
 from jaxrl.config import from_mapping
 from jaxrl.record.run_dir import RunDir
+def held():
+    print("held", flush=True)
+    sys.stdin.readline()
 run_dir = RunDir(sys.argv[1])
-if "started" in sys.argv:
-    config = from_mapping({"model": {"path": "m"}, "data": {"task": "leg_counting"}})
-    run_dir.record_start(config, {"platform": "cpu"}, 0)
-if "saving" in sys.argv:
-    temporary = run_dir.file("checkpoints") / "2.tmp"
-    temporary.mkdir(parents=True)
-    (temporary / "state").write_text("half")
-print("held", flush=True)
-sys.stdin.read()
+held()
+run_dir.record_start(from_mapping({"model": {"path": "m"}, "data": {"task": "leg_counting"}}), {"platform": "cpu"}, 0)
+held()
+temporary = run_dir.file("checkpoints") / "2.tmp"
+temporary.mkdir(parents=True)
+(temporary / "state").write_text("half")
+held()
 """
-
-
-@pytest.fixture
-def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Another process that has the run directory, for as long as the test goes on."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), *request.param]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        yield
-        process.communicate(timeout=60)
 
 
 def problems(folder: Path) -> None:
@@ -66,23 +47,32 @@ def problems(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("holder", [["building"], ["started"], ["started", "saving"]], indirect=True, ids="-".join)
-@cases(
-    [
-        Refusal("train", TRAIN, HELD, problems),
-        Refusal("simulate", SIMULATE, HELD.replace("trainer.run_dir", "simulate.run_dir")),
+def test_a_folder_that_another_start_has(
+    refused: Callable[[Iterable[Refusal]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """While the other one is still loading, before it has written anything; while it trains; in its first save.
+
+    A report of it needs no lock: it only reads, and its page is replaced as a whole.
+    """
+    run = tmp_path / "run"
+    refusals = [
+        Refusal((*arguments, f"{section}.run_dir={run}"), HELD.format(run=run, of=section), problems)
+        for arguments, section in ((TRAIN, "trainer"), (SIMULATE, "simulate"))
     ]
-)
-def test_a_folder_that_another_start_has(refusal: Refusal, holder: None, refused: Callable[[Refusal], None]):
-    """While the other one is still loading, before it has written anything; while it trains; in its first save."""
-    refused(refusal)
-
-
-@pytest.mark.parametrize("holder", [["started"]], indirect=True, ids="-".join)
-def test_a_report_needs_no_lock(holder: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """It only reads, and its page is replaced as a whole."""
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.html'}\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        for stage in ("building", "started", "saving"):
+            assert other.stdout.readline() == "held\n", stage
+            before = contents(run)
+            refused(refusals)
+            assert contents(run) == before, stage
+            if stage == "started":
+                assert main(["report", str(run)]) == 0
+                assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+            other.stdin.write("\n")
 
 
 def test_two_exports_into_one_folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

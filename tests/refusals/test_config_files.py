@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from refusals import Refusal, cases
+from refusals import Refusal
 
 MODEL = "model:\n  path: m\n"
 NO_MODEL = "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
@@ -42,90 +42,65 @@ def recorded_by(version: str) -> Callable[[Path], None]:
     return prepare
 
 
-def in_yaml(name: str, sentence: str, content: str | bytes) -> Refusal:
-    return Refusal(name, ("train", "--config", "run.yaml"), sentence, holds(content))
+def in_yaml(sentence: str, content: str | bytes) -> Refusal:
+    return Refusal(("train", "--config", "run.yaml"), sentence, holds(content))
 
 
-def in_gin(name: str, sentence: str, content: str | bytes) -> Refusal:
-    return Refusal(name, ("train", "--config", "run.gin"), sentence, holds(content, "run.gin"))
+def in_gin(sentence: str, content: str | bytes) -> Refusal:
+    return Refusal(("train", "--config", "run.gin"), sentence, holds(content, "run.gin"))
 
 
 REFUSALS = (
     in_yaml(
-        "yaml-large-line",
         "run.yaml: is larger than the 1 MiB that a config file may have: was another file meant, such as data?",
         "x: " + "a" * 20_000_000,
     ),
     in_yaml(
-        "yaml-large",
         "run.yaml: is larger than the 1 MiB that a config file may have: was another file meant, such as data?",
         "a: 1\n" * 3_000_000,
     ),
-    in_yaml("yaml-nested", "run.yaml: nested too deeply", "a: " + "[" * 50_000),
+    in_yaml("run.yaml: nested too deeply", "a: " + "[" * 50_000),
     in_yaml(
-        "yaml-laughs",
-        "run.yaml, line 5: more than 100000 values, each use of an alias counted: a config file may have no more",
-        LISTS,
+        "run.yaml, line 5: more than 100000 values, each use of an alias counted: a config file may have no more", LISTS
     ),
     in_yaml(
-        "yaml-merges",
         "run.yaml, line 6: more than 100000 values, each use of an alias counted: a config file may have no more",
         MERGES,
     ),
-    in_yaml("yaml-alias-of-itself", "run.yaml, line 1: an alias holds itself", "rollout: &r\n  stop: *r\n"),
+    in_yaml("run.yaml, line 1: an alias holds itself", "rollout: &r\n  stop: *r\n"),
+    in_yaml("run.yaml, line 4: expected ',' or '}', but got '<stream end>'", MODEL + "rollout: {n: 4\n"),
+    in_yaml("run.yaml, line 6: 'n' is given twice, first in line 4", MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n"),
+    in_yaml("run.yaml, line 4: 'data' is given twice, first in line 1", "data: {}\nmodel:\n  path: m\ndata: {}\n"),
+    in_yaml("run.yaml, line 2: found character '\\t' that cannot start any token", "model:\n	path: m\n"),
+    in_yaml("run.yaml, line 2: the character U+0000 is not allowed", b"model:\n  path: m\x00\n"),
+    in_yaml("run.yaml, line 2: the character U+001B is not allowed", "model:\n  path: \x1bm\n"),
+    in_yaml("run.yaml: not UTF-8 text (byte 28)", b"trainer:\n  project_name: caf\xe9\n"),
+    in_yaml("run.yaml: not UTF-8 text but UTF-16: save it as UTF-8", "model: {path: m}".encode("utf-16")),
     in_yaml(
-        "yaml-unclosed", "run.yaml, line 4: expected ',' or '}', but got '<stream end>'", MODEL + "rollout: {n: 4\n"
-    ),
-    in_yaml(
-        "yaml-twice",
-        "run.yaml, line 6: 'n' is given twice, first in line 4",
-        MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n",
-    ),
-    in_yaml(
-        "yaml-section-twice",
-        "run.yaml, line 4: 'data' is given twice, first in line 1",
-        "data: {}\nmodel:\n  path: m\ndata: {}\n",
-    ),
-    in_yaml("yaml-tab", "run.yaml, line 2: found character '\\t' that cannot start any token", "model:\n	path: m\n"),
-    in_yaml("yaml-nul", "run.yaml, line 2: the character U+0000 is not allowed", b"model:\n  path: m\x00\n"),
-    in_yaml("yaml-control", "run.yaml, line 2: the character U+001B is not allowed", "model:\n  path: \x1bm\n"),
-    in_yaml("yaml-latin-1", "run.yaml: not UTF-8 text (byte 28)", b"trainer:\n  project_name: caf\xe9\n"),
-    in_yaml(
-        "yaml-utf-16", "run.yaml: not UTF-8 text but UTF-16: save it as UTF-8", "model: {path: m}".encode("utf-16")
-    ),
-    in_yaml(
-        "yaml-number-as-a-key",
         "rollout: a name must be text, found 4 (int): put it in quotation marks (run.yaml, line 1)",
         "rollout:\n  4: n\n",
     ),
     in_yaml(
-        "yaml-yes-as-a-key",
         "rollout: a name must be text, found True (bool): put it in quotation marks (run.yaml, line 1)",
         "rollout:\n  on: 4\n",
     ),
-    in_yaml("yaml-list-as-a-key", "run.yaml, line 1: found unhashable key", "? [a, b]\n: 1\n"),
+    in_yaml("run.yaml, line 1: found unhashable key", "? [a, b]\n: 1\n"),
     in_yaml(
-        "yaml-date",
         "rollout.n must be a whole number, found '2026-11-22' (text) (run.yaml, line 4)",
         MODEL + "rollout:\n  n: 2026-11-22\n",
     ),
     in_yaml(
-        "yaml-octal",
         "run.yaml, line 4: 010 would be read to base 8, as 8: leave out the leading 0",
         MODEL + "trainer:\n  seed: 010\n",
     ),
     in_yaml(
-        "yaml-base-60",
         "run.yaml, line 4: 1:30 would be read to base 60: write a plain number, or put it in quotation marks",
         MODEL + "reward:\n  timeout_s: 1:30\n",
     ),
+    in_yaml("run.yaml, line 2: a number of 5000 digits is too long", "trainer:\n  seed: " + "9" * 5000),
+    in_yaml("run.yaml: must hold sections with options, found ['rollout']", "- rollout\n"),
+    in_yaml("run.yaml: must hold sections with options, found 'rollout n 4'", "rollout n 4\n"),
     in_yaml(
-        "yaml-5000-digits", "run.yaml, line 2: a number of 5000 digits is too long", "trainer:\n  seed: " + "9" * 5000
-    ),
-    in_yaml("yaml-no-mapping", "run.yaml: must hold sections with options, found ['rollout']", "- rollout\n"),
-    in_yaml("yaml-text", "run.yaml: must hold sections with options, found 'rollout n 4'", "rollout n 4\n"),
-    in_yaml(
-        "yaml-python",
         (
             "run.yaml, line 1: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/object/apply:os.system'"
@@ -133,49 +108,33 @@ REFUSALS = (
         "model: !!python/object/apply:os.system [ls]\n",
     ),
     in_yaml(
-        "yaml-two-documents",
         "run.yaml, line 2: expected a single document in the stream, but found another document",
         "model: {path: m}\n---\nrollout: {n: 4}\n",
     ),
-    in_yaml("yaml-undefined-alias", "run.yaml, line 1: found undefined alias 'other'", "rollout: *other\n"),
+    in_yaml("run.yaml, line 1: found undefined alias 'other'", "rollout: *other\n"),
     Refusal(
-        "yaml-pattern-of-files",
         ("train", "model.path=m", "data.train_files=[*.jsonl]"),
         "override 'data.train_files=[*.jsonl]': expected alphabetic or numeric character, but found '.' (to YAML * "
         "begins an alias: put text with it in quotation marks; a pattern of files on this machine is not filled in, "
         "each file is named: docs/your-data.md)",
     ),
+    in_yaml(NO_MODEL, ""),
+    in_yaml(NO_MODEL, "# model:\n#   path: m\n"),
     in_yaml(
-        "yaml-empty",
-        NO_MODEL,
-        "",
-    ),
-    in_yaml(
-        "yaml-only-comments",
-        NO_MODEL,
-        "# model:\n#   path: m\n",
-    ),
-    in_yaml(
-        "yaml-option-typo",
         "unknown option rollout.temprature: did you mean rollout.temperature? (run.yaml, line 4)",
         MODEL + "rollout:\n  temprature: 1\n",
     ),
+    in_yaml("unknown option rollout.n: did you mean rollout? (run.yaml, line 3)", MODEL + "rollout.n: 4\n"),
+    in_yaml("rollout.n must be at least 1, found 0 (run.yaml, line 4)", MODEL + "rollout:\n  n: 0\n"),
     in_yaml(
-        "yaml-dotted", "unknown option rollout.n: did you mean rollout? (run.yaml, line 3)", MODEL + "rollout.n: 4\n"
-    ),
-    in_yaml("yaml-bounds", "rollout.n must be at least 1, found 0 (run.yaml, line 4)", MODEL + "rollout:\n  n: 0\n"),
-    in_yaml(
-        "yaml-list-item",
         "data.train_files[1] must be text, found 3: put it in quotation marks (run.yaml, line 6)",
         MODEL + "data:\n  train_files:\n    - a.jsonl\n    - 3\n",
     ),
     in_yaml(
-        "yaml-task-item",
         "simulate.tasks[1].weight must be above 0, found 0.0 (run.yaml, line 4)",
         "simulate:\n  tasks:\n    - weight: 1\n    - weight: 0\n",
     ),
     in_yaml(
-        "yaml-two-lines",
         (
             "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts) "
             "(run.yaml, line 4; run.yaml, line 6)"
@@ -183,117 +142,70 @@ REFUSALS = (
         MODEL + "actor:\n  ppo_mini_batch_size: 3\ndata:\n  train_batch_size: 8\n",
     ),
     in_yaml(
-        "yaml-merged-value",
         (
             "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, trainer, "
             "hosts, simulate (run.yaml, line 1)"
         ),
         "x: &x {n: 0}\nrollout:\n  <<: *x\n",
     ),
-    in_yaml("yaml-merged", "rollout.n must be at least 1, found 0 (run.yaml, line 1)", "rollout: {<<: {n: 0}}\n"),
+    in_yaml("rollout.n must be at least 1, found 0 (run.yaml, line 1)", "rollout: {<<: {n: 0}}\n"),
     in_gin(
-        "gin-section",
         "run.gin, line 2: rollout is a section: give its options one by one, as rollout.option = value",
         "model.path = 'm'\nrollout = 3\n",
     ),
     in_gin(
-        "gin-option-alone",
         (
             "run.gin, line 2: train_batch_size is a macro that nothing uses, since it names no section: "
             "did you mean data.train_batch_size?"
         ),
         "model.path = 'm'\ntrain_batch_size = 8\n",
     ),
-    in_gin("gin-syntax", "run.gin, line 1: Unable to parse value", "model.path = \n"),
+    in_gin("run.gin, line 1: Unable to parse value", "model.path = \n"),
+    in_gin("run.gin, line 1: 'models' is no value: text must be in quotation marks", "model.path = models/qwen\n"),
     in_gin(
-        "gin-no-quotes",
-        "run.gin, line 1: 'models' is no value: text must be in quotation marks",
-        "model.path = models/qwen\n",
-    ),
-    in_gin(
-        "gin-true",
         "run.gin, line 1: 'true' is no value: text must be in quotation marks, and true is written True",
         "data.shuffle = true\n",
     ),
+    in_gin("run.gin, line 1: scopes (eval/...) are not supported: options have one value", "eval/rollout.n = 4\n"),
     in_gin(
-        "gin-scope",
-        "run.gin, line 1: scopes (eval/...) are not supported: options have one value",
-        "eval/rollout.n = 4\n",
+        "run.gin, line 1: the reference @size() is not supported: options are plain values", "rollout.n = @size()\n"
     ),
-    in_gin(
-        "gin-reference",
-        "run.gin, line 1: the reference @size() is not supported: options are plain values",
-        "rollout.n = @size()\n",
-    ),
-    in_gin("gin-import", "run.gin, line 1: imports are not supported: options are plain values", "import os\n"),
-    in_gin(
-        "gin-macro-missing", "run.gin, line 1: the macro %size is used but never given a value", "rollout.n = %size\n"
-    ),
-    in_gin(
-        "gin-macro-of-itself",
-        "run.gin, line 1: the macro %size is defined by itself",
-        "size = %size\nrollout.n = %size\n",
-    ),
-    in_gin(
-        "gin-laughs", "run.gin: its macros make more than 100000 values, and a config file may have no more", MACROS
-    ),
-    in_gin("gin-include-itself", "run.gin: includes itself", "include 'run.gin'\n"),
-    in_gin("gin-include-missing", "base.gin: no such config file", "include 'base.gin'\n"),
-    in_gin("gin-include-device", "/dev/zero: cannot be read as a config file: it is a device", "include '/dev/zero'\n"),
-    in_gin("gin-list-as-a-name", "run.gin: not valid gin (unhashable type: 'list')", "data.task_config = {[1]: 2}\n"),
-    in_gin("gin-latin-1", "run.gin: not UTF-8 text (byte 27)", b'trainer.project_name = "caf\xe9"\n'),
-    in_gin(
-        "gin-option-as-section",
-        "run.gin, line 2: rollout.n.x: 'n' is an option, not a section",
-        "rollout.n = 3\nrollout.n.x = 3\n",
-    ),
-    in_gin(
-        "gin-type",
-        "rollout.n must be a whole number, found 1.5 (run.gin, line 2)",
-        "model.path = 'm'\nrollout.n = 1.5\n",
-    ),
-    in_gin("gin-bad-indent", "run.gin, line 2: Expected indentation. Got NAME = n", "rollout:\nn = 4\n"),
-    in_gin("gin-bytes", "model.path must be text, found b'm' (run.gin, line 1)", "model.path = b'm'\n"),
+    in_gin("run.gin, line 1: imports are not supported: options are plain values", "import os\n"),
+    in_gin("run.gin, line 1: the macro %size is used but never given a value", "rollout.n = %size\n"),
+    in_gin("run.gin, line 1: the macro %size is defined by itself", "size = %size\nrollout.n = %size\n"),
+    in_gin("run.gin: its macros make more than 100000 values, and a config file may have no more", MACROS),
+    in_gin("run.gin: includes itself", "include 'run.gin'\n"),
+    in_gin("base.gin: no such config file", "include 'base.gin'\n"),
+    in_gin("/dev/zero: cannot be read as a config file: it is a device", "include '/dev/zero'\n"),
+    in_gin("run.gin: not valid gin (unhashable type: 'list')", "data.task_config = {[1]: 2}\n"),
+    in_gin("run.gin: not UTF-8 text (byte 27)", b'trainer.project_name = "caf\xe9"\n'),
+    in_gin("run.gin, line 2: rollout.n.x: 'n' is an option, not a section", "rollout.n = 3\nrollout.n.x = 3\n"),
+    in_gin("rollout.n must be a whole number, found 1.5 (run.gin, line 2)", "model.path = 'm'\nrollout.n = 1.5\n"),
+    in_gin("run.gin, line 2: Expected indentation. Got NAME = n", "rollout:\nn = 4\n"),
+    in_gin("model.path must be text, found b'm' (run.gin, line 1)", "model.path = b'm'\n"),
     Refusal(
-        "ending",
         ("train", "--config", "run.toml"),
         "run.toml: a config file must end in .yaml, .yml, .gin",
         holds("x = 1\n", "run.toml"),
     ),
+    Refusal(("train", "rollout.n"), "override 'rollout.n' must have the form section.option=value", holds(MINI)),
+    Refusal(("train", "=4"), "override '=4' must have the form section.option=value", holds(MINI)),
+    Refusal(("train", "rollout..n=4"), "override 'rollout..n=4' must have the form section.option=value", holds(MINI)),
     Refusal(
-        "override-no-equals",
-        ("train", "rollout.n"),
-        "override 'rollout.n' must have the form section.option=value",
-        holds(MINI),
-    ),
-    Refusal("override-no-name", ("train", "=4"), "override '=4' must have the form section.option=value", holds(MINI)),
-    Refusal(
-        "override-empty-part",
-        ("train", "rollout..n=4"),
-        "override 'rollout..n=4' must have the form section.option=value",
-        holds(MINI),
-    ),
-    Refusal(
-        "override-not-yaml",
         ("train", "rollout.stop=[a"),
         "override 'rollout.stop=[a': expected ',' or ']', but got '<stream end>' (to YAML { begins a mapping and [ "
         'a list: put text that begins with one in quotation marks, "{...}")',
         holds(MINI),
     ),
     Refusal(
-        "override-two-values",
-        ("train", "rollout.n=a: b: c"),
-        "override 'rollout.n=a: b: c': mapping values are not allowed here",
-        holds(MINI),
+        ("train", "rollout.n=a: b: c"), "override 'rollout.n=a: b: c': mapping values are not allowed here", holds(MINI)
     ),
     Refusal(
-        "override-option-as-section",
         ("train", "--config", "run.yaml", "rollout.n.x=3"),
         "override 'rollout.n.x=3': 'n' is an option, not a section",
         holds(MINI),
     ),
     Refusal(
-        "override-laughs",
         (
             "train",
             (
@@ -310,19 +222,16 @@ REFUSALS = (
         holds(MINI),
     ),
     Refusal(
-        "override-octal",
         ("train", "trainer.seed=007"),
         "override 'trainer.seed=007': 007 would be read to base 8, as 7: leave out the leading 0",
         holds(MINI),
     ),
     Refusal(
-        "override-of-a-file",
         ("train", "--config", "run.yaml", "rollout.n=0"),
         "rollout.n must be at least 1, found 0 (command line: rollout.n=0)",
         holds(MINI),
     ),
     Refusal(
-        "file-beside-an-override",
         ("train", "--config", "run.yaml", "data.train_batch_size=9"),
         (
             "actor.ppo_mini_batch_size (4 prompts) must divide data.train_batch_size (9 prompts) "
@@ -331,7 +240,6 @@ REFUSALS = (
         holds(MINI),
     ),
     Refusal(
-        "override-tag",
         ("train", "rollout.n=!!python/name:os.system"),
         (
             "override 'rollout.n=!!python/name:os.system': could not determine a constructor for the "
@@ -339,37 +247,30 @@ REFUSALS = (
         ),
         holds(MINI),
     ),
-    Refusal("missing", ("train", "--config", "none.yaml"), "none.yaml: no such config file"),
+    Refusal(("train", "--config", "none.yaml"), "none.yaml: no such config file"),
     Refusal(
-        "folder",
         ("train", "--config", "run.yaml"),
         "run.yaml: cannot be read as a config file: it is a folder",
         lambda folder: (folder / "run.yaml").mkdir(),
     ),
     Refusal(
-        "device",
         ("train", "--config", "run.yaml"),
         "run.yaml: cannot be read as a config file: it is a device",
         lambda folder: (folder / "run.yaml").symlink_to("/dev/zero"),
     ),
     Refusal(
-        "pipe",
         ("train", "--config", "run.yaml"),
         "run.yaml: cannot be read as a config file: it is a pipe or a socket",
         lambda folder: os.mkfifo(folder / "run.yaml"),
     ),
     Refusal(
-        "dangling-link",
         ("train", "--config", "run.yaml"),
         "run.yaml: no such config file",
         lambda folder: (folder / "run.yaml").symlink_to("gone.yaml"),
     ),
+    Refusal(("train", "--config", "run.yaml/run.yaml"), "run.yaml/run.yaml: no such config file", holds("")),
+    Refusal(("train", "--config", "x" * 300 + ".yaml"), "x" * 300 + ".yaml: file name too long"),
     Refusal(
-        "below-a-file", ("train", "--config", "run.yaml/run.yaml"), "run.yaml/run.yaml: no such config file", holds("")
-    ),
-    Refusal("name-too-long", ("train", "--config", "x" * 300 + ".yaml"), "x" * 300 + ".yaml: file name too long"),
-    Refusal(
-        "newer-run",
         ("train", "--config", "config.yaml"),
         (
             "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
@@ -378,7 +279,6 @@ REFUSALS = (
         recorded_by("9.0.1"),
     ),
     Refusal(
-        "older-run",
         ("train", "--config", "config.yaml"),
         (
             "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
@@ -389,6 +289,5 @@ REFUSALS = (
 )
 
 
-@cases(REFUSALS)
-def test_refusal(refusal: Refusal, refused: Callable[[Refusal], None]):
-    refused(refusal)
+def test_refusal(refused: Callable[[Iterable[Refusal]], None]):
+    refused(REFUSALS)

@@ -6,16 +6,17 @@ with a status and a reason; the samples beside it are right, and no process is l
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxrl.config import from_mapping
+from jaxrl.config import Config, from_mapping
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.scorers import describe
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -27,13 +28,12 @@ ARGUMENTS = "(data_source, solution_str, ground_truth, extra_info)"
 
 @dataclass(frozen=True)
 class Wrong:
-    """A reward file or option that is refused: `sentence` is all that the error says, `{path}` in it the file."""
+    """A reward file that is refused: `sentence` is all that the error says, `{path}` in it the file."""
 
     name: str
     sentence: str
     source: str | bytes = GOOD
     reward: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
     file: str = "reward.py"
     make: Callable[[Path], None] | None = None  # the file, if it is no plain one
 
@@ -55,7 +55,6 @@ FILES = [
         b"# -*- coding: utf-7000 -*-\n",
     ),
     Wrong("null bytes", "reward.path: {path} is no Python file: there is a null byte in it", "a = 1\0\n"),
-    Wrong("syntax", f"{IMPORTING} in line 2 with SyntaxError: '(' was never closed", "a = 1\ndef broken(\n"),
     Wrong(
         "tabs",
         f"{IMPORTING} in line 3 with TabError: inconsistent use of tabs and spaces in indentation",
@@ -80,31 +79,6 @@ FILES = [
     Wrong("several lines", f"{IMPORTING} in line 1 with ValueError: one two", 'raise ValueError("one\\n  two")\n'),
     Wrong("exit", f"{IMPORTING} in line 1 with SystemExit: 2", "import sys; sys.exit(2)\n"),
     Wrong("interrupt", f"{IMPORTING} with KeyboardInterrupt", "raise KeyboardInterrupt\n"),
-    Wrong("standard input", f"{IMPORTING} in line 1 with EOFError: EOF when reading a line", "input()\n"),
-    Wrong("a token", f"{IMPORTING} in line 1 with KeyError: 'SOME_TOKEN'", "import os; os.environ['SOME_TOKEN']\n"),
-    Wrong("memory", f"{IMPORTING} in line 1 with MemoryError", "a = bytearray(3 << 30)\n", {"max_memory_gib": 1.0}),
-    Wrong("death", f"{IMPORTING}: the scorer's process ended with exit code 3", "import os; os._exit(3)\n"),
-    Wrong("leave", f"{IMPORTING}: the scorer's process ended with exit code 0", "import os; os._exit(0)\n"),
-    Wrong(
-        "crash", f"{IMPORTING}: the scorer's process ended with exit code -11", "import ctypes; ctypes.string_at(0)\n"
-    ),
-    Wrong(
-        "closed",
-        f"{IMPORTING}: the scorer closed its process's connection to the pool",
-        "import os, time; os.closerange(3, 99); time.sleep(9)\n",
-    ),
-    Wrong(
-        "endless",
-        "reward.path: importing {path} did not end within reward.start_timeout_s (0.5 s)",
-        "while True: pass\n",
-        {"start_timeout_s": 0.5},
-    ),
-    Wrong(
-        "endless in C",
-        "reward.path: importing {path} did not end within reward.start_timeout_s (0.5 s)",
-        "sum(iter(int, 1))\n",
-        {"start_timeout_s": 0.5},
-    ),
     Wrong("no function", "reward.name: {path} must define a function 'compute_score', found nothing", "a = 1\n"),
     Wrong(
         "other name",
@@ -163,66 +137,89 @@ FILES = [
         f"{FUNCTION} must be an ordinary function, found a generator",
         "def compute_score(**kwargs): yield 1.0\n",
     ),
-]
-OPTIONS = [
     Wrong(
         "unset variable", "reward.env: the environment has no variable 'NO_SUCH_KEY'", reward={"env": ["NO_SUCH_KEY"]}
     ),
-    Wrong("no path", "reward.path is missing: reward.kind is custom, which needs a Python file", reward={"path": ""}),
+]
+"""What is found where the file is read and its function looked up, in whichever process."""
+
+IN_A_WORKER = [
+    Wrong("syntax", f"{IMPORTING} in line 2 with SyntaxError: '(' was never closed", "a = 1\ndef broken(\n"),
+    Wrong("standard input", f"{IMPORTING} in line 1 with EOFError: EOF when reading a line", "input()\n"),
+    Wrong("a token", f"{IMPORTING} in line 1 with KeyError: 'SOME_TOKEN'", "import os; os.environ['SOME_TOKEN']\n"),
+    Wrong("memory", f"{IMPORTING} in line 1 with MemoryError", "a = bytearray(3 << 30)\n", {"max_memory_gib": 1.0}),
+    Wrong("death", f"{IMPORTING}: the scorer's process ended with exit code 3", "import os; os._exit(3)\n"),
+    Wrong("leave", f"{IMPORTING}: the scorer's process ended with exit code 0", "import os; os._exit(0)\n"),
     Wrong(
-        "kind",
-        "reward.kind must be one of auto, math, task, code, judge, model, custom, found 'maths'; did you mean math?",
-        reward={"kind": "maths"},
-    ),
-    Wrong("pool", "reward.pool must be one of process, ray, found 'threads'", reward={"pool": "threads"}),
-    Wrong("no workers", "reward.num_workers must be at least 1, found 0", reward={"num_workers": 0}),
-    Wrong("negative limit", "reward.timeout_s must be at least 0, found -1.0", reward={"timeout_s": -1}),
-    Wrong("no time to start", "reward.start_timeout_s must be above 0, found 0.0", reward={"start_timeout_s": 0}),
-    Wrong("negative memory", "reward.max_memory_gib must be at least 0, found -2.0", reward={"max_memory_gib": -2}),
-    Wrong("env is a number", "reward.env must be a list, found 3", reward={"env": 3}),
-    Wrong(
-        "fresh", "reward.fresh_process must be true or false, found 'always' (text)", reward={"fresh_process": "always"}
+        "crash", f"{IMPORTING}: the scorer's process ended with exit code -11", "import ctypes; ctypes.string_at(0)\n"
     ),
     Wrong(
-        "no reference",
-        "data.answer_key is empty: reward.kind=math compares with a reference answer",
-        reward={"kind": "math", "path": ""},
-        data={"answer_key": ""},
+        "closed",
+        f"{IMPORTING}: the scorer closed its process's connection to the pool",
+        "import os, time; os.closerange(3, 99); time.sleep(9)\n",
     ),
     Wrong(
-        "no task",
-        "reward.kind is task, which needs data.task: the scorer is the task's own",
-        reward={"kind": "task", "path": ""},
+        "endless",
+        "reward.path: importing {path} did not end within reward.start_timeout_s (0.5 s)",
+        "while True: pass\n",
+        {"start_timeout_s": 0.5},
+    ),
+    Wrong(
+        "endless in C",
+        "reward.path: importing {path} did not end within reward.start_timeout_s (0.5 s)",
+        "sum(iter(int, 1))\n",
+        {"start_timeout_s": 0.5},
     ),
 ]
+"""What only a process of its own may try, and one that is found like all of `FILES`."""
 
 
-@pytest.mark.parametrize("wrong", [pytest.param(wrong, id=wrong.name) for wrong in FILES + OPTIONS])
-def test_refused(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_are_refused(tmp_path: Path):
+    check(FILES, tmp_path, in_this_process)
+
+
+def test_workers_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SOME_TOKEN", "secret")
-    path = tmp_path / wrong.file
-    if wrong.make is not None:
-        wrong.make(path)
-    else:
-        path.write_bytes(wrong.source if isinstance(wrong.source, bytes) else wrong.source.encode())
-    reward = {"kind": "custom", "path": str(path), **wrong.reward}
-    started = time.monotonic()
-    with pytest.raises(ValueError) as refused:  # noqa: PT011  (the whole sentence is compared)
-        _warmed(reward, wrong.data).close()
-    assert str(refused.value) == wrong.sentence.format(path=path)
-    assert time.monotonic() - started < 60
-    assert _left(str(path)) == []
+    check(IN_A_WORKER, tmp_path, in_a_pool)
+    assert _left(str(tmp_path)) == []
 
 
-def _warmed(reward: dict[str, Any], data: dict[str, Any]) -> RewardPool:
-    config = from_mapping({"model": {"path": "x"}, "data": data, "reward": reward})
+def check(cases: Sequence[Wrong], folder: Path, load: Callable[[Config], None]) -> None:
+    """Loads each file; fails with all that were not refused with their sentence."""
+    wrong = []
+    for i, case in enumerate(cases):
+        path = folder / str(i) / case.file
+        path.parent.mkdir()
+        if case.make is not None:
+            case.make(path)
+        else:
+            path.write_bytes(case.source if isinstance(case.source, bytes) else case.source.encode())
+        reward = {"kind": "custom", "path": str(path), **case.reward}
+        try:
+            load(from_mapping({"model": {"path": "x"}, "reward": reward}))
+            said = "nothing"
+        except ValueError as error:
+            said = str(error)
+        if said != (sentence := case.sentence.format(path=path)):
+            wrong.append(f"{case.name}: {said}\n  and not {sentence}")
+    assert not wrong, "\n".join(wrong)
+
+
+def in_this_process(config: Config) -> None:
+    scorer = build_scorer(config)
+    try:
+        scorer.load()
+    except (SystemExit, KeyboardInterrupt) as error:  # as a worker tells them
+        raise ValueError(f"{scorer.loads} failed with {describe(error)}") from None
+    build_pool(config, scorer).close()
+
+
+def in_a_pool(config: Config) -> None:
     pool = build_pool(config, build_scorer(config))
     try:
         pool.warm()
-    except ValueError:
+    finally:
         pool.close()
-        raise
-    return pool
 
 
 # -- while the run goes ------------------------------------------------------------------------------------------------
@@ -407,48 +404,48 @@ BAD = [
 ]
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardPool, Path]]:
-    folder = tmp_path_factory.mktemp("rewards")
-    path = folder / "reward.py"
-    path.write_text(SCORER.format(folder=str(folder)))
-    patch = pytest.MonkeyPatch()
-    patch.setattr("jaxrl.rewards.worker_pool.ASK_AFTER_S", 0.3)
-    patch.setattr("jaxrl.rewards.worker_pool.ANSWER_S", 0.5)
-    reward = {"kind": "custom", "path": str(path), "num_workers": 2, "timeout_s": 2.0, "max_memory_gib": 1.0}
+NUM_WORKERS = 4
+
+
+def test_scorers_that_misbehave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All at once: each costs its own sample, the samples between them are right, and no process is left."""
+    path = tmp_path / "reward.py"
+    path.write_text(SCORER.format(folder=str(tmp_path)))
+    monkeypatch.setattr("jaxrl.rewards.worker_pool.ASK_AFTER_S", 0.3)
+    monkeypatch.setattr("jaxrl.rewards.worker_pool.ANSWER_S", 0.5)
+    reward = {"kind": "custom", "path": str(path), "num_workers": NUM_WORKERS, "timeout_s": 2.0, "max_memory_gib": 1.0}
     config = from_mapping({"model": {"path": "x"}, "reward": reward})
-    pool = build_pool(config, build_scorer(config), log=folder / "rewards.log")
-    pool.warm()
-    path.unlink()  # read once: what becomes of it later is nothing to the run
-    yield pool, path
-    pool.close()
-    patch.undo()
-    assert _left(str(folder)) == []
-
-
-@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in BAD])
-def test_a_scorer_that_misbehaves(bad: Bad, running: tuple[RewardPool, Path]):
-    pool, path = running
-    for i in range(7):
-        sample = Sample.empty(SampleKey(0, 0, i))
-        sample.text = "bad" if i == 3 else f"say {i}"
-        pool.submit(Prompt(0, 0, (1,), "?", "test", "a", {"code": bad.code.replace("{{}}", "{}")}), sample)
-    verdicts: dict[int, Verdict] = {}
-    deadline = time.monotonic() + 60
-    while pool.num_pending and time.monotonic() < deadline:
-        for verdict in pool.wait(1.0):
-            assert verdict.key.sample_index not in verdicts
-            verdicts[verdict.key.sample_index] = verdict
-    assert {i: (v.status, v.reward) for i, v in verdicts.items() if i != 3} == {
-        i: ("ok", float(i)) for i in range(7) if i != 3
-    }
-    verdict = verdicts[3]
-    error = bad.error.format(path=path) + " (2 times in a row)" * (bad.status == "crash")
-    assert verdict.info == ({"error": error} if bad.info is None else bad.info)
-    assert (verdict.status, verdict.reward) == (bad.status, float(bad.status == "ok"))
-    assert not (path.parent / "ran_in_the_trainer").exists()
-    assert _left("time.sleep(300)") == []
-    assert sum(file.stat().st_size for file in path.parent.glob("rewards.log")) <= 17 << 20
+    pool = build_pool(config, build_scorer(config), log=tmp_path / "rewards.log")
+    try:
+        pool.warm()
+        path.unlink()  # read once: what becomes of it later is nothing to the run
+        for i in range(2 * len(BAD)):
+            sample = Sample.empty(SampleKey(0, 0, i))
+            sample.text = "bad" if i % 2 else f"say {i}"
+            extra = {"code": BAD[i // 2].code.replace("{{}}", "{}")}
+            pool.submit(Prompt(0, 0, (1,), "?", "test", "a", extra), sample)
+        verdicts: dict[int, Verdict] = {}
+        deadline = time.monotonic() + 120
+        while pool.num_pending and time.monotonic() < deadline:
+            for verdict in pool.wait(1.0):
+                assert verdict.key.sample_index not in verdicts
+                verdicts[verdict.key.sample_index] = verdict
+        left = _left("time.sleep(300)")
+    finally:
+        pool.close()
+    said = {i: (each.status, each.reward) for i, each in verdicts.items() if i % 2 == 0}
+    assert said == {i: ("ok", float(i)) for i in range(0, 2 * len(BAD), 2)}
+    wrong = []
+    for i, bad in enumerate(BAD):
+        verdict = verdicts[2 * i + 1]
+        error = bad.error.format(path=path) + " (2 times in a row)" * (bad.status == "crash")
+        expected = (bad.status, float(bad.status == "ok"), {"error": error} if bad.info is None else bad.info)
+        if (found := (verdict.status, verdict.reward, verdict.info)) != expected:
+            wrong.append(f"{bad.name}: {found!s:.600}\n  and not {expected!s:.600}")
+    assert not wrong, "\n".join(wrong)
+    assert not (tmp_path / "ran_in_the_trainer").exists()
+    assert (tmp_path / "rewards.log").stat().st_size <= 17 << 20
+    assert (left, _left(str(tmp_path))) == ([], [])
 
 
 def _left(word: str, patience_s: float = 3.0) -> list[int]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from refusals import Refusal, cases
+from refusals import Refusal
 
 from jaxrl.config import from_mapping, to_mapping
 from jaxrl.record.state import dump_state
@@ -77,130 +77,112 @@ def link(name: str, to: str) -> Prepare:
     return lambda path: (path / name).symlink_to(path / to)
 
 
-def place(name: str, run_dir: str, sentence: str, *steps: Prepare) -> Refusal:
+def place(run_dir: str, sentence: str, *steps: Prepare) -> Refusal:
     """A run directory that cannot be one."""
-    return Refusal(name, (*TRAIN, f"trainer.run_dir={run_dir}"), f"trainer.run_dir: {sentence}", prepared(*steps))
+    return Refusal((*TRAIN, f"trainer.run_dir={run_dir}"), f"trainer.run_dir: {sentence}", prepared(*steps))
 
 
-def damaged(name: str, file: str, content: str | bytes | None, sentence: str) -> Refusal:
+def damaged(file: str, content: str | bytes | None, sentence: str) -> Refusal:
     """A run whose directory holds a damaged file."""
-    return Refusal(name, RUN, "{tmp}/run/" + sentence, prepared(a_run(**{file: content})))
+    return Refusal(RUN, "{tmp}/run/" + sentence, prepared(a_run(**{file: content})))
 
 
 JOURNAL = '{"journal":2,"bytes":           0,"crc32":         0}\n'
 TOLD = '{"journal":2,"bytes":          27,"crc32":         7}\n'
 BRING_BACK = "bring back the file as it was, or move it away, and steps after the last checkpoint ask the clock again"
 PLACES = (
-    place("a-file", "{tmp}/run", "{tmp}/run is not a folder", file()),
-    place("below-a-file", "{tmp}/run/a/b", "{tmp}/run/a/b cannot be made: {tmp}/run is not a folder", file()),
-    place("a-device", "/dev/null", "/dev/null is not a folder"),
-    place("below-a-device", "/dev/null/run", "/dev/null/run cannot be made: /dev/null is not a folder"),
-    place("a-pipe", "{tmp}/run", "{tmp}/run is not a folder", lambda path: os.mkfifo(path / "run")),
-    place("a-broken-link", "{tmp}/run", "{tmp}/run is a link to {tmp}/gone, which does not exist", link("run", "gone")),
-    place(
-        "a-link-to-itself", "{tmp}/run", "{tmp}/run is a link to {tmp}/run, which does not exist", link("run", "run")
-    ),
-    place("a-link-to-a-file", "{tmp}/run", "{tmp}/train.jsonl is not a folder", link("run", "train.jsonl")),
-    place("a-name-too-long", f"{{tmp}}/{LONG}", f"{{tmp}}/{LONG}: file name too long"),
+    place("{tmp}/run", "{tmp}/run is not a folder", file()),
+    place("{tmp}/run/a/b", "{tmp}/run/a/b cannot be made: {tmp}/run is not a folder", file()),
+    place("/dev/null", "/dev/null is not a folder"),
+    place("/dev/null/run", "/dev/null/run cannot be made: /dev/null is not a folder"),
+    place("{tmp}/run", "{tmp}/run is not a folder", lambda path: os.mkfifo(path / "run")),
+    place("{tmp}/run", "{tmp}/run is a link to {tmp}/gone, which does not exist", link("run", "gone")),
+    place("{tmp}/run", "{tmp}/run is a link to {tmp}/run, which does not exist", link("run", "run")),
+    place("{tmp}/run", "{tmp}/train.jsonl is not a folder", link("run", "train.jsonl")),
+    place(f"{{tmp}}/{LONG}", f"{{tmp}}/{LONG}: file name too long"),
     Refusal(
-        "a-null-character",
         (*TRAIN, 'trainer.run_dir="{tmp}/a\\0b"'),
         "trainer.run_dir must be a path, found a NUL character in '{tmp}/a\\x00b' (command line: "
         'trainer.run_dir="{tmp}/a\\0b")',
         prepared(),
     ),
-    place(
-        "nothing-can-be-made-there",
-        "/proc/jaxrl",
-        "/proc/jaxrl cannot be written: /proc may not be changed by this user",
-    ),
-    place("its-lock-is-a-folder", "{tmp}/run", "{tmp}/run/.lock: is a directory", folder("run"), folder("run/.lock")),
+    place("/proc/jaxrl", "/proc/jaxrl cannot be written: /proc may not be changed by this user"),
+    place("{tmp}/run", "{tmp}/run/.lock: is a directory", folder("run"), folder("run/.lock")),
 )
 DAMAGED = (
-    damaged("run-json-cut-off", "run_json", '{"devices": {',
+    damaged("run_json", '{"devices": {',
             "run.json: not valid JSON (Expecting property name enclosed in double quotes, column 14)"),
-    damaged("run-json-is-a-list", "run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
-    damaged("run-json-without-devices", "run_json", "{}",
+    damaged("run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
+    damaged("run_json", "{}",
             "run.json: damaged (devices must be an object): mend it, or move it away"),
-    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": {}}',
+    damaged("run_json", '{"devices": {}, "starts": {}}',
             "run.json: damaged (starts must be a list): mend it, or move it away"),
-    damaged("run-json-with-lines-that-are-no-number", "run_json",
+    damaged("run_json",
             '{"devices": {}, "written": {"metrics.jsonl": {"lines": "1", "bytes": 2, "crc32": 3}}}',
             "run.json: damaged (written must be an object of files, with whole numbers as lines, bytes, crc32): mend "
             "it, or move it away"),
-    damaged("run-json-is-a-folder", "run_json", None, "run.json: is a directory"),
-    damaged("run-json-is-not-text", "run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
-    damaged("config-cut-off", "config_yaml", "trainer: {seed: 1",
+    damaged("run_json", None, "run.json: is a directory"),
+    damaged("run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
+    damaged("config_yaml", "trainer: {seed: 1",
             "config.yaml, line 1: expected ',' or '}', but got '<stream end>'"),
-    damaged("config-is-a-list", "config_yaml", "- 1\n", "config.yaml: must hold sections with options, found [1]"),
-    damaged("config-is-empty", "config_yaml", "",
+    damaged("config_yaml", "- 1\n", "config.yaml: must hold sections with options, found [1]"),
+    damaged("config_yaml", "",
             "config.yaml: empty, though it held the options of a run: bring it back, or move it away"),
-    damaged("config-is-not-text", "config_yaml", b"a: \xff", "config.yaml: not UTF-8 text (byte 3)"),
-    damaged("config-nested-too-deeply", "config_yaml", "[" * 20_000, "config.yaml: nested too deeply"),
-    damaged("metrics-line", "metrics_jsonl", '{"step": 1}\n{"step": 2, "x":\n',
+    damaged("config_yaml", b"a: \xff", "config.yaml: not UTF-8 text (byte 3)"),
+    damaged("config_yaml", "[" * 20_000, "config.yaml: nested too deeply"),
+    damaged("metrics_jsonl", '{"step": 1}\n{"step": 2, "x":\n',
             f"metrics.jsonl, line 2: damaged (not valid JSON, column 17): {REMEDY}"),
-    damaged("metrics-without-step", "metrics_jsonl", '{"x": 1}\n',
+    damaged("metrics_jsonl", '{"x": 1}\n',
             f"metrics.jsonl, line 1: damaged ('step' is missing): {REMEDY}"),
-    damaged("metrics-is-a-folder", "metrics_jsonl", None, "metrics.jsonl: is a directory"),
-    damaged("metrics-with-a-null-byte-block", "metrics_jsonl", b'{"step": 1}\n' + b"\0" * 64 + b"\n",
+    damaged("metrics_jsonl", None, "metrics.jsonl: is a directory"),
+    damaged("metrics_jsonl", b'{"step": 1}\n' + b"\0" * 64 + b"\n",
             f"metrics.jsonl, line 2: damaged (not valid JSON, column 1): {REMEDY}"),
-    damaged("samples-line", "samples_jsonl", '{"step": 1}\n[1]\n',
+    damaged("samples_jsonl", '{"step": 1}\n[1]\n',
             f"samples.jsonl, line 2: damaged (not an object): {REMEDY}"),
-    damaged("samples-of-a-step-that-is-text", "samples_jsonl", '{"step": "1"}\n',
+    damaged("samples_jsonl", '{"step": "1"}\n',
             f"samples.jsonl, line 1: damaged (step must be a whole number, found '1'): {REMEDY}"),
-    damaged("samples-not-text", "samples_jsonl", b'{"step": 1, "prompt": "\xff"}\n',
+    damaged("samples_jsonl", b'{"step": 1, "prompt": "\xff"}\n',
             f"samples.jsonl, line 1: damaged (not UTF-8 text, byte 23): {REMEDY}"),
-    damaged("layouts-line", "layouts_jsonl", "points\n",
+    damaged("layouts_jsonl", "points\n",
             f"layouts.jsonl, line 1: damaged (not valid JSON, column 1): {REMEDY}"),
-    damaged("journal-of-another-program", "journal_jsonl", "Monday\n",
+    damaged("journal_jsonl", "Monday\n",
             "journal.jsonl: damaged (it must begin with the header of a journal of schema 2, found b'Monday'): "
             + BRING_BACK),
-    damaged("journal-of-another-version", "journal_jsonl", '{"journal":1}\n',
+    damaged("journal_jsonl", '{"journal":1}\n',
             "journal.jsonl: damaged (it must begin with the header of a journal of schema 2, found "
             f"""b'{{"journal":1}}'): {BRING_BACK}"""),
-    damaged("journal-emptied", "journal_jsonl", "",
+    damaged("journal_jsonl", "",
             f"journal.jsonl: damaged (it is empty, and had a header at least): {BRING_BACK}"),
-    damaged("journal-cut-off", "journal_jsonl", TOLD,
+    damaged("journal_jsonl", TOLD,
             f"journal.jsonl: damaged (27 bytes of decisions were written, and 0 are there): {BRING_BACK}"),
-    damaged("journal-changed", "journal_jsonl", TOLD + '{"step":1,"kind":"verdict"}\n',
+    damaged("journal_jsonl", TOLD + '{"step":1,"kind":"verdict"}\n',
             "journal.jsonl: damaged (the first 27 bytes of its decisions have changed since they were written): "
             + BRING_BACK),
-    damaged("journal-entry-without-key", "journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict"}\n',
+    damaged("journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict"}\n',
             f"journal.jsonl, line 2: damaged ('key' is missing): {REMEDY}"),
-    damaged("journal-entry-with-a-key-of-text", "journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict","key":["a"]}\n',
+    damaged("journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict","key":["a"]}\n',
             f"journal.jsonl, line 2: damaged (step must be a whole number, kind text, key whole numbers): {REMEDY}"),
-    damaged("timeline-of-another-program", "timeline_json", '{"traceEvents": []}',
+    damaged("timeline_json", '{"traceEvents": []}',
             "timeline.json: not a timeline, which begins with [: move it away"),
-    damaged("timeline-is-a-folder", "timeline_json", None, "timeline.json: is a directory"),
+    damaged("timeline_json", None, "timeline.json: is a directory"),
 )  # fmt: skip
 SIMULATIONS = (
     Refusal(
-        "train-in-a-simulated-run",
-        RUN,
-        "{tmp}/run holds a run that was simulated: choose another trainer.run_dir",
-        prepared(a_run("simulated")),
+        RUN, "{tmp}/run holds a run that was simulated: choose another trainer.run_dir", prepared(a_run("simulated"))
     ),
+    Refusal(SIMULATE, "{tmp}/run holds a run that was not simulated: choose another simulate.run_dir", a_run()),
+    Refusal(SIMULATE, "simulate.run_dir: {tmp}/run is not a folder", file()),
     Refusal(
-        "simulate-in-a-real-run",
-        SIMULATE,
-        "{tmp}/run holds a run that was not simulated: choose another simulate.run_dir",
-        a_run(),
-    ),
-    Refusal("simulate-into-a-file", SIMULATE, "simulate.run_dir: {tmp}/run is not a folder", file()),
-    Refusal(
-        "state-cut-off",
         SIMULATE,
         "{tmp}/run/state.json: not a simulation's state of schema 2; remove it to start again",
         a_run("simulated", state_json='{"simu'),
     ),
     Refusal(
-        "state-of-another-schema",
         SIMULATE,
         "{tmp}/run/state.json: not a simulation's state of schema 2; remove it to start again",
         a_run("simulated", state_json='{"simulation": 9, "state": {}}'),
     ),
     Refusal(
-        "state-without-a-step",
         SIMULATE,
         "{tmp}/run/state.json: a simulation's state without its step; remove it to start again",
         a_run("simulated", state_json=dump_state({})),
@@ -208,94 +190,57 @@ SIMULATIONS = (
 )
 
 
-def export(name: str, sentence: str, *steps: Prepare, source: str = "{tmp}/run", out: str = "{tmp}/out") -> Refusal:
-    return Refusal(f"export-{name}", ("export", source, out), sentence, prepared(*steps))
+def export(sentence: str, *steps: Prepare, source: str = "{tmp}/run", out: str = "{tmp}/out") -> Refusal:
+    return Refusal(("export", source, out), sentence, prepared(*steps))
 
 
 OTHERS = (
-    export("of-nothing", "{tmp}/run: neither a run nor a model: there is no such file or folder"),
-    export("simulated", "{tmp}/run is a simulated run: it has no weights to export", a_run("simulated")),
+    export("{tmp}/run: neither a run nor a model: there is no such file or folder"),
+    export("{tmp}/run is a simulated run: it has no weights to export", a_run("simulated")),
     export(
-        "without-config",
         "{tmp}/run is a run without its config.yaml, which names its model: put it back",
         a_run(),
         without("config.yaml"),
     ),
     export(
-        "of-a-model-that-is-gone",
         "{tmp}/run is a run of the model gone, which is not there any more: put it back, or name its new place as "
         "model.path in {tmp}/run/config.yaml",
         a_run(),
     ),
+    export("{tmp}/run/run.json: damaged (not an object): mend it, or move it away", a_run(run_json="1")),
+    export("{tmp}/run/config.yaml: must hold sections with options, found []", a_run(config_yaml="[]")),
+    export("the folder to write: {tmp}/out is not a folder", a_run(), file("out")),
+    export("{tmp}/out must be empty or absent: an export never overwrites", a_run(), folder("out"), file("out/mine")),
     export(
-        "damaged-run-json", "{tmp}/run/run.json: damaged (not an object): mend it, or move it away", a_run(run_json="1")
-    ),
-    export(
-        "damaged-config", "{tmp}/run/config.yaml: must hold sections with options, found []", a_run(config_yaml="[]")
-    ),
-    export("over-a-file", "the folder to write: {tmp}/out is not a folder", a_run(), file("out")),
-    export(
-        "over-a-folder-with-files",
-        "{tmp}/out must be empty or absent: an export never overwrites",
-        a_run(),
-        folder("out"),
-        file("out/mine"),
-    ),
-    export(
-        "below-a-file",
         "the folder to write: {tmp}/out/a cannot be made: {tmp}/out is not a folder",
         a_run(),
         file("out"),
         out="{tmp}/out/a",
     ),
+    Refusal((*EVAL, "--out={tmp}"), "eval: --out ({tmp}) is a folder: name a file in it", prepared()),
     Refusal(
-        "eval-out-is-a-folder", (*EVAL, "--out={tmp}"), "eval: --out ({tmp}) is a folder: name a file in it", prepared()
-    ),
-    Refusal(
-        "eval-out-below-a-file",
         (*EVAL, "--out={tmp}/train.jsonl/out"),
         "eval: --out ({tmp}/train.jsonl/out) cannot be written: {tmp}/train.jsonl is not a folder",
         prepared(),
     ),
+    Refusal((*EVAL, f"--out={{tmp}}/{LONG}"), TOO_LONG, prepared()),
     Refusal(
-        "eval-out-too-long",
-        (*EVAL, f"--out={{tmp}}/{LONG}"),
-        TOO_LONG,
-        prepared(),
-    ),
-    Refusal(
-        "report-of-nothing",
         ("report", "{tmp}/run"),
         "{tmp}/run is not a run: it has none of metrics.jsonl, samples.jsonl, run.json",
         folder("run"),
     ),
+    Refusal(("report", "{tmp}/run", "--out={tmp}"), "report: --out ({tmp}) is a folder: name a file in it", a_run()),
+    Refusal(("tune", "--run={tmp}/run"), "{tmp}/run is not a run directory: it holds no run.json"),
     Refusal(
-        "report-into-a-folder",
-        ("report", "{tmp}/run", "--out={tmp}"),
-        "report: --out ({tmp}) is a folder: name a file in it",
-        a_run(),
-    ),
-    Refusal("tune-of-nothing", ("tune", "--run={tmp}/run"), "{tmp}/run is not a run directory: it holds no run.json"),
-    Refusal(
-        "tune-of-a-damaged-run",
         ("tune", "--run={tmp}/run"),
         "{tmp}/run/run.json: damaged (devices must be an object): mend it, or move it away",
         a_run(run_json='{"devices": 1}'),
     ),
+    Refusal(("tune", "--run={tmp}/run", "--out={tmp}"), "tune: --out ({tmp}) is a folder: name a file in it", a_run()),
     Refusal(
-        "tune-into-a-folder",
-        ("tune", "--run={tmp}/run", "--out={tmp}"),
-        "tune: --out ({tmp}) is a folder: name a file in it",
-        a_run(),
+        ("profile", *MODEL, *DATA, "--out={tmp}"), "profile: --out ({tmp}) is a folder: name a file in it", prepared()
     ),
     Refusal(
-        "profile-into-a-folder",
-        ("profile", *MODEL, *DATA, "--out={tmp}"),
-        "profile: --out ({tmp}) is a folder: name a file in it",
-        prepared(),
-    ),
-    Refusal(
-        "compilation-cache-is-a-file",
         (*TRAIN[:-1], "trainer.run_dir={tmp}/run", "trainer.compilation_cache_dir={tmp}/train.jsonl"),
         "trainer.compilation_cache_dir: {tmp}/train.jsonl is not a folder",
         prepared(),
@@ -303,6 +248,5 @@ OTHERS = (
 )
 
 
-@cases([*PLACES, *DAMAGED, *SIMULATIONS, *OTHERS])
-def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
-    refused(refusal)
+def test_refused(refused: Callable[[Iterable[Refusal]], None]):
+    refused([*PLACES, *DAMAGED, *SIMULATIONS, *OTHERS])

@@ -1,11 +1,11 @@
 """What `jaxrl score` refuses: its arguments, and rows of the file of responses."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from refusals import Refusal, cases
+from refusals import Refusal
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -39,50 +39,35 @@ def wrong_length(folder: Path) -> None:
 SCORE = ("score", "--responses", "a.jsonl", "--out", "o.jsonl")
 LENGTH = ("reward.parts.short.kind=length",)
 REFUSED = (
-    Refusal("no responses", ("score", "--out", "o"), "score: --responses must be given"),
-    Refusal("no out", ("score", "--responses", "a"), "score: --out must be given"),
-    Refusal("no file", SCORE, "a.jsonl: no such file; --responses must name existing files"),
-    Refusal("both", (*SCORE, "--kind", "math", "--config", "a"), "score: --kind and --config exclude each other"),
+    Refusal(("score", "--out", "o"), "score: --responses must be given"),
+    Refusal(("score", "--responses", "a"), "score: --out must be given"),
+    Refusal(SCORE, "a.jsonl: no such file; --responses must name existing files"),
+    Refusal((*SCORE, "--kind", "math", "--config", "a"), "score: --kind and --config exclude each other"),
     Refusal(
-        "kind",
         (*SCORE, "--kind", "maths"),
         "score: --kind must be one of auto, math, task, code, judge, custom, found 'maths': did you mean math?",
     ),
     Refusal(
-        "out is in",
         ("score", "--responses", "a.jsonl", "--out", "a.jsonl"),
         "--out (a.jsonl) would replace a.jsonl, which this command reads: name another file",
         wrong_row,
     ),
-    Refusal("a number", SCORE, "a.jsonl, line 2: 'response' must be text, found 1", wrong_row),
+    Refusal(SCORE, "a.jsonl, line 2: 'response' must be text, found 1", wrong_row),
+    Refusal(SCORE, "a.jsonl, line 1: no column 'response' (of the response): did you mean 'respons'?", no_response),
+    Refusal(SCORE, "a.jsonl, line 1: no column 'answer' (data.answer_key): found 'response'", no_answer),
     Refusal(
-        "another column",
-        SCORE,
-        "a.jsonl, line 1: no column 'response' (of the response): did you mean 'respons'?",
-        no_response,
-    ),
-    Refusal("no answer", SCORE, "a.jsonl, line 1: no column 'answer' (data.answer_key): found 'response'", no_answer),
-    Refusal(
-        "no assertion",
         (*SCORE, "--kind", "code", "reward.code.sandbox=none"),
         "a.jsonl, line 2: a: the reference answer asserts nothing, so that any program would pass: '42'",
         no_tests,
     ),
-    Refusal("no JSON", SCORE, "a.jsonl, line 2: not valid JSON (Expecting value, column 11)", no_json),
+    Refusal(SCORE, "a.jsonl, line 2: not valid JSON (Expecting value, column 11)", no_json),
     Refusal(
-        "no length",
         (*SCORE, *LENGTH),
         "a.jsonl, line 1: no column 'response_length' (tokens), on which a part of the reward depends",
         no_json,
     ),
+    Refusal(SCORE, "a.jsonl, line 1: the response's length must be a number of tokens, found 'many'", wrong_length),
     Refusal(
-        "length",
-        SCORE,
-        "a.jsonl, line 1: the response's length must be a number of tokens, found 'many'",
-        wrong_length,
-    ),
-    Refusal(
-        "devices",
         (*SCORE, "--kind", "judge", "reward.judge.model=m"),
         "reward.kind is judge, with a model on the devices, and score has none: use eval, or a model at an endpoint",
         wrong_row,
@@ -90,6 +75,5 @@ REFUSED = (
 )
 
 
-@cases(REFUSED)
-def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
-    refused(refusal)
+def test_refused(refused: Callable[[Iterable[Refusal]], None]):
+    refused(REFUSED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import pytest
@@ -12,11 +12,11 @@ from jaxrl.config import ConfigError
 from jaxrl.runtime.hosts.single_process import require_single_process
 
 MODEL = ("model.path=random:{model}", "data.task=leg_counting")
-COMMANDS = {
-    "eval": ("eval", *MODEL, "--out", "{tmp}/out.jsonl", "hosts.num=4"),
-    "profile": ("profile", *MODEL, "--out", "{tmp}/table.json", "hosts.num=4"),
-    "export": ("export", "random:{model}", "{tmp}/exported"),
-}
+COMMANDS = (
+    ("eval", *MODEL, "--out", "{tmp}/out.jsonl", "hosts.num=4"),
+    ("profile", *MODEL, "--out", "{tmp}/table.json", "hosts.num=4"),
+    ("export", "random:{model}", "{tmp}/exported"),
+)
 SAID = (
     "{command} runs in one process, and this is one of several ({name}={value}): each would do all of it and write the "
     "same files; start it once, on one host, with the same configuration (hosts has no effect on it), or unset {name} "
@@ -24,37 +24,30 @@ SAID = (
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("JAXRL_PROCESS_ID", "0"),
-        ("SLURM_STEP_NUM_TASKS", "4"),
-        ("OMPI_COMM_WORLD_SIZE", "2"),
-        ("PMI_SIZE", "3"),
-        ("JOB_COMPLETION_INDEX", "1"),
-    ],
-)
-def test_one_of_several_is_refused(
-    refused: Callable[[Refusal], None], monkeypatch: pytest.MonkeyPatch, command: str, name: str, value: str
-):
-    monkeypatch.setenv(name, value)
-    refused(Refusal(command, COMMANDS[command], SAID.format(command=command, name=name, value=value)))
+def test_one_of_several_is_refused(refused: Callable[[Iterable[Refusal]], None], monkeypatch: pytest.MonkeyPatch):
+    for name, value, commands in (
+        ("JAXRL_PROCESS_ID", "0", COMMANDS),
+        ("SLURM_STEP_NUM_TASKS", "4", COMMANDS[:1]),
+        ("OMPI_COMM_WORLD_SIZE", "2", COMMANDS[:1]),
+        ("PMI_SIZE", "3", COMMANDS[:1]),
+        ("JOB_COMPLETION_INDEX", "1", COMMANDS[:1]),
+    ):
+        monkeypatch.setenv(name, value)
+        refused(Refusal(each, SAID.format(command=each[0], name=name, value=value)) for each in commands)
+        monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_one_process_of_its_own_is_not(monkeypatch: pytest.MonkeyPatch):
+    """A Slurm batch script is no task of a step, and its first line may be such a command."""
+    for name, value in (
         ("SLURM_NTASKS", "4"),
         ("SLURM_STEP_NUM_TASKS", "1"),
         ("OMPI_COMM_WORLD_SIZE", "1"),
         ("JOB_COMPLETION_INDEX", "0"),
-    ],
-)
-def test_one_process_of_its_own_is_not(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
-    """A Slurm batch script is no task of a step, and its first line may be such a command."""
-    monkeypatch.setenv(name, value)
-    require_single_process("eval")
+    ):
+        monkeypatch.setenv(name, value)
+        require_single_process("eval")
+        monkeypatch.delenv(name)
 
 
 def test_a_world_of_jax_is_refused(monkeypatch: pytest.MonkeyPatch):

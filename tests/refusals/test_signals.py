@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ PATIENCE_S = 200.0
 INT, TERM = signal.SIGINT, signal.SIGTERM
 WORDS = {INT: "jaxrl: interrupted\n", TERM: "jaxrl: terminated\n"}
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 3\n"
-SLOW_IMPORT = "import time\ntime.sleep(600)\n" + REWARD
+SLOW_IMPORT = "import time\nopen(__file__ + '.begun', 'w').close()\ntime.sleep(600)\n" + REWARD
 
 
 class Command:
@@ -159,43 +159,37 @@ def check(command: Command, number: signal.Signals, status: int, *, saved: bool 
     assert left_behind(command._files[0].parent) == []
 
 
-@pytest.mark.parametrize(("number", "after_s"), [(INT, 0.0), (TERM, 0.02), (INT, 0.05), (TERM, 0.1), (INT, 0.3)])
-def test_while_it_starts(runs: Runs, number: signal.Signals, after_s: float):
-    name = f"start-{after_s}"
-    with runs.start(name) as command:
-        time.sleep(after_s)
-        check(command, number, command.send(number))
-    assert not (runs.folder / name / "run" / "config.yaml").exists()
+def test_while_it_starts_imports_loads_and_compiles(runs: Runs):
+    """`test_sixty_moments` has many more moments."""
+    for number, after_s in ((INT, 0.0), (TERM, 0.05), (INT, 0.1), (TERM, 0.2)):
+        name = f"start-{after_s}"
+        with runs.start(name) as command:
+            time.sleep(after_s)
+            check(command, number, command.send(number))
+        assert not (runs.folder / name / "run" / "config.yaml").exists()
+    with runs.start("load") as command:
+        command.until(lambda: (runs.folder / "load" / "run").exists())
+        check(command, INT, command.send(INT), saved=True)
 
 
-@pytest.mark.parametrize(("number", "after_s"), [(TERM, 0.7), (INT, 1.2), (TERM, 2.0), (INT, 3.0)])
-def test_while_it_imports_loads_and_compiles(runs: Runs, number: signal.Signals, after_s: float):
-    with runs.start(f"load-{after_s}") as command:
-        time.sleep(after_s)
-        check(command, number, command.send(number), saved=True)
-
-
-@pytest.mark.parametrize("number", [INT, TERM])
-def test_in_the_loop_it_saves_says_so_and_goes_on_later(runs: Runs, number: signal.Signals):
-    name = f"loop-{number}"
-    with runs.start(name) as command:
-        command.until(lambda: runs.lines(name) >= 2)
-        assert command.send(number) == 0
-        assert command.err == ""
-        said = "the run saves its state and ends; a second signal ends it at once"
-        assert f"{WORDS[number][7:-1]}: {said}\n" in command.out
-        assert "stopped; run again to go on" in command.out
-    done = runs.lines(name)
-    with runs.start(name, f"trainer.total_training_steps={done + 2}") as command:
-        assert command.process.wait(PATIENCE_S) == 0
-        assert f"after step {done} of {done + 2}" in command.out
-    assert runs.lines(name) == done + 2
-    assert left_behind(runs.folder / name) == []
+def test_in_the_loop_it_saves_says_so_and_goes_on_later(runs: Runs):
+    done = 0
+    for number in (INT, TERM):
+        with runs.start("loop") as command:
+            command.until(lambda done=done: runs.lines("loop") >= done + 2)
+            assert command.send(number) == 0
+            assert command.err == ""
+            said = "the run saves its state and ends; a second signal ends it at once"
+            assert f"{WORDS[number][7:-1]}: {said}\n" in command.out
+            assert "stopped; run again to go on" in command.out
+            assert (f"after step {done} of 400" in command.out) == bool(done)
+        done = runs.lines("loop")
+    assert left_behind(runs.folder / "loop") == []
 
 
 def test_while_a_reward_file_hangs_at_its_import(runs: Runs):
     with runs.start("slow", f"reward.path={runs.folder / 'slow.py'}") as command:
-        time.sleep(3)
+        command.until((runs.folder / "slow.py.begun").exists)
         check(command, TERM, command.send(TERM))
 
 
@@ -220,47 +214,48 @@ SWALLOWS = """
             pass"""
 
 
-@pytest.mark.parametrize(
-    ("hang", "numbers"),
-    [
-        (NATIVE, (INT,)),
-        (SWALLOWS, (TERM,)),
-        (NATIVE, (TERM, TERM)),
-        (NATIVE, (TERM, INT)),
-        (SWALLOWS, (INT, INT)),
-        (SWALLOWS, (INT, TERM)),
-    ],
-    ids=["native", "swallows", "native-twice", "native-both", "swallows-twice", "swallows-both"],
+STUCKS = (
+    (NATIVE, (INT,)),
+    (SWALLOWS, (TERM,)),
+    (NATIVE, (TERM, INT)),
+    (SWALLOWS, (INT, TERM)),
 )
-def test_whatever_the_main_thread_does(tmp_path: Path, hang: str, numbers: tuple[signal.Signals, ...]):
-    in_loop = ["loop"] if len(numbers) == 2 else []
-    with Command(tmp_path, *in_loop, python=("-c", STUCK.format(hang=hang))) as command:
-        command.until(lambda: "stuck" in command.out)
-        began = time.monotonic()
-        status = command.send(*numbers)
-        assert time.monotonic() - began < 10
-        assert (command.err, status) == (WORDS[numbers[-1]], 128 + numbers[-1])
-        assert ("a second signal ends it at once" in command.out) == bool(in_loop)
 
 
-@pytest.mark.parametrize("number", [INT, TERM])
-def test_generate_that_waits_for_its_prompts(tmp_path: Path, number: signal.Signals):
-    with Command(tmp_path, "generate", "--model", "nowhere") as command:
-        time.sleep(0.5)
-        check(command, number, command.send(number))
+def test_whatever_the_main_thread_does(tmp_path: Path):
+    with ExitStack() as started:
+        commands: list[Command] = []
+        for i, (hang, numbers) in enumerate(STUCKS):
+            (tmp_path / str(i)).mkdir()
+            in_loop = ["loop"] if len(numbers) == 2 else []
+            program = ("-c", STUCK.format(hang=hang))
+            commands.append(started.enter_context(Command(tmp_path / str(i), *in_loop, python=program)))
+        for command, (_, numbers) in zip(commands, STUCKS, strict=True):
+            command.until(lambda command=command: "stuck" in command.out)
+            began = time.monotonic()
+            status = command.send(*numbers)
+            assert time.monotonic() - began < 10
+            assert (command.err, status) == (WORDS[numbers[-1]], 128 + numbers[-1])
+            assert ("a second signal ends it at once" in command.out) == (len(numbers) == 2)
 
 
-def test_a_simulation_goes_on_where_its_last_state_was(runs: Runs):
-    steps = "trainer.total_training_steps"
-    with runs.start("simulated", f"{steps}=100000", command="simulate") as command:
-        command.until(lambda: runs.lines("simulated") > 20)
-        check(command, TERM, command.send(TERM))
-    file = runs.folder / "simulated" / "run" / "state.json"
-    step = load_state(file.read_text(), str(file))["step"]
-    with runs.start("simulated", f"{steps}={step + 2}", command="simulate") as command:
-        assert command.process.wait(PATIENCE_S) == 0
-        assert f"after step {step}" in command.out
-    assert runs.lines("simulated") == step + 2
+ASKED = """
+import sys
+from jaxrl.__main__ import main
+class Stdin:
+    @property
+    def buffer(self):
+        print("asked", flush=True)
+        return sys.__stdin__.buffer
+sys.stdin = Stdin()
+sys.exit(main())
+"""
+
+
+def test_generate_that_waits_for_its_prompts(tmp_path: Path):
+    with Command(tmp_path, "generate", "--model", "nowhere", python=("-c", ASKED)) as command:
+        command.until(lambda: "asked" in command.out)
+        check(command, INT, command.send(INT))
 
 
 def running_in(session: int) -> list[int]:
@@ -276,16 +271,24 @@ def running_in(session: int) -> list[int]:
     return found
 
 
-def test_control_c_in_a_terminal_reaches_tune_and_its_processes(runs: Runs):
-    lengths = (
-        "data.max_response_length=400",
-        "actor.ppo_max_token_len_per_gpu=1000",
-        "simulate.tasks=[{response: {median: 60}}]",
-    )
-    with runs.start("tuned", "trainer.total_training_steps=30", *lengths, command="simulate") as command:
+def test_a_simulation_goes_on_where_its_last_state_was(simulated: Path):
+    """It does in the fixture."""
+    assert (simulated / "state.json").exists()
+
+
+def test_a_simulation_goes_on_where_it_was_and_control_c_reaches_tune_and_its_processes(runs: Runs):
+    steps = "trainer.total_training_steps"
+    with runs.start("simulated", f"{steps}=100000", command="simulate") as command:
+        command.until(lambda: runs.lines("simulated") > 20)
+        check(command, TERM, command.send(TERM))
+    run = runs.folder / "simulated" / "run"
+    step = load_state((run / "state.json").read_text(), str(run / "state.json"))["step"]
+    with runs.start("simulated", f"{steps}={step + 2}", command="simulate") as command:
         assert command.process.wait(PATIENCE_S) == 0
+        assert f"after step {step}" in command.out
+    assert runs.lines("simulated") == step + 2
     long = ("--steps", "50000", "--seeds", "3", "--processes", "2", "--values", "1.5,2")
-    with Command(runs.place("tune"), "tune", "--run", str(runs.folder / "tuned" / "run"), *long) as command:
+    with Command(runs.place("tune"), "tune", "--run", str(run), *long) as command:
         command.until(lambda: len(running_in(command.process.pid)) >= 4)  # the resource tracker is one of them
         time.sleep(0.3)
         os.killpg(command.process.pid, INT)

@@ -5,11 +5,11 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from refusals import Refusal, cases
+from refusals import Refusal
 from tiny import CHAT_TEMPLATE, write_tiny_model
 
 Change = Callable[[Path], object]
@@ -53,156 +53,113 @@ def added_tokens(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(found))
 
 
-def own(name: str, sentence: str, prepare: Callable[[Path], None], *options: str) -> Refusal:
-    return Refusal(name, (*OWN, *options), sentence, prepare)
+def own(sentence: str, prepare: Callable[[Path], None], *options: str) -> Refusal:
+    return Refusal((*OWN, *options), sentence, prepare)
 
 
-def template(name: str, source: str, said: str, where: str = "") -> Refusal:
+def template(source: str, said: str, where: str = "") -> Refusal:
     sentence = f"{where}{MODEL}/chat_template.jinja: the chat template {said}"
-    return own(name, sentence, model(text("chat_template.jinja", source)))
+    return own(sentence, model(text("chat_template.jinja", source)))
 
 
 TOKENIZERS = [
     own(
-        "no tokenizer",
         f"{MODEL}: holds no tokenizer.json, which is the one tokenizer format that is read",
         model(lambda folder: (folder / "tokenizer.json").unlink()),
     ),
     own(
-        "another format",
         f"{MODEL}: holds no tokenizer.json, which is the one tokenizer format that is read (tokenizer.model: load it "
         "with transformers' AutoTokenizer and save it)",
         model(lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model")),
     ),
     own(
-        "tokenizer cut off",
         f"{MODEL}/tokenizer.json: not a tokenizer of the tokenizers library (EOF while parsing a string at line 1 "
         "column 23)",
         model(lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0", "mod')),
     ),
     own(
-        "a model of another type",
         f"{MODEL}/tokenizer.json: not a tokenizer of the tokenizers library (data did not match any variant of "
         "untagged enum ModelUntagged at line 1 column 875)",
         model(entry("tokenizer.json", model={"type": "Word"})),
     ),
+    own(f"{MODEL}/tokenizer.json: not UTF-8 text (byte 0)", model(text("tokenizer.json", b"\xff\xfe{}"))),
     own(
-        "tokenizer not UTF-8",
-        f"{MODEL}/tokenizer.json: not UTF-8 text (byte 0)",
-        model(text("tokenizer.json", b"\xff\xfe{}")),
-    ),
-    own(
-        "config not JSON",
         f"{MODEL}/tokenizer_config.json: not valid JSON (Expecting property name enclosed in double quotes, column 2)",
         model(text("tokenizer_config.json", "{'eos_token': 1}")),
     ),
     own(
-        "config a list",
         f"{MODEL}/tokenizer_config.json: must hold a JSON object, found list",
         model(text("tokenizer_config.json", "[]")),
     ),
     own(
-        "map a pipe",
         f"{MODEL}/special_tokens_map.json: must be a file, found a pipe",
         model(lambda folder: os.mkfifo(folder / "special_tokens_map.json")),
     ),
     own(
-        "map a number",
         f"{MODEL}/special_tokens_map.json: must hold a JSON object, found int",
         model(text("special_tokens_map.json", "7")),
     ),
     own(
-        "eos token a number",
         f"{MODEL}/tokenizer_config.json: eos_token must be text or an object with text in 'content', found 2",
         model(entry("tokenizer_config.json", eos_token=2)),
     ),
     own(
-        "eos token without content",
         f"{MODEL}/tokenizer_config.json: eos_token must be text or an object with text in 'content', found "
         f"{{'special': True}}",
         model(entry("tokenizer_config.json", eos_token={"special": True})),
     ),
     own(
-        "eos token of no id",
         f"{MODEL}: eos_token '</s>' is not in the vocabulary of tokenizer.json",
         model(entry("tokenizer_config.json", eos_token="</s>")),
     ),
     own(
-        "tokens added to the tokenizer alone",
         f"{MODEL}: the tokenizer's '<extra_2>' has the id 262, but the model's vocabulary has 260 tokens (ids up to "
         "259): the tokenizer is of another model, or tokens were added to it alone",
         model(added_tokens),
     ),
     own(
-        "a model of another vocabulary",
         f"{MODEL}: the tokenizer's 'Ń' has the id 259, but the model's vocabulary has 200 tokens (ids up to 199): "
         "the tokenizer is of another model, or tokens were added to it alone",
         model(vocab_size=200),
     ),
+    own(f"{MODEL}/config.json: eos_token_id ('2') must be a token id or a list of token ids", model(eos_token_id="2")),
+    own(f"{MODEL}/config.json: eos_token_id (2.0) must be a token id or a list of token ids", model(eos_token_id=2.0)),
+    own(f"{MODEL}/config.json: eos_token_id (-1) must be within the vocabulary: from 0 to 259", model(eos_token_id=-1)),
     own(
-        "eos id text",
-        f"{MODEL}/config.json: eos_token_id ('2') must be a token id or a list of token ids",
-        model(eos_token_id="2"),
-    ),
-    own(
-        "eos id a fraction",
-        f"{MODEL}/config.json: eos_token_id (2.0) must be a token id or a list of token ids",
-        model(eos_token_id=2.0),
-    ),
-    own(
-        "eos id negative",
-        f"{MODEL}/config.json: eos_token_id (-1) must be within the vocabulary: from 0 to 259",
-        model(eos_token_id=-1),
-    ),
-    own(
-        "eos ids in lists",
         f"{MODEL}/config.json: eos_token_id ([[2]]) must be a token id or a list of token ids",
         model(eos_token_id=[[2]]),
     ),
     own(
-        "eos id beyond the vocabulary",
         f"{MODEL}/config.json: eos_token_id ([2, 260]) must be within the vocabulary: from 0 to 259",
         model(eos_token_id=[2, 260]),
     ),
     own(
-        "eos id of generation_config",
         f"{MODEL}/generation_config.json: eos_token_id (999) must be within the vocabulary: from 0 to 259",
         model(entry("generation_config.json", eos_token_id=999)),
     ),
     own(
-        "pad id beyond the vocabulary",
         f"{MODEL}/generation_config.json: pad_token_id (260) must be below the size of the model's vocabulary (260 "
         "tokens)",
         model(entry("generation_config.json", pad_token_id=260)),
     ),
     own(
-        "bos id true",
-        f"{MODEL}/config.json: bos_token_id (True) must be a token id or a list of token ids",
-        model(bos_token_id=True),
+        f"{MODEL}/config.json: bos_token_id (True) must be a token id or a list of token ids", model(bos_token_id=True)
     ),
     own(
-        "longer than the model",
         "data.max_prompt_length (64) + data.max_response_length (16) = 80 tokens, but {tmp}/model was made for at "
         "most 79 (max_position_embeddings, with rope scaling where there is any): ask for less, or give the model's "
         "config.json a rope scaling",
         model(max_position_embeddings=79),
     ),
     Refusal(
-        "a prompt longer than the model",
         GENERATE,
         "the longest prompt (24) + --max-tokens (4) = 28 tokens, but {tmp}/model was made for at most 16 "
         "(max_position_embeddings, with rope scaling where there is any): ask for less, or give the model's "
         "config.json a rope scaling",
         model(max_position_embeddings=16),
     ),
+    own("rollout.stop: a stop string must be text and not empty, found ''", model(), "rollout.stop=['']"),
     own(
-        "an empty stop string",
-        "rollout.stop: a stop string must be text and not empty, found ''",
-        model(),
-        "rollout.stop=['']",
-    ),
-    own(
-        "a stop string without end",
         "rollout.stop: a stop string must have at most 1000 characters, found 2000",
         model(),
         f"rollout.stop=[{'x' * 2000}]",
@@ -211,70 +168,42 @@ TOKENIZERS = [
 
 TEMPLATES = [
     own(
-        "template a number",
         f"{MODEL}/tokenizer_config.json: chat_template must be text or a list of named templates, found 7",
         model(entry("tokenizer_config.json", chat_template=7)),
     ),
     own(
-        "named templates without text",
         f"{MODEL}/tokenizer_config.json: chat_template must be text or a list of objects with text in 'name' and "
         f"'template', found {{'name': 'default'}}",
         model(entry("tokenizer_config.json", chat_template=[{"name": "default"}])),
     ),
     own(
-        "no template",
         f"{MODEL}: has no chat template; give prompts as text (data.apply_chat_template=false)",
         model(lambda folder: (folder / "chat_template.jinja").unlink()),
     ),
     template(
-        "template not closed",
         CHAT_TEMPLATE.removesuffix("{% endif %}"),
         "is no jinja template (line 4: Unexpected end of template. Jinja was looking for the following tags: 'elif' or "
         "'else' or 'endif'. The innermost block that needs to be closed is 'if'.)",
     ),
-    template("no such filter", "{{ messages | joined }}", "is no jinja template (line 1: No filter named 'joined'.)"),
+    template("{{ messages | joined }}", "is no jinja template (line 1: No filter named 'joined'.)"),
+    template("{{ raise_exception('no users') }}", "refuses these messages: no users", f"{FILE}, line 1: "),
+    template("{{ message.content }}", "refuses these messages: 'message' is undefined", f"{FILE}, line 1: "),
     template(
-        "the template refuses",
-        "{{ raise_exception('no users') }}",
-        "refuses these messages: no users",
-        f"{FILE}, line 1: ",
-    ),
-    template(
-        "an undefined variable",
-        "{{ message.content }}",
-        "refuses these messages: 'message' is undefined",
-        f"{FILE}, line 1: ",
-    ),
-    template(
-        "an operation that fails",
         "{{ messages[0].content + 1 }}",
         'fails with these messages: can only concatenate str (not "int") to str',
         f"{FILE}, line 1: ",
     ),
     template(
-        "an endless template",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "takes more than 2 s for a short conversation",
-    ),
-    template(
-        "a giant output",
-        "{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
-        "writes more than 1048576 characters for a short conversation",
-    ),
-    template(
-        "a template without the messages",
         "{% for message in messages %}<|{{ message.role }}|>{% endfor %}",
         "writes the same whatever the user says: it must write messages[i].content, as text",
     ),
-    template("a giant text", "{{ 'x' * 10 ** 11 }}", "takes more than 1024 MiB of memory for a short conversation"),
+    template("{{ 'x' * 10 ** 11 }}", "takes more than 1024 MiB of memory for a short conversation"),
     template(
-        "a range beyond bounds",
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "fails with these messages: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",
         f"{FILE}, line 1: ",
     ),
     Refusal(
-        "generate with a template that refuses",
         GENERATE,
         f"{MODEL}/chat_template.jinja: the chat template refuses these messages: no",
         model(text("chat_template.jinja", "{{ raise_exception('no') }}")),
@@ -284,6 +213,5 @@ TEMPLATES = [
 ALL = [*TOKENIZERS, *TEMPLATES]
 
 
-@cases(ALL)
-def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
-    refused(refusal)
+def test_refused(refused: Callable[[Iterable[Refusal]], None]):
+    refused(ALL)

@@ -154,10 +154,18 @@ def check(path: Path) -> str:
     return text
 
 
-def test_a_whole_run(tmp_path):
-    path = write_report(fake_run(tmp_path))
-    assert path == tmp_path / "report.html"
-    text = check(path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The page of a run that learns, with the parts of all mechanisms; it has none of them on."""
+    folder = fake_run(tmp_path_factory.mktemp("runs") / "plain")
+    path = write_report(folder, parts=page_parts())
+    assert path == folder / "report.html"
+    assert not list(folder.glob("*.tmp"))
+    return check(path)
+
+
+def test_a_whole_run(plain):
+    text = plain
     assert text.count("<svg") == 21
     assert "not recorded" not in text
     assert "smollm2-arithmetic" in text
@@ -191,7 +199,6 @@ def test_a_whole_run(tmp_path):
         "<code>actor.use_<wbr>kl_<wbr>loss</code></td><td><code>true</code></td><td class=sub><code>false</code>"
         in text
     )
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_rounds_are_drawn_by_kind(tmp_path):
@@ -239,8 +246,8 @@ def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path):
         assert "step 9: an epoch begins" in figure
 
 
-def test_what_several_hosts_cost_is_drawn_where_there_are_several(tmp_path):
-    assert "Several hosts" not in check(write_report(fake_run(tmp_path / "one")))
+def test_what_several_hosts_cost_is_drawn_where_there_are_several(tmp_path, plain):
+    assert "Several hosts" not in plain
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 4):
             writer.write(step, {"hosts/order_wait_s": 0.5 * step, "hosts/stream_s": 0.1, "hosts/gate_s": 0.2})
@@ -251,10 +258,9 @@ def test_what_several_hosts_cost_is_drawn_where_there_are_several(tmp_path):
     assert "devices idle for the order" in figure
 
 
-def test_without_history_there_is_nothing_drawn_of_it(tmp_path):
-    page = check(write_report(fake_run(tmp_path), parts=page_parts()))
-    assert "Drafts" not in page
-    assert "ranking groups" not in page
+def test_without_history_there_is_nothing_drawn_of_it(plain):
+    assert "Drafts" not in plain
+    assert "ranking groups" not in plain
 
 
 def test_a_step_that_rolls_out_for_the_next_one_is_drawn_once(tmp_path):
@@ -301,13 +307,13 @@ def test_what_of_the_update_was_hidden_under_the_rollout(tmp_path, one_step_off)
     assert "<dt>update hidden</dt><dd>38%</dd>" in page, "the median of 75 and 0"
 
 
-def test_an_update_on_devices_of_its_own_is_hidden_too(tmp_path):
+def test_an_update_on_devices_of_its_own_is_hidden_too(tmp_path, plain):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"timing_s/update_actor": 20.0, "timing_s/step": 43.0, "timing_s/overlap": 15.0})
         writer.write(2, {"timing_s/update_actor": 20.0, "timing_s/step": 43.0})
     assert hidden_shares(read_metrics(tmp_path)) == [(1, 0.75)]
     assert "Update hidden under the rollout" in write_report(tmp_path).read_text()
-    assert "Update hidden" not in write_report(fake_run(tmp_path / "plain", 2)).read_text()
+    assert "Update hidden" not in plain
 
 
 def test_each_kl_is_called_what_it_is_and_noise_is_flat(tmp_path):

@@ -124,38 +124,8 @@ def test_custom_gets_verls_arguments(tmp_path: Path):
     assert (reward, info["seen"].all) == (0.5, ("sums", "4", "5", 3))
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("def other(): ...", r"must define a function 'compute_score', found other: reward\.name=other"),
-        ("compute_score = 3", r"must define a function 'compute_score', found int"),
-        ("def compute_score(text, answer): ...", r"must take \(data_source, solution_str, .*found \(text, answer\)"),
-        (
-            "def compute_score(data_source, solution_str, ground_truth): ...",
-            r"unexpected keyword argument 'extra_info'",
-        ),
-        ("async def compute_score(**kwargs): ...", r"reward\.name: .* ordinary function, found an async one"),
-        ("def compute_score(**kwargs): yield 1.0", r"reward\.name: .* ordinary function, found a generator"),
-        ("compute_score = min", r"reward\.name: .* must take .* signature that can be read"),
-        (
-            "import no_such_module",
-            r"importing .* failed in line 1 with ModuleNotFoundError: No module named 'no_such_module'",
-        ),
-        ("def broken(", r"failed in line 1 with SyntaxError"),
-        ("import sys; sys.exit(2)", r"failed in line 1 with SystemExit: 2"),
-    ],
-)
-def test_custom_is_refused(tmp_path: Path, source: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        custom(tmp_path, source)
-
-
-def test_other_refusals(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"reward\.path: no such file: .*missing\.py"):
-        build_scorer(config({"kind": "custom", "path": str(tmp_path / "missing.py")}))
-    (tmp_path / "reward.txt").write_text("")
-    with pytest.raises(ValueError, match=r"must name a Python file"):
-        build_scorer(config({"kind": "custom", "path": str(tmp_path / "reward.txt")}))
+def test_refusals():
+    """`tests/refusals/test_rewards.py` has those of reward files."""
     with pytest.raises(ValueError, match=r"data\.answer_key is empty"):
         build_scorer(config(data={"train_files": ["a.jsonl"], "answer_key": ""}))
     with pytest.raises(ValueError, match=r"use reward\.kind=auto"):

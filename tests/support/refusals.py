@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import shutil
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +28,13 @@ class Refusal:
     """One bad input.
 
     Attributes:
-      name: of the test.
-      arguments: of `jaxrl`; `{tmp}` stands for the folder of the test, `{model}` for a tiny model's folder.
+      arguments: of `jaxrl`; `{tmp}` stands for the folder of the case, `{model}` for a tiny model's folder.
       sentence: all that stderr says after `jaxrl: `, with the same two places in it.
       prepare: writes what the command reads into the folder; its working directory is the folder as well.
       status: what the command ends with.
       may_write: names in the folder that the command may make or change.
     """
 
-    name: str
     arguments: tuple[str, ...]
     sentence: str
     prepare: Callable[[Path], None] = nothing
@@ -42,11 +42,26 @@ class Refusal:
     may_write: tuple[str, ...] = ()
 
 
-def cases(refusals: Sequence[Refusal]) -> pytest.MarkDecorator:
-    """Parametrises a test by `refusal`; two of one name are a mistake."""
-    names = [refusal.name for refusal in refusals]
-    assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)
-    return pytest.mark.parametrize("refusal", [pytest.param(refusal, id=refusal.name) for refusal in refusals])
+def check_all(
+    refusals: Iterable[Refusal],
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs each command in an empty folder of its own, and fails with all that were not refused as they must be."""
+    count, wrong = 0, []
+    for count, refusal in enumerate(refusals, 1):
+        own = folder / str(count)
+        own.mkdir()
+        try:
+            check(refusal, own, model, capsys, monkeypatch)
+        except Exception as error:  # the others are run all the same
+            said = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+            wrong.append(f"jaxrl {' '.join(refusal.arguments):.300}: {said}")
+        shutil.rmtree(own)
+    assert count, "no case"
+    assert not wrong, "\n\n".join([f"{len(wrong)} of {count} were not refused as they must be", *wrong])
 
 
 def check(

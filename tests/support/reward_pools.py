@@ -58,7 +58,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"score": 1, "jax": "jax" in sys.modules, "pid": os.getpid()}
     return float(value or 0)
 """
-TIMEOUT_S = 3.0
+TIMEOUT_S = 1.5
 
 
 def make(folder: Path, kind: str = "process", source: str = SCORER, **reward: Any) -> RewardPool:
