@@ -83,6 +83,7 @@ class ForkServer:
     def __init__(self, service: Service, env: Mapping[str, str]):
         self._service, self._env = service, _environment(env)
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_handed_over = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         self.control: Channel
         self.asked_s = 0.0
@@ -105,6 +106,7 @@ class ForkServer:
             raise
         finally:
             theirs.close()
+        self._has_handed_over = False
         self.control = Channel(ours, 0)
         self.control.send(pickle.dumps(self._service))
 
@@ -125,6 +127,7 @@ class ForkServer:
                     break
                 os.set_inheritable(fds[0], False)
                 found.append((_PID.unpack(data)[0], socket.socket(fileno=fds[0])))
+                self._has_handed_over = True
         except BlockingIOError:
             pass
         except OSError:
@@ -136,11 +139,15 @@ class ForkServer:
         return last_line(self._stderr)[:_WORDS]
 
     def end(self) -> None:
-        """Closes the server's socket, on which it ends with all its processes; kills it if it does not."""
+        """Closes the server's socket, on which it ends with all its processes; kills it if it does not.
+
+        One that has handed over no supervisor is killed at once: it may import for a second before it looks, and a
+        supervisor ends by itself where the server is gone.
+        """
         if self._process is None:
             return
         self.control.close()
-        wait_or_kill(self._process, _CLOSE_S)
+        wait_or_kill(self._process, _CLOSE_S if self._has_handed_over else 0.0)
         self._process = None
 
     def close(self) -> None:

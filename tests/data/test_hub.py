@@ -21,12 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL, DATA = "org/tiny", "org/sums"
 ASKER = """
 import json, os, sys, traceback
+from jaxrl.config import from_mapping
 from jaxrl.data.files import data_files
+from jaxrl.data.prompts import load_train
 from jaxrl.models.loading import resolve_path
 def path(kind, name):
     try:
         if kind == "data":
             return [str(path) for path in data_files([name], "data.train_files")]
+        if kind == "sources":
+            values = {"model": {"path": "m"}, "data": {"train_files": [name]}}
+            return [each.source for each in load_train(from_mapping(values))]
         return resolve_path(name, weights=kind == "weights")
     except ValueError as error:
         return {"refused": str(error)}
@@ -162,6 +167,7 @@ def test_files_of_a_data_set(hub: SmallHub, asked: Asked, tmp_path: Path):
     }
     again = asked(None, home, ("data", f"{DATA}:main/train-*.jsonl"))
     assert again == [several]
+    assert asked(None, home, ("sources", f"{DATA}:main/train-*.jsonl")) == [[DATA] * 2]
 
 
 def test_what_cannot_be_had(hub: SmallHub, asked: Asked, tmp_path: Path):
@@ -210,6 +216,7 @@ def test_what_cannot_be_had(hub: SmallHub, asked: Asked, tmp_path: Path):
     assert unreachable["refused"].endswith("`hf download org/other` fills that cache")
 
 
+@pytest.mark.slow
 def test_a_whole_run_by_names(hub: SmallHub, tmp_path: Path):
     """Model and data by name; the source of the problems is the data set."""
     (hub.folders["models", MODEL] / "model.safetensors").unlink()

@@ -15,7 +15,12 @@ from refusals import Refusal
 
 from jaxrl.train import manifest
 
-DATA = ("data.train_files=[{tmp}/train.jsonl]", "data.max_prompt_length=64", "data.max_response_length=16")
+DATA = (
+    "data.train_files=[{tmp}/train.jsonl]",
+    "data.max_prompt_length=64",
+    "data.max_response_length=16",
+    "reward={kind: custom, path: {tmp}/reward.py}",  # its workers import little
+)
 MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")
 TRAIN = ("train", *MODEL, *DATA, "trainer.run_dir={tmp}/run")
 EVAL = ("eval", *MODEL, *DATA, "data.val_files=[{tmp}/held_out.jsonl]", "--checkpoint={tmp}/run")
@@ -30,6 +35,7 @@ def prepared(*damages: Damage, steps: tuple[int, ...] = (4,)) -> Callable[[Path]
     def prepare(folder: Path) -> None:
         rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "reward.py").write_text("def compute_score(**kwargs): return 1.0\n")
         (folder / "held_out.jsonl").write_text(json.dumps({"question": "7 + 7", "answer": "14"}) + "\n")
         (folder / "run").mkdir()
         saved(folder / "run" / "checkpoints", *steps)

@@ -42,7 +42,14 @@ def jaxrl(*words: str) -> str:
     return f"{environment} {shlex.quote(sys.executable)} -m jaxrl {' '.join(words)}"
 
 
-@pytest.mark.parametrize("kib", [0, 24, 200], ids=["no room at all", "none for run.json", "none for a checkpoint"])
+@pytest.mark.parametrize(
+    "kib",
+    [
+        pytest.param(0, marks=pytest.mark.slow, id="no room at all"),
+        pytest.param(24, marks=pytest.mark.slow, id="none for run.json"),
+        pytest.param(200, id="none for a checkpoint"),
+    ],
+)
 def test_a_run_that_does_not_fit(disk: SmallDisk, tmp_path: Path, tiny_model: Path, kib: int):
     runs = Runs(tmp_path, tiny_model)
     disk.leave(kib)
@@ -52,12 +59,15 @@ def test_a_run_that_does_not_fit(disk: SmallDisk, tmp_path: Path, tiny_model: Pa
         assert said.endswith(NOTHING_YET)
 
 
-def test_a_simulated_run_that_does_not_fit(disk: SmallDisk):
-    disk.leave(0)
+@pytest.mark.parametrize("kib", [0, 24], ids=["no room at all", "none for run.json"])
+def test_a_simulated_run_that_does_not_fit(disk: SmallDisk, kib: int):
+    disk.leave(kib)
     assert NO_SPACE in ended(disk, jaxrl("simulate", SIMULATE, f"simulate.run_dir={disk.path}/run"))
 
 
+@pytest.mark.slow
 def test_an_export_that_does_not_fit(disk: SmallDisk, tiny_model: Path):
+    """What it leaves behind is tested in `test_concurrency.py` as well, with an error that is made up."""
     disk.leave(60)
     said = ended(disk, jaxrl("export", f"random:{tiny_model}", f"{disk.path}/exported"))
     assert NO_SPACE in said

@@ -83,18 +83,18 @@ SHELL = """
 set -o pipefail
 $PYTHON -m jaxrl {command}
 """
-LAYOUT = "explain-layout --shape tiny --devices 2"
+OPTIONS = "options"
 
 
 @pytest.mark.parametrize(
     ("command", "err", "status"),
     [
-        (f"{LAYOUT} | true", "", 0),
+        (f"{OPTIONS} | true", "", 0),
         ("--help | true", "", 0),
-        (f"{LAYOUT} >&-", "", 0),
-        (f"{LAYOUT} <&- >&- 2>&-", "", 0),
-        (f"{LAYOUT} > /dev/full", "no space left on the device\n", 1),
-        ("explain-layout --shape naïve 2>&1 | cat", "", 2),
+        (f"{OPTIONS} >&-", "", 0),
+        (f"{OPTIONS} <&- >&- 2>&-", "", 0),
+        (f"{OPTIONS} > /dev/full", "no space left on the device\n", 1),
+        ("options naïve 2>&1 | cat", "", 2),
     ],
     ids=["reader-gone", "help-reader-gone", "closed", "all-closed", "full", "odd-characters"],
 )
@@ -102,7 +102,7 @@ def test_whatever_standard_output_is(command: str, err: str, status: int):
     """Buffered, or not: an error shows where the output is written, or where it is flushed."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     environment |= {"PYTHON": sys.executable, "PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
-    unbuffered = [{"PYTHONUNBUFFERED": "1"}] if command == f"{LAYOUT} | true" or err else []
+    unbuffered = [{"PYTHONUNBUFFERED": "1"}] if command == f"{OPTIONS} | true" or err else []
     for more in ({}, *unbuffered):
         done = subprocess.run(
             ["bash", "-c", SHELL.format(command=command)],

@@ -404,7 +404,7 @@ BAD = [
 ]
 
 
-NUM_WORKERS = 4
+NUM_WORKERS = 8  # many of the samples wait for their limit
 
 
 def test_scorers_that_misbehave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

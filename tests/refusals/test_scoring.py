@@ -9,6 +9,7 @@ from refusals import Refusal
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.with_name("reward.py").write_text("def compute_score(**kwargs): return 1.0\n")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -37,6 +38,7 @@ def wrong_length(folder: Path) -> None:
 
 
 SCORE = ("score", "--responses", "a.jsonl", "--out", "o.jsonl")
+CUSTOM = (*SCORE, "--kind", "custom", "reward.path=reward.py")  # its workers import little
 LENGTH = ("reward.parts.short.kind=length",)
 REFUSED = (
     Refusal(("score", "--out", "o"), "score: --responses must be given"),
@@ -52,8 +54,8 @@ REFUSED = (
         "--out (a.jsonl) would replace a.jsonl, which this command reads: name another file",
         wrong_row,
     ),
-    Refusal(SCORE, "a.jsonl, line 2: 'response' must be text, found 1", wrong_row),
-    Refusal(SCORE, "a.jsonl, line 1: no column 'response' (of the response): did you mean 'respons'?", no_response),
+    Refusal(CUSTOM, "a.jsonl, line 2: 'response' must be text, found 1", wrong_row),
+    Refusal(CUSTOM, "a.jsonl, line 1: no column 'response' (of the response): did you mean 'respons'?", no_response),
     Refusal(SCORE, "a.jsonl, line 1: no column 'answer' (data.answer_key): found 'response'", no_answer),
     Refusal(
         (*SCORE, "--kind", "code", "reward.code.sandbox=none"),
@@ -66,7 +68,7 @@ REFUSED = (
         "a.jsonl, line 1: no column 'response_length' (tokens), on which a part of the reward depends",
         no_json,
     ),
-    Refusal(SCORE, "a.jsonl, line 1: the response's length must be a number of tokens, found 'many'", wrong_length),
+    Refusal(CUSTOM, "a.jsonl, line 1: the response's length must be a number of tokens, found 'many'", wrong_length),
     Refusal(
         (*SCORE, "--kind", "judge", "reward.judge.model=m"),
         "reward.kind is judge, with a model on the devices, and score has none: use eval, or a model at an endpoint",

@@ -271,19 +271,19 @@ def running_in(session: int) -> list[int]:
     return found
 
 
-def test_a_simulation_goes_on_where_its_last_state_was(simulated: Path):
-    """It does in the fixture."""
-    assert (simulated / "state.json").exists()
-
-
 def test_a_simulation_goes_on_where_it_was_and_control_c_reaches_tune_and_its_processes(runs: Runs):
     steps = "trainer.total_training_steps"
-    with runs.start("simulated", f"{steps}=100000", command="simulate") as command:
+    lengths = (
+        "data.max_response_length=400",
+        "actor.ppo_max_token_len_per_gpu=1000",
+        "simulate.tasks=[{response: {median: 60}}]",
+    )
+    with runs.start("simulated", f"{steps}=100000", *lengths, command="simulate") as command:
         command.until(lambda: runs.lines("simulated") > 20)
         check(command, TERM, command.send(TERM))
     run = runs.folder / "simulated" / "run"
     step = load_state((run / "state.json").read_text(), str(run / "state.json"))["step"]
-    with runs.start("simulated", f"{steps}={step + 2}", command="simulate") as command:
+    with runs.start("simulated", f"{steps}={step + 2}", *lengths, command="simulate") as command:
         assert command.process.wait(PATIENCE_S) == 0
         assert f"after step {step}" in command.out
     assert runs.lines("simulated") == step + 2

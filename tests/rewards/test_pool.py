@@ -284,6 +284,7 @@ def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError("no more processes")
 
     monkeypatch.setattr("jaxrl.processes.fork_server.start_fork_server", refuse)
+    monkeypatch.setattr("jaxrl.rewards.worker_pool._PAUSE_S", 0.01)
     pool = make(tmp_path, num_workers=1)
     with pytest.raises(RunFailed, match=r"end while they start \(no process can be started: no more processes\)"):
         pool.warm()
@@ -296,7 +297,7 @@ def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path):
     flag = tmp_path / "hung"
     source = SCORER + (f"\nif os.path.exists({str(flag)!r}):\n    os.remove({str(flag)!r})\n    time.sleep(60)\n")
-    pool = make(tmp_path, source=source, num_workers=1, start_timeout_s=2.0)
+    pool = make(tmp_path, source=source, num_workers=1, start_timeout_s=1.0)
     pool.warm()
     flag.touch()
     submit(pool, "die", "say 1")

@@ -285,7 +285,7 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ray_process, "SILENT_S", 0.5)
     monkeypatch.setattr(ray_process, "_CLOSE_S", 0.1)
     submit(pool, 5.0)
-    monkeypatch.setattr(ray_process, "SILENT_S", 3.0)
+    monkeypatch.setattr(ray_process, "SILENT_S", 1.5)
     assert collect(pool)[0].info == {"lives": 1}
     pool.close()
 

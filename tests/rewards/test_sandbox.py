@@ -54,9 +54,12 @@ def runs_here(attack: Attack) -> bool:
     return not attack.x86 or syscalls.machine() == "x86_64"
 
 
-@pytest.mark.parametrize("attack", [attack for attack in FEW if runs_here(attack)], ids=lambda a: a.name)
-def test_attack_is_held(attack: Attack, scorer: CodeScorer, canaries: Canaries):
-    assert attack_once(scorer, attack, canaries, 20.0)[0] == []
+LIMIT_S = 3.0  # two of them go on until it ends them; the others end within a second
+
+
+def test_attacks_are_held(scorer: CodeScorer, canaries: Canaries):
+    broken = {attack.name: attack_once(scorer, attack, canaries, LIMIT_S)[0] for attack in FEW if runs_here(attack)}
+    assert {name: sentences for name, sentences in broken.items() if sentences} == {}
 
 
 def test_attacks_begin(scorer: CodeScorer, canaries: Canaries):

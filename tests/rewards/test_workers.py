@@ -122,7 +122,7 @@ def test_samples_share_an_interpreter_unless_they_are_not_to(tmp_path: Path):
     pool = make(tmp_path, num_workers=1)
     assert [verdict.info["count"] for verdict in score(pool, change, change, change)] == [1, 2, 3]
     pool.close()
-    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=3.0)
+    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=1.5)
     look = "import math; result['whole'] = math.pi > 3"
     verdicts = score(
         pool, change, look, "os._exit(3)", look, "while True: pass", look, "os.kill(os.getpid(), 11)", look
@@ -169,7 +169,7 @@ def test_a_keeper_that_says_nothing_is_replaced(tmp_path: Path, monkeypatch: pyt
     assert not _alive(right.info["pid"])
 
 
-@pytest.mark.parametrize("who", ["keeper", "warden", "both"])
+@pytest.mark.parametrize("who", ["keeper", "warden", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_supervisor_that_is_killed_is_replaced(tmp_path: Path, who: str):
     """Every sample has one verdict, and what the lost ones had below them is gone."""
     pool = make(tmp_path, num_workers=2)
