@@ -191,7 +191,7 @@ def _try(source: str, place: str, context: str) -> None:
     paths = os.pathsep.join(sorted((path or here for path in sys.path), key=lambda path: path == here))
     done = subprocess.run(
         [sys.executable, "-P", __file__],
-        input=json.dumps([source, json.loads(context)]),
+        input=json.dumps([source, json.loads(context), TIME_LIMIT_S]),
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         encoding="utf-8",
@@ -213,9 +213,9 @@ def _try(source: str, place: str, context: str) -> None:
 
 def _trial() -> int:
     """The trial's process: the status says which limit was exceeded. Other faults are found when messages come."""
-    source, context = json.load(sys.stdin)
+    source, context, limit_s = json.load(sys.stdin)
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_CPU, TIME_LIMIT_S, TIME_LIMIT_S + 1)
+    limit(resource.RLIMIT_CPU, limit_s, limit_s + 1)
     limit(resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES)
     differs = []
     for messages in _TRIED:

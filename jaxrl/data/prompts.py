@@ -139,7 +139,9 @@ class PromptSource:
         self._position = 0
         self._batch_size = data.train_batch_size
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
-        first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
+        self._first: list[tuple[int, int]] = []
+        self._first = [self._place(i) for i in range(min(1000, 2 * len(self._rendered)))]
+        first = [row for row, _ in self._first]
         self._fingerprints = {
             "data": self._rendered.fingerprint(),
             "order": hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
@@ -156,6 +158,8 @@ class PromptSource:
 
     def _place(self, position: int) -> tuple[int, int]:
         """The row and the epoch of a position."""
+        if position < len(self._first):  # of few prompts grain takes ten milliseconds for each
+            return self._first[position]
         if self._quotas is None:
             row, epoch = self._order[position], position // len(self._rendered)
         else:

@@ -19,6 +19,7 @@ DATA = (
     "data.train_files=[{tmp}/train.jsonl]",
     "data.max_prompt_length=64",
     "data.max_response_length=16",
+    "data.shuffle=false",
     "reward={kind: custom, path: {tmp}/reward.py}",  # its workers import little
 )
 MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")

@@ -42,14 +42,31 @@ def jaxrl(*words: str) -> str:
     return f"{environment} {shlex.quote(sys.executable)} -m jaxrl {' '.join(words)}"
 
 
-@pytest.mark.parametrize(
-    "kib",
-    [
-        pytest.param(0, marks=pytest.mark.slow, id="no room at all"),
-        pytest.param(24, marks=pytest.mark.slow, id="none for run.json"),
-        pytest.param(200, id="none for a checkpoint"),
-    ],
-)
+SAVE = """
+import sys
+from damage import state_at
+from jaxrl.train.checkpoint import Checkpointer
+from jaxrl.types import RunFailed
+try:
+    with Checkpointer(sys.argv[1]) as checkpoints:
+        checkpoints.save(4, *state_at(4))
+except RunFailed as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def test_a_checkpoint_that_does_not_fit(disk: SmallDisk):
+    (disk.path.parent / "save.py").write_text(SAVE)
+    disk.leave(12)
+    words = f"PYTHONPATH={ROOT}:{ROOT}/tests/support {sys.executable} {disk.path.parent}/save.py"
+    folder = disk.path / "checkpoints"
+    said = ended(disk, f"JAX_PLATFORMS=cpu {words} {folder}")
+    assert said == f"checkpoint 4 cannot be written to {folder}: {NOTHING_YET}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kib", [0, 24, 200], ids=["no room at all", "none for run.json", "none for a checkpoint"])
 def test_a_run_that_does_not_fit(disk: SmallDisk, tmp_path: Path, tiny_model: Path, kib: int):
     runs = Runs(tmp_path, tiny_model)
     disk.leave(kib)

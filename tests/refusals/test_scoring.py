@@ -30,6 +30,7 @@ def no_tests(folder: Path) -> None:
 
 
 def no_json(folder: Path) -> None:
+    write(folder / "a.jsonl", [{"answer": "1", "response": "1"}])
     (folder / "a.jsonl").write_text('{"answer": "1", "response": "1"}\n{"answer": \n')
 
 
@@ -62,9 +63,9 @@ REFUSED = (
         "a.jsonl, line 2: a: the reference answer asserts nothing, so that any program would pass: '42'",
         no_tests,
     ),
-    Refusal(SCORE, "a.jsonl, line 2: not valid JSON (Expecting value, column 11)", no_json),
+    Refusal(CUSTOM, "a.jsonl, line 2: not valid JSON (Expecting value, column 11)", no_json),
     Refusal(
-        (*SCORE, *LENGTH),
+        (*CUSTOM, *LENGTH),
         "a.jsonl, line 1: no column 'response_length' (tokens), on which a part of the reward depends",
         no_json,
     ),

@@ -137,7 +137,7 @@ def test_deepmath_references_score_themselves(data_folder: Path):
         assert score(r"Therefore \boxed{12345.678}.", reference)[0] == 0.0, reference
 
 
-LONG = 30_000
+LONG = 20_000
 PIECES = (
     "\\boxed{", "\\boxed{1}", "{", "\\{", "####", "#### \n", "<answer>", "<answer>a", "answer is ", "1", "1,", "1 ",
     "1/", "1,111", "111 ", "\\frac{", "\\frac{1}{2", "\\frac 1", "\\text{", "**", "**a ", "_", " ", "\n", "$", "-",
@@ -155,7 +155,7 @@ def test_time_grows_with_the_length_alone():
         for how in ("auto", "boxed", "answer_tag", "last_number"):
             extract_answer(text, how)
         assert equal(text, "12")[0] is False
-        short = text[: LONG // 15]
+        short = text[: LONG // 10]
         equal(short, f"{short}1")  # a reference as long is compared
         assert time.process_time() - began_s < 3, piece
 

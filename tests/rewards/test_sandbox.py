@@ -54,7 +54,7 @@ def runs_here(attack: Attack) -> bool:
     return not attack.x86 or syscalls.machine() == "x86_64"
 
 
-LIMIT_S = 3.0  # two of them go on until it ends them; the others end within a second
+LIMIT_S = 2.0  # two of them go on until it ends them; the others end within a second
 
 
 def test_attacks_are_held(scorer: CodeScorer, canaries: Canaries):

@@ -122,7 +122,7 @@ def test_samples_share_an_interpreter_unless_they_are_not_to(tmp_path: Path):
     pool = make(tmp_path, num_workers=1)
     assert [verdict.info["count"] for verdict in score(pool, change, change, change)] == [1, 2, 3]
     pool.close()
-    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=1.5)
+    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=1.0)
     look = "import math; result['whole'] = math.pi > 3"
     verdicts = score(
         pool, change, look, "os._exit(3)", look, "while True: pass", look, "os.kill(os.getpid(), 11)", look
