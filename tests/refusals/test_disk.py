@@ -43,10 +43,11 @@ def jaxrl(*words: str) -> str:
 
 
 SAVE = """
-import sys
+import logging, sys
 from damage import state_at
 from jaxrl.train.checkpoint import Checkpointer
 from jaxrl.types import RunFailed
+logging.disable(logging.ERROR)  # Orbax's own words, as on the command line
 try:
     with Checkpointer(sys.argv[1]) as checkpoints:
         checkpoints.save(4, *state_at(4))

@@ -322,7 +322,7 @@ def test_the_scorer_is_built_and_travels():
 @pytest.mark.parametrize("fresh_process", [False, True])
 def test_in_a_pool(fresh_process: bool):
     """The server is the worker's child: one for all samples, and gone with the pool."""
-    code = {"max_timeout_s": 1.0, "max_memory_mib": 256}
+    code = {"max_timeout_s": 0.5, "max_memory_mib": 256}
     reward = {"kind": "code", "num_workers": 1, "code": code, "fresh_process": fresh_process, "max_memory_gib": 1.0}
     config = from_mapping({"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": reward})
     others = descendants(os.getpid())

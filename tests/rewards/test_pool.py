@@ -233,11 +233,11 @@ def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(tmp_path: Path
         while not over.is_set():
             sum(range(1000))
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
+    threads = [threading.Thread(target=count) for _ in range(3)]
     pool = make(tmp_path, timeout_s=20.0)
     pool.warm()
     chance = random.Random(19)
-    kinds = [chance.choice(["say", "say", "say", "once", "die", "raise"]) for _ in range(60)]
+    kinds = [chance.choice(["say", "say", "say", "once", "die", "raise"]) for _ in range(40)]
     responses = [f"{kind} {i if kind == 'say' else tmp_path / str(i)}" for i, kind in enumerate(kinds)]
     try:
         for thread in threads:
@@ -251,7 +251,7 @@ def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(tmp_path: Path
         retries = pool.take_metrics()["reward/retries"]
         pool.close()
     expected = {"once": ("ok", 0.5), "die": ("crash", 0.0), "raise": ("error", 0.0)}
-    assert [(verdicts[i].status, verdicts[i].reward) for i in range(60)] == [
+    assert [(verdicts[i].status, verdicts[i].reward) for i in range(40)] == [
         expected.get(kind, ("ok", float(i))) for i, kind in enumerate(kinds)
     ]
     assert retries == kinds.count("once") + kinds.count("die"), "a retry for each first death"

@@ -54,11 +54,15 @@ def runs_here(attack: Attack) -> bool:
     return not attack.x86 or syscalls.machine() == "x86_64"
 
 
-LIMIT_S = 2.0  # two of them go on until it ends them; the others end within a second
+ENDLESS = ("deep_recursion_in_c", "patches_the_checker")  # until their limit
 
 
 def test_attacks_are_held(scorer: CodeScorer, canaries: Canaries):
-    broken = {attack.name: attack_once(scorer, attack, canaries, LIMIT_S)[0] for attack in FEW if runs_here(attack)}
+    broken = {
+        attack.name: attack_once(scorer, attack, canaries, 1.0 if attack.name in ENDLESS else 20.0)[0]
+        for attack in FEW
+        if runs_here(attack)
+    }
     assert {name: sentences for name, sentences in broken.items() if sentences} == {}
 
 
