@@ -174,9 +174,7 @@ def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer)
     assert share(ask(leaves, MBPP))[0] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("program", "test", "right"),
-    [
+CROSSES = [
         ("def f(x): x.sort()", "a = [3, 1]; f(a); assert a == [1, 3]", True),
         ("def f(x): x[0][0] = 9", "a = [[1], [2]]; f(a); assert a == [[9], [2]]", True),
         ("def f(g, x): return g(g(x))", "assert f(lambda v: v + 1, 3) == 5", True),
@@ -205,11 +203,12 @@ def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer)
         ("def sqrt(x): return 'mine'", "assert sqrt(4) == 'mine'", True),
         ("class copy:\n  def paper(): return 'A4'", "assert copy.paper() == 'A4'", True),
         ("def f(x) return 1", "assert True", False),
-    ],
-)  # fmt: skip
-def test_what_crosses_between_tests_and_program(program: str, test: str, right: bool, scorer: CodeScorer):
-    reward, info = scorer(ask(program, {"test_list": [test]}))
-    assert reward == float(right), info
+    ]  # fmt: skip
+
+
+def test_what_crosses_between_tests_and_program(scorer: CodeScorer):
+    said = {(program, test): (right, scorer(ask(program, {"test_list": [test]}))) for program, test, right in CROSSES}
+    assert {case: info for case, (right, (reward, info)) in said.items() if reward != float(right)} == {}
 
 
 @pytest.mark.parametrize(

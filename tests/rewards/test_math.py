@@ -6,101 +6,99 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from jaxrl.rewards.answers import last_boxed, last_number
 from jaxrl.rewards.math import equal, extract_answer, score
 
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("6 + 6 = 12, so the answer is 12.", "12"),
-        ("1,234", "1234"),
-        ("It costs $1,234.50.", "1234.50"),
-        ("-4", "-4"),
-        ("x = -4", "-4"),
-        ("−4", "-4"),  # a typographic minus sign
-        ("10-3", "3"),
-        ("x-4", "4"),
-        ("5 - 4", "4"),
-        ("$12", "12"),
-        ("-$12", "-12"),
-        ("$-12", "-12"),
-        (r"\$42", "42"),
-        ("3.0", "3.0"),
-        ("-.5", "-.5"),
-        ("3.", "3"),
-        ("3/4", "3/4"),
-        ("1 3/4 cups", "1 3/4"),
-        (r"-\frac{3}{4}", "-3/4"),
-        (r"\dfrac{-1}{2}", "-1/2"),
-        ("one of 2, 3, 4", "4"),
-        ("**42**", "42"),
-        ("12kg", "12"),
-        ("50%", "50"),
-        ("1e5", "1e5"),
-        ("H2O", None),
-        ("no number", None),
-        ("", None),
-    ],
-)
-def test_last_number(text: str, number: str | None):
-    assert last_number(text.replace("−", "-")) == number
-    assert extract_answer(text, "last_number") == (number, "last_number")
+NUMBERS = [
+    ("6 + 6 = 12, so the answer is 12.", "12"),
+    ("1,234", "1234"),
+    ("It costs $1,234.50.", "1234.50"),
+    ("-4", "-4"),
+    ("x = -4", "-4"),
+    ("−4", "-4"),  # a typographic minus sign
+    ("10-3", "3"),
+    ("x-4", "4"),
+    ("5 - 4", "4"),
+    ("$12", "12"),
+    ("-$12", "-12"),
+    ("$-12", "-12"),
+    (r"\$42", "42"),
+    ("3.0", "3.0"),
+    ("-.5", "-.5"),
+    ("3.", "3"),
+    ("3/4", "3/4"),
+    ("1 3/4 cups", "1 3/4"),
+    (r"-\frac{3}{4}", "-3/4"),
+    (r"\dfrac{-1}{2}", "-1/2"),
+    ("one of 2, 3, 4", "4"),
+    ("**42**", "42"),
+    ("12kg", "12"),
+    ("50%", "50"),
+    ("1e5", "1e5"),
+    ("H2O", None),
+    ("no number", None),
+    ("", None),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "how", "answer", "mark"),
-    [
-        (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3 <answer>4</answer> 5", "auto", r"\frac{1}{2}", "boxed"),
-        ("<answer>4</answer> 5\n#### 1,000 \nmore 7", "auto", "1,000", "####"),
-        ("<answer>3</answer> or <answer> 4 </answer> 5", "auto", "4", "answer_tag"),
-        ("four plus one is 5 in all", "auto", "5", "last_number"),
-        ("nothing", "auto", None, "last_number"),
-        (r"\boxed{12", "auto", "12", "last_number"),  # cut off by the token limit
-        (r"\boxed{a \} b}", "boxed", r"a \} b", "boxed"),
-        (r"12", "boxed", None, "boxed"),
-        ("12", "answer_tag", None, "answer_tag"),
-        ("<answer>first <answer>second</answer>", "answer_tag", "second", "answer_tag"),
-        (" the lot 5\n", "none", "the lot 5", "none"),
-        ("", "none", None, "none"),
-    ],
-)
-def test_extract(text: str, how, answer: str | None, mark: str):
-    assert extract_answer(text, how) == (answer, mark)
+def test_last_number():
+    for text, number in NUMBERS:
+        assert last_number(text.replace("−", "-")) == number, text
+        assert extract_answer(text, "last_number") == (number, "last_number"), text
 
 
-@pytest.mark.parametrize(
-    ("answer", "reference", "correct", "by"),
-    [
-        ("12", "12", True, "text"),
-        ("$12$", "12", True, "text"),
-        (r"\dfrac{11}{16}", r"\frac{11}{16}", True, "text"),
-        ("1,234", "1234", True, "text"),
-        ("12.", "12", True, "text"),
-        ("12", "12.0", True, "number"),
-        ("0.6875", r"\dfrac{11}{16}", True, "number"),
-        ("1 1/2", "1.5", True, "number"),
-        ("0.333333", "1/3", True, "number"),
-        ("0.33", "1/3", False, "number"),
-        ("1000001", "1000000", False, "number"),
-        ("1/0", "1", False, "math_verify"),
-        ("yes.", r"\text{Yes}", True, "words"),
-        ("sey", "Yes", False, "words"),  # e*s*y commutes
-        ("x=5", "5", True, "text"),
-        ("[0,1)", "[0, 1)", True, "text"),
-        ("(0,1)", "[0, 1)", False, "elements"),
-        (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"),
-        ("1+x^2", "x^2+1", True, "math_verify"),
-        (r"50\%", "50", True, "number"),
-        ("1,2", "12", False, "elements"),
-        (r"\frac{", "12", False, "math_verify"),
-        ("9" * 5000, "9", False, "length"),
-    ],
-)
-def test_equal(answer: str, reference: str, correct: bool, by: str):
-    assert equal(answer, reference) == (correct, by)
+ANSWERS = [
+    (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3 <answer>4</answer> 5", "auto", r"\frac{1}{2}", "boxed"),
+    ("<answer>4</answer> 5\n#### 1,000 \nmore 7", "auto", "1,000", "####"),
+    ("<answer>3</answer> or <answer> 4 </answer> 5", "auto", "4", "answer_tag"),
+    ("four plus one is 5 in all", "auto", "5", "last_number"),
+    ("nothing", "auto", None, "last_number"),
+    (r"\boxed{12", "auto", "12", "last_number"),  # cut off by the token limit
+    (r"\boxed{a \} b}", "boxed", r"a \} b", "boxed"),
+    (r"12", "boxed", None, "boxed"),
+    ("12", "answer_tag", None, "answer_tag"),
+    ("<answer>first <answer>second</answer>", "answer_tag", "second", "answer_tag"),
+    (" the lot 5\n", "none", "the lot 5", "none"),
+    ("", "none", None, "none"),
+]
+
+
+def test_extract():
+    assert [extract_answer(text, how) for text, how, *_ in ANSWERS] == [
+        (answer, mark) for _, _, answer, mark in ANSWERS
+    ]
+
+
+COMPARED = [
+    ("12", "12", True, "text"),
+    ("$12$", "12", True, "text"),
+    (r"\dfrac{11}{16}", r"\frac{11}{16}", True, "text"),
+    ("1,234", "1234", True, "text"),
+    ("12.", "12", True, "text"),
+    ("12", "12.0", True, "number"),
+    ("0.6875", r"\dfrac{11}{16}", True, "number"),
+    ("1 1/2", "1.5", True, "number"),
+    ("0.333333", "1/3", True, "number"),
+    ("0.33", "1/3", False, "number"),
+    ("1000001", "1000000", False, "number"),
+    ("1/0", "1", False, "math_verify"),
+    ("yes.", r"\text{Yes}", True, "words"),
+    ("sey", "Yes", False, "words"),  # e*s*y commutes
+    ("x=5", "5", True, "text"),
+    ("[0,1)", "[0, 1)", True, "text"),
+    ("(0,1)", "[0, 1)", False, "elements"),
+    (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"),
+    ("1+x^2", "x^2+1", True, "math_verify"),
+    (r"50\%", "50", True, "number"),
+    ("1,2", "12", False, "elements"),
+    (r"\frac{", "12", False, "math_verify"),
+    ("9" * 5000, "9", False, "length"),
+]
+
+
+def test_equal():
+    found = {(answer, reference): equal(answer, reference) for answer, reference, *_ in COMPARED}
+    assert found == {(answer, reference): (correct, by) for answer, reference, correct, by in COMPARED}
 
 
 def test_score_says_what_it_saw():

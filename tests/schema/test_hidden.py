@@ -2,6 +2,7 @@
 
 import base64
 import html
+import itertools
 import json
 import time
 from urllib.parse import quote, quote_plus
@@ -36,17 +37,16 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("key", [KEY, "sk-very-secret", "0123456789abcdef"])
-def test_a_key_is_found_in_every_form(form: str, key: str):
-    told = FORMS[form](key)
-    assert len(told) >= len(key)
-    found = hider(key)(f"before {told} after")
-    assert "***" in found
-    assert found.startswith("before ")
-    assert found.endswith(" after")
-    for part in (told[i : i + 6] for i in range(len(told) - len(key), len(told) - 6)):
-        assert part not in found  # the last characters are all of the key
+def test_a_key_is_found_in_every_form():
+    for key, form in itertools.product((KEY, "sk-very-secret", "0123456789abcdef"), FORMS):
+        told = FORMS[form](key)
+        assert len(told) >= len(key)
+        found = hider(key)(f"before {told} after")
+        assert "***" in found, (key, form)
+        assert found.startswith("before ")
+        assert found.endswith(" after")
+        for part in (told[i : i + 6] for i in range(len(told) - len(key), len(told) - 6)):
+            assert part not in found, (key, form)  # the last characters are all of the key
 
 
 @pytest.mark.parametrize(
