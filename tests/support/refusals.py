@@ -35,7 +35,7 @@ class Refusal:
 
     arguments: tuple[str, ...]
     sentence: str
-    prepare: Callable[[Path], None] = nothing
+    prepare: Callable[[Path], object] = nothing
 
 
 def check_all(
