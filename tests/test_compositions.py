@@ -108,7 +108,7 @@ def compositions(draw: st.DrawFn) -> Composition:
         "simulate.num_prompts": draw(st.sampled_from([2, 8, 50])),
         "trainer.save_freq": draw(st.sampled_from([1, 2, 3])),
         "trainer.test_freq": draw(st.sampled_from([0, 2])),
-        "trainer.total_training_steps": draw(st.sampled_from([2, 7, 12])),
+        "trainer.total_training_steps": draw(st.sampled_from([2, 5, 8])),
     }
     if lag and draw(st.booleans()):  # devices of the rollout's own, and what only they allow
         values |= {"trainer.num_devices": 4, "rollout.num_devices": 2}
@@ -169,7 +169,7 @@ def without_times(house: House, *more: str) -> Any:
     return {s: {k: v for k, v in line.items() if not k.startswith(more)} for s, line in metrics.items()}, trained
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(drawn=compositions())
 def test_what_composes_keeps_the_book(drawn: Composition):
     check_composition(drawn)
@@ -213,7 +213,8 @@ def test_exactly_these_compositions_are_refused():
     }
     factors = {"prompt_factor": 3.0, "response_factor": 1.5}
     for on in product((False, True), repeat=3):
-        for chosen in product(*dimensions.values()):
+        # two rules never go together, whatever else there is: a sample of it does
+        for chosen in list(product(*dimensions.values()))[:: 1 if sum(on) < 2 else 37]:
             of = dict(zip(dimensions, chosen, strict=True))
             config = make_config(
                 {

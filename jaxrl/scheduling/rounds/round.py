@@ -207,8 +207,8 @@ class Round:
         """
         ledger, wanted = self.ledger, set(self._rule.certain(self.ledger))
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}
-        for key in (*ledger.verdicts, *ledger.scoring):
-            if (prompt_key := ledger.launched[key].key) in wanted:
+        for key in (*ledger.verdicts, *ledger.scoring):  # asked after every event: a key's own prompt needs no look-up
+            if (prompt_key := (key.epoch, key.prompt_index)) in wanted:
                 samples[prompt_key].append(ledger.finished[key])
         return [
             Group(ledger.prompts[prompt_key], sorted(samples[prompt_key], key=lambda sample: sample.key))

@@ -4,24 +4,73 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
 import numpy as np
 import pytest
+from keyword_options import with_options
 from live_arrays import bytes_on
+from small_models import TRAINED
 
+from jaxrl.config import Config
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
+from jaxrl.models import decoder
+from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.step import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
+SMALL: dict[str, Any] = {
+    "model__path": "unused",
+    "data__max_prompt_length": 16,
+    "data__max_response_length": 32,
+    "actor__ppo_max_token_len_per_gpu": 96,
+    "actor__logprob_chunk_tokens": 16,
+    "actor__optim": {"lr": 1e-2},
+    "algorithm__use_kl_in_reward": True,  # so that parts need log-probabilities of both models
+    "algorithm__kl_coef": 0.3,
+}
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
 WITH_REF = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.5, "actor__entropy_coeff": 0.1}
 STEP = 1
+
+
+def config_of(**options: Any) -> Config:
+    return with_options({}, SMALL | WIDE | options)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A trainer on four devices, in float64, and its stream on the last two: compiled once for all tests."""
+
+    trainer: Trainer
+    stream: TrainStream
+    begin: dict[str, Any]
+
+    def reset(self) -> None:
+        """As it began; nothing is streamed or accumulated."""
+        self.stream.abandon()
+        self.trainer.load_state(self.begin)
+        self.trainer.config = config_of()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Shared:
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.asarray, decoder.init(TRAINED, jax.random.key(0), "float64"))
+        trainer = Trainer(config_of(), TRAINED, params, make_mesh(jax.devices()[:4]))
+        return Shared(trainer, stream_of(trainer, 1), jax.tree.map(np.array, trainer.state()))
+
+
+@pytest.fixture
+def shared(compiled: Shared, x64) -> Shared:
+    compiled.reset()
+    return compiled
 
 
 def groups_of(batch: TrainBatch) -> list[Group]:
@@ -109,14 +158,10 @@ def check_equal(
                 np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("mode", "estimator", "devices"),
-    [("token-mean", "grpo", 8), ("seq-mean-token-sum", "dr_grpo", 2), ("seq-mean-token-mean", "rloo", 4)],
-)
-def test_the_update_is_that_of_the_whole_batch(x64, mode, estimator, devices, make_config, make_batch, make_trainer):
-    config = make_config(algorithm__loss_agg_mode=mode, algorithm__adv_estimator=estimator, **WIDE, **WITH_REF)
-    trainer = make_trainer(config, devices)
-    check_equal(trainer, groups_of(make_batch(24, same=True)), 1e-12, (0, 1), stream_of(trainer, 1))
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo"])
+def test_the_update_is_that_of_the_whole_batch(shared: Shared, make_batch, estimator: str):
+    shared.trainer.config = config_of(algorithm__adv_estimator=estimator)  # no program depends on it
+    check_equal(shared.trainer, groups_of(make_batch(24, same=True)), 1e-12, (0, 1), shared.stream)
 
 
 ESTIMATORS = sorted({*get_args(AdvantageEstimator)} - NEEDS_WHOLE_BATCH)
@@ -136,15 +181,15 @@ def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_
             check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
 
 
-def test_the_same_parts_in_the_same_order_are_the_same_bits(make_config, make_batch, make_trainer):
-    """In float32, on all devices: twice in one trainer, and in another one, up to the weights after the update; within
-    the tolerance of the whole batch."""
-    groups, config = groups_of(make_batch(24, same=True)), make_config(algorithm__use_kl_in_reward=True)
+def test_the_same_parts_in_the_same_order_are_the_same_bits(shared: Shared, make_batch):
+    """Twice with the same weights, and again from a checkpoint, up to the weights after the update; within the
+    tolerance of the whole batch."""
+    trainer, stream = shared.trainer, shared.stream
+    groups = groups_of(make_batch(24, same=True))
     calls, rest = dealt(groups, seed=3)
-    outcomes, trainer = [], make_trainer(config, 4)
+    outcomes = []
     for _ in range(2):
-        trainer = make_trainer(config, 4, programs=trainer.programs)
-        stream = stream_of(trainer, 1)
+        shared.reset()
         whole = prepared(trainer, groups)
         trainer.accumulate(whole)
         expected = trainer.gradients()
@@ -153,7 +198,7 @@ def test_the_same_parts_in_the_same_order_are_the_same_bits(make_config, make_ba
             trainer.discard()
             streamed(trainer, stream, calls, rest)
             outcomes.append(flat(trainer.gradients()))
-        assert np.linalg.norm(outcomes[-1] - flat(expected)) <= 1e-5 * np.linalg.norm(flat(expected))
+        assert np.linalg.norm(outcomes[-1] - flat(expected)) <= 1e-12 * np.linalg.norm(flat(expected))
         trainer.apply()
         outcomes.append(flat(trainer.params))
     first, again, params = outcomes[:3]
@@ -161,15 +206,14 @@ def test_the_same_parts_in_the_same_order_are_the_same_bits(make_config, make_ba
     np.testing.assert_array_equal(first, outcomes[3])
     np.testing.assert_array_equal(params, outcomes[5])
     # another order adds up otherwise
-    trainer = make_trainer(config, 4, programs=trainer.programs)
-    streamed(trainer, stream_of(trainer, 1), calls[::-1], rest)
+    shared.reset()
+    streamed(trainer, stream, calls[::-1], rest)
     assert (flat(trainer.gradients()) != first).any()
 
 
-def test_a_gradient_that_is_not_finite_skips_the_update(make_config, make_batch, make_trainer):
-    trainer = make_trainer(make_config(), 2)
-    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
-    before = flat(trainer.params)
+def test_a_gradient_that_is_not_finite_skips_the_update(shared: Shared, make_batch):
+    trainer, stream = shared.trainer, shared.stream
+    groups, before = groups_of(make_batch(12, same=True)), flat(shared.trainer.params)
     groups[0].samples[1].reward = float("nan")
     streamed(trainer, stream, [groups[:1]], groups[1:])
     assert trainer.apply()["actor/skipped_updates"] == 1
@@ -180,9 +224,9 @@ def test_a_gradient_that_is_not_finite_skips_the_update(make_config, make_batch,
     assert (flat(trainer.params) != before).any()
 
 
-def test_what_is_abandoned_leaves_nothing(make_config, make_batch, make_trainer):
-    trainer = make_trainer(make_config(), 2)
-    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+def test_what_is_abandoned_leaves_nothing(shared: Shared, make_batch):
+    trainer, stream = shared.trainer, shared.stream
+    groups = groups_of(make_batch(12, same=True))
     stream.open()
     stream.give(groups[:2], STEP)
     stream.abandon()
@@ -199,11 +243,9 @@ def test_what_is_abandoned_leaves_nothing(make_config, make_batch, make_trainer)
     np.testing.assert_array_equal(flat(trainer.gradients()), first)
 
 
-def test_devices_that_fail_leave_the_trainer_as_it_was(
-    make_config, make_batch, make_trainer, monkeypatch: pytest.MonkeyPatch
-):
-    trainer = make_trainer(make_config(), 2)
-    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+def test_devices_that_fail_leave_the_trainer_as_it_was(shared: Shared, make_batch, monkeypatch: pytest.MonkeyPatch):
+    trainer, stream = shared.trainer, shared.stream
+    groups = groups_of(make_batch(12, same=True))
 
     def full(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for 4 GiB\nthe allocator's table")
@@ -226,10 +268,10 @@ def test_devices_that_fail_leave_the_trainer_as_it_was(
     assert trainer.apply()["actor/skipped_updates"] == 0
 
 
-def test_memory_is_that_of_the_module(make_config, make_batch, make_trainer):
+def test_memory_is_that_of_the_module(shared: Shared, make_batch):
     """Weights and sums on the half; the reference's weights in turns with the actor's; nothing on the other half."""
-    trainer = make_trainer(make_config(**WITH_REF), 4)
-    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+    trainer, stream = shared.trainer, shared.stream
+    groups = groups_of(make_batch(12, same=True))
     own, other = (mesh.devices.ravel().tolist() for mesh in (stream.half.mesh, stream.half.other))
     default = jax.devices()[0].default_memory().kind
     stream.open()
@@ -243,7 +285,7 @@ def test_memory_is_that_of_the_module(make_config, make_batch, make_trainer):
         sharding.shard_shape(x.shape)
         for x, sharding in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(programs.shardings), strict=True)
     ]
-    weights = 2 * sum(4 * int(np.prod(shape)) for shape in shares)
+    weights = 2 * sum(8 * int(np.prod(shape)) for shape in shares)
     assert bytes_on(own, default) - before[0] == weights
     stream.give(groups[:2], STEP)
     stream.finish()
@@ -256,7 +298,6 @@ def test_memory_is_that_of_the_module(make_config, make_batch, make_trainer):
     assert (bytes_on(own, default), bytes_on(other, default)) == before
 
 
-def test_other_devices_are_refused(make_config, make_trainer):
-    trainer, other = make_trainer(make_config(), 2), make_trainer(make_config(), 4)
-    with pytest.raises(ValueError, match="needs a half of the trainer's 2 devices, found a half of 4 devices"):
-        TrainStream(trainer, Half(other.mesh, 0))
+def test_other_devices_are_refused(shared: Shared):
+    with pytest.raises(ValueError, match="needs a half of the trainer's 4 devices, found a half of 2 devices"):
+        TrainStream(shared.trainer, Half(make_mesh(jax.devices()[:2]), 0))
