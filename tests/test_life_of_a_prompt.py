@@ -42,9 +42,16 @@ raise SystemExit(status)
 """
 OPTIONS = (
     *("model.path=tiny", "model.random_init=true", "trainer.num_devices=1", "trainer.run_dir=run"),
-    *("reward.kind=custom", "reward.path=reward.py", "data.max_prompt_length=128", "data.max_response_length=24"),
-    *("data.train_batch_size=4", "rollout.n=2", "actor.ppo_max_token_len_per_gpu=256", "rollout.warmup=false"),
-    *("trainer.total_training_steps=2", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0"),
+    *("reward.kind=custom", "reward.path=reward.py", "data.max_prompt_length=128", "data.max_response_length=8"),
+    *(
+        "data.train_batch_size=2",
+        "rollout.n=2",
+        "actor.ppo_max_token_len_per_gpu=256",
+        "rollout.warmup=false",
+        "rollout.max_num_seqs=4",
+        "rollout.decode_steps=8",
+    ),
+    *("trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0"),
 )
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -73,7 +80,7 @@ def named() -> set[str]:
 
 
 def test_a_plain_step_passes_the_files_that_the_readme_names_and_no_mechanism(tmp_path: Path):
-    write_tiny_model(str(tmp_path / "tiny"))
+    write_tiny_model(str(tmp_path / "tiny"), num_hidden_layers=1)
     (tmp_path / "reward.py").write_text(REWARD)
     command = [sys.executable, "-c", FOLLOW, f"{ROOT}/", "found.json", "train"]
     done = subprocess.run(

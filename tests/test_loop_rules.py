@@ -6,6 +6,7 @@ same), and tests/commands/test_train.py kills whole real runs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,13 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
+def plain_run(rule: str, seed: int, **more: Any) -> House:
+    """An unbroken run with a rule, which tests only read; `more`: options, with __ for the point."""
+    options = {path.replace("__", "."): value for path, value in more.items()}
+    return whole(make_config(RULES[rule], **options), make_workload(seed))
+
+
 def test_every_rule_is_among_these():
     switched = {path for case in RULES.values() for path in case}
     missing = {f"rollout.{section}" for section in rule_sections()} - switched
@@ -37,7 +45,7 @@ def test_every_rule_is_among_these():
 @pytest.mark.parametrize("one_step_off", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_with_each_rule(rule: str, one_step_off: bool):
-    house = whole(make_config(RULES[rule], **{"trainer.one_step_off": one_step_off}), make_workload(1))
+    house = plain_run(rule, 1, trainer__one_step_off=one_step_off)
     check(house)
     first = house.metrics[1]
     assert first["rollout/launched_prompts"] == {"plain": 3, "partial rollout": 6}.get(rule, 5)
@@ -53,14 +61,14 @@ def test_a_run_with_each_rule(rule: str, one_step_off: bool):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("at", [1, 7, 23, 40, 61])
-def test_a_run_ended_anywhere_goes_on_as_if_it_had_not_been(rule: str, how: Literal["kill", "stop"], at: int):
-    config, workload = make_config(RULES[rule], **{"trainer.save_freq": 2}), make_workload(2)
-    house = House(config, workload)
-    house.run((how, at))
-    assert house.run()
-    check(house)
-    assert house.decided() == whole(config, workload).decided()
+def test_a_run_ended_anywhere_goes_on_as_if_it_had_not_been(rule: str, how: Literal["kill", "stop"]):
+    unbroken = plain_run(rule, 2, trainer__save_freq=2)
+    for at in (1, 23, 40, 61):
+        house = House(unbroken.config, unbroken.workload)
+        house.run((how, at))
+        assert house.run()
+        check(house)
+        assert house.decided() == unbroken.decided(), at
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -92,9 +100,8 @@ def test_prompts_that_wait_in_another_rule_are_not_dropped_in_silence():
 @pytest.mark.parametrize("rule", RULES)
 def test_rollout_beside_the_update_changes_nothing_but_time(rule: str):
     """Two devices that roll out and train in turns, and four of which two roll out: the same batches, in less time."""
-    off = {"trainer.one_step_off": True, **RULES[rule]}
-    turns = whole(make_config(off), make_workload(1))
-    beside = whole(make_config({**off, "trainer.num_devices": 4, "rollout.num_devices": 2}), make_workload(1))
+    turns = plain_run(rule, 1, trainer__one_step_off=True)
+    beside = plain_run(rule, 1, trainer__one_step_off=True, trainer__num_devices=4, rollout__num_devices=2)
     check(beside)
     assert beside.decided() == turns.decided()
     for step in range(2, 7):  # the first step's own round is beside nothing, and beside the last update there is none
@@ -114,8 +121,8 @@ def phases_of(line: Metrics) -> float:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_seconds_of_a_round_are_in_the_line_of_its_batch(rule: str, own_devices: bool):
     """With one-step-off as without it. A step's time is made of phases that ran in it."""
-    apart = {"trainer.num_devices": 4, "rollout.num_devices": 2} if own_devices else {}
-    off = whole(make_config({"trainer.one_step_off": True, **RULES[rule], **apart}), make_workload(1))
+    apart = {"trainer__num_devices": 4, "rollout__num_devices": 2} if own_devices else {}
+    off = plain_run(rule, 1, trainer__one_step_off=True, **apart)
     for step, line in off.metrics.items():
         assert phases_of(line) == pytest.approx(line["timing_s/step"], rel=1e-6)
         round_s = line["timing_s/data"] + line["timing_s/gen"] + line["timing_s/reward"]
@@ -126,7 +133,7 @@ def test_the_seconds_of_a_round_are_in_the_line_of_its_batch(rule: str, own_devi
         assert ("timing_s/overlap" in line) == (own_devices and step < 7)
         assert "timing_s/together" not in line
     if rule == "plain":  # the same rounds, one step later
-        on = whole(make_config({}), make_workload(1))
+        on = plain_run("plain", 1, trainer__one_step_off=False)
         for name in ("timing_s/gen", "rollout/decode_steps", "response_length/max", "perf/gen_throughput"):
             per_device = 2 if own_devices and name.startswith("perf/") else 1  # twice the devices share a rollout
             found = [off.metrics[step][name] * per_device for step in on.metrics]
@@ -238,9 +245,7 @@ def of_samples(house: House) -> dict[Any, tuple[int, float, Any]]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_long_responses_lose_reward_and_nothing_else_changes(rule: str):
-    plain, shaped = (House(make_config({**RULES[rule], **more}), make_workload(5)) for more in ({}, SHAPING))
-    assert plain.run()
-    assert shaped.run()
+    plain, shaped = plain_run(rule, 5), whole(make_config({**RULES[rule], **SHAPING}), make_workload(5))
     before, after = of_samples(plain), of_samples(shaped)
     assert before.keys() == after.keys()
     penalised = 0

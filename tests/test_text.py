@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jaxrl.data.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ def test_groups_follow_a_prompts_epoch_and_index(engine: TextEngine):
 
 
 def test_weights_are_taken_over(tiny_model: Path):
-    mesh = make_mesh()
+    mesh = make_mesh(jax.devices()[:1])
     (model, old), (_, new) = (load_model(tiny_model, mesh, random_init_seed=seed) for seed in (0, 1))
     tokenizer = Tokenizer.from_path(tiny_model)
     sizes = ExecutorConfig(num_slots=2, max_length=64, max_prefill_tokens=32, decode_steps=4)

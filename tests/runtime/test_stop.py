@@ -36,7 +36,7 @@ SECOND = "assert stop.asked; os.kill(os.getpid(), signal.SIGTERM)"
 
 def run(before: str, after: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", SIGNAL.format(before=before, after=after, awake=1 if after else 0)],
+        [sys.executable, "-c", SIGNAL.format(before=before, after=after, awake=0.5 if after else 0)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -66,7 +66,7 @@ def test_nothing_begins_to_be_written_while_it_ends(block: str):
     """The end waits for a reader of the output; a temporary file of that time would be left behind."""
     before = """
 import jaxrl.runtime.stop as module
-module._FLUSH_S, module._flush = 3, lambda: time.sleep(20)
+module._FLUSH_S, module._flush = 1.5, lambda: time.sleep(20)
 """
     done = run(before, f"with stop.{block}: os.write(1, b'written')")
     assert (done.returncode, done.stdout) == (143, "")

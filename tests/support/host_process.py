@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from keyword_options import with_options
 from small_models import TRAINED
+from watched_run import keep_programs
 
 from jaxrl.commands.start import start
 from jaxrl.config import Config, from_mapping
@@ -52,7 +53,13 @@ def config_of(num_processes: int, **options: Any) -> Config:
             "dtype": "float64",
             "param_dtype": "float64",
         },
-        "rollout": {"dtype": "float64", "max_num_seqs": 4, "max_num_batched_tokens": 64, "decode_steps": 4},
+        "rollout": {
+            "dtype": "float64",
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "decode_steps": 4,
+            "block_size": 24,  # tables of two sizes: few programs
+        },
         "hosts": {"num": num_processes},
         "trainer": {"total_training_steps": STEPS},
     }
@@ -69,18 +76,20 @@ class World:
         self.mesh = self.place.mesh
         self.board = Folder(out / "board", self.place.process)
         self.kept: dict[str, np.ndarray] = {}
+        self._whole = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
 
     def trainer(self) -> Trainer:
         shardings = train_shardings(TRAINED, self.mesh)
         init = jax.jit(lambda key: decoder.init(TRAINED, key, "float64"), out_shardings=shardings)
-        return Trainer(self.config, TRAINED, init(jax.random.key(0)), self.mesh, meet=self.board.meet)
+        trainer = Trainer(self.config, TRAINED, init(jax.random.key(0)), self.mesh, meet=self.board.meet)
+        trainer.programs.microbatches = trainer.programs.microbatches[-1:]  # one shape: less to compile
+        return trainer
 
     def keep_tree(self, name: str, tree: Any) -> None:
         """Every array of a tree, whole."""
-        whole = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             key = f"{name}{jax.tree_util.keystr(path)}"
-            self.kept[key] = np.asarray(whole(leaf) if isinstance(leaf, jax.Array) else leaf)
+            self.kept[key] = np.asarray(self._whole(leaf) if isinstance(leaf, jax.Array) else leaf)
 
 
 def batch_of(step: int, size: int = 12, longest: int = 32) -> TrainBatch:
@@ -292,6 +301,7 @@ def end_with(parent: int) -> None:
 def main(case: str, process: str, num_processes: str, port: str, out: str, options: str) -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_enable_x64", True)
+    keep_programs()
     if case == "begin":
         os.environ |= {"JAXRL_COORDINATOR": f"127.0.0.1:{port}", "JAXRL_PROCESS_ID": process}
         kept = begin(json.loads(options))

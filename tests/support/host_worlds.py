@@ -33,7 +33,8 @@ def run_world(case: str, out: Path, num_processes: int, devices: int, **options:
         port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        # as quick to compile as in the tests' own process: what is compared is compiled alike
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}",

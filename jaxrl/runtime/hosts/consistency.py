@@ -30,7 +30,7 @@ from jaxrl.runtime.hosts.liveness import PhaseBarrier
 from jaxrl.sharding.memory import device_bytes
 
 _FOLDER, _FACTS, _VERDICT = "agreement", "agreement facts", "agreement verdict"
-_SEEN_WITHIN_S = 5.0
+SEEN_WITHIN_S = 5.0
 """For a file of another host to appear; network file systems keep what a folder held for some seconds."""
 _MOST_VALUES, _MOST_LENGTH = 3, 300  # different values in a sentence, and characters of one
 
@@ -46,13 +46,18 @@ class _Report:
 
 
 def check_consistency(
-    barrier: PhaseBarrier, config: Config, devices: Sequence[Any], facts: Mapping[str, str] | None = None
+    barrier: PhaseBarrier,
+    config: Config,
+    devices: Sequence[Any],
+    facts: Mapping[str, str] | None = None,
+    seen_within_s: float = SEEN_WITHIN_S,
 ) -> int | None:
     """Compares this process with the others.
 
     Args:
       devices: of this process.
       facts: in place of those that `config` and `devices` give.
+      seen_within_s: after so long, what process 0 writes into the run directory must be seen by all.
 
     Returns:
       Bytes of one device's memory, the least of all hosts; None if the platform does not tell.
@@ -73,7 +78,7 @@ def check_consistency(
             report = _Report(barrier.host, memory, "", {})
         else:
             theirs, mark = json.loads(zlib.decompress(_awaited(barrier, _FACTS)))
-            report = _Report(barrier.host, memory, _unseen(folder, mark), differences(facts, theirs))
+            report = _Report(barrier.host, memory, _unseen(folder, mark, seen_within_s), differences(facts, theirs))
         fields = [report.host, report.memory, report.run_dir, report.differences]
         store.put(f"{_FOLDER}/{store.process}", json.dumps(fields).encode())
         if store.process == 0:
@@ -167,12 +172,12 @@ def _written(folder: str) -> Iterator[str]:
         remove_empty(made)
 
 
-def _unseen(folder: str, mark: str) -> str:
+def _unseen(folder: str, mark: str, within_s: float) -> str:
     """What is wrong with the run directory here; empty: what process 0 wrote there is seen, and it can be written."""
     if not mark:
         return ""
     path = Path(os.path.expanduser(folder))
-    until_s = time.monotonic() + _SEEN_WITHIN_S
+    until_s = time.monotonic() + within_s
     while not _reads(path / mark, mark):
         if time.monotonic() > until_s:
             return f"{path} does not show what process 0 has written there"

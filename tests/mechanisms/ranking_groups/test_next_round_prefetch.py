@@ -71,9 +71,14 @@ def plain() -> House:
     return whole(make_config(BASE), Lengths(), COST)
 
 
-def test_a_head_start_changes_no_number(plain: House):
+@pytest.fixture(scope="module")
+def ranked() -> House:
+    return whole(make_config(BASE, **RANKED), Lengths(), COST)
+
+
+def test_a_head_start_changes_no_number(plain: House, ranked: House):
     """Every prompt runs once, with the tokens and versions that it has without."""
-    house = whole(make_config(BASE, **RANKED), Lengths(), COST)
+    house = ranked
     check(house)
     assert samples(house) == samples(plain)
     assert summed(house, "head_start_s") > 0
@@ -144,13 +149,11 @@ def test_no_head_start_where_an_evaluation_comes_between():
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_run_that_goes_on_draws_the_same(plain: House, how: Any):
+def test_a_run_that_goes_on_draws_the_same(plain: House, ranked: House, how: Any):
     """Ended anywhere, also while requests of the next round are running."""
     config, workload = make_config(BASE, **RANKED), Lengths()
-    once = whole(config, workload, COST)
-    assert samples(once) == samples(plain)
     num_begun = 0
-    for ends in range(40, once.num_asked, max(once.num_asked // 6, 1)):
+    for ends in range(40, ranked.num_asked, max(ranked.num_asked // 4, 1)):
         house = House(config, workload, COST)
         finished = False
         with suppress(RunFailed):  # a stop beside an update

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def compare(
     def does(barrier: PhaseBarrier) -> int | str | None:
         i = barrier.store.process
         try:
-            return check_consistency(barrier, config(run_dirs[i]), [Device(memory[i])], facts[i])
+            return check_consistency(barrier, config(run_dirs[i]), [Device(memory[i])], facts[i], seen_within_s=0.3)
         except Disagreement as error:
             return str(error)
 
@@ -111,7 +110,6 @@ def test_one_sentence_on_all(tmp_path: Path, others: list[dict[str, str]], sente
 
 def test_a_run_directory_that_is_not_shared(tmp_path: Path):
     (tmp_path / "mine").mkdir()
-    began_s = time.monotonic()
     said, _ = compare([FACTS] * 3, [tmp_path, tmp_path / "mine", tmp_path / "mine"])
     assert (
         said
@@ -121,7 +119,6 @@ def test_a_run_directory_that_is_not_shared(tmp_path: Path):
         ]
         * 3
     )
-    assert time.monotonic() - began_s < 10
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 

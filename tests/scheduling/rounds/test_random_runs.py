@@ -109,7 +109,7 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
     steps_per_version=st.integers(1, 3),
     crashes=crashes_until(9),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_runs_of_tail_batching_keep_the_book(
     configuration: tuple[BatchSettings, TailBatchingSection],
     seed: int,
@@ -202,7 +202,7 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSect
     total=st.integers(1, 8),
     crashes=crashes_until(8),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_runs_of_partial_rollout_keep_the_book(
     configuration: tuple[BatchSettings, PartialRolloutSection],
     seed: int,
@@ -283,7 +283,7 @@ def check_resumption(training: FakeTraining) -> None:
     lag=st.integers(0, 1),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_sample_starts_again_too_often(
     num_groups: int, over_provision: float, slack: int, max_restarts: int, lag: int, seed: int
 ):
@@ -315,7 +315,7 @@ def test_no_sample_starts_again_too_often(
     slow=st.integers(0, 4),
     crashes=crashes_until(5),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_random_runs_of_the_baselines_keep_the_book(
     factor: float, responses: float, seed: int, sampling: Any, num_slots: int, slow: int, crashes: Any
 ):

@@ -97,7 +97,7 @@ CALLS = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(num_blocks=st.integers(2, 16), block_size=st.integers(1, 4), calls=st.lists(CALLS, max_size=60))
 def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, calls: list):
     blocks = BlockManager(3, num_blocks, block_size)

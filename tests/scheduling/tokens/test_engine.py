@@ -300,7 +300,7 @@ def run_scenario(scenario: Scenario, trace: list[TraceEvent]) -> tuple[Engine, d
     return engine, done
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(SCENARIOS)
 def test_every_request_finishes_whole_whatever_happens(scenario: Scenario):
     trace: list[TraceEvent] = []
@@ -316,7 +316,7 @@ def test_every_request_finishes_whole_whatever_happens(scenario: Scenario):
     assert order == sorted(order)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SCENARIOS)
 def test_a_replay_of_recorded_lengths_decides_the_same(scenario: Scenario):
     """A run's recorded lengths are enough for a replay to admit, preempt and complete alike."""

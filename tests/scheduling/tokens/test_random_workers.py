@@ -109,7 +109,7 @@ def _rearrange(workers: LocalWorkers, name: str, number: int, some: Sequence[int
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]))
 @example(  # a request that has been in two workers comes to a third one together with others from the first
     [(14, 0, 14), (1, 1, 1), (10, 2, 10), (1, 0, 1), (1, 0, 1), (1, 2, 1)],
@@ -144,7 +144,7 @@ def test_every_request_ends_once_and_whole_whatever_happens(
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(REQUESTS, ACTS)
 def test_one_worker_is_its_engine(drawn: list[tuple[int, int, int]], acts: list[Act]):
     requests, lengths = requests_of(drawn)
