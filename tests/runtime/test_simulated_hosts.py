@@ -50,7 +50,7 @@ def played(config: Config, seed: int) -> Process:
 )
 def test_hosts_decide_what_one_process_decides(rule: str, num_hosts: int, per_host: int):
     for seed, times in enumerate(({}, {"host_spread": 0.5, "host_latency_s": 0.1, "host_call_s": 0.0})):
-        config = config_of(rule, seed, num_hosts * per_host)
+        config = config_of(rule, seed, num_hosts * per_host, **{"trainer.total_training_steps": 4})
         alone = one_process(config, make_workload(seed))
         assert_same(Alone([played(on_hosts(config, num_hosts, **times), seed)]), alone)  # type: ignore[arg-type]
 

@@ -1,6 +1,7 @@
 """One process of a small world (`host_worlds.run_world`): joins it, runs a case, keeps arrays for the test to compare.
 
-Everything is float64, on a tiny random model. Run as: host_process.py CASE PROCESS NUM_PROCESSES PORT FOLDER OPTIONS.
+Everything is float64, on a tiny random model. Run as:
+host_process.py CASE[,CASE] PROCESS NUM_PROCESSES PORT FOLDER OPTIONS.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def tokens(world: World) -> None:
         done = exchange.exchange(samples, owners)
         figures.append((done.num_tokens, done.num_bytes, done.turns, done.seconds))
         for sample in samples:
-            keep_sample(world, "sample", sample)
+            keep_sample(world, "exchanged", sample)
     world.kept["figures"] = np.asarray(figures)
     world.kept["programs"] = np.asarray(exchange.num_programs)
 
@@ -308,7 +309,8 @@ def main(case: str, process: str, num_processes: str, port: str, out: str, optio
     else:
         jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process))
         world = World(Path(out), json.loads(options))
-        CASES[case](world)
+        for name in case.split(","):
+            CASES[name](world)
         kept = world.kept
         jax.distributed.shutdown()
     np.savez(Path(out) / f"{process}.npz", allow_pickle=False, **kept)

@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.types import SampleKey
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 500.0
 
 
 def run_world(case: str, out: Path, num_processes: int, devices: int, **options: Any) -> list[dict[str, np.ndarray]]:
-    """Runs a case of `host_process.py` on so many processes of so many devices each.
+    """Runs a case of `host_process.py`, or several with commas between them, on so many processes of so many devices
+    each.
 
     Returns:
       What each process has kept: arrays by name.
@@ -64,6 +67,33 @@ def run_world(case: str, out: Path, num_processes: int, devices: int, **options:
                 each.kill()
             each.wait()
     return [kept(out, process) for process in range(num_processes)]
+
+
+EXCHANGE: dict[str, Any] = {"longest": [5, 40, 3, 900, 0], "num_samples": 24, "max_bytes": 1 << 14}
+"""Options of the case `tokens`: in the last turn nothing is drawn; in the one before, what is sent exceeds what a turn
+may hold."""
+
+
+def check_exchange(hosts: list[dict[str, np.ndarray]]) -> None:
+    """After the case `tokens` all hosts have the samples of all, as their owners drew them."""
+    for found in hosts:
+        assert_same_bits(found, of(hosts[0], "exchanged"))
+        tokens, moved, turns, seconds = found["figures"].T
+        assert turns[3] > 1
+        assert turns[0] == turns[-1] == 1
+        assert tokens[-1] == 0
+        assert all(moved > 0)
+        assert all(seconds > 0)
+        assert found["programs"] <= 2, "a few sizes serve all"
+    for turn, limit in enumerate(EXCHANGE["longest"]):  # made anew as each owner made them
+        random = np.random.default_rng(turn)
+        for number in range(EXCHANGE["num_samples"]):
+            length, _ = int(random.integers(0, limit + 1)), random.integers(len(hosts))
+            words = random.integers(-(2**31), 2**31, (4, length)).astype(np.int32)
+            fields = ("token_ids", "versions", "rollout_logprobs", "sampled_logprobs")
+            for field, expected in zip(fields, words, strict=True):
+                name = f"exchanged {SampleKey(turn, number, 0)} {field}"
+                assert hosts[0][name].tobytes() == expected.tobytes()
 
 
 def kept(out: Path, process: int) -> dict[str, np.ndarray]:

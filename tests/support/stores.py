@@ -91,6 +91,7 @@ class Hosts:
     num: int = 2
     heartbeat_s: float = 20.0
     stall_timeout_s: float = 10.0
+    later_s: float = 3.0
     wrap: Callable[[MemoryStore], Any] = lambda store: store
     wishes: set[int] = field(default_factory=set)
 
@@ -105,7 +106,15 @@ class Hosts:
             threading.Event().wait()  # the thread goes no further, as in a process that has ended
 
         host = f"host-{chr(ord('a') + i)}"
-        return PhaseBarrier(self.stores[i], host, self.heartbeat_s, self.stall_timeout_s, lambda: i in self.wishes, end)
+        return PhaseBarrier(
+            self.stores[i],
+            host,
+            self.heartbeat_s,
+            self.stall_timeout_s,
+            lambda: i in self.wishes,
+            end,
+            later_s=self.later_s,
+        )
 
     def run(self, does: Callable[[PhaseBarrier], Any] | Sequence[Callable[[PhaseBarrier], Any]]) -> dict[int, Any]:
         """What each process's function returned, for those that did not end; waits until each has done either."""

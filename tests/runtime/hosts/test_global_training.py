@@ -1,4 +1,5 @@
-"""Training over several processes, rollouts on the devices of each, and checkpoints equal those of one process.
+"""Training over several processes, rollouts on the devices of each, and checkpoints equal those of one process; and
+tokens of all hosts come to all, bit for bit, whatever the lengths and who has drawn what.
 
 The one process has joined a world of its own: its sums have the order of those of several.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_worlds import assert_same_bits, of, run_world
+from host_worlds import EXCHANGE, assert_same_bits, check_exchange, of, run_world
 
 
 def trained(
@@ -22,7 +23,8 @@ def trained(
     **config: Any,
 ) -> list[dict[str, np.ndarray]]:
     options = {"saves": str(folder / "checkpoints"), "restores": restores, "degrees": degrees, "config": config}
-    return run_world("training", folder, num_processes, devices, **options)
+    cases = "training" if num_processes == 1 else "training,tokens"
+    return run_world(cases, folder, num_processes, devices, **options, **EXCHANGE)
 
 
 def compare(folder: Path, num_processes: int, devices: int, degrees: tuple[int, ...] = (), **config: Any) -> None:
@@ -30,7 +32,9 @@ def compare(folder: Path, num_processes: int, devices: int, degrees: tuple[int, 
     workers = {"rollout__num_workers": num_processes}
     (alone,) = trained(folder / "one", 1, 4, (), degrees, **config | workers)
     checkpoints = [str(folder / name / "checkpoints") for name in ("one", "several")]
-    for found in trained(folder / "several", num_processes, devices, tuple(checkpoints), degrees, **config):
+    hosts = trained(folder / "several", num_processes, devices, tuple(checkpoints), degrees, **config)
+    check_exchange(hosts)
+    for found in hosts:
         assert_same_bits(found, of(alone, "state", "middle", "logprobs", "metrics"))
         assert_same_bits(found, of(alone, "sample"))
         assert_same_bits(found, of(alone, "weights of 0"))

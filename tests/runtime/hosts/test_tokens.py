@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_worlds import assert_same_bits, of, run_world
+from host_worlds import EXCHANGE, check_exchange, run_world
 
 from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange, _header, _packed, _unpack
@@ -27,40 +27,11 @@ def placeholder(like: Sample) -> Sample:
     return Sample(like.key, ints, floats, floats, ints, "length")
 
 
-def exchanged(tmp_path: Path, num_processes: int, devices: int) -> None:
-    """In the last turn nothing is drawn; in the one before, what is sent exceeds what a turn may hold."""
-    longest, num_samples = [5, 40, 3, 900, 0], 24
-    hosts = run_world(
-        "tokens", tmp_path, num_processes, devices, longest=longest, num_samples=num_samples, max_bytes=1 << 14
-    )
-    for found in hosts:
-        assert_same_bits(found, of(hosts[0], "sample"))
-        tokens, moved, turns, seconds = found["figures"].T
-        assert turns[3] > 1
-        assert turns[0] == turns[-1] == 1
-        assert tokens[-1] == 0
-        assert all(moved > 0)
-        assert all(seconds > 0)
-        assert found["programs"] <= 2, "a few sizes serve all"
-    for turn, limit in enumerate(longest):  # made anew as each owner made them
-        random = np.random.default_rng(turn)
-        for number in range(num_samples):
-            length, _ = int(random.integers(0, limit + 1)), random.integers(num_processes)
-            words = random.integers(-(2**31), 2**31, (4, length)).astype(np.int32)
-            fields = ("token_ids", "versions", "rollout_logprobs", "sampled_logprobs")
-            for field, expected in zip(fields, words, strict=True):
-                name = f"sample {SampleKey(turn, number, 0)} {field}"
-                assert hosts[0][name].tobytes() == expected.tobytes()
-
-
-def test_two_hosts(tmp_path: Path):
-    exchanged(tmp_path, 2, 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_processes", "devices"), [(4, 1), (3, 2)])
 def test_more_hosts(tmp_path: Path, num_processes: int, devices: int):
-    exchanged(tmp_path, num_processes, devices)
+    """`test_global_training.py` has two."""
+    check_exchange(run_world("tokens", tmp_path, num_processes, devices, **EXCHANGE))
 
 
 def test_one_process_has_all_already():

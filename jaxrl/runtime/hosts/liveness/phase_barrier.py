@@ -49,7 +49,7 @@ _HEARTBEAT_S = 1.0
 _HEARTBEATS_PER_S = 512  # that process 0 receives at the most
 _LOOK_S = 0.2
 _SUSPENDED_LOOKS = 10  # between two looks: this process was suspended, and could not hear the others
-_LATER_S = 3.0  # the clock of a wait leaves the sentence to what waits, which knows who is missing
+LATER_S = 3.0  # the clock of a wait leaves the sentence to what waits, which knows who is missing
 _ASK_S = 1.0  # for reading where all are, before a sentence about it
 
 
@@ -62,6 +62,7 @@ class PhaseBarrier:
       heartbeat_s: as `hosts.heartbeat_s`. stall_timeout_s: as `hosts.stall_timeout_s`.
       wish: whether this process was asked to stop (`jaxrl.runtime.stop.Stop`).
       end: ends this process.
+      later_s: how much longer than `stall_timeout_s` the clock of a wait lasts.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class PhaseBarrier:
         stall_timeout_s: float,
         wish: Callable[[], bool] = lambda: False,
         end: End = end_process,
+        later_s: float = LATER_S,
     ) -> None:
         self.store, self.host = store, host
         self.heartbeat_s, self.stall_timeout_s = heartbeat_s, stall_timeout_s
-        self._wish = wish
+        self._wish, self._later_s = wish, later_s
         self._location, self._beat_s = Location("the start", "local", 0, host), time.monotonic()
         self._passed = 0  # barriers
         self._digests: dict[str, tuple[int, Any]] = {}
@@ -320,7 +322,7 @@ class PhaseBarrier:
                 said = f"silent for {self.heartbeat_s:g} s (hosts.heartbeat_s): {listed(silent, locations)}"
                 self._failures.end_all(said, without=tuple(silent))
             location, still_s = self._location, looked_s - self._beat_s
-            limit_s = self.stall_timeout_s + (0 if location.kind == "global" else _LATER_S)
+            limit_s = self.stall_timeout_s + (0 if location.kind == "global" else self._later_s)
             if location.kind != "local" and still_s > limit_s:
                 self._failures.end_all(
                     f"no progress for {still_s:.3g} s in {location.name} (hosts.stall_timeout_s): "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
-from stores import Hosts
+from stores import Ended, Hosts
 
 from jaxrl.config import ConfigError
 from jaxrl.runtime.hosts.key_value_store import Disagreement, MemoryStore
@@ -182,37 +183,44 @@ def test_a_skipped_program_is_found_at_once(host_world, skips: int):
     assert time.monotonic() - began_s < 15
 
 
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize(
-    ("error", "said", "status"),
-    [
-        (ConfigError("rollout.n must be 1"), "process {} ({}) failed in update: rollout.n must be 1", 2),
-        (RunFailed("no space\nleft"), "process {} ({}) failed in update: no space left", 1),
-        (Disagreement("they differ"), "they differ", 2),
-        (KeyboardInterrupt(), "process {} ({}) failed in update: interrupted", 130),
-        (SystemExit(3), "process {} ({}) failed in update: ended with status 3", 3),
-        (KeyError("x"), "process {} ({}) failed in update: KeyError: 'x' (a bug; its traceback is in", 1),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
-def test_an_error_ends_all_alike(host_world, capsys, process: int, error: BaseException, said: str, status: int):
-    hosts = host_world(num=3)
+ERRORS: list[tuple[Callable[[], BaseException], str, int]] = [
+    (lambda: ConfigError("rollout.n must be 1"), "process {} ({}) failed in update: rollout.n must be 1", 2),
+    (lambda: RunFailed("no space\nleft"), "process {} ({}) failed in update: no space left", 1),
+    (lambda: Disagreement("they differ"), "they differ", 2),
+    (KeyboardInterrupt, "process {} ({}) failed in update: interrupted", 130),
+    (lambda: SystemExit(3), "process {} ({}) failed in update: ended with status 3", 3),
+    (lambda: KeyError("x"), "process {} ({}) failed in update: KeyError: 'x' (a bug; its traceback is in", 1),
+]
 
-    def does(barrier: PhaseBarrier) -> None:
-        with barrier.failing():
-            barrier.enter("update")
-            if barrier.store.process == process:
-                raise error
-            barrier.enter("checkpoint")
 
-    began_s = time.monotonic()
-    hosts.run(does)
-    end = hosts.all_ended()
-    assert end.sentence.startswith(said.format(process, f"host-{'ab'[process]}"))
-    assert end.status == status
-    assert max(each.at_s for each in hosts.ends.values()) - began_s < 5
-    assert hosts.ends[0].at_s > max(hosts.ends[1].at_s, hosts.ends[2].at_s) + 0.1, "the board went before the others"
-    assert ("Traceback" in capsys.readouterr().err) == isinstance(error, KeyError)
+def test_an_error_ends_all_alike(made: list[Hosts], capsys):
+    """Every kind of error, of process 0 or of another one: a world for each, all at the same time."""
+
+    def check(process: int, error: Callable[[], BaseException], said: str, status: int) -> None:
+        hosts = Hosts(num=3)
+        made.append(hosts)
+
+        def does(barrier: PhaseBarrier) -> None:
+            with barrier.failing():
+                barrier.enter("update")
+                if barrier.store.process == process:
+                    raise error()
+                barrier.enter("checkpoint")
+
+        began_s = time.monotonic()
+        hosts.run(does)
+        end = hosts.all_ended()
+        assert end.sentence.startswith(said.format(process, f"host-{'ab'[process]}"))
+        assert end.status == status
+        assert max(each.at_s for each in hosts.ends.values()) - began_s < 5
+        late_s = hosts.ends[0].at_s - max(hosts.ends[1].at_s, hosts.ends[2].at_s)
+        assert late_s > 0.1, "the board went before the others"
+
+    cases = [(process, *case) for process in (0, 1) for case in ERRORS]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        for done in [threads.submit(check, *case) for case in cases]:
+            done.result()
+    assert capsys.readouterr().err.count("Traceback") == 2, "of the bugs alone"
 
 
 def test_the_first_failure_counts(host_world):
@@ -277,7 +285,7 @@ def test_a_phase_that_hangs_ends(host_world):
 
 
 def test_a_wait_that_is_too_long_ends(host_world):
-    hosts = host_world(num=2, stall_timeout_s=0.3)
+    hosts = host_world(num=2, stall_timeout_s=0.3, later_s=0.2)
 
     def does(barrier: PhaseBarrier) -> None:
         barrier.at("rollout")
@@ -295,11 +303,11 @@ def test_progress_is_no_stall(host_world):
 
     def does(barrier: PhaseBarrier) -> None:
         barrier.enter("update")
-        for _ in range(10):
+        for _ in range(7):
             time.sleep(0.1)
             barrier.beat()
         barrier.leave()
-        time.sleep(1.0)  # at work by itself
+        time.sleep(0.7)  # at work by itself
         barrier.enter("checkpoint")
 
     assert hosts.run(does) == {0: None, 1: None}
@@ -324,6 +332,15 @@ class Freezing:
         return call
 
 
+def ended(hosts: Hosts, process: int) -> Ended:
+    """How another process has ended, once it has."""
+    until_s = time.monotonic() + 20
+    while process not in hosts.ends:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    return hosts.ends[process]
+
+
 def test_a_silent_process_is_named(host_world):
     hosts = host_world(num=3, heartbeat_s=1.0, wrap=Freezing)
 
@@ -333,8 +350,7 @@ def test_a_silent_process_is_named(host_world):
         if barrier.store.process == 1:
             hosts.barriers[1]._closed.set()  # its threads stand still as well
             hosts.stores[1].frozen.set()
-            time.sleep(2.5)
-            hosts.ends[1] = hosts.ends[0]
+            hosts.ends[1] = ended(hosts, 0)
         time.sleep(20)
 
     hosts.run(does)
@@ -354,8 +370,7 @@ def test_process_0_is_silent(host_world):
             store.frozen.set()
         if barrier.store.process == 0:
             barrier._closed.set()
-            time.sleep(2.5)
-            hosts.ends[0] = hosts.ends[1]
+            hosts.ends[0] = ended(hosts, 1)
         time.sleep(20)
 
     hosts.run(does)
