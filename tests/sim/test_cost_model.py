@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.models.config import ModelConfig
@@ -160,6 +160,7 @@ def test_prefill_by_hand():
     assert cost.prefill_s(1, 50, causal_pairs(50)) == pytest.approx(flops / 1e6 + 1.2e-3, rel=1e-12)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 40), st.integers(1, 40))
 def test_causal_pairs_counts_them(start: int, tokens: int):
     assert causal_pairs(tokens, start) == sum(position + 1 for position in range(start, start + tokens))
@@ -221,6 +222,7 @@ def test_gradients_beside_the_rollout():
 # ---------------------------------------------------------------- shape
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.integers(1, 512),
@@ -237,6 +239,7 @@ def test_more_rows_or_tokens_are_never_faster(tp: int, batch: int, context: int,
         assert cost.decode_step_s(tp, batch, context) > 0
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 64), st.integers(0, 1_000_000))
 def test_better_software_is_never_slower(batch: int, context: int):
     better = replace(QWEN.efficiency, memory=0.9, kv=0.7, compute=0.6, link=0.8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_samples import KnownSample, KnownWorkload
 from papers.closed_form import drain
@@ -95,6 +95,7 @@ def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
         assert any(isinstance(event, Preempted) for event in outcomes[0][1]), "pools were to run dry"
 
 
+@settings(max_examples=40)
 @given(rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 500)), max_size=12), num_steps=st.integers(0, 50))
 def test_decode_is_charged_step_by_step(rows: list[tuple[int, int]], num_steps: int):
     cost = CostModel(SMALL, H100)

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
@@ -106,6 +106,7 @@ def test_the_tail_joins_the_body_and_ends_at_the_cap():
     assert exact_length(LENGTHS, 6) > CAP  # which is no part of it
 
 
+@settings(max_examples=40)
 @given(st.floats(-8, 8), st.floats(0, 4))
 def test_a_higher_score_is_never_shorter(z: float, more: float):
     assert length_of_score(LENGTHS, CAP, z) <= length_of_score(LENGTHS, CAP, z + more)

@@ -87,7 +87,7 @@ def rounds_of(planner: ConfidentPlanner | TpPlanner, seed: int, *parts: tuple[in
 
 def test_noise_does_not_ratchet():
     """300 rounds of Poisson(100) counts. The paper's rule is at the largest degree after eight of them."""
-    seeds = range(200)
+    seeds = range(60)
     stayed = [set(rounds_of(make_planner(), seed, (300, 100))) == {2} for seed in seeds]
     assert np.mean(stayed) >= 0.95
     paper = [rounds_of(TpPlanner(LayoutSection(), DEGREES, 2), seed, (300, 100)) for seed in seeds]
@@ -96,11 +96,12 @@ def test_noise_does_not_ratchet():
 
 
 def test_a_rise_by_half_is_found_within_eight_rounds():
-    for seed in range(100):
+    found = []
+    for seed in range(60):
         degrees = rounds_of(make_planner(), seed, (16, 100), (8, 150))
         assert degrees[15] == 2
         assert max(degrees) > 2
-    found = [rounds_of(make_planner(), seed, (16, 100), (8, 150)).index(4) - 15 for seed in range(100)]
+        found.append(degrees.index(4) - 15)
     assert median(found) <= 2
 
 

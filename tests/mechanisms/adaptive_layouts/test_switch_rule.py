@@ -349,7 +349,7 @@ def num_turns(switches: Sequence[Switch]) -> int:
     return sum(a != b for a, b in pairwise(directions(switches)))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.sampled_from(DEGREES), st.integers(0, 1 << 32))
 def test_a_draining_batch_never_oscillates(counts: list[int], tp: int, seed: int):
     draining = sorted(counts, reverse=True)
@@ -362,7 +362,7 @@ def test_a_draining_batch_never_oscillates(counts: list[int], tp: int, seed: int
     assert len(both) <= 2 * (len(DEGREES) - 1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 40),
     st.lists(st.integers(-2, 2), max_size=60),
@@ -428,7 +428,7 @@ def machines(draw: st.DrawFn) -> LatencyPredictor:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=15)
 @given(
     machines(),
     st.sampled_from(DEGREES),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from fake_rollout import FakePrompts
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.ranking_groups.options import RankingGroupsSection
@@ -151,6 +151,7 @@ def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may(
     rule.load_state_dict({})
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_every_prompt_of_an_epoch_runs_once_and_no_worker_starves(data):
     """Any history, any number of groups and workers, with and without two tiers, with and without a head start."""

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.ranking_groups.two_tier import PRECISION_S, Load, Part, allot, equal_shares, pair_s, rollout_s
@@ -91,6 +91,7 @@ def test_few_workers_serve_runs_of_neighbours():
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
 
 
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 64), st.sampled_from([0.0, 1.0, 30.0]))
 def test_every_group_is_served_and_no_worker_is_left_out(lengths, workers, responses, train_s):
     loads = [Load(length, responses) for length in lengths]
@@ -119,6 +120,7 @@ def pair_of(loads, shared, train_s):
     return pair_s([group_s(load, k) for load, k in zip(loads, shared, strict=True) for _ in range(k)], train_s)
 
 
+@settings(max_examples=40)
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.integers(0, 6), st.integers(1, 32), st.floats(0, 60))
 def test_two_steps_take_no_longer_than_by_the_paper_or_with_equal_shares(lengths, more, responses, train_s):
     workers, loads = len(lengths) + more, [Load(length, responses) for length in lengths]

@@ -59,7 +59,7 @@ responses_and_weights = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(responses_and_weights, st.lists(st.integers(0, 2), max_size=6))
 def test_find_is_the_heaviest_path_below_the_longest_context(drawn: list, context: list[int]):
     responses, weights = [np.array(r, np.int32) for r, _ in drawn], [w for _, w in drawn]
@@ -112,6 +112,7 @@ def test_rewards_decide_between_branches(weights: list[float], followed: int):
 SIGNED = st.sampled_from([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 2.0])
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([5, 6]), SIGNED), min_size=1, max_size=8), st.data())
 def test_neither_another_occurrence_nor_a_higher_reward_turns_against_a_continuation(drawn: list, data: st.DataObject):
     """Whatever the signs. The later of two equal ones is followed, so what is added comes last."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_machine import SMALL, STOP, ConstantCost, sizes
 from simulated_runs import House, make_config, make_workload, whole
@@ -58,6 +58,7 @@ def runs_of(found: Acceptance) -> list[tuple[int, int]]:
 OPTIONS = st.builds(SimulatedHistory, st.floats(0.1, 50), st.floats(0, 3), st.floats(0, 5))
 
 
+@settings(max_examples=40)
 @given(options=OPTIONS, length=st.integers(1, 300), word=st.integers(0, 2**64 - 1))
 def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: int, word: int):
     found = draft_acceptance(options, word, 1, length)

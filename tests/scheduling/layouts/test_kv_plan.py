@@ -68,7 +68,7 @@ def carry_out(plan, pool):
     return new
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(generations())
 def test_every_position_arrives(generation):
     requests, dp_before, groups = generation
@@ -116,7 +116,7 @@ def found_in(lanes, num_before, num_after):
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(generations())
 def test_lanes_say_the_same_as_the_copies(generation):
     requests, dp_before, groups = generation
@@ -134,7 +134,7 @@ def test_lanes_say_the_same_as_the_copies(generation):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(generations(), st.integers(2, 12))
 def test_a_pool_that_is_too_small_is_refused_and_none_else(generation, num_blocks):
     requests, dp_before, groups = generation

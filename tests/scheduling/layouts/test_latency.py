@@ -132,7 +132,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     return Profile(IDENTITY, tuple(points), tuple(points))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(profiles())
 def test_exact_at_profiled_points(profile: Profile):
     predictor = LatencyPredictor(profile)
@@ -141,7 +141,7 @@ def test_exact_at_profiled_points(profile: Profile):
         assert predictor.prefill_s(1, point.batch, point.context) == pytest.approx(point.seconds, rel=1e-12)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(profiles(), st.integers(1, 200), st.lists(st.floats(0, 1e6), min_size=2, max_size=8))
 def test_positive_and_rising_with_context(profile: Profile, batch: int, contexts: list[float]):
     predictor = LatencyPredictor(profile)
@@ -155,7 +155,7 @@ def test_positive_and_rising_with_context(profile: Profile, batch: int, contexts
         assert np.all(np.diff(times) >= -1e-9 * times[1:])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=5),
     st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=5),
@@ -171,7 +171,7 @@ def test_a_noisy_table_does_not_fall_beyond_its_end(few: list[float], many: list
     assert np.all(np.diff(times) >= 0)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(profiles(), st.lists(st.integers(1, 300), min_size=2, max_size=6), st.floats(1, 1e5))
 def test_beyond_the_largest_batch_time_does_not_fall(profile: Profile, more: list[int], context: float):
     predictor = LatencyPredictor(profile)
@@ -182,7 +182,7 @@ def test_beyond_the_largest_batch_time_does_not_fall(profile: Profile, more: lis
     assert all(b >= a * (1 - 1e-12) for a, b in pairwise(prefills))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.floats(1e-3, 1e-1),
     st.floats(0, 1e-3),
@@ -201,7 +201,7 @@ def test_a_linear_machine_is_predicted_exactly(
         assert predictor.decode_step_s(1, batch, context) == pytest.approx(expected, rel=1e-9)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(profiles(), st.lists(st.tuples(st.integers(1, 99), st.floats(1, 1e5)), min_size=1, max_size=9))
 def test_many_at_once_are_as_one_by_one(profile: Profile, loads: list[tuple[int, float]]):
     predictor = LatencyPredictor(profile)
@@ -232,7 +232,7 @@ def test_no_correction_with_weight_zero():
     assert predictor.observe(2, 2, 200, 1.0) == 1.0
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([2, 4]), st.floats(1e-6, 1e3)), max_size=30), st.floats(1, 4))
 def test_correction_is_clamped_deterministic_and_saved(steps: list[tuple[int, float]], max_factor: float):
     options = LayoutSection(correction_max_factor=max_factor)
@@ -278,7 +278,7 @@ def test_json_round_trip():
     assert Profile.from_json(json.loads(json.dumps(VERIFY_PROFILE.to_json()))) == VERIFY_PROFILE
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(profiles())
 def test_any_profile_survives_json(profile: Profile):
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
@@ -425,7 +425,7 @@ def test_the_papers_setting():
     assert max(point.batch for point in points if point.tp == 1) == 32, "a dp group's share of 256 rows"
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 300),
     st.integers(1, 1 << 20),

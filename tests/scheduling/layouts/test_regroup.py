@@ -72,7 +72,7 @@ def test_rows_that_are_there_already_count():
     assert lengths_of(regroup(rows_of([], [7]), 2, held)) == [[], [7]]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(DEGREES, DEGREES, st.lists(st.tuples(st.integers(0, 7), st.integers(1, 60)), max_size=40))
 def test_balanced_and_none_lost(before: int, after: int, rows: list[tuple[int, int]]):
     groups = rows_of(*([n for g, n in rows if g % before == i] for i in range(before)))
@@ -84,7 +84,7 @@ def test_balanced_and_none_lost(before: int, after: int, rows: list[tuple[int, i
     assert now == regroup(groups, after)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from([(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 4)]),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6),
@@ -107,7 +107,7 @@ def test_no_balanced_outcome_moves_fewer_tokens(sizes: tuple[int, int], rows: li
     assert (counts, far(groups, now)) == best
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=24), DEGREES)
 def test_tokens_are_spread_within_a_home(lengths: list[int], dp: int):
     """Groups with as many rows differ by no more than the longest row."""

@@ -127,7 +127,7 @@ def test_a_request_that_was_preempted_and_sits_elsewhere_moves_with_its_own_kv()
         assert_whole(samples[request.request_id], request, lengths[request.key])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_switches_at_any_time(data: st.DataObject):
     """Long prompts (prefills are cut), small pools (rows are evicted), several switches."""
