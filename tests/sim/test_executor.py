@@ -36,7 +36,7 @@ from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch
 
 
 @pytest.mark.parametrize("stops", [(), (1,), (17, 18, 34), (30_010, 2, 99_999), (0, 16, 17)])
-@pytest.mark.parametrize("length", [1, 500, 31_000, 125_000])
+@pytest.mark.parametrize("length", [1, 500, 61_000])
 def test_fillers_of_a_whole_response_are_those_of_its_positions(length: int, stops: tuple[int, ...]):
     """Beyond 30,011 positions they come round again, and stop tokens are replaced wherever they would stand."""
     for max_tokens in (length, length + 1):
@@ -74,7 +74,7 @@ def requests(seed: int, count: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("leave_after", [1, 3])
 def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
     """Rows, tokens, steps and stops of every plan are those of `ReplayExecutor`, preemptions included."""

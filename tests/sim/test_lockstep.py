@@ -114,15 +114,15 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("seed", range(25))
-def test_lockstep_decides_what_the_batcher_decides(pool: str, seed: int):
-    plain, lockstep = (live(each, seed, POOLS[pool]) for each in (Batcher, LockstepBatcher))
-    assert lockstep.plans == plain.plans
-    assert lockstep.trace == plain.trace
-    assert lockstep.told == plain.told
-    assert lockstep.looks == plain.looks
-    assert lockstep.counters == plain.counters
-    assert lockstep.time_ns == plain.time_ns
+def test_lockstep_decides_what_the_batcher_decides(pool: str):
+    for seed in range(12):
+        plain, lockstep = (live(each, seed, POOLS[pool]) for each in (Batcher, LockstepBatcher))
+        assert lockstep.plans == plain.plans
+        assert lockstep.trace == plain.trace
+        assert lockstep.told == plain.told
+        assert lockstep.looks == plain.looks
+        assert lockstep.counters == plain.counters
+        assert lockstep.time_ns == plain.time_ns
 
 
 def test_the_stories_above_hold_what_they_are_about():

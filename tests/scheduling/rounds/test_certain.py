@@ -64,6 +64,15 @@ def test_without_a_race_each_group_that_is_scored():
     )
 
 
+def test_a_group_is_certain_before_its_verdicts():
+    """What needs no reward of it can begin; the reward is there once its verdict is."""
+    current, seen = plain("sample"), []
+    for event in (START, finish(key(1, 1)), finish(key(1, 0)), verdict(key(1, 1), 0.5)):
+        current.handle(event)
+        seen.append([[(s.key, s.reward) for s in group.samples] for group in current.certain()])
+    assert seen == [[], [], [[(key(1, 0), None), (key(1, 1), None)]], [[(key(1, 0), None), (key(1, 1), 0.5)]]]
+
+
 def test_rewards_after_the_rollout_make_nothing_certain_before():
     check(
         plain("rollout"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrl.scheduling.tokens.event_merger import (
     Completion,
@@ -108,10 +110,10 @@ def test_what_was_aborted_is_not_delivered():
     assert [deliver(placements, merger, merger.next()) for _ in range(3)] == [1, 2, None]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_progress_in_any_order_gives_one_order(seed: int):
+@settings(max_examples=30)
+@given(st.randoms(use_true_random=False))
+def test_progress_in_any_order_gives_one_order(rng: random.Random):
     """Each worker's progress comes in its order, those of different workers in any."""
-    rng = random.Random(seed)
     _, merger = build(4, 60)
     mine = {worker: [i for i in range(60) if i % 4 == worker] for worker in range(4)}
     messages: dict[int, list[WorkerProgress]] = {}
