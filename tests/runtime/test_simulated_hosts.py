@@ -96,7 +96,7 @@ def long_rounds(num_hosts: int, **simulate: float | str) -> Process:
         "rollout.max_num_seqs": 16,
         "rollout.num_workers": num_hosts,
         "trainer.num_devices": num_hosts,
-        "trainer.total_training_steps": 2,
+        "trainer.total_training_steps": 1,
         "reward.timeout_s": 1000.0,
         "rollout.over_provisioning": {"enable": True, "prompt_factor": 1.5, "response_factor": 1.5},
     }

@@ -94,7 +94,7 @@ def check_killed(values: dict[str, Any], seed: int, timeouts: float, moments: li
         assert again.batches() == run.batches()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(options(), st.integers(0, 1 << 20), st.sampled_from([0.0, 0.1]), st.lists(MOMENTS, max_size=4))
 def test_a_killed_run_is_the_unbroken_one_with_its_journal(values, seed, timeouts, moments):
     check_killed(values, seed, timeouts, moments)

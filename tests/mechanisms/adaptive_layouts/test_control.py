@@ -389,7 +389,7 @@ def test_the_planner_that_asks_for_more_than_noise():
     assert other.control.degree() == 4
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
 def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
     world = World([], initial=initial, planner=True, planner_quiet_rounds=2)

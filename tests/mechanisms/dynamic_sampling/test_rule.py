@@ -174,7 +174,7 @@ RULES = {
     max_unscored=st.integers(-1, 4),
     percent=st.sampled_from([30, 60, 80]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_arrival_of_a_verdict_changes_a_launch_a_batch_or_a_departure(
     name: str, delays: list[int], eager: bool, seed: int, max_unscored: int, percent: int
 ):

@@ -28,9 +28,9 @@ def trained(
 
 
 def compare(folder: Path, num_processes: int, devices: int, degrees: tuple[int, ...] = (), **config: Any) -> None:
-    """Four devices in so many processes, and in one with as many workers; `degrees`: which those begin with."""
+    """So many devices of so many processes, and all in one with as many workers; `degrees`: which those begin with."""
     workers = {"rollout__num_workers": num_processes}
-    (alone,) = trained(folder / "one", 1, 4, (), degrees, **config | workers)
+    (alone,) = trained(folder / "one", 1, num_processes * devices, (), degrees, **config | workers)
     checkpoints = [str(folder / name / "checkpoints") for name in ("one", "several")]
     hosts = trained(folder / "several", num_processes, devices, tuple(checkpoints), degrees, **config)
     check_exchange(hosts)
@@ -46,8 +46,9 @@ def renamed(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
     return {name.removeprefix(prefix): array for name, array in of(arrays, prefix).items()}
 
 
-def test_two_hosts(tmp_path: Path):
-    compare(tmp_path, 2, 2)
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_hosts(tmp_path: Path, devices: int):
+    compare(tmp_path, 2, devices)
 
 
 @pytest.mark.slow
