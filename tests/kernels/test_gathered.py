@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,37 +14,51 @@ from jaxrl.kernels import gathered, reference
 BLOCK, WIDTH, STEPS = 4, 3, 4
 
 
-@pytest.mark.parametrize("tile", [1, 2, WIDTH])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 4), (14, 2), (2, 2)])
+@partial(jax.jit, static_argnums=(2, 3))
+def opened(pools, blocks_UW, rows, steps):
+    """The window of a chunk of plans, and where it keeps what is new."""
+    return gathered.gather(*pools, blocks_UW), gathered.blank(pools[1], rows, steps)
+
+
+@jax.jit
+def one_step(pools, fresh, window, tiles, tables, start, counts, q, k, v, step):
+    """Over pages, and over the window: (attention of each, pages, what the window keeps)."""
+    positions, valid = (start + step)[:, None], (step < counts)[:, None]
+    pools = [
+        reference.write_kv(pool, new[:, None], tables, positions, valid)
+        for pool, new in zip(pools, (k, v), strict=True)
+    ]
+    expected = reference.paged_attention(q[:, None], *pools, tables, positions)[:, 0]
+    fresh = gathered.put(fresh, k, v, step)
+    return expected, gathered.attend(q, window, tiles, fresh, start, step), pools, fresh
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tile"), [(9, 3, 1), (9, 3, 2), (9, 3, WIDTH), (14, 2, 2), (2, 2, WIDTH)]
+)
 def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, tile: int, x64):
     rows, dim = 3, 8
     rng = np.random.default_rng(0)
-    shape = (kv_heads, 1 + rows * WIDTH, BLOCK, dim)
-    pool_k, pool_v = (jnp.asarray(rng.normal(size=shape)) for _ in range(2))
-    tables = jnp.asarray(1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
-    start = jnp.asarray([0, 3, 8], jnp.int32)  # nothing cached yet, across a block, the last block from its beginning
-    counts = jnp.asarray([4, 2, 0], jnp.int32)
-    held = [tables[row, : 1 + int(start[row] + STEPS - 1) // BLOCK].tolist() for row in range(rows)]
+    pools = rng.normal(size=(2, kv_heads, 1 + rows * WIDTH, BLOCK, dim))
+    tables = (1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH)).astype(np.int32)
+    start = np.array([0, 3, 8], np.int32)  # nothing cached yet, across a block, the last block from its beginning
+    counts = np.array([4, 2, 0], np.int32)
+    held = [tables[row, : 1 + (start[row] + STEPS - 1) // BLOCK].tolist() for row in range(rows)]
     count = gathered.num_tiles(held, tile) + 2  # some pad the list
-    tiles = gathered.WindowTiles(*map(jnp.asarray, gathered.window_tiles(held, tile, count, BLOCK)))
-    window = gathered.gather(pool_k, pool_v, tiles.blocks_UW)
-    fresh = gathered.blank(pool_v, rows, STEPS)
-    paged_k, paged_v = pool_k, pool_v
+    tiles = gathered.window_tiles(held, tile, count, BLOCK)
+    window, fresh = opened(pools, tiles.blocks_UW, rows, STEPS)
+    paged = list(pools)
     for step in range(STEPS):
-        q = jnp.asarray(rng.normal(size=(rows, heads, dim)))
-        k, v = (jnp.asarray(rng.normal(size=(rows, kv_heads, dim))) for _ in range(2))
-        positions = (start + step)[:, None]
-        valid = (step < counts)[:, None]
-        paged_k = reference.write_kv(paged_k, k[:, None], tables, positions, valid)
-        paged_v = reference.write_kv(paged_v, v[:, None], tables, positions, valid)
-        expected = reference.paged_attention(q[:, None], paged_k, paged_v, tables, positions)[:, 0]
-        fresh = gathered.put(fresh, k, v, jnp.int32(step))
-        actual = gathered.attend(q, window, tiles, fresh, start, jnp.int32(step))
-        going = np.asarray(valid[:, 0])
+        q = rng.normal(size=(rows, heads, dim))
+        k, v = (rng.normal(size=(rows, kv_heads, dim)) for _ in range(2))
+        expected, actual, paged, fresh = one_step(
+            paged, fresh, window, tiles, tables, start, counts, q, k, v, np.int32(step)
+        )
+        going = step < counts
         assert np.isfinite(actual).all()
-        np.testing.assert_allclose(actual[going], expected[going], rtol=0, atol=1e-12)
-    written = gathered.scatter(pool_k, pool_v, fresh, tables, start, counts)
-    for new, expected in zip(written, (paged_k, paged_v), strict=True):
+        np.testing.assert_allclose(np.asarray(actual)[going], np.asarray(expected)[going], rtol=0, atol=1e-12)
+    written = jax.jit(gathered.scatter)(*pools, fresh, tables, start, counts)
+    for new, expected in zip(*(map(np.asarray, each) for each in (written, paged)), strict=True):
         np.testing.assert_array_equal(new[:, 1:], expected[:, 1:])  # block 0 is no row's
 
 
@@ -58,18 +74,30 @@ def test_a_window_holds_what_rows_have_cached_and_no_more():
 
 def test_scores_and_sums_are_float32_for_bfloat16():
     rng = np.random.default_rng(1)
-    pool = [jnp.asarray(rng.normal(size=(1, 9, BLOCK, 16)), jnp.bfloat16) for _ in range(2)]
-    tiles = gathered.WindowTiles(*map(jnp.asarray, gathered.window_tiles([list(range(1, 9))], 8, 1, BLOCK)))
-    window = gathered.gather(*pool, tiles.blocks_UW)
-    fresh = gathered.blank(pool[1], 1, 1)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 1, 16)), jnp.bfloat16) for _ in range(3))
-    fresh = gathered.put(fresh, k, v, jnp.int32(0))
-    actual = gathered.attend(q, window, tiles, fresh, jnp.asarray([32]), jnp.int32(0))
-    keys = jnp.concatenate([window.keys_BDS[0].T, k[0]]).astype(jnp.float32)
-    values = jnp.concatenate([window.values_BSD[0], v[0]]).astype(jnp.float32)
-    expected = jax.nn.softmax(q[0].astype(jnp.float32) @ keys.T / 4) @ values
+    pools = rng.normal(size=(2, 1, 9, BLOCK, 16)).astype(jnp.bfloat16)
+    tiles = gathered.window_tiles([list(range(1, 9))], 8, 1, BLOCK)
+    window, fresh = opened(pools, tiles.blocks_UW, 1, 1)
+    q, k, v = rng.normal(size=(3, 1, 1, 16)).astype(jnp.bfloat16)
+
+    @jax.jit
+    def attended(q, k, v, fresh):
+        return gathered.attend(q, window, tiles, gathered.put(fresh, k, v, 0), jnp.array([32]), 0)
+
+    actual = attended(q, k, v, fresh)
+    keys = np.concatenate([np.asarray(window.keys_BDS)[0].T, k[0]]).astype(np.float32)
+    values = np.concatenate([np.asarray(window.values_BSD)[0], v[0]]).astype(np.float32)
+    weights = np.exp(q[0].astype(np.float32) @ keys.T / 4)
     assert actual.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(actual[0], np.float32), expected, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(actual[0], np.float32), weights / weights.sum() @ values, atol=2e-2)
+
+
+@jax.jit
+def several(pools, fresh, window, tiles, tables, start, q, k, v, positions, valid, at):
+    """A step of several positions a row, over pages and over the window."""
+    pools = [reference.write_kv(pool, new, tables, positions, valid) for pool, new in zip(pools, (k, v), strict=True)]
+    fresh = gathered.put_several(fresh, k, v, at)
+    actual = gathered.attend_several(q, window, tiles, fresh, start, at)
+    return reference.paged_attention(q, *pools, tables, positions), actual, pools, fresh
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 4)])
@@ -77,31 +105,28 @@ def test_several_positions_a_step_equal_paged_ones_and_rejected_ones_leave_no_tr
     """Rows keep different numbers of the positions that they try; the next step writes over what they did not keep."""
     rows, dim, queries, room = 3, 8, 3, 7
     rng = np.random.default_rng(2)
-    shape = (kv_heads, 1 + rows * WIDTH, BLOCK, dim)
-    pool_k, pool_v = (jnp.asarray(rng.normal(size=shape)) for _ in range(2))
-    tables = jnp.asarray(1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
-    start, gained = jnp.asarray([0, 3, 5], jnp.int32), np.zeros(rows, np.int32)
-    tiles = gathered.WindowTiles(*map(jnp.asarray, gathered.window_tiles(tables.tolist(), 2, 8, BLOCK)))
-    window = gathered.gather(pool_k, pool_v, tiles.blocks_UW)
-    fresh, (paged_k, paged_v) = gathered.blank(pool_v, rows, room), (pool_k, pool_v)
+    pools = rng.normal(size=(2, kv_heads, 1 + rows * WIDTH, BLOCK, dim))
+    tables = (1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH)).astype(np.int32)
+    start, gained = np.array([0, 3, 5], np.int32), np.zeros(rows, np.int32)
+    tiles = gathered.window_tiles(tables.tolist(), 2, 8, BLOCK)
+    window, fresh = opened(pools, tiles.blocks_UW, rows, room)
+    paged = list(pools)
     for tried, kept in (([3, 1, 2], [2, 1, 0]), ([3, 3, 3], [1, 3, 3]), ([2, 3, 1], [2, 1, 1])):
-        q = jnp.asarray(rng.normal(size=(rows, queries, heads, dim)))
-        k, v = (jnp.asarray(rng.normal(size=(rows, queries, kv_heads, dim))) for _ in range(2))
+        q = rng.normal(size=(rows, queries, heads, dim))
+        k, v = (rng.normal(size=(rows, queries, kv_heads, dim)) for _ in range(2))
         offset, valid = np.arange(queries), np.arange(queries) < np.array(tried)[:, None]
         positions = start[:, None] + gained[:, None] + offset
-        paged_k = reference.write_kv(paged_k, k, tables, positions, valid)
-        paged_v = reference.write_kv(paged_v, v, tables, positions, valid)
-        expected = reference.paged_attention(q, paged_k, paged_v, tables, positions)
-        at = jnp.asarray(np.where(valid, gained[:, None] + offset, room))
-        fresh = gathered.put_several(fresh, k, v, at)
-        actual = gathered.attend_several(q, window, tiles, fresh, start, at)
+        at = np.where(valid, gained[:, None] + offset, room)
+        expected, actual, paged, fresh = several(
+            paged, fresh, window, tiles, tables, start, q, k, v, positions, valid, at
+        )
         assert np.isfinite(actual).all()
-        np.testing.assert_allclose(actual[valid], expected[valid], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(np.asarray(actual)[valid], np.asarray(expected)[valid], rtol=0, atol=1e-12)
         gained += np.array(kept, np.int32)
-    written = gathered.scatter(pool_k, pool_v, fresh, tables, start, jnp.asarray(gained))
-    for new, paged, old in zip(written, (paged_k, paged_v), (pool_k, pool_v), strict=True):
+    written = jax.jit(gathered.scatter)(*pools, fresh, tables, start, gained)
+    for new, full, old in zip(*(map(np.asarray, each) for each in (written, paged, pools)), strict=True):
         for row in range(rows):
-            own = [jnp.moveaxis(each[:, tables[row]], 0, 2).reshape(-1, kv_heads, dim) for each in (new, paged, old)]
+            own = [np.moveaxis(each[:, tables[row]], 0, 2).reshape(-1, kv_heads, dim) for each in (new, full, old)]
             end = int(start[row] + gained[row])
             np.testing.assert_array_equal(own[0][:end], own[1][:end])
             np.testing.assert_array_equal(own[0][end:], own[2][end:], "nothing of what was rejected")

@@ -12,6 +12,8 @@ from jaxrl.kernels.packed import Tiling
 from jaxrl.kernels.reference import packed_attention
 from jaxrl.sharding.mesh import make_mesh
 
+oracle = jax.jit(packed_attention)
+
 
 def alone(q, k, v):
     """[T, H, D] causal attention, one query at a time."""
@@ -31,7 +33,7 @@ def test_segments_do_not_see_each_other(x64):
     k, v = random.normal(size=(2, 2, 10, 3, 4))
     segments = np.array([[1] * 4 + [2] * 5 + [0], [1] * 10])
     positions = np.array([[*range(4), *range(5), 0], [*range(10)]])
-    out = np.asarray(packed_attention(q, k, v, segments, positions))
+    out = np.asarray(oracle(q, k, v, segments, positions))
     assert out.dtype == np.float64
     assert np.isfinite(out).all()
     for row, part in ((0, slice(0, 4)), (0, slice(4, 9)), (1, slice(0, 10))):
@@ -41,8 +43,9 @@ def test_segments_do_not_see_each_other(x64):
 
 
 def test_narrow_input_keeps_its_dtype():
-    x = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
-    assert packed_attention(x, x[:, :, :1], x[:, :, :1], np.ones((1, 3)), np.arange(3)[None]).dtype == jnp.bfloat16
+    x = np.ones((1, 3, 2, 4), jnp.bfloat16)
+    out = jax.eval_shape(packed_attention, x, x[:, :, :1], x[:, :, :1], np.ones((1, 3)), np.arange(3)[None])
+    assert out.dtype == jnp.bfloat16
 
 
 def test_a_shared_prefix_stands_before_each_sample(x64):
@@ -51,7 +54,7 @@ def test_a_shared_prefix_stands_before_each_sample(x64):
     k, v = random.normal(size=(2, 1, 9, 1, 4))
     segments, prefixes = np.array([[1, 1, 1, 2, 2, 3, 3, 3, 0]]), np.array([[1] * 8 + [0]])
     positions = np.array([[0, 1, 2, 3, 4, 3, 4, 5, 0]])
-    out = np.asarray(packed_attention(q, k, v, segments, positions, prefixes))
+    out = np.asarray(oracle(q, k, v, segments, positions, prefixes))
     for columns in ([0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7]):
         expected = alone(q[0, columns], k[0, columns], v[0, columns])
         np.testing.assert_allclose(out[0, columns], expected, rtol=1e-12, atol=1e-14)
@@ -86,19 +89,20 @@ def random_rows(rows, tokens, seed=0):
 def inputs(rows, tokens, dtype, heads=6, kv_heads=2, dim=4):
     random = np.random.default_rng(1)
     shapes = [(rows, tokens, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
-    return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
+    return [random.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
+@partial(jax.jit, static_argnums=0)
 def out_and_gradients(attend, q, k, v, weights, segments):
     """Of what is not padding."""
-    weights = jnp.where((segments > 0)[..., None, None], weights, 0)
+    real = (segments > 0)[..., None, None]
 
     def total(q, k, v):
         out = attend(q, k, v)
-        return jnp.sum((out * weights).astype(jnp.promote_types(out.dtype, jnp.float32))), out
+        return jnp.sum((out * jnp.where(real, weights, 0)).astype(jnp.promote_types(out.dtype, jnp.float32))), out
 
-    gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-    return jnp.where((segments > 0)[..., None, None], out, 0), *gradients
+    gradients, out = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    return jnp.where(real, out, 0), *gradients
 
 
 def in_tiles(rows, how):
@@ -111,23 +115,38 @@ def in_tiles(rows, how):
     return attend
 
 
-@pytest.mark.parametrize("how", [Tiling(0, 8), Tiling(0, 16, together=True), Tiling(0, 64, widen=True), Tiling(64, 8)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 2e-5), ("bfloat16", 4e-2)])
-def test_tiles_equal_the_oracle(x64, how, dtype, tolerance):
-    # 44 tokens: neither tile size divides them
-    rows = random_rows(5, 44)
+APART, TOGETHER, WIDE, PLAIN = Tiling(0, 8), Tiling(0, 16, together=True), Tiling(0, 64, widen=True), Tiling(64, 8)
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2}
+BY_DEFAULT = [(APART, "float64"), (APART, "bfloat16"), (TOGETHER, "float32"), (WIDE, "bfloat16"), (PLAIN, "float64")]
+
+
+ROWS = random_rows(5, 44)  # neither tile size divides 44
+
+
+def dense(q, k, v):
+    return packed_attention(q, k, v, *ROWS)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        pytest.param(how, dtype, marks=[] if (how, dtype) in BY_DEFAULT else pytest.mark.slow)
+        for how in (APART, TOGETHER, WIDE, PLAIN)
+        for dtype in TOLERANCE
+    ],
+)
+def test_tiles_equal_the_oracle(x64, how, dtype):
     arrays = inputs(5, 44, dtype)
-    oracle = lambda q, k, v: packed_attention(q, k, v, *rows)  # noqa: E731
-    expected = out_and_gradients(oracle, *(x.astype(jnp.float64) for x in arrays), rows[0])
-    for found, want in zip(out_and_gradients(in_tiles(rows, how), *arrays, rows[0]), expected, strict=True):
-        assert found.dtype == dtype
-        error = np.linalg.norm(found.astype(jnp.float64) - want) / np.linalg.norm(want)
-        assert error <= tolerance
+    expected = out_and_gradients(dense, *(x.astype(np.float64) for x in arrays), ROWS[0])
+    for each, want in zip(out_and_gradients(in_tiles(ROWS, how), *arrays, ROWS[0]), expected, strict=True):
+        assert each.dtype == dtype
+        error = np.linalg.norm(np.asarray(each, np.float64) - want) / np.linalg.norm(want)
+        assert error <= TOLERANCE[dtype]
 
 
 def test_tiles_are_only_those_needed():
-    rows = random_rows(5, 44)
-    tiles = packed.visible_pairs(rows[0], rows[2], Tiling(0, 8))
+    rows = ROWS
+    tiles = jax.jit(packed.visible_pairs, static_argnums=2)(rows[0], rows[2], APART)
     assert tiles is not None
     visible = (rows[0][:, :, None] == rows[0][:, None]) | (rows[2][:, :, None] == rows[0][:, None])
     visible &= (rows[0][:, None] > 0) & np.tril(np.ones((44, 44), bool))

@@ -5,6 +5,8 @@ bfloat16: weights and gradients of scores are rounded to 8 bits before they are 
 (dense attention in bfloat16 is as far from float32: 1.0e-2 where the kernels are at most 1.0e-2).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 SMALL = (PackedTileSizes(32, 16, 4, 2), PackedTileSizes(16, 32, 4, 2), PackedTileSizes(16, 32, 4, 2))
 
 
+@jax.jit
 def naive(q, k, v, segments, positions, prefixes):
     """Dense, in float32, heads repeated: nothing shared with the kernels."""
     group = q.shape[2] // k.shape[2]
@@ -27,6 +30,9 @@ def naive(q, k, v, segments, positions, prefixes):
     prefix = (prefixes[:, :, None] != 0) & (prefixes[:, :, None] == segments[:, None])
     visible = (prefix | (segments[:, :, None] == segments[:, None])) & (positions[:, :, None] >= positions[:, None])
     return jnp.einsum("rhts,rshd->rthd", jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), -1), v)
+
+
+oracle = jax.jit(reference.packed_attention)
 
 
 def rows_of(tokens):
@@ -45,7 +51,8 @@ def rows_of(tokens):
 
 def arrays_of(tokens, heads, kv_heads, dim, dtype):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(3, tokens, h, dim)), dtype) for h in (heads, kv_heads, kv_heads, heads)]
+    shapes = [(3, tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
 def expect_close(got, expected, dtype):
@@ -72,11 +79,13 @@ def test_values_and_gradients(tokens, heads, kv_heads, dim, dtype, tiles):
             q, k, v, segments, positions, prefix_ids=prefixes, tiles=tiles, interpret=True
         )
 
-    out, pull = jax.vjp(kernel, q, k, v)
-    expected, pull_naive = jax.vjp(lambda *x: naive(*x, segments, positions, prefixes), q, k, v)
-    assert out.dtype == q.dtype
-    expect_close(out, expected, dtype)
-    for got, want in zip(pull(d_out), pull_naive(d_out.astype(jnp.float32)), strict=True):
+    def with_gradients(attend, d_out):
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(d_out)
+
+    found = jax.jit(partial(with_gradients, kernel))(d_out)
+    dense = jax.jit(partial(with_gradients, lambda *x: naive(*x, segments, positions, prefixes)))
+    for got, want in zip(found, dense(d_out.astype(np.float32)), strict=True):
         assert got.dtype == q.dtype
         expect_close(got, want, dtype)
 
@@ -86,14 +95,16 @@ def test_tokens_that_are_not_seen_change_nothing():
     q, k, v, _ = arrays_of(100, 2, 1, 16, "float32")
     segments, positions, prefixes = rows_of(100)
 
+    @jax.jit
     def kernel(k, v):
         # What a tile reads in vain is multiplied by zero, which nan survives; so tokens 64..79 are a tile of their own.
         tiles = (PackedTileSizes(16, 16, 4, 2),) * 3
         options = {"prefix_ids": prefixes, "tiles": tiles, "interpret": True}
         return packed_pallas.packed_attention(q, k, v, segments, positions, **options)
 
-    poisoned = [x.at[0, :48].set(jnp.nan) for x in (k, v)]
-    clean, out = kernel(k, v), kernel(*poisoned)
+    clean = np.asarray(kernel(k, v))
+    k[0, :48] = v[0, :48] = np.nan
+    out = np.asarray(kernel(k, v))
     np.testing.assert_array_equal(clean[0, 64:80], out[0, 64:80])
     np.testing.assert_array_equal(clean[1:], out[1:])
     assert np.isnan(out[0, :60]).any()
@@ -106,35 +117,41 @@ def test_no_visible_tile_is_missed_and_most_invisible_ones_are_skipped():
         positions[:, :, None] >= positions[:, None]
     )
     needed = np.pad(pairs, ((0, 0), (0, 24), (0, 8))).reshape(3, 32, 32, 63, 16).any((2, 4))
-    visible = np.asarray(packed_pallas.visible_tiles(segments, prefixes, positions, 32, 16))
+    visible = np.asarray(
+        jax.jit(packed_pallas.visible_tiles, static_argnums=(3, 4))(segments, prefixes, positions, 32, 16)
+    )
     assert visible.shape == needed.shape
     assert not (needed & ~visible).any()
     assert visible.sum() <= 1.1 * needed.sum()
-    numbers, counts = packed_pallas.list_tiles(visible)
+    numbers, counts = map(np.asarray, jax.jit(packed_pallas.list_tiles)(visible))
     for row, tile in np.ndindex(*counts.shape):
-        listed = np.asarray(numbers[row, tile, : counts[row, tile]])
+        listed = numbers[row, tile, : counts[row, tile]]
         np.testing.assert_array_equal(listed, np.flatnonzero(visible[row, tile]))
 
 
-@pytest.mark.parametrize("prefixes", ["own", "zeros", "given"])
 @pytest.mark.parametrize("implementation", ["reference", "auto", "pallas"])
 @pytest.mark.parametrize("tokens", [40, 100])
-def test_the_interface(tokens, implementation, prefixes):
+def test_the_interface(tokens, implementation):
     """Every implementation, in rows long enough for tiles and not; a prefix may be a segment's own, or 0, for none."""
     q, k, v, _ = arrays_of(tokens, 4, 2, 16, "float32")
     segments, positions, given = rows_of(tokens)
     given = np.where(given == 0, segments, given)  # as `pack` writes it
-    chosen = {"own": segments, "zeros": np.zeros_like(given), "given": given}[prefixes]
     packed = attention.choose_packed(implementation, "cpu", HEADS, interpret=True)
-    tiles = packed.tile_pairs(segments, positions, chosen, "float32")
-    out = packed.attend(q, k, v, segments, positions, chosen, tiles)
-    assert (tiles is not None) == (implementation == "pallas" or (implementation == "auto" and tokens == 100))
-    expected = naive(q, k, v, segments, positions, given if prefixes == "given" else np.zeros_like(given))
-    real = segments > 0
-    expect_close(np.asarray(out)[real], np.asarray(expected)[real], "float32")
-    assert np.isfinite(out).all()
-    if implementation == "reference" or (implementation == "auto" and tokens == 40):
-        np.testing.assert_array_equal(out, reference.packed_attention(q, k, v, segments, positions, chosen))
+    in_tiles = jax.eval_shape(partial(packed.tile_pairs, dtype="float32"), segments, positions, given) is not None
+    assert in_tiles == (implementation == "pallas" or (implementation == "auto" and tokens == 100))
+
+    @jax.jit
+    def attended(q, k, v, segments, positions, prefixes):
+        tiles = packed.tile_pairs(segments, positions, prefixes, "float32")
+        return packed.attend(q, k, v, segments, positions, prefixes, tiles)
+
+    real, nothing = segments > 0, np.zeros_like(given)
+    for prefixes, shared in ((segments, nothing), (nothing, nothing), (given, given)):
+        out = np.asarray(attended(q, k, v, segments, positions, prefixes))
+        expect_close(out[real], np.asarray(naive(q, k, v, segments, positions, shared))[real], "float32")
+        assert np.isfinite(out).all()
+        if not in_tiles:
+            np.testing.assert_array_equal(out, oracle(q, k, v, segments, positions, prefixes))
 
 
 def test_what_an_option_means_on_a_platform():

@@ -1,5 +1,6 @@
 """What the model tests share: tiny models, plain attention, and transformers where it is installed."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from beside import import_transformers
 
+from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.rope import RopeScaling
+from jaxrl.models.weights import Weight
 
 SCALINGS = {
     "none": RopeScaling(),
@@ -21,6 +24,7 @@ SCALINGS = {
     "yarn": RopeScaling("yarn", 4.0, 32, attention_factor=1.1386294361119891),
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
+TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40))
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _NONE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -96,15 +100,16 @@ def unstack(params: Any) -> Any:
     return params | {"layers": [{name: w[i] for name, w in layers.items()} for i in range(count)]}
 
 
-def lively(params: Any, seed: int = 0, dtype: Any = np.float32) -> Any:
-    """The tree with larger random numbers everywhere, so that every weight matters to the logits."""
-    random = np.random.default_rng(seed)
+def lively(config: ModelConfig, dtype: Any = np.float32) -> Any:
+    """Parameters in training form with large random numbers everywhere, so that every weight matters to the logits; as
+    numpy, because jax's own would be a program for each shape."""
+    random = np.random.default_rng(0)
 
-    def one(path: Any, leaf: jax.Array) -> jax.Array:
+    def one(path: Any, weight: Weight) -> np.ndarray:
         norm = "norm" in jax.tree_util.keystr(path)
-        return jnp.asarray(random.normal(1.0 if norm else 0.0, 0.3, leaf.shape), dtype)
+        return random.normal(1.0 if norm else 0.0, 0.3, weight.shape).astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(one, config.weights(), is_leaf=lambda x: isinstance(x, Weight))
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -118,6 +123,13 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def positions_of(tokens: Any) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "remat"))
+def scan_logits(params: Any, tokens: Any, config: ModelConfig, dtype: Any = jnp.float32, remat: Any = "none") -> Any:
+    """Logits of tokens [B, T] or [T]."""
+    hidden = decoder.forward_scan(params, tokens, positions_of(tokens), causal, config, dtype=dtype, remat=remat)
+    return decoder.logits(params, hidden, config)
 
 
 @pytest.fixture(scope="session")

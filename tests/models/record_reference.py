@@ -18,13 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from beside import without_our_folder  # noqa: E402
 from conftest import FAMILIES, ROPE, SCALINGS, lively, rope_config, tiny_config  # noqa: E402
 
-from jaxrl.models import decoder  # noqa: E402
 from jaxrl.models.safetensors import export_hf  # noqa: E402
 
 with without_our_folder():
@@ -49,7 +47,7 @@ def tiny(family: str, scaling: str) -> None:
     config = tiny_config(family, scaling)
     tokens = np.random.default_rng(1).integers(0, 97, (2, 40))
     with tempfile.TemporaryDirectory() as folder:
-        export_hf(lively(decoder.init(config, jax.random.key(0))), config, folder, dtype=jnp.float32)
+        export_hf(lively(config), config, folder, dtype=jnp.float32)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits.numpy()[:, ::8]

@@ -41,7 +41,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model in a folder with one file, in a folder with an index, and in a GGUF file."""
     found = {kind: tmp_path_factory.mktemp(kind) for kind in ("single", "indexed", "gguf")}
     config = tiny_config("qwen2", "yarn", hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=32)
-    params = lively(decoder.init(config, jax.random.key(0)))
+    params = lively(config)
     export_hf(params, config, found["single"], dtype=jnp.float32)
     export_hf(params, config, found["indexed"], dtype=jnp.bfloat16, max_file_bytes=15_000)
     write_gguf(found["gguf"] / "m.gguf", config, params)

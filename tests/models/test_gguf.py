@@ -96,7 +96,7 @@ def model(family="llama", **changes):
     config = tiny_config(
         family, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, **changes
     )
-    return config, lively(decoder.init(config, jax.random.key(0)))
+    return config, lively(config)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -130,7 +130,7 @@ def test_k_quants_are_read(kind, tmp_path):
     config = tiny_config(
         "qwen3", hidden_size=256, num_heads=16, num_kv_heads=16, head_dim=16, intermediate_size=256, vocab_size=256
     )
-    params = lively(decoder.init(config, jax.random.key(0)))
+    params = lively(config)
     write(tmp_path / "m.gguf", config, params, Kind.F32)
     random = np.random.default_rng(0)
     size = {Kind.Q4_K: 144, Kind.Q6_K: 210}[kind]

@@ -11,18 +11,17 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model
 from jaxrl.models.safetensors import INDEX, SINGLE, export_hf, load_hf, read_header
 from jaxrl.sharding.mesh import make_mesh
 
-from .conftest import FAMILIES, lively, tiny_config
+from .conftest import FAMILIES, TOKENS, lively, scan_logits, tiny_config
 
 
 def model(family="llama", scaling="none", **changes):
     config = tiny_config(family, scaling, **changes)
-    return config, lively(decoder.init(config, jax.random.key(0)))
+    return config, lively(config)
 
 
 def assert_same(a, b):
@@ -104,8 +103,6 @@ def test_transformers_loads_and_writes_back_the_same_tensors(family, tmp_path, t
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_written_by_transformers_loads(family, tmp_path, transformers, torch_logits):
     """The common way: random weights that transformers made and wrote, read by us."""
-    from .test_decoder import TOKENS, scan_logits
-
     kind = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -113,7 +110,7 @@ def test_a_model_written_by_transformers_loads(family, tmp_path, transformers, t
     )  # fmt: skip
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
     ours, params = load_hf(tmp_path)
-    np.testing.assert_allclose(scan_logits(params, ours), torch_logits(tmp_path, TOKENS), atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(scan_logits(params, TOKENS, ours), torch_logits(tmp_path, TOKENS), atol=1e-4, rtol=1e-4)
 
 
 def rewrite(folder, change):
@@ -175,7 +172,7 @@ def test_a_head_beside_a_tied_embedding(tmp_path):
     assert_same(load_hf(tmp_path)[1], params)
     rewrite(tmp_path, lambda tensors: {k: v for k, v in tensors.items() if "embed_tokens" not in k})
     assert_same(load_hf(tmp_path)[1], params)
-    write(params["embed"], params["embed"].at[5, 7].add(1e-6))
+    write(params["embed"], params["embed"] + np.float32(1e-6) * (np.arange(48) == 7))
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight, though config.json"):
         load_hf(tmp_path)
 
@@ -183,7 +180,7 @@ def test_a_head_beside_a_tied_embedding(tmp_path):
 def test_one_file_counts_before_an_index(tmp_path):
     """As transformers has it; a folder has both where an export was written over another."""
     config, params = model()
-    export_hf(jax.tree.map(jnp.zeros_like, params), config, tmp_path, max_file_bytes=30_000)
+    export_hf(jax.tree.map(np.zeros_like, params), config, tmp_path, max_file_bytes=30_000)
     index = (tmp_path / INDEX).read_bytes()
     export_hf(params, config, tmp_path, dtype=jnp.float32)
     (tmp_path / INDEX).write_bytes(index)
@@ -192,7 +189,8 @@ def test_one_file_counts_before_an_index(tmp_path):
 
 def test_values_too_large_for_the_parameters_are_refused(tmp_path):
     config, params = model()
-    export_hf(params | {"final_norm": params["final_norm"].at[3].set(1e6)}, config, tmp_path, dtype=jnp.float32)
+    params["final_norm"][3] = 1e6
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
     assert load_hf(tmp_path)[0] == config
     with pytest.raises(ValueError, match=r"tensor model.norm.weight has values that are NaN or infinite in float16"):
         load_hf(tmp_path, dtype=jnp.float16)
@@ -216,7 +214,7 @@ def test_export_refuses_padded_parameters_and_odd_dtypes(tmp_path):
     config, params = model()
     with pytest.raises(ValueError, match=r"export dtype \(int32\) must be one of float64, float32, float16, bfloat16"):
         export_hf(params, config, tmp_path, dtype=jnp.int32)
-    params["embed"] = jnp.pad(params["embed"], ((0, 3), (0, 0)))
+    params["embed"] = np.pad(params["embed"], ((0, 3), (0, 0)))
     with pytest.raises(ValueError, match=r"weight embed has shape \(100, 48\), but the config asks for \(97, 48\)"):
         export_hf(params, config, tmp_path)
 

@@ -3,23 +3,36 @@
 import re
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
+from typing import Any
 
 import pytest
 from for_gpu import compile_for_gpu
 
-SHAPES = ["Qwen2.5-1.5B", "Qwen2.5-7B"]
+SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
+SLOW = pytest.mark.slow  # the same question of another size
+PLANS = [(shape, rows, context) for shape in (SMALL, LARGE) for rows, context in ((64, 1024), (1, 1024), (64, 8192))]
+
+
+def first(count: int) -> list[Any]:
+    """The plans that are asked for by default, and the others, as slow ones."""
+    return [*PLANS[:count], *(pytest.param(*plan, marks=SLOW) for plan in PLANS[count:])]
+
+
 MOST_KERNELS_A_LAYER = 9
 VOCABULARY = 151936  # of Qwen2.5-1.5B
 
 
-def decode(shape: str, layers: int, rows: int = 64, context: int = 1024, *more: str) -> dict:
-    sizes = ("--layers", str(layers), "--rows", str(rows), "--context", str(context))
-    return compile_for_gpu("decode", "--shape", shape, *sizes, *more)
+def decode(shape: str, layers: int, rows: int = 64, context: int = 1024) -> dict:
+    return compile_for_gpu(
+        "decode", "--shape", shape, "--layers", str(layers), "--rows", str(rows), "--context", str(context)
+    )
 
 
-@pytest.mark.parametrize(("rows", "context"), [(64, 1024), (1, 1024), (64, 8192)])
-@pytest.mark.parametrize("shape", SHAPES)
+def one_layer(program: str, shape: str, *more: str) -> dict:
+    return compile_for_gpu(program, "--shape", shape, "--layers", "1", *more)
+
+
+@pytest.mark.parametrize(("shape", "rows", "context"), first(2))
 def test_a_plan_is_one_graph_and_copies_no_pool(shape: str, rows: int, context: int):
     told = decode(shape, 1, rows, context)
     assert (told["graphs"], told["host_loops"]) == (1, [])
@@ -28,8 +41,7 @@ def test_a_plan_is_one_graph_and_copies_no_pool(shape: str, rows: int, context: 
     assert told["memory"]["results"] - told["memory"]["aliased"] < 1 << 20
 
 
-@pytest.mark.parametrize(("rows", "context"), [(64, 1024), (1, 1024), (64, 8192)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "rows", "context"), first(1))
 def test_kernels_of_a_layer(shape: str, rows: int, context: int):
     """The difference between three layers and one: what is outside of the layers drops out."""
     three, one = (decode(shape, layers, rows, context)["kernels"] for layers in (3, 1))
@@ -38,26 +50,20 @@ def test_kernels_of_a_layer(shape: str, rows: int, context: int):
     assert three["input_scatter_fusion"] == one["input_scatter_fusion"]
 
 
-def test_one_row_writes_no_product_out(tmp_path: Path):
+def test_one_row_writes_no_product_out():
     """A product of one row with a matrix [I, O] must not exist as [I, O] terms: three times the matrix's bytes."""
-    text = hlo(tmp_path, 1)
+    text = decode(SMALL, 1, 1)["hlo"]
     written = {shape for _, shape, _ in kernels(text) if "[2,1040,128]" not in shape}  # the pool
     assert max(map(size_of, written)) == size_of(f"f32[2,{VOCABULARY}]"), "the logits of two rows, one of them padding"
 
 
-def test_sampling_sweeps_the_logits_twice(tmp_path: Path):
+def test_sampling_sweeps_the_logits_twice():
     """Beside the product that writes them. A gather of the winning blocks is no sweep."""
-    text = hlo(tmp_path, 64)
+    text = decode(SMALL, 1)["hlo"]
     logits = {name for name, shape, _ in kernels(text) if shape == f"f32[64,{VOCABULARY}]"}
     assert len(logits) == 1
     readers = {name for name, _, line in kernels(text) if sweeps(text, line, *logits)}
     assert len(readers) == 2, readers
-
-
-def hlo(folder: Path, rows: int) -> str:
-    """The optimised HLO of a decode program of the 1.5B."""
-    decode("Qwen2.5-1.5B", 1, rows, 1024, "--hlo", str(folder / "decode.hlo"))
-    return (folder / "decode.hlo").read_text()
 
 
 def kernels(text: str) -> Iterator[tuple[str, str, str]]:
@@ -89,17 +95,10 @@ def size_of(shape: str) -> int:
 
 @pytest.mark.parametrize(
     ("shape", "rows", "width"),
-    [
-        ("Qwen2.5-1.5B", 64, 4),
-        pytest.param("Qwen2.5-1.5B", 8, 32, marks=pytest.mark.slow),
-        pytest.param("Qwen2.5-7B", 64, 4, marks=pytest.mark.slow),
-        pytest.param("Qwen2.5-7B", 8, 32, marks=pytest.mark.slow),
-    ],
+    [(SMALL, 64, 4), *(pytest.param(*case, marks=SLOW) for case in ((SMALL, 8, 32), (LARGE, 64, 4), (LARGE, 8, 32)))],
 )
 def test_a_plan_that_verifies_drafts_is_one_graph_and_copies_no_pool(shape: str, rows: int, width: int):
-    told = compile_for_gpu(
-        "verify", "--shape", shape, "--layers", "1", "--rows", str(rows), "--context", "1024", "--width", str(width)
-    )
+    told = one_layer("verify", shape, "--rows", str(rows), "--context", "1024", "--width", str(width))
     assert told["program"][:3] == ["verify", rows, 1 + width]
     assert (told["graphs"], told["host_loops"]) == (1, [])
     assert told["copies"] == [], "nor a weight, nor the indexes"
@@ -107,17 +106,17 @@ def test_a_plan_that_verifies_drafts_is_one_graph_and_copies_no_pool(shape: str,
     assert told["kernels"]["_attend_kernel"] == 1, "all of a row's queries at once"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(LARGE, marks=SLOW)])
 def test_prefill_copies_no_pool(shape: str):
-    told = compile_for_gpu("prefill", "--shape", shape, "--layers", "1")
+    told = one_layer("prefill", shape)
     assert told["host_loops"] == []
     assert not [copy for copy in told["copies"] if copy[2] >= told["pool_array_bytes"] // 2]
 
 
 @pytest.mark.parametrize("program", ["decode", "prefill"])
-@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
-def test_float32_is_float32(program: str, dtype: str, exact: bool):
+def test_float32_is_float32(program: str):
     """Products of float32 arrays say so; by default a GPU takes 10 bits of each number (TF32)."""
-    told = compile_for_gpu(program, "--shape", "Qwen2.5-1.5B", "--layers", "1", "--dtype", dtype)
-    assert told["products"]
-    assert all("highest" in text.lower() for text in told["products"]) == exact
+    narrow = decode(SMALL, 1) if program == "decode" else one_layer(program, SMALL)
+    for told, exact in ((one_layer(program, SMALL, "--dtype", "float32"), True), (narrow, False)):
+        assert told["products"]
+        assert all("highest" in text.lower() for text in told["products"]) == exact

@@ -82,16 +82,17 @@ def model_of(heads: tuple[int, int]) -> ModelConfig:
 @functools.cache
 def weights_of(heads: tuple[int, int]) -> Any:
     """Random weights, large enough for distributions that are far from flat."""
-    params = decoder.init(model_of(heads), jax.random.key(0), jnp.float64)
-    return jax.tree.map(lambda x: np.asarray(x * 5 if x.ndim > 1 else x), params)
+    params = jax.jit(lambda key: decoder.init(model_of(heads), key, jnp.float64))(jax.random.key(0))
+    return jax.tree.map(lambda x: np.asarray(x) * (5 if x.ndim > 1 else 1), params)
 
 
 @functools.cache
-def naive_forward(heads: tuple[int, int]) -> Any:
+def naive_step(heads: tuple[int, int]) -> Any:
     model, params = model_of(heads), weights_of(heads)
 
     @jax.jit
-    def forward(tokens: jax.Array) -> jax.Array:
+    def step(tokens: jax.Array, count: Any, state: SamplingState) -> tuple[jax.Array, jax.Array]:
+        """(logits behind the first `count` tokens, the token that is drawn)."""
         positions = jnp.arange(MAX_LENGTH)[None]
         segments = jnp.ones((1, MAX_LENGTH), jnp.int32)
 
@@ -99,14 +100,10 @@ def naive_forward(heads: tuple[int, int]) -> Any:
             return reference.packed_attention(q, k, v, segments, positions)
 
         hidden = decoder.forward_scan(params, tokens[None], positions, attend, model, dtype=jnp.float64)
-        return decoder.logits(params, hidden, model)[0]
+        logits = decoder.logits(params, hidden[0, count - 1], model)
+        return logits, sample(logits, count, state, truncate=True).token
 
-    return forward
-
-
-@functools.cache
-def naive_draw() -> Any:
-    return jax.jit(functools.partial(sample, truncate=True))
+    return step
 
 
 @functools.cache
@@ -116,17 +113,17 @@ def naive(heads: tuple[int, int], prompt: tuple[int, ...], params: SamplingParam
     rollout: list[float] = []
     sampled: list[float] = []
     state = SamplingState(
-        jnp.asarray(request_key(0, key)),
-        jnp.float32(params.temperature),
-        jnp.int32(params.top_k),
-        jnp.float32(params.top_p),
-        jnp.float32(params.min_p),
+        request_key(0, key),
+        np.float32(params.temperature),
+        np.int32(params.top_k),
+        np.float32(params.top_p),
+        np.float32(params.min_p),
     )
     while len(rollout) < params.max_tokens and (not rollout or tokens[-1] not in params.stop_token_ids):
         padded = np.zeros((MAX_LENGTH,), np.int32)
         padded[: len(tokens)] = tokens
-        logits = naive_forward(heads)(padded)[len(tokens) - 1]
-        token = int(naive_draw()(logits, jnp.int32(len(tokens)), state).token)
+        logits, drawn = naive_step(heads)(padded, np.int32(len(tokens)), state)
+        token = int(drawn)
         before, after = distributions(np.asarray(logits), params)
         tokens.append(token)
         rollout.append(float(before[token]))

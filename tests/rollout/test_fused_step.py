@@ -50,6 +50,7 @@ def model_of(family: str) -> ModelConfig:
     )
 
 
+@functools.cache
 def weights_of(model: ModelConfig) -> Any:
     """Random weights, large enough for distributions that are far from flat; biases and norms that are not 0 and 1."""
     random = np.random.default_rng(1)
@@ -58,9 +59,10 @@ def weights_of(model: ModelConfig) -> Any:
         name = jax.tree_util.keystr(path)
         if "bias" in name or "norm" in name:
             return random.normal("norm" in name, 0.3, x.shape).astype(np.float32)
-        return np.asarray(x * 5)
+        return np.asarray(x) * np.float32(5)
 
-    return jax.tree_util.tree_map_with_path(one, decoder.init(model, jax.random.key(0)))
+    made = jax.jit(lambda key: decoder.init(model, key))(jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(one, made)
 
 
 def generate(family: str, num_devices: int, tp: int, **options: Any) -> tuple[list[Sample], MeshExecutor]:

@@ -1,5 +1,6 @@
 """The race draws from the exact distribution, whatever the truncation, and noise in the logits moves few tokens."""
 
+import functools
 import itertools
 
 import jax
@@ -11,18 +12,27 @@ from jaxrl.rollout.sampling import SamplingState, exponential_noise, request_key
 from jaxrl.types import SampleKey
 
 CHI_SQUARE_63 = 119.0  # quantile at 0.9999 of 63 degrees of freedom
+ROWS = 20_000
 
 
-def state(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) -> SamplingState:
-    keys = np.stack([request_key(seed, SampleKey(0, i // 8, i % 8)) for i in range(rows)])
-    full = lambda value, dtype: jnp.full((rows,), value, dtype)  # noqa: E731
-    return SamplingState(
-        jnp.asarray(keys),
-        full(temperature, jnp.float32),
-        full(top_k, jnp.int32),
-        full(top_p, jnp.float32),
-        full(min_p, jnp.float32),
-    )
+@functools.cache
+def keys_of(rows: int) -> np.ndarray:
+    return np.stack([request_key(0, SampleKey(0, i // 8, i % 8)) for i in range(rows)])
+
+
+def state(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> SamplingState:
+    """As numpy: an operation of jax for each would be a program for each."""
+    floats = [np.full(rows, value, np.float32) for value in (temperature, top_p, min_p)]
+    return SamplingState(keys_of(rows), floats[0], np.full(rows, top_k, np.int32), *floats[1:])
+
+
+draw = jax.jit(sample, static_argnames="truncate")
+
+
+@jax.jit
+def draw_alike(logits, positions, state):
+    """Rows that have the same logits [V]."""
+    return sample(jnp.broadcast_to(logits, (*positions.shape, *logits.shape)), positions, state, truncate=True)
 
 
 def exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -55,18 +65,15 @@ def exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarr
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocab", [32, 500], ids=["one block", "four blocks"])
+@pytest.mark.parametrize("vocab", [32, 300], ids=["one block", "three blocks"])
 def test_chi_square_against_the_exact_distribution(params, vocab):
-    rows = 20_000
     logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
-    drawn = jax.jit(sample, static_argnames="truncate")(
-        jnp.broadcast_to(logits, (rows, vocab)), jnp.arange(rows) % 7, state(rows, **params), truncate=True
-    )
+    drawn = jax.tree.map(np.asarray, draw_alike(logits, np.arange(ROWS) % 7, state(ROWS, **params)))
     expected = exact(logits, **params)
-    counts = np.bincount(np.asarray(drawn.token), minlength=vocab)
+    counts = np.bincount(drawn.token, minlength=vocab)
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
-    chi_square = ((counts[kept] - rows * expected[kept]) ** 2 / (rows * expected[kept])).sum()
+    chi_square = ((counts[kept] - ROWS * expected[kept]) ** 2 / (ROWS * expected[kept])).sum()
     freedom = kept.sum() - 1
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom) + 8  # above the 0.9999 quantile for any number of degrees
     np.testing.assert_allclose(drawn.sampled_logprob, np.log(expected[drawn.token]), atol=1e-4)
@@ -77,12 +84,8 @@ def test_chi_square_against_the_exact_distribution(params, vocab):
 def test_noise_is_exponential_and_uncorrelated_between_neighbours():
     """Neighbouring keys, positions and tokens differ in few bits: each pair must still be independent."""
     keys = np.stack([request_key(0, SampleKey(0, i, 0)) for i in range(64)])
-
-    def at(position: int) -> np.ndarray:
-        counters = jnp.arange(512)
-        return np.asarray(exponential_noise(jnp.asarray(keys), jnp.full(64, position), counters, jnp.float32))
-
-    noise = np.stack([at(position) for position in range(32)])
+    positions = np.broadcast_to(np.arange(32)[:, None], (32, 64))
+    noise = np.asarray(jax.jit(exponential_noise, static_argnums=3)(keys, positions, np.arange(512), jnp.float32))
     uniform = np.exp(-noise.astype(np.float64))  # [position, key, token]
     counts = np.histogram(uniform, bins=64, range=(0, 1))[0]
     mean = uniform.size / 64
@@ -103,33 +106,37 @@ def test_flip_rate_under_noise_is_that_of_gumbel_max_with_threefry():
     """A race moves a token only at a near-tie; an inverse CDF moves every token behind the noise."""
     rows, vocab, sigma = 4096, 2048, 3e-3
     rng = np.random.default_rng(1)
-    logits = jnp.asarray(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
-    noisy = logits + jnp.asarray(rng.normal(0, sigma, (rows, vocab)).astype(np.float32))
-    at, key = jnp.zeros(rows, jnp.int32), jax.random.key(0)
-    gumbel = jax.random.gumbel(key, logits.shape)
-    uniform = jax.random.uniform(key, (rows, 1))
+    logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
+    noisy = logits + rng.normal(0, sigma, (rows, vocab)).astype(np.float32)
 
-    def flips(draw) -> float:
-        return float(jnp.mean(draw(logits) != draw(noisy)))
+    @jax.jit
+    def flips(logits, noisy):
+        key = jax.random.key(0)
+        gumbel, uniform = jax.random.gumbel(key, logits.shape), jax.random.uniform(key, (rows, 1))
+        draws = (
+            lambda z: sample(z, jnp.zeros(rows, jnp.int32), state(rows), truncate=False).token,
+            lambda z: jnp.argmax(z + gumbel, axis=-1),
+            lambda z: jnp.argmax(jnp.cumsum(jax.nn.softmax(z), axis=-1) > uniform, axis=-1),
+        )
+        return [jnp.mean(draw(logits) != draw(noisy)) for draw in draws]
 
-    ours = flips(lambda z: sample(z, at, state(rows), truncate=False).token)
-    threefry = flips(lambda z: jnp.argmax(z + gumbel, axis=-1))
-    inverse = flips(lambda z: jnp.argmax(jnp.cumsum(jax.nn.softmax(z), axis=-1) > uniform, axis=-1))
+    ours, threefry, inverse = map(float, flips(logits, noisy))
     print(f"flips under logit noise of {sigma:g}: race {ours:.2e}, threefry {threefry:.2e}, inverse CDF {inverse:.2e}")
     assert ours <= max(2 * threefry, 4 / rows)
     assert inverse > ours
 
 
 def test_greedy_takes_the_likeliest_and_reports_temperature_one():
-    logits = jnp.asarray(np.random.default_rng(2).normal(0, 2, (16, 64)).astype(np.float32))
-    drawn = sample(logits, jnp.zeros(16, jnp.int32), state(16, temperature=0.0), truncate=False)
-    np.testing.assert_array_equal(drawn.token, jnp.argmax(logits, axis=-1))
+    logits = np.random.default_rng(2).normal(0, 2, (16, 64)).astype(np.float32)
+    drawn = draw(logits, np.zeros(16, np.int32), state(16, temperature=0.0), truncate=False)
+    np.testing.assert_array_equal(drawn.token, np.argmax(logits, axis=-1))
     np.testing.assert_array_equal(drawn.sampled_logprob, 0)
-    np.testing.assert_allclose(drawn.rollout_logprob, jnp.max(jax.nn.log_softmax(logits), axis=-1), rtol=1e-5)
+    likeliest = -np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
+    np.testing.assert_allclose(drawn.rollout_logprob, likeliest, rtol=1e-5)
 
 
 def test_padded_vocabulary_is_never_drawn():
-    logits = jnp.full((1000, 8), 0.0).at[:, 5:].set(-jnp.inf)
-    drawn = sample(logits, jnp.zeros(1000, jnp.int32), state(1000), truncate=True)
+    logits = np.where(np.arange(32) < 5, 0, -np.inf).astype(np.float32)
+    drawn = draw_alike(logits, np.zeros(ROWS, int), state(ROWS))
     assert set(np.asarray(drawn.token).tolist()) == {0, 1, 2, 3, 4}
-    assert bool(jnp.all(jnp.isfinite(drawn.rollout_logprob)))
+    assert np.isfinite(drawn.rollout_logprob).all()

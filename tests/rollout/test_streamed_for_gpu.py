@@ -39,6 +39,7 @@ def test_a_layers_copy_runs_under_the_layer_before_it(program):
             assert at["end", number][0] > max(computes)
 
 
+@pytest.mark.slow
 def test_unpipelined_copies_begin_at_their_turn():
     """What the pipelined form is measured against."""
     told = streamed("decode", "--serial")

@@ -418,6 +418,6 @@ def test_a_degree_that_cannot_be_is_refused():
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     with jax.enable_x64("float64" in sys.argv[1]):
         exec(sys.argv[1])

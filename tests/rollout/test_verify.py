@@ -64,7 +64,7 @@ def indexes(rng: np.random.Generator, count: int) -> list[DraftIndex]:
 
 
 def blank(drafting: Drafting, *dims: int) -> IndexArrays:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drafting.array_shapes(*dims))
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype)), drafting.array_shapes(*dims))
 
 
 def test_a_device_finds_the_drafts_that_the_index_finds():
@@ -75,11 +75,11 @@ def test_a_device_finds_the_drafts_that_the_index_finds():
     write = jax.jit(drafting.upload, donate_argnums=0)
     places = books.place([(0, index) for index in held], write)
     assert places == [0, 1, 2, 3, 4]
-    own = IndexArrays(*(x[0] for x in books.arrays))
+    own = IndexArrays(*(np.asarray(x)[0] for x in books.arrays))
     which = rng.integers(0, 6, rows)  # 5: none
     contexts = [rng.integers(0, 3 + min(i, 3), rng.integers(0, 12)).tolist() for i in which]
     recent = np.array([([START] * 7 + context)[-7:] for context in contexts], np.int32)
-    found = jax.jit(functools.partial(drafting.propose, width=width))(own, which, recent)
+    found = jax.tree.map(np.asarray, jax.jit(functools.partial(drafting.propose, width=width))(own, which, recent))
     lengths: set[int] = set()
     for row, (i, context) in enumerate(zip(which, contexts, strict=True)):
         expected = held[i].draft(context, width).tolist() if i < 5 else []
@@ -99,8 +99,9 @@ def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
     assert books.place([(0, b)], write) == [1], "there already"
     assert books.place([(0, c), (0, b)], write) == [0, 1], "a gave way"
     assert books.uploads == 4
-    np.testing.assert_array_equal(books.arrays.texts[0, 0, : len(c.text)], c.text)
-    np.testing.assert_array_equal(books.arrays.texts[0, 1, : len(b.text)], b.text)
+    texts = np.asarray(books.arrays.texts)[0]
+    np.testing.assert_array_equal(texts[0, : len(c.text)], c.text)
+    np.testing.assert_array_equal(texts[1, : len(b.text)], b.text)
     assert books.place([(0, d), (0, c), (0, a), (1, c)], write) == [1, 0, 2, 0], "two places: a has none"
     assert (books.uploads, books.unplaced) == (5, 1)
     books.forget()

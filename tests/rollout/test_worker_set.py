@@ -126,7 +126,7 @@ def test_weights_come_to_all_workers_by_one_program(case: str, x64: None, monkey
 def test_weights_of_the_next_round_wait_beside_those_in_use(x64: None):
     """Each worker takes its own when it is done; what the others draw with stays."""
     workers, params = worker_set("smollm2", (1, 1), slice(2), slice(2, 4))
-    later = jax.tree.map(lambda x: 2 * x, params)
+    later = jax.tree.map(lambda x: jax.device_put(2 * np.asarray(x), x.sharding), params)
     workers.sync_weights(later, 9)
     expected = [jax.tree.map(np.asarray, executor._params) for executor in workers.executors]
     workers.sync_weights(params, 3)
@@ -447,6 +447,6 @@ def test_with_a_switch_that_fails():
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     with jax.enable_x64(True):
         exec(sys.argv[1])

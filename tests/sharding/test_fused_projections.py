@@ -13,7 +13,9 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.reshard import rollout_to_rollout
 
-MODELS = [uneven(12, 4, "qwen2"), uneven(9, 3, "llama"), uneven(8, 4, "qwen3")]  # 9/3 is padded to 12/4
+MODELS = [  # 9/3 is padded to 12/4
+    uneven(*heads, num_layers=2) for heads in ((12, 4, "qwen2"), (9, 3, "llama"), (8, 4, "qwen3"))
+]
 CASES = [
     pytest.param(config, tp, id=f"{config.family}-{tp}", marks=[] if i == j else pytest.mark.slow)
     for i, config in enumerate(MODELS)
@@ -50,8 +52,8 @@ def test_merged_weights_hold_the_separate_ones(config, tp, x64):
 @pytest.mark.parametrize(("config", "tp"), CASES)
 def test_the_forward_pass_gives_the_same(config, tp, x64):
     layout = Layout(make_mesh(jax.devices()[:4]), tp)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 101, (4, 6)))
-    at = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+    tokens = np.random.default_rng(0).integers(0, 101, (4, 6))
+    at = np.broadcast_to(np.arange(6), tokens.shape)
 
     def attends(index, q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))

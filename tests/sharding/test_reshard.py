@@ -29,7 +29,7 @@ def train_params(config, mesh, dtype):
 
 
 def on(mesh, tp, *words, dtype=jnp.float32, shape=(16, 32)):
-    array = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
+    array = np.arange(np.prod(shape), dtype=dtype).reshape(shape)
     return jax.device_put(array, Layout(mesh, tp).sharding(*words))
 
 
@@ -220,7 +220,7 @@ def test_training_state_by_layout_and_dims(x64):
     state = {
         "m": on(mesh, 8, "tp", None, dtype=jnp.float64),
         "v": on(mesh, 8, "tp", None),
-        "count": jax.device_put(jnp.int32(3), NamedSharding(mesh, P())),
+        "count": jax.device_put(np.int32(3), NamedSharding(mesh, P())),
     }
     dims = {"m": (None, "tp"), "v": ("dp", "tp"), "count": ()}
     moved, report = reshard(state, Layout(mesh, 2), dims=dims)
@@ -237,7 +237,7 @@ def test_other_numbers_of_devices():
     for count in (1, 3, 6):
         mesh = make_mesh(jax.devices()[:count])
         layouts = [Layout(mesh, tp) for tp in sorted({1, count})]
-        tree = jax.device_put(jnp.arange(36.0).reshape(6, 6), layouts[-1].sharding("tp"))
+        tree = jax.device_put(np.arange(36, dtype=np.float32).reshape(6, 6), layouts[-1].sharding("tp"))
         for layout in (*layouts, *reversed(layouts)):
             tree, _ = reshard(tree, layout.sharding(None, "tp"))
         np.testing.assert_array_equal(tree, np.arange(36.0).reshape(6, 6))
@@ -322,7 +322,7 @@ def test_meshes_of_other_sizes_that_are_nested(there: int, here: int):
     """An axis of size 1 splits nothing, whatever the other mesh calls its axes."""
     left, right = make_mesh(jax.devices()[:there]), make_mesh(jax.devices()[4 : 4 + here])
     expected = np.arange(144.0).reshape(12, 12)
-    array = jax.device_put(jnp.asarray(expected), Layout(left, there).sharding("tp"))
+    array = jax.device_put(expected.astype(np.float32), Layout(left, there).sharding("tp"))
     target = Layout(right, here).sharding(None, "tp")
     moved, _ = reshard(array, target, keep=True)
     assert moved.sharding.is_equivalent_to(target, 2)
@@ -331,7 +331,7 @@ def test_meshes_of_other_sizes_that_are_nested(there: int, here: int):
 
 def test_meshes_without_a_common_spec_are_refused():
     left, right = make_mesh(jax.devices()[:3]), make_mesh(jax.devices()[4:8])
-    array = jax.device_put(jnp.zeros((12, 12)), Layout(left, 3).sharding("tp"))
+    array = jax.device_put(np.zeros((12, 12), np.float32), Layout(left, 3).sharding("tp"))
     with pytest.raises(ValueError, match=r"neither has all axes, of the same size"):
         reshard(array, Layout(right, 4).sharding("tp"))
 
@@ -351,7 +351,7 @@ def test_what_is_no_array_or_no_sharding_is_refused():
         reshard(array, layout.sharding(), dims=("tp",))
     with pytest.raises(ValueError, match=r"max_extra_bytes \(0\) must be at least 1"):
         reshard(array, layout.sharding(), max_extra_bytes=0)
-    single = jax.device_put(jnp.zeros((8, 8)), jax.devices()[0])
+    single = jax.device_put(np.zeros((8, 8), np.float32), jax.devices()[0])
     with pytest.raises(ValueError, match=r"only named shardings can be moved between"):
         reshard(single, layout.sharding("tp"))
 

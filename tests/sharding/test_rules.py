@@ -1,6 +1,6 @@
 """Padding, specs, and the way from training to rollout form: equal logits on every layout."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 101, (8, 6)))
+TOKENS = np.random.default_rng(0).integers(0, 101, (8, 6))
 
 
 tiny = partial(uneven, num_layers=5)
@@ -33,12 +33,19 @@ def positions():
     return jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
 
 
-def train_logits(params, config, dtype):
-    hidden = decoder.forward_scan(params, TOKENS, positions(), causal, config, dtype=dtype)
-    return decoder.logits(params, hidden, config)
+@cache
+def train_logits(config):
+    """Of `normal_params`, in float64."""
+
+    @jax.jit
+    def logits(params):
+        hidden = decoder.forward_scan(params, TOKENS, positions(), causal, config, dtype=jnp.float64)
+        return decoder.logits(params, hidden, config)
+
+    return np.asarray(logits(normal_params(config, jnp.float64)))
 
 
-def rollout_logits(params, config, layout, dtype):
+def rollout_logits(params, config, layout):
     """Attention in shard_map over dp and tp, as rollout runs it: each shard sees its own heads only."""
     K = params["layers"][0]["k"].shape[1]
     heads, kv = layout.spec("dp", None, "tp", None), layout.spec("dp", None, layout.kv_axes(K), None)
@@ -46,7 +53,7 @@ def rollout_logits(params, config, layout, dtype):
 
     def forward(params, tokens):
         hidden, _ = decoder.forward_layers(
-            params, tokens, positions(), lambda i, q, k, v: (attend(q, k, v), None), config, dtype=dtype
+            params, tokens, positions(), lambda i, q, k, v: (attend(q, k, v), None), config, dtype=jnp.float64
         )
         return decoder.logits(params, hidden, config)
 
@@ -140,36 +147,34 @@ def test_padding_is_for_the_largest_degree_and_none_at_one():
         rules.rollout_shardings(config, Layout(make_mesh(), 4), 2)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_padded_rollout_has_equal_logits(family, tp, x64):
-    config, layout = tiny(family=family), Layout(make_mesh(), tp)
-    params = normal_params(config, jnp.float64)
-    expected = np.asarray(train_logits(params, config, jnp.float64))
-    rollout = rules.to_rollout(placed(params, config, layout.mesh), config, layout, jnp.float64, max_tp=8)
-    actual = np.asarray(rollout_logits(rollout, config, layout, jnp.float64))
-    np.testing.assert_allclose(actual[..., :101], expected, rtol=1e-11, atol=1e-11)
+LAYOUTS = [  # query heads, key/value heads, family, devices, tp
+    (9, 3, "llama", 8, 8),
+    (9, 3, "qwen2", 8, 4),
+    (9, 3, "qwen3", 8, 2),
+    (9, 3, "llama", 8, 1),
+    (5, 5, "llama", 8, 8),
+    (14, 2, "llama", 8, 8),
+    (9, 3, "llama", 6, 6),
+]
+MORE_LAYOUTS = [
+    *((9, 3, family, 8, tp) for family in ("llama", "qwen2", "qwen3") for tp in (1, 2, 4, 8)),
+    *((*heads, "llama", 8, 8) for heads in ((8, 2), (6, 1))),
+    *((9, 3, "llama", count, count) for count in (1, 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "family", "count", "tp"),
+    [*LAYOUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_LAYOUTS if each not in LAYOUTS)],
+)
+def test_padded_rollout_has_equal_logits(heads, kv_heads, family, count, tp, x64):
+    config, layout = uneven(heads, kv_heads, family, num_layers=2), Layout(make_mesh(jax.devices()[:count]), tp)
+    params = placed(normal_params(config, jnp.float64), config, layout.mesh)
+    rollout = rules.to_rollout(params, config, layout, jnp.float64, max_tp=count)
+    actual = np.asarray(rollout_logits(rollout, config, layout))
+    np.testing.assert_allclose(actual[..., :101], train_logits(config), rtol=1e-11, atol=1e-11)
     assert np.all(np.isneginf(actual[..., 101:]))
-
-
-@pytest.mark.parametrize("heads", [(8, 2), (6, 1), (5, 5), (14, 2)])
-def test_other_groupings_have_equal_logits(heads, x64):
-    config, layout = tiny(*heads), Layout(make_mesh(), 8)
-    params = normal_params(config, jnp.float64)
-    rollout = rules.to_rollout(placed(params, config, layout.mesh), config, layout, jnp.float64)
-    actual = np.asarray(rollout_logits(rollout, config, layout, jnp.float64))[..., :101]
-    np.testing.assert_allclose(actual, train_logits(params, config, jnp.float64), rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("count", [1, 3, 6])
-def test_other_device_counts_have_equal_logits(count, x64):
-    mesh = make_mesh(jax.devices()[:count])
-    layout = Layout(mesh, count)
-    config = tiny()
-    params = normal_params(config, jnp.float64)
-    rollout = rules.to_rollout(placed(params, config, mesh), config, layout, jnp.float64)
-    actual = np.asarray(rollout_logits(rollout, config, layout, jnp.float64))[..., :101]
-    np.testing.assert_allclose(actual, train_logits(params, config, jnp.float64), rtol=1e-11, atol=1e-11)
+    assert actual.shape[-1] == rules.padded_config(config, count).vocab_size
 
 
 def test_whole_and_chunked_conversion_agree():

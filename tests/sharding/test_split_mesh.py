@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -70,7 +69,7 @@ def test_weights_go_to_a_half_and_come_back(count: int, index: int):
 def test_scalars_and_arrays_that_nothing_splits():
     half = Half(mesh_of(8), 1)
     whole, own = (NamedSharding(mesh, PartitionSpec()) for mesh in (half.whole, half.mesh))
-    lent = half.lend({"a": jax.device_put(jnp.float32(3.5), whole)}, {"a": own})
+    lent = half.lend({"a": jax.device_put(np.float32(3.5), whole)}, {"a": own})
     assert float(lent["a"]) == 3.5
     assert float(half.give_back(lent, {"a": whole})["a"]) == 3.5
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from uneven_models import uneven
+from uneven_models import normal_params, placed, uneven
 
-from jaxrl.models import decoder
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh, submeshes
-from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
+from jaxrl.sharding.rules import rollout_shardings, to_rollout
 from jaxrl.sharding.submesh_arrays import submesh_arrays
 
 
@@ -29,9 +28,7 @@ def buffers(tree) -> dict[tuple[str, int], int]:
 @pytest.mark.parametrize(("num_workers", "tied"), [(1, False), (2, True), (4, False), (8, True)])
 def test_each_worker_has_its_shards_of_one_program(num_workers, tied):
     config, mesh = uneven(tie_word_embeddings=tied), make_mesh()
-    params = jax.jit(lambda key: decoder.init(config, key), out_shardings=train_shardings(config, mesh))(
-        jax.random.key(0)
-    )
+    params = placed(normal_params(config, np.float32), config, mesh)
     parts = submeshes(mesh, num_workers)
     for tp in tp_degrees(parts[0]):
         whole = to_rollout(params, config, Layout(mesh, tp), jnp.float32)

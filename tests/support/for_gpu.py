@@ -1,13 +1,19 @@
-"""Runs what compiles for a GPU in a process that finds the CUDA plugin, or skips the test."""
+"""Asks a process that finds the CUDA plugin what XLA makes of a program for a GPU, or skips the test.
+
+The process is started at the first question and answers all of a test process: what it has imported it has.
+"""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +26,59 @@ FOLDER = Path(os.environ.get("JAXRL_CUDA_PLUGIN", Path(sys.prefix) / "compile-gp
 
 @functools.cache
 def compile_for_gpu(*arguments: str) -> dict[str, Any]:
-    """What `scripts/compile_for_gpu.py` prints with `--json`; the same request is compiled once per test process."""
-    return run_for_gpu(ROOT / "scripts" / "compile_for_gpu.py", *arguments, "--json")
+    """What `scripts/compile_for_gpu.py` prints with `--json`, with the text of the program as `hlo`; the same request
+    is compiled once per test process."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "program.hlo"
+        return ask_for_gpu("compile_for_gpu", *arguments, "--json", "--hlo", str(file)) | {"hlo": file.read_text()}
 
 
-def run_for_gpu(script: Path, *arguments: str) -> Any:
-    """The JSON that a Python file prints; `scripts` is on its path."""
+def ask_for_gpu(module: str, *arguments: str) -> Any:
+    """The JSON that the `main` of a module in `scripts` or `tests/support` prints."""
     if not FOLDER.is_dir() and importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip(f"the CUDA plugin of JAX is neither installed nor in {FOLDER}: pip install 'jaxrl[compile-gpu]'")
-    folders = [FOLDER, ROOT, ROOT / "scripts"]
-    path = os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", str(script), *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process, said = _process()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    limit = threading.Timer(600, process.kill)
+    limit.start()
+    try:
+        process.stdin.write(json.dumps([module, arguments]) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    finally:
+        limit.cancel()
+    if not answer:  # XLA's checks end the process
+        _process.cache_clear()
+        raise AssertionError(f"{module} {arguments}: status {process.wait()}\n{Path(said).read_text()[-4000:]}")
+    status, printed = json.loads(answer)
+    assert status == 0, printed
+    return json.loads(printed)
+
+
+@functools.cache
+def _process() -> tuple[subprocess.Popen[str], str]:
+    """The process, and the file with what it says on stderr."""
+    path = os.pathsep.join(map(str, (FOLDER, ROOT, ROOT / "scripts", ROOT / "tests" / "support")))
+    path = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
+    # these programs would be written to the cache and never be found there: each dumps into a folder of its own
+    without = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    environment |= {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    with tempfile.NamedTemporaryFile("w", suffix=".stderr", delete=False) as said:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("answers.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=environment,
+            cwd=ROOT,
+            text=True,
+        )
+
+    def end() -> None:
+        process.communicate()
+        Path(said.name).unlink()
+
+    atexit.register(end)
+    return process, said.name

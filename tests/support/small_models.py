@@ -44,13 +44,13 @@ def model_of(name: str) -> ModelConfig:
 @functools.cache
 def weights_of(name: str, dtype: str) -> Any:
     """Random weights, large enough for distributions that are far from flat; biases that are not zero."""
-    params = decoder.init(model_of(name), jax.random.key(0), jnp.dtype(dtype))
+    params = jax.jit(lambda key: decoder.init(model_of(name), key, jnp.dtype(dtype)))(jax.random.key(0))
     random = np.random.default_rng(1)
 
     def one(path: Any, x: jax.Array) -> np.ndarray:
         if "bias" in jax.tree_util.keystr(path):
             return random.normal(size=x.shape).astype(dtype)
-        return np.asarray(x * 5 if x.ndim > 1 else x)
+        return np.asarray(x) * jnp.dtype(dtype).type(5 if x.ndim > 1 else 1)
 
     return jax.tree_util.tree_map_with_path(one, params)
 

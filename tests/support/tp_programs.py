@@ -1,17 +1,15 @@
-"""Compiles every program of a rollout for H100s, as a process of its own (`for_gpu.run_for_gpu`), and prints them.
+"""Compiles every program of a rollout for H100s and prints them, where the CUDA plugin is (`for_gpu.ask_for_gpu`).
 
-Run as: tp_programs.py SHAPE TP KIND..., with kinds `prefill`, `decode`, `verify`, `switch`.
+Arguments: SHAPE TP KIND..., with kinds `prefill`, `decode`, `verify`, `switch`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
+from collections.abc import Sequence
 from typing import Any
-
-os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # read when jax looks for backends
+from unittest import mock
 
 import jax
 from gpu import compiled
@@ -24,9 +22,10 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
 
-def main(shape: str, tp: int, *kinds: str) -> dict[str, Any]:
+def main(arguments: Sequence[str]) -> int:
     """For `tp` devices: the kernels of each program by name; of a switch how many programs move weights and KV, from
     tp 1 and back to it."""
+    shape, tp, kinds = arguments[0], int(arguments[1]), arguments[2:]
     config, mesh = dataclasses.replace(named_shape(shape), num_layers=1), make_mesh(compiled.devices(tp))
     sizes = ExecutorConfig(64, dtype="bfloat16", max_tp=tp, proposer=Drafting(8, 8192, 256))
     programs, one = (LayoutPrograms(config, Layout(mesh, degree), sizes) for degree in (tp, 1))
@@ -39,17 +38,14 @@ def main(shape: str, tp: int, *kinds: str) -> dict[str, Any]:
         with compiled.as_default_device():
             lowered = programs.lower(*largest)
         told[kind] = compiled.compile_program(lowered, programs.compiler_options(kind)).kernels
-    return told
+    print(json.dumps(told))
+    return 0
 
 
 def programs_of_switch(before: LayoutPrograms, after: LayoutPrograms) -> tuple[int, int]:
-    reshard._default_kind = lambda sharding: None  # compile-only devices know no kinds of memory
     target = jax.tree.map(lambda x: x.sharding, after.abstract_params())
-    _, weights = reshard.precompile(before.abstract_params(), target)
+    with mock.patch.object(reshard, "_default_kind", return_value=None):  # compile-only devices know no such kinds
+        _, weights = reshard.precompile(before.abstract_params(), target)
     blocks = after.cache_shape.num_blocks
     pool = kv_migration.precompile(before.layout, after.layout, before.abstract_pool(), blocks, [(64, 0)])
     return len(weights), len(pool)
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))

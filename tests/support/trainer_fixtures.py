@@ -3,19 +3,24 @@ folders that train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from keyword_options import with_options
 from small_models import TRAINED
 
 from jaxrl.config import Config
+from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.train.packing import Shape, TokenBatch, microbatch_shapes
+from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
@@ -71,12 +76,79 @@ def make_batch() -> Callable[..., TrainBatch]:
     return make
 
 
+@functools.cache
+def weights_of(model: ModelConfig, dtype: str) -> Any:
+    """The same random weights every time, as numpy."""
+    return jax.tree.map(np.asarray, jax.jit(lambda key: decoder.init(model, key, dtype))(jax.random.key(0)))
+
+
+_PROGRAMS: dict[Any, TrainPrograms] = {}
+"""By all that decides them. A trainer has its own weights and sums, and programs keep nothing of who ran them."""
+
+
+def programs_of(
+    config: Config, model: ModelConfig, devices: int, rows: Sequence[Shape] = (), interpret: bool = False
+) -> TrainPrograms:
+    """Those of an earlier trainer of the same options, model and devices, as if they were new.
+
+    Args:
+      rows: the shapes of a microbatch; by default the largest alone, because each is a program.
+    """
+    key = (repr(config), model, devices, interpret, jax.config.jax_enable_x64)  # pyright: ignore
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = TrainPrograms(config, model, make_mesh(jax.devices()[:devices]), interpret=interpret)
+    found = _PROGRAMS[key]
+    found.microbatches = rows or microbatch_shapes(config, model, devices, found.packed_attention)[-1:]
+    found.is_warm, found.recompiles = False, 0
+    return found
+
+
 @pytest.fixture
 def make_trainer() -> Callable[..., Trainer]:
-    """A trainer on the first `devices` devices; the same random weights every time."""
+    """A trainer on the first `devices` devices; the same random weights every time. `rows` and `interpret` as in
+    `programs_of`; with options that `Trainer` has besides, its programs are its own."""
 
-    def make(config: Config, devices: int = 1, model: ModelConfig = TRAINED, **options: Any) -> Trainer:
-        params = decoder.init(model, jax.random.key(0), config.actor.param_dtype)
-        return Trainer(config, model, params, make_mesh(jax.devices()[:devices]), **options)
+    def make(
+        config: Config,
+        devices: int = 1,
+        model: ModelConfig = TRAINED,
+        rows: Any = (),
+        interpret: Any = False,
+        **own: Any,
+    ) -> Trainer:
+        if not {"programs", "trainable", "total_updates"} & set(own):
+            own["programs"] = programs_of(config, model, devices, rows, interpret)
+        weights = weights_of(model, config.actor.param_dtype)
+        return Trainer(config, model, weights, make_mesh(jax.devices()[:devices]), **own)
 
     return make
+
+
+def padded(batch: TrainBatch, width: int = 48) -> TokenBatch:
+    """One sample per row, written independently of `pack`."""
+    out = TokenBatch.zeros(len(batch), width)
+    for i, (prompt, sample) in enumerate(zip(batch.prompts, batch.samples, strict=True)):
+        start, stop = len(prompt.token_ids), len(prompt.token_ids) + len(sample)
+        out.tokens[i, :stop] = [*prompt.token_ids, *sample.token_ids]
+        out.segment_ids[i, :stop] = 1
+        out.positions[i, :stop] = range(stop)
+        out.loss_mask[i, start:stop] = 1
+        out.rollout_logprobs[i, start:stop] = sample.rollout_logprobs
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "values", "returns"):
+            if (of_samples := getattr(batch, name)) is not None:
+                getattr(out, name)[i, start:stop] = of_samples[i]
+        out.sequence_length[i, :stop] = len(sample)
+        out.num_sequences[i] = 1
+    return out
+
+
+def whole_hidden(params: Any, batch: TokenBatch, model: ModelConfig) -> jax.Array:
+    """Final hidden states [R, T, E] of padded samples, each layer over all of them at once."""
+    return decoder.forward_scan(
+        params,
+        jnp.asarray(batch.tokens),
+        jnp.asarray(batch.positions),
+        lambda q, k, v: packed_attention(q, k, v, batch.segment_ids, batch.positions),
+        model,
+        dtype=params["embed"].dtype,
+    )

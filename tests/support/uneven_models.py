@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import Weight
 from jaxrl.sharding.rules import train_shardings
 
 
@@ -33,8 +33,9 @@ def normal_params(config: ModelConfig, dtype: Any) -> Any:
     """Random weights with a mean that is not 0, norms and biases among them, on the host."""
     random = np.random.default_rng(3)
     return jax.tree.map(
-        lambda x: jnp.asarray(random.normal(0.5, 0.5, x.shape), dtype),
-        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
+        lambda weight: random.normal(0.5, 0.5, weight.shape).astype(jnp.dtype(dtype)),
+        config.weights(),
+        is_leaf=lambda x: isinstance(x, Weight),
     )
 
 

@@ -3,21 +3,23 @@
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import TRAINED
+from trainer_fixtures import padded, programs_of, weights_of, whole_hidden
 
 from jaxrl.config import ConfigError, OptimSection, RolloutCorrectionSection
 from jaxrl.config.reference import options
-from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.packing import Shape, TokenBatch, row_length
+from jaxrl.train.packing import Shape, row_length
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.types import RunFailed
@@ -25,35 +27,12 @@ from jaxrl.types import RunFailed
 OFF = RolloutCorrectionSection()
 SLOW = pytest.mark.slow  # the same again in another combination
 EVERYTHING_ON = {"actor__use_kl_loss": True, "actor__entropy_coeff": 0.1, "actor__clip_ratio_c": 3.0}
-
-
-def padded(batch, width=48) -> TokenBatch:
-    """One sample per row, written independently of `pack`."""
-    out = TokenBatch.zeros(len(batch), width)
-    for i, (prompt, sample) in enumerate(zip(batch.prompts, batch.samples, strict=True)):
-        start, stop = len(prompt.token_ids), len(prompt.token_ids) + len(sample)
-        out.tokens[i, :stop] = [*prompt.token_ids, *sample.token_ids]
-        out.segment_ids[i, :stop] = 1
-        out.positions[i, :stop] = range(stop)
-        out.loss_mask[i, start:stop] = 1
-        out.advantages[i, start:stop] = batch.advantages[i]
-        out.rollout_logprobs[i, start:stop] = sample.rollout_logprobs
-        out.old_logprobs[i, start:stop] = batch.old_logprobs[i]
-        out.ref_logprobs[i, start:stop] = batch.ref_logprobs[i]
-        out.sequence_length[i, :stop] = len(sample)
-        out.num_sequences[i] = 1
-    return out
+OF_KERNELS = {"actor__ppo_max_token_len_per_gpu": 96, "actor__remat": "dots", **EVERYTHING_ON}
+WIDE_HEADS = dataclasses.replace(TRAINED, head_dim=16)  # the kernels' smallest
 
 
 def whole_logprobs(params, batch, model_config, temperature):
-    hidden = decoder.forward_scan(
-        params,
-        jnp.asarray(batch.tokens),
-        jnp.asarray(batch.positions),
-        lambda q, k, v: packed_attention(q, k, v, batch.segment_ids, batch.positions),
-        model_config,
-        dtype=params["embed"].dtype,
-    )
+    hidden = whole_hidden(params, batch, model_config)
     log_p = jax.nn.log_softmax(decoder.logits(params, hidden, model_config) / temperature, axis=-1)
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
     chosen = jnp.take_along_axis(log_p[:, :-1], jnp.asarray(batch.tokens)[:, 1:, None], axis=-1)[..., 0]
@@ -108,7 +87,8 @@ def test_gradients_float64(x64, mode, devices, make_config, make_batch, make_tra
     config = make_config(
         actor__dtype="float64", actor__param_dtype="float64", algorithm__loss_agg_mode=mode, **EVERYTHING_ON
     )
-    check_gradient(make_trainer(config, devices), make_batch(), 1e-12)
+    rows = one_row(96) if devices == 1 else ()
+    check_gradient(make_trainer(config, devices, rows=rows), make_batch(), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +113,11 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
     options = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__ratio_level": level}
     options |= {"actor__ppo_max_token_len_per_gpu": budget, "algorithm__loss_agg_mode": "seq-mean-token-mean"}
     batch = make_batch(size=12 if devices == 1 else 64, same=True)
+    rows = one_row(budget)[-1:]  # in so small a model attention would decide, for short rows
     shared, apart = (
-        make_trainer(make_config(**options, **EVERYTHING_ON, actor__share_prompts=on), devices) for on in (True, False)
+        make_trainer(make_config(**options, **EVERYTHING_ON, actor__share_prompts=on), devices, rows=rows if on else ())
+        for on in (True, False)
     )
-    shared.programs.microbatches = one_row(budget)  # in so small a model attention would decide, for short rows
     micros = shared._passes.pack(batch).microbatches
     assert any((m.prefix_ids != m.segment_ids).any() for m in micros)
     assert any(m.tokens.shape[1] > shared.programs.packed_attention.tiling.longest_plain for m in micros)
@@ -157,20 +138,23 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
 
 
 @pytest.mark.parametrize(("option", "devices"), [("pallas", 2), ("reference", 1)])
-def test_attention_is_what_the_option_says(option, devices, make_config, make_batch, make_trainer, model_config):
+def test_attention_is_what_the_option_says(option, devices, make_config, make_batch, make_trainer):
     """A step of training with shared prompts: gradients, log-probabilities and the update equal those of the tiles.
 
     Gradients and updates by the norm of the difference over the norm. AdamW's first update is lr times the sign of the
     gradient, so entries that are all noise move it most.
     """
-    model = dataclasses.replace(model_config, head_dim=16)  # the kernels' smallest
     batch = make_batch(size=12 * devices, same=True)
-    options = {"actor__ppo_max_token_len_per_gpu": 96, "actor__remat": "dots", **EVERYTHING_ON}
-    tiles, other = (
-        make_trainer(make_config(**options, actor__attention=name), devices, model, interpret=True)
+    tiles, other = (  # both pack the same rows, long ones
+        make_trainer(
+            make_config(**OF_KERNELS, actor__dtype="float32", actor__attention=name),
+            devices,
+            WIDE_HEADS,
+            one_row(96)[-1:],
+            interpret=True,
+        )
         for name in ("auto", option)
     )
-    other.programs.microbatches = tiles.programs.microbatches = one_row(96)  # both pack the same rows, long ones
     micro = tiles._passes.pack(batch).microbatches[0]
     assert (micro.prefix_ids != micro.segment_ids).any()
     assert micro.tokens.shape[1] > tiles.programs.packed_attention.tiling.longest_plain
@@ -236,7 +220,8 @@ def test_token_logprobs(x64, devices, make_config, make_batch, make_trainer):
     )
     trainer, batch = make_trainer(config, devices), make_batch()
     params = jax.tree.map(np.asarray, trainer.params)
-    expected, _ = whole_logprobs(params, padded(batch), trainer.model_config, 0.5)
+    whole = jax.jit(partial(whole_logprobs, model_config=trainer.model_config, temperature=0.5))
+    expected = np.asarray(whole(params, padded(batch))[0])
     for which in ("actor", "ref"):
         found = trainer.token_logprobs(batch, which)
         for i, values in enumerate(found):
@@ -291,7 +276,9 @@ def test_each_microbatch_but_the_last_is_progress(make_config, make_batch, make_
 def test_every_program_of_a_run_is_known_before_its_first_batch(make_config, make_batch, make_trainer):
     """Whatever the lengths: what was compiled ahead is all that runs, counted by us and by jax."""
     options = {"actor__use_kl_loss": True, "data__train_batch_size": 3, "rollout__n": 4}
-    trainer = make_trainer(make_config(**options), devices=4)
+    config = make_config(**options)
+    trainer = make_trainer(config, 4, programs=TrainPrograms(config, TRAINED, make_mesh(jax.devices()[:4])))
+    assert len(trainer.programs.microbatches) > 1
     with closing(CompileAhead([trainer.programs])) as ahead:
         assert ahead.wait() == len(trainer.programs.shapes())
     assert trainer.programs.is_warm
@@ -352,12 +339,12 @@ def test_nothing_to_learn_from(make_config, make_batch, make_trainer):
         trainer.apply()
 
 
-def test_callers_params_survive_and_offload_changes_nothing(make_config, make_batch, model_config):
-    params, batch = decoder.init(model_config, jax.random.key(0)), make_batch()
-    mesh = make_mesh(jax.devices()[:1])
+def test_callers_params_survive_and_offload_changes_nothing(make_config, make_batch):
+    params, batch = jax.device_put(weights_of(TRAINED, "float32")), make_batch()
     results = []
     for offload in (False, True):
-        trainer = Trainer(make_config(actor__offload_optimizer=offload), model_config, params, mesh)
+        programs = programs_of(make_config(actor__offload_optimizer=offload), TRAINED, 1)
+        trainer = Trainer(programs.config, TRAINED, params, programs.mesh, programs=programs)
         for _ in range(2):
             trainer.accumulate(batch)
             trainer.apply()
@@ -421,9 +408,10 @@ def test_schedules():
 
 def test_programs_are_compiled_without_weights_and_by_another_thread(make_config, make_batch, make_trainer):
     """What was compiled ahead is what the trainer runs: nothing is compiled again, and numbers are the same."""
-    plain, batch = make_trainer(make_config()), make_batch(size=8)
+    config, batch = make_config(), make_batch(size=8)
+    programs = TrainPrograms(config, TRAINED, make_mesh(jax.devices()[:1]))
+    plain = make_trainer(config, rows=programs.microbatches)
     shape = plain._passes.pack(batch).microbatches[0].tokens.shape
-    programs = TrainPrograms(plain.config, plain.model_config, plain.mesh)
     with ThreadPoolExecutor(1) as pool:
         for kind, *sizes in (("accumulate", *shape), ("zeros", 0, 0), ("init", 0, 0), ("update", 0, 0)):
             pool.submit(programs.program, (kind, *sizes))
@@ -440,25 +428,20 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
     assert metrics[0] == metrics[1]
 
 
-def test_gradients_of_the_kernels_are_those_of_float64(make_config, make_batch, model_config):
+def test_gradients_of_the_kernels_are_those_of_float64(make_config, make_batch, make_trainer):
     """The GPU kernels (interpreted) in the trainer, shared prompts included, on two devices; by norm."""
-    model = dataclasses.replace(model_config, head_dim=16)
     batch = make_batch(size=24, same=True)
-    options = {"actor__ppo_max_token_len_per_gpu": 96, **EVERYTHING_ON}
-    params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0)))
-    mesh = make_mesh(jax.devices()[:2])
-    with jax.enable_x64(True):
-        wide = make_config(**options, actor__dtype="float64", actor__param_dtype="float64")
-        exact = Trainer(wide, model, params, mesh)
-        exact.programs.microbatches = one_row(96)
-        exact.accumulate(batch)
-        expected = jax.tree.map(np.asarray, exact.gradients())
-    for dtype, limit in (("float32", 1e-5), ("bfloat16", 5e-2)):
-        narrow = make_config(**options, actor__dtype=dtype, actor__attention="pallas")
-        trainer = Trainer(narrow, model, params, mesh, interpret=True)
-        trainer.programs.microbatches = one_row(96)
+
+    def gradients(dtype, attention, **options):
+        config = make_config(**OF_KERNELS, actor__dtype=dtype, actor__attention=attention, **options)
+        trainer = make_trainer(config, 2, WIDE_HEADS, one_row(96)[-1:], interpret=True)
         assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._passes.pack(batch).microbatches)
         trainer.accumulate(batch)
-        off = distance(trainer.gradients(), expected)
+        return jax.tree.map(np.asarray, trainer.gradients())
+
+    with jax.enable_x64(True):
+        expected = gradients("float64", "auto", actor__param_dtype="float64")
+    for dtype, limit in (("float32", 1e-5), ("bfloat16", 5e-2)):
+        off = distance(gradients(dtype, "pallas"), expected)
         print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")
         assert 0 < off <= limit
