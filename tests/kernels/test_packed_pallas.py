@@ -64,6 +64,7 @@ def expect_close(got, expected, dtype):
     ("tokens", "heads", "kv_heads", "dim", "dtype", "tiles"),
     [
         (100, 6, 2, 16, "float32", SMALL),  # tokens that no tile divides
+        (100, 6, 2, 16, "bfloat16", SMALL),
         pytest.param(96, 3, 1, 64, "float32", SMALL, marks=pytest.mark.slow),
         pytest.param(100, 2, 2, 64, "bfloat16", SMALL, marks=pytest.mark.slow),
         pytest.param(200, 12, 2, 128, "bfloat16", None, marks=pytest.mark.slow),

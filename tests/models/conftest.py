@@ -100,14 +100,14 @@ def unstack(params: Any) -> Any:
     return params | {"layers": [{name: w[i] for name, w in layers.items()} for i in range(count)]}
 
 
-def lively(config: ModelConfig, dtype: Any = np.float32) -> Any:
-    """Parameters in training form with large random numbers everywhere, so that every weight matters to the logits; as
-    numpy, because jax's own would be a program for each shape."""
+def lively(config: ModelConfig, dtype: Any = np.float32, scale: float = 0.3) -> Any:
+    """Parameters in training form, random everywhere, and large by default: every weight matters to the logits. As numpy,
+    because jax's own would be a program for each shape."""
     random = np.random.default_rng(0)
 
     def one(path: Any, weight: Weight) -> np.ndarray:
         norm = "norm" in jax.tree_util.keystr(path)
-        return random.normal(1.0 if norm else 0.0, 0.3, weight.shape).astype(dtype)
+        return random.normal(1.0 if norm else 0.0, scale, weight.shape).astype(dtype)
 
     return jax.tree_util.tree_map_with_path(one, config.weights(), is_leaf=lambda x: isinstance(x, Weight))
 

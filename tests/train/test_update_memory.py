@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from known_sizes import SMOLLM2, TINY, config
+from uneven_models import normal_params, placed
 
 from jaxrl.commands.explain import explain
-from jaxrl.models.decoder import init
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
@@ -19,16 +20,20 @@ from jaxrl.train.update_memory import device_numbers, plan_remat, update_phases
 MIB = 1 << 20
 
 
-def test_what_a_critics_gradient_takes_beside_the_policys():
+@pytest.mark.parametrize(
+    "model",
+    [replace(TINY, tie_word_embeddings=True), pytest.param(TINY, marks=pytest.mark.slow)],
+    ids=["tied", "untied"],
+)
+def test_what_a_critics_gradient_takes_beside_the_policys(model):
     """The plan has the policy's alone: the critic's temporaries must not be more."""
-    for model in (TINY, replace(TINY, tie_word_embeddings=True)):
-        taken = {}
-        for name, own in (("actor", model), ("critic", replace(model, scalar_head=True))):
-            programs = TrainPrograms(config(), own, make_mesh(jax.devices()[:1]))
-            rows, tokens = programs.microbatches[-1]
-            analysis = programs.program(("accumulate", rows, tokens)).memory_analysis()
-            taken[name] = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-        assert taken["critic"] < taken["actor"]
+    taken = {}
+    for name, own in (("actor", model), ("critic", replace(model, scalar_head=True))):
+        programs = TrainPrograms(config(), own, make_mesh(jax.devices()[:1]))
+        rows, tokens = programs.microbatches[-1]
+        analysis = programs.program(("accumulate", rows, tokens)).memory_analysis()
+        taken[name] = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    assert taken["critic"] < taken["actor"]
 
 
 def test_a_chunk_of_logits_takes_half_of_what_is_left():
@@ -108,7 +113,7 @@ def test_weights_are_as_large_as_the_shardings_make_them(model, tp):
     ]
     assert device_numbers(model, 8) == sum(trained)
     if model is TINY:
-        params = jax.device_put(init(model, jax.random.key(0)), train_shardings(model, layout.mesh))
+        params = placed(normal_params(model, np.float32), model, layout.mesh)
         rolled = to_rollout(params, model, layout, jnp.float32)
         held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(rolled))
         e = explain(config(rollout={"tensor_model_parallel_size": tp}), model, 8)
