@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--resident", type=int, help="layers on the device, while the others are streamed from the host")
     made.add_argument("--serial", action="store_true", help="with --resident: a layer's copy begins at its turn")
     made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--lowered", action="store_true", help="compile nothing: what products say before XLA reads them")
     made.add_argument("--hlo", default="", metavar="FILE", help="write the optimised HLO there")
     return made
 
@@ -65,10 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = dataclasses.replace(named_shape(options.shape), num_layers=options.layers)
         trains = options.program in ("gradients", "logprobs")
         made = _training if trains else _rollout if options.resident is None else _streamed
-        found, facts = made(options, config)
+        lowered, settings, facts = made(options, config)
+        found = None if options.lowered else compiled.compile_program(lowered, settings)
     except (ValueError, RuntimeError) as error:
         print(f"compile_for_gpu: {error}", file=sys.stderr)
         return 2
+    if found is None:
+        print(json.dumps(facts | {"products": re.findall(r"dot_general .*precision = \[(.*?)\]", lowered.as_text())}))
+        return 0
     if options.hlo:
         with open(options.hlo, "w") as file:
             file.write(found.text)
@@ -82,11 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # of libraries' products the precision; of XLA's own what stands behind the operands, which names it
         "products": ["".join(each).split(", metadata")[0] for each in _PRODUCT.findall(found.text)],
     }
+    if options.resident is not None:
+        told["host_copies"] = compiled.host_copies(found.text)
     print(json.dumps(told) if options.json else _page(told))
     return 0
 
 
-def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
+Made = tuple[Any, dict[str, Any], dict[str, Any]]
+"""A lowered program, XLA's options for it, and what else is told of it."""
+
+
+def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
     """The largest program of its kind that an executor of these sizes has."""
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
@@ -109,13 +120,17 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled
     with compiled.as_default_device():
         lowered = programs.lower(*shape)
     pool = programs.abstract_pool()[0][0]
-    return compiled.compile_program(lowered, programs.compiler_options(options.program)), {
-        "program": list(shape),
-        "pool_array_bytes": pool.size * pool.dtype.itemsize // options.tp,
-    }
+    return (
+        lowered,
+        programs.compiler_options(options.program),
+        {
+            "program": list(shape),
+            "pool_array_bytes": pool.size * pool.dtype.itemsize // options.tp,
+        },
+    )
 
 
-def _streamed(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
+def _streamed(options: argparse.Namespace, config: ModelConfig) -> Made:
     """The same with layers that come from the host's memory; attention in plain JAX."""
     import jax
 
@@ -140,15 +155,17 @@ def _streamed(options: argparse.Namespace, config: ModelConfig) -> tuple[compile
     )
     shape = next(shape for shape in reversed(here.shapes()) if shape[0] == options.program)
     lowered = compiled.with_host_memory(here.lower(*shape, platforms=("cuda",)), there.lower(*shape))
-    found = compiled.compile_program(lowered, here.compiler_options(options.program))
     layer = here.abstract_params()["layers"][-1]
     matrices = [x.size * x.dtype.itemsize for x in layer.values() if x.sharding.memory_kind == HOST]
-    return found, {
-        "program": list(shape),
-        "layer_bytes": sum(matrices),
-        "plan": _judge_plan(options, config),
-        "host_copies": compiled.host_copies(found.text),
-    }
+    return (
+        lowered,
+        here.compiler_options(options.program),
+        {
+            "program": list(shape),
+            "layer_bytes": sum(matrices),
+            "plan": _judge_plan(options, config),
+        },
+    )
 
 
 def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, int]:
@@ -169,7 +186,7 @@ def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, in
     return judge_memory(config, model, 1).parts
 
 
-def _training(options: argparse.Namespace, model: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
+def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
     """A microbatch of one device; with what the memory plan says of the update."""
     from jaxrl.config import from_mapping
     from jaxrl.sharding.mesh import make_mesh
@@ -192,10 +209,14 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> tuple[compiled
         lowered = programs.lower(kind, options.rows, options.tokens)
     # Without a device Triton's products of concatenated operands find no tiling; with one, autotuning chooses.
     settings = programs.compiler_options(kind) | {"xla_gpu_enable_triton_gemm": False}
-    return compiled.compile_program(lowered, settings), {
-        "program": [kind, options.rows, options.tokens],
-        "plan": update_parts(config, model, 1, "gpu", options.remat, plan_chunk(config, model, 1, None, "gpu", "")),
-    }
+    return (
+        lowered,
+        settings,
+        {
+            "program": [kind, options.rows, options.tokens],
+            "plan": update_parts(config, model, 1, "gpu", options.remat, plan_chunk(config, model, 1, None, "gpu", "")),
+        },
+    )
 
 
 def _page(told: dict[str, Any]) -> str:

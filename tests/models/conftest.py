@@ -101,7 +101,7 @@ def unstack(params: Any) -> Any:
 
 
 def lively(config: ModelConfig, dtype: Any = np.float32, scale: float = 0.3) -> Any:
-    """Parameters in training form, random everywhere, and large by default: every weight matters to the logits. As numpy,
+    """Random parameters in training form, large by default, so that every weight matters to the logits. As numpy,
     because jax's own would be a program for each shape."""
     random = np.random.default_rng(0)
 

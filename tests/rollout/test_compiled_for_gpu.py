@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 import pytest
-from for_gpu import compile_for_gpu
+from for_gpu import compile_for_gpu, lowered_for_gpu
 
 SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
 SLOW = pytest.mark.slow  # the same question of another size
@@ -114,9 +114,11 @@ def test_prefill_copies_no_pool(shape: str):
 
 
 @pytest.mark.parametrize("program", ["decode", "prefill"])
-def test_float32_is_float32(program: str):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=SLOW)])
+def test_float32_is_float32(program: str, compiled: bool):
     """Products of float32 arrays say so; by default a GPU takes 10 bits of each number (TF32)."""
-    narrow = decode(SMALL, 1) if program == "decode" else one_layer(program, SMALL)
-    for told, exact in ((one_layer(program, SMALL, "--dtype", "float32"), True), (narrow, False)):
+    told_of = compile_for_gpu if compiled else lowered_for_gpu
+    for dtype, exact in (("float32", True), ("bfloat16", False)):
+        told = told_of(program, "--shape", SMALL, "--layers", "1", "--dtype", dtype)
         assert told["products"]
         assert all("highest" in text.lower() for text in told["products"]) == exact

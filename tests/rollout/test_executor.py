@@ -91,44 +91,63 @@ def naive_step(heads: tuple[int, int]) -> Any:
     model, params = model_of(heads), weights_of(heads)
 
     @jax.jit
-    def step(tokens: jax.Array, count: Any, state: SamplingState) -> tuple[jax.Array, jax.Array]:
-        """(logits behind the first `count` tokens, the token that is drawn)."""
-        positions = jnp.arange(MAX_LENGTH)[None]
-        segments = jnp.ones((1, MAX_LENGTH), jnp.int32)
+    def step(tokens: jax.Array, counts: jax.Array, state: SamplingState) -> tuple[jax.Array, jax.Array]:
+        """Of rows that have nothing to do with each other: (logits behind their first tokens, the tokens drawn)."""
+        positions = jnp.broadcast_to(jnp.arange(MAX_LENGTH), tokens.shape)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return reference.packed_attention(q, k, v, segments, positions)
+            return reference.packed_attention(q, k, v, jnp.ones_like(tokens), positions)
 
-        hidden = decoder.forward_scan(params, tokens[None], positions, attend, model, dtype=jnp.float64)
-        logits = decoder.logits(params, hidden[0, count - 1], model)
-        return logits, sample(logits, count, state, truncate=True).token
+        hidden = decoder.forward_scan(params, tokens, positions, attend, model, dtype=jnp.float64)
+        logits = decoder.logits(params, hidden[jnp.arange(len(tokens)), counts - 1], model)
+        return logits, sample(logits, counts, state, truncate=True).token
 
     return step
 
 
-@functools.cache
-def naive(heads: tuple[int, int], prompt: tuple[int, ...], params: SamplingParams, key: SampleKey) -> tuple:
-    """(tokens, rollout log-probabilities, sampled log-probabilities) of a response, token by token."""
-    tokens = list(prompt)
-    rollout: list[float] = []
-    sampled: list[float] = []
+Naive = tuple[list[int], list[float], list[float]]
+NAIVE: dict[tuple, Naive] = {}
+MOST_ROWS = 36
+
+
+def naive(heads: tuple[int, int], asked: Sequence[Request]) -> list[Naive]:
+    """(tokens, rollout log-probabilities, sampled log-probabilities) of each response, token by token."""
+    of = [(heads, each.prompt_ids, each.params, each.key) for each in asked]
+    due = [i for i, key in enumerate(of) if key not in NAIVE]
+    if due:
+        NAIVE.update(zip((of[i] for i in due), _naive(heads, [asked[i] for i in due]), strict=True))
+    return [NAIVE[key] for key in of]
+
+
+def _naive(heads: tuple[int, int], asked: Sequence[Request]) -> list[Naive]:
+    assert len(asked) <= MOST_ROWS
+    rows = [*asked, *asked[:1] * (MOST_ROWS - len(asked))]  # one shape for all
     state = SamplingState(
-        request_key(0, key),
-        np.float32(params.temperature),
-        np.int32(params.top_k),
-        np.float32(params.top_p),
-        np.float32(params.min_p),
+        np.stack([request_key(0, each.key) for each in rows]),
+        np.array([each.params.temperature for each in rows], np.float32),
+        np.array([each.params.top_k for each in rows], np.int32),
+        np.array([each.params.top_p for each in rows], np.float32),
+        np.array([each.params.min_p for each in rows], np.float32),
     )
-    while len(rollout) < params.max_tokens and (not rollout or tokens[-1] not in params.stop_token_ids):
-        padded = np.zeros((MAX_LENGTH,), np.int32)
-        padded[: len(tokens)] = tokens
-        logits, drawn = naive_step(heads)(padded, np.int32(len(tokens)), state)
-        token = int(drawn)
-        before, after = distributions(np.asarray(logits), params)
-        tokens.append(token)
-        rollout.append(float(before[token]))
-        sampled.append(float(after[token]))
-    return tokens[len(prompt) :], rollout, sampled
+    tokens, counts = np.zeros((MOST_ROWS, MAX_LENGTH), np.int32), np.array([len(each.prompt_ids) for each in rows])
+    for row, each in zip(tokens, rows, strict=True):
+        row[: len(each.prompt_ids)] = each.prompt_ids
+    found: list[Naive] = [([], [], []) for _ in asked]
+    live = [*range(len(asked))]
+    while live:
+        logits, drawn = map(np.asarray, naive_step(heads)(tokens, counts, state))
+        for i in live:
+            token, (before, after) = int(drawn[i]), distributions(logits[i], asked[i].params)
+            for values, value in zip(found[i], (token, float(before[token]), float(after[token])), strict=True):
+                values.append(value)  # pyright: ignore[reportArgumentType]
+            tokens[i, counts[i]] = token
+            counts[i] += 1
+        live = [
+            i
+            for i in live
+            if len(found[i][0]) < asked[i].params.max_tokens and found[i][0][-1] not in asked[i].params.stop_token_ids
+        ]
+    return found
 
 
 def distributions(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
@@ -197,8 +216,8 @@ def requests(num_prompts: int = 6, n: int = 3) -> list[Request]:
 
 
 def check(heads: tuple[int, int], asked: Sequence[Request], samples: Sequence[Sample]) -> None:
-    for request, one in zip(asked, samples, strict=True):
-        tokens, rollout, sampled = naive(heads, request.prompt_ids, request.params, request.key)
+    for request, one, expected in zip(asked, samples, naive(heads, asked), strict=True):
+        tokens, rollout, sampled = expected
         assert one.token_ids.tolist() == tokens, request
         np.testing.assert_allclose(one.rollout_logprobs, rollout, rtol=0, atol=1e-5)
         np.testing.assert_allclose(one.sampled_logprobs, sampled, rtol=0, atol=1e-5)
@@ -214,8 +233,7 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
     asked = requests(6 * max(1, num_devices // tp // 2))
     samples = engine.generate(asked)
     check(heads, asked, samples)
-    for request in asked:
-        _, rollout, sampled = naive(heads, request.prompt_ids, request.params, request.key)
+    for request, (_, rollout, sampled) in zip(asked, naive(heads, asked), strict=True):
         np.testing.assert_allclose(recorder.logprobs(request.request_id, 0), rollout, rtol=0, atol=1e-9)
         np.testing.assert_allclose(recorder.logprobs(request.request_id, 1), sampled, rtol=0, atol=1e-9)
     assert engine.counters.preemptions > 0, "the pool was to be too small"

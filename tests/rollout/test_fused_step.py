@@ -90,7 +90,7 @@ def requests() -> list[Request]:
     ("family", "num_devices", "tp"),
     [
         ("qwen3", 2, 2),
-        ("qwen2", 8, 8),  # more devices than key/value heads
+        pytest.param("qwen2", 8, 8, marks=pytest.mark.slow),  # more devices than key/value heads
         pytest.param("qwen2", 1, 1, marks=pytest.mark.slow),
         pytest.param("llama", 4, 2, marks=pytest.mark.slow),
         pytest.param("qwen2", 4, 4, marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,10 @@ def state(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Sampl
 draw = jax.jit(sample, static_argnames="truncate")
 
 
-@jax.jit
-def draw_alike(logits, positions, state):
+@partial(jax.jit, static_argnames="truncate")
+def draw_alike(logits, positions, state, *, truncate):
     """Rows that have the same logits [V]."""
-    return sample(jnp.broadcast_to(logits, (*positions.shape, *logits.shape)), positions, state, truncate=True)
+    return sample(jnp.broadcast_to(logits, (*positions.shape, *logits.shape)), positions, state, truncate=truncate)
 
 
 def exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -65,10 +66,12 @@ def exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarr
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocab", [32, 300], ids=["one block", "three blocks"])
+@pytest.mark.parametrize("vocab", [32, 160], ids=["one block", "two blocks"])
 def test_chi_square_against_the_exact_distribution(params, vocab):
     logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
-    drawn = jax.tree.map(np.asarray, draw_alike(logits, np.arange(ROWS) % 7, state(ROWS, **params)))
+    truncate = not params.keys() <= {"temperature"}
+    drawn = draw_alike(logits, np.arange(ROWS) % 7, state(ROWS, **params), truncate=truncate)
+    drawn = jax.tree.map(np.asarray, drawn)
     expected = exact(logits, **params)
     counts = np.bincount(drawn.token, minlength=vocab)
     assert counts[expected == 0].sum() == 0
@@ -104,7 +107,7 @@ def test_every_part_of_the_key_changes_the_draw():
 
 def test_flip_rate_under_noise_is_that_of_gumbel_max_with_threefry():
     """A race moves a token only at a near-tie; an inverse CDF moves every token behind the noise."""
-    rows, vocab, sigma = 4096, 2048, 3e-3
+    rows, vocab, sigma = 4096, 512, 3e-3
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
     noisy = logits + rng.normal(0, sigma, (rows, vocab)).astype(np.float32)
@@ -137,6 +140,6 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one():
 
 def test_padded_vocabulary_is_never_drawn():
     logits = np.where(np.arange(32) < 5, 0, -np.inf).astype(np.float32)
-    drawn = draw_alike(logits, np.zeros(ROWS, int), state(ROWS))
+    drawn = draw_alike(logits, np.zeros(ROWS, int), state(ROWS), truncate=True)
     assert set(np.asarray(drawn.token).tolist()) == {0, 1, 2, 3, 4}
     assert np.isfinite(drawn.rollout_logprob).all()

@@ -48,7 +48,7 @@ from jaxrl.types import Sample
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 96
 DRAFTING = Drafting(num_responses=1, num_tokens=MAX_LENGTH, verify_tokens=64)
-CHAIN = (1, 2, 4, 8, 2, 1)
+CHAIN = (1, 8, 2)
 EVERY_PAIR = (1, 2, 1, 4, 1, 8, 2, 4, 2, 8, 4, 8, 1)  # all twelve ordered pairs of 1, 2, 4, 8
 SIZES = ExecutorConfig(
     num_slots=3,

@@ -16,7 +16,6 @@ EVERY = ("prefill", "decode", "verify", "switch")
 @pytest.mark.parametrize(
     ("shape", "tp", "kinds"),
     [
-        (SMALL, 2, ("decode",)),
         (SMALL, 4, ("decode",)),
         *(pytest.param(shape, tp, EVERY, marks=pytest.mark.slow) for shape in (LARGE, SMALL) for tp in (1, 2, 4, 8)),
     ],

@@ -169,6 +169,9 @@ def the_response(engine: Engine, stops: tuple[int, ...] = ()) -> tuple[Request, 
     return request, engine.generate([request])[0]
 
 
+ROOMY = Drafting(41, 500, 4 * 32, LENGTHS)
+
+
 def always_wrong(tokens: Sequence[int]) -> DraftIndex:
     """Every context of seven tokens is in one response, and goes on with another token there; the first contexts, which
     are in several, are heaviest in that one."""
@@ -180,8 +183,7 @@ def always_wrong(tokens: Sequence[int]) -> DraftIndex:
 @pytest.mark.parametrize("gathered", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_forged_drafts_cost_the_steps_that_the_rule_says(gathered: bool, x64: None):
     """One row; the prefill draws token 0, and 40 are left. A step gains what it accepts, and one more."""
-    drafting = Drafting(41, 500, 4 * 32, LENGTHS)
-    executor = executor_of("llama", 1, 1, gathered=gathered, decode_steps=16, proposer=drafting)
+    executor = executor_of("llama", 1, 1, gathered=gathered, decode_steps=16, proposer=ROOMY)
     request, plain = the_response(engine_of(executor, drafts=False))
     tokens = plain.token_ids.tolist()
     assert len({tuple(tokens[i : i + 3]) for i in range(39)}) == 39, "contexts differ"
@@ -206,8 +208,7 @@ def test_forged_drafts_cost_the_steps_that_the_rule_says(gathered: bool, x64: No
 
 
 def test_a_stop_token_inside_a_draft_ends_the_row_there(x64: None):
-    drafting = Drafting(41, 500, 4 * 32, LENGTHS)
-    executor = executor_of("llama", 1, 1, gathered=True, decode_steps=16, proposer=drafting)
+    executor = executor_of("llama", 1, 1, gathered=True, decode_steps=16, proposer=ROOMY)
     _, whole = the_response(engine_of(executor, drafts=False))
     tokens = whole.token_ids.tolist()
     at = next(i for i in range(9, 15) if tokens.index(tokens[i]) == i)
@@ -278,7 +279,7 @@ def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
     name, num_devices, tp, options = WORLDS[world]
     executor = executor_of(name, num_devices, tp, truncate=True, num_blocks=17, **options)
     one, other = Recorder(executor), Recorder(executor)
-    asked = mixed(4 * executor.num_groups, 3)
+    asked = mixed(3 * executor.num_groups, 3)
     plain = engine_of(one, drafts=False).generate(asked)
     engine = engine_of(other)
     drawn = engine.generate(with_history(asked, plain))
@@ -309,7 +310,7 @@ def test_a_step_that_verifies_talks_between_devices_as_a_decode_step_does(x64: N
 def test_an_abort_and_a_new_start_go_on_with_drafts(x64: None):
     name, num_devices, tp, options = WORLDS[FAST[0]]
     executor = executor_of(name, num_devices, tp, truncate=True, num_blocks=17, **options)
-    asked = mixed(8, 3)
+    asked = mixed(6, 3)
     plain = engine_of(executor, drafts=False).generate(asked)
     engine, drafted = engine_of(executor), with_history(asked, plain)
     finished: dict[SampleKey, Sample] = {}
@@ -342,8 +343,8 @@ def test_programs_that_verify_are_those_with_room_for_two_tokens_a_row():
         assert programs.decode_shape([[range(3)] * rows], verifies) in programs.shapes()
 
 
-def test_nothing_is_compiled_after_warm_up_and_books_come_back_after_a_release():
-    executor = executor_of("llama", 1, 1, dtype=jnp.float32)
+def test_nothing_is_compiled_after_warm_up_and_books_come_back_after_a_release(x64: None):
+    executor = executor_of("llama", 1, 1, gathered=True, decode_steps=16, proposer=ROOMY)
     executor.warm_up()
     asked = requests(2, 3, 30)
     plain = engine_of(executor, drafts=False).generate(asked)

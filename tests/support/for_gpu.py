@@ -33,6 +33,12 @@ def compile_for_gpu(*arguments: str) -> dict[str, Any]:
         return ask_for_gpu("compile_for_gpu", *arguments, "--json", "--hlo", str(file)) | {"hlo": file.read_text()}
 
 
+@functools.cache
+def lowered_for_gpu(*arguments: str) -> dict[str, Any]:
+    """The same of a program that XLA has not read: its `products` alone."""
+    return ask_for_gpu("compile_for_gpu", *arguments, "--lowered")
+
+
 def ask_for_gpu(module: str, *arguments: str) -> Any:
     """The JSON that the `main` of a module in `scripts` or `tests/support` prints."""
     if not FOLDER.is_dir() and importlib.util.find_spec("jax_cuda13_plugin") is None:

@@ -7,16 +7,16 @@ import re
 
 import jax
 import pytest
-from for_gpu import compile_for_gpu
+from for_gpu import compile_for_gpu, lowered_for_gpu
 
 # The scans over layers forward and backward, and the head's loops over chunks: whole ones, then short ones.
 LOOPS = {"gradients": 2 + 2 * 2, "logprobs": 1 + 2}
 
 
-def training(program: str, *arguments: str) -> dict:
+def training(program: str, *arguments: str, ask=compile_for_gpu) -> dict:
     found = {"--shape": "Qwen2.5-1.5B", "--layers": "28", "--rows": "1", "--tokens": "8192", "--remat": "dots"}
     found |= dict(zip(arguments[::2], arguments[1::2], strict=True))
-    return compile_for_gpu(program, *(word for pair in found.items() for word in pair))
+    return ask(program, *(word for pair in found.items() for word in pair))
 
 
 def attention_kernels(told: dict) -> dict[str, int]:
@@ -68,9 +68,11 @@ def test_log_probabilities_have_no_loop_over_tiles():
     assert len(told["host_loops"]) == LOOPS["logprobs"]
 
 
-def test_float32_is_float32():
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_float32_is_float32(compiled):
     """Products of float32 arrays say so; by default a GPU takes 10 bits of each number (TF32)."""
-    wide, narrow = training("gradients", "--dtype", "float32", "--layers", "2"), training("gradients")
-    for told, exact in ((wide, True), (narrow, False)):
+    ask = compile_for_gpu if compiled else lowered_for_gpu
+    for dtype, exact in (("float32", True), ("bfloat16", False)):
+        told = training("gradients", "--dtype", dtype, "--layers", "2", ask=ask)
         assert told["products"]
         assert all("highest" in text.lower() for text in told["products"]) == exact

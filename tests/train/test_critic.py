@@ -17,20 +17,46 @@ from jaxrl.train.checkpoint import Checkpointer
 from jaxrl.train.critic import Critic, critic_config
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
-WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
 GAE = {"algorithm__adv_estimator": "gae"}
+EXACT = {
+    **GAE,
+    "actor__dtype": "float64",
+    "actor__param_dtype": "float64",
+    "critic__loss_agg_mode": "seq-mean-token-mean",
+}
+LEARNING = {
+    **GAE,
+    "data__train_batch_size": 8,
+    "actor__optim": {"lr": 0.0},
+    "critic__optim": {"lr": 1e-2, "lr_warmup_steps": 2},
+    "critic__grad_clip": 0.5,
+    "critic__ppo_epochs": 2,
+    "critic__ppo_mini_batch_size": 4,
+    "trainer__critic_warmup": 3,
+}
 UNTIED = replace(TRAINED, tie_word_embeddings=False)
 
 
-def make_critic(config, model, devices=1, head=True, **options):
-    """With a random head, so that gradients reach every weight at once."""
+def new_critic(config, model, devices=1):
     params = weights_of(model, config.actor.param_dtype)
-    critic = Critic(config, model, params, make_mesh(jax.devices()[:devices]), **options)
+    critic = Critic(config, model, params, make_mesh(jax.devices()[:devices]))
     critic.programs.microbatches = critic.programs.microbatches[-1:]  # one shape: each is a program
-    if head:
-        score = 0.5 * np.random.default_rng(5).normal(size=(model.hidden_size, 1))
-        state = critic.state()
-        critic.load_state(state | {"params": state["params"] | {"score": score.astype(config.actor.param_dtype)}})
+    return critic
+
+
+_CRITICS = {}
+
+
+def make_critic(config, model, devices=1, head=True):
+    """The critic of an earlier test with the same arguments, as if it were new; with a random head, so that gradients
+    reach every weight at once."""
+    if (key := (repr(config), model, devices)) not in _CRITICS:
+        critic = new_critic(config, model, devices)
+        _CRITICS[key] = critic, jax.tree.map(lambda x: np.array(x, copy=True), critic.state())
+    critic, state = _CRITICS[key]
+    score = 0.5 * np.random.default_rng(5).normal(size=(model.hidden_size, 1))
+    own = {"score": score.astype(config.actor.param_dtype)} if head else {}
+    critic.load_state(state | {"params": state["params"] | own})
     return critic
 
 
@@ -49,11 +75,12 @@ def values_of(params, batch, model):
 
 
 @pytest.mark.parametrize(
-    ("devices", "model"), [(8, None), (1, UNTIED), pytest.param(1, None, marks=pytest.mark.slow)], ids=str
+    ("devices", "model"),
+    [(8, UNTIED), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, TRAINED), (1, UNTIED), (1, TRAINED)))],
+    ids=["8-untied", "8-tied", "1-untied", "1-tied"],
 )
-def test_values_and_gradients_float64(x64, devices, model, make_config, make_batch, model_config):
-    model = model or model_config
-    config = make_config(**WIDE, **GAE, critic__loss_agg_mode="seq-mean-token-mean")
+def test_values_and_gradients_float64(x64, devices, model, make_config, make_batch):
+    config = make_config(**EXACT)
     critic, batch = make_critic(config, model, devices), with_targets(make_batch(size=8, same=True))
     params, whole = jax.tree.map(np.asarray, critic.params), padded(batch)
     assert "lm_head" not in params
@@ -78,7 +105,7 @@ def test_values_and_gradients_float64(x64, devices, model, make_config, make_bat
 
 
 def test_a_new_critic_expects_nothing_and_has_the_policys_layers(make_config, make_batch, model_config):
-    critic = make_critic(make_config(**GAE), model_config, head=False)
+    critic = make_critic(make_config(**LEARNING), model_config, head=False)
     policy = weights_of(model_config, "float32")
     for name in ("embed", "layers", "final_norm"):
         assert jax.tree.all(jax.tree.map(np.array_equal, critic.params[name], policy[name])), name
@@ -87,20 +114,30 @@ def test_a_new_critic_expects_nothing_and_has_the_policys_layers(make_config, ma
 
 
 def test_options_of_its_own(make_config, make_batch, model_config):
-    optim = {"lr": 3e-3, "lr_warmup_steps": 2}
-    config = make_config(**GAE, critic__optim=optim, critic__grad_clip=0.5, actor__optim={"lr": 1.0})
-    critic, batch = make_critic(config, model_config), with_targets(make_batch(size=4))
+    critic, batch = make_critic(make_config(**LEARNING), model_config), with_targets(make_batch(size=4))
     critic.accumulate(batch)
     metrics = critic.apply()
-    assert metrics["critic/lr"] == pytest.approx(1.5e-3)
+    assert metrics["critic/lr"] == pytest.approx(0.5e-2)
     assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"} <= set(metrics)
     assert (metrics["critic/skipped_updates"], metrics["critic/recompiles"]) == (0, 0)
     assert not any(name.startswith(("actor/", "rollout_corr/")) for name in metrics)
 
 
-def test_a_checkpoint_on_another_mesh_goes_on_the_same(x64, make_config, make_batch, model_config, tmp_path):
-    config = make_config(**WIDE, **GAE)
-    first, batch = make_critic(config, model_config, 8), with_targets(make_batch(size=8))
+def test_a_critic_that_takes_its_first_state_again_is_a_new_one(make_config, make_batch, model_config):
+    """Bit for bit. The tests around this one rely on it."""
+    config, batch = make_config(**LEARNING), with_targets(make_batch(size=4))
+    make_critic(config, model_config).accumulate(batch)  # and is discarded
+    critics, metrics = (make_critic(config, model_config, head=False), new_critic(config, model_config)), []
+    for critic in critics:
+        critic.accumulate(batch)
+        metrics.append(critic.apply())
+    assert metrics[0] == metrics[1]
+    jax.tree.map(np.testing.assert_array_equal, *(critic.state() for critic in critics))
+
+
+def test_a_checkpoint_on_another_mesh_goes_on_the_same(x64, make_config, make_batch, tmp_path):
+    config = make_config(**EXACT)
+    first, batch = make_critic(config, UNTIED, 8), with_targets(make_batch(size=8))
 
     def update(critic):
         critic.accumulate(batch)
@@ -110,13 +147,12 @@ def test_a_checkpoint_on_another_mesh_goes_on_the_same(x64, make_config, make_ba
     with Checkpointer(tmp_path) as store:
         store.save(1, {"critic": first.state()})
         store.wait()
-    ends = [update(first)]
-    other = make_critic(config, model_config, 1, head=False)
+    other = make_critic(config, UNTIED, 1, head=False)
     with Checkpointer(tmp_path) as store:
         state, _ = store.restore({"critic": other.abstract_state()})
     other.load_state(state["critic"])
     assert other.updates == 1
-    ends.append(update(other))
+    ends = update(first), update(other)
     for mine, theirs in zip(jax.tree.leaves(other.params), jax.tree.leaves(first.params), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
     assert ends[0]["critic/vf_loss"] == pytest.approx(ends[1]["critic/vf_loss"], rel=1e-12)
@@ -160,15 +196,7 @@ def groups_of(seed, num=8, size=4):
 
 
 def test_it_learns_what_a_prompt_is_worth(make_config, model_config):
-    config = make_config(
-        **GAE,
-        data__train_batch_size=8,
-        actor__optim={"lr": 0.0},
-        critic__optim={"lr": 1e-2},
-        critic__ppo_epochs=2,
-        critic__ppo_mini_batch_size=4,
-        trainer__critic_warmup=3,
-    )
+    config = make_config(**LEARNING)
     policy, critic, phases = FixedPolicy(), make_critic(config, model_config, head=False), []
 
     def phase(name):
