@@ -147,8 +147,7 @@ def test_the_tiles_that_it_chooses_and_one_share():
     np.testing.assert_allclose(out[active], separate(**arguments)[0][active], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("rows", "features", "shares"), [(1, 48, 1), (3, 128, 4)])
+@pytest.mark.parametrize(("rows", "features", "shares", "dtype"), [(1, 48, 1, "float32"), (3, 128, 4, "bfloat16")])
 def test_add_and_norm(rows, features, shares, dtype):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, features)).astype(jnp.dtype(dtype))

@@ -130,8 +130,17 @@ def test_no_visible_tile_is_missed_and_most_invisible_ones_are_skipped():
         np.testing.assert_array_equal(listed, np.flatnonzero(visible[row, tile]))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "auto", "pallas"])
-@pytest.mark.parametrize("tokens", [40, 100])
+@pytest.mark.parametrize(
+    ("tokens", "implementation"),
+    [
+        (40, "auto"),
+        (100, "auto"),
+        (100, "pallas"),
+        (100, "reference"),
+        pytest.param(40, "pallas", marks=pytest.mark.slow),
+        pytest.param(40, "reference", marks=pytest.mark.slow),
+    ],
+)
 def test_the_interface(tokens, implementation):
     """Every implementation, in rows long enough for tiles and not; a prefix may be a segment's own, or 0, for none."""
     q, k, v, _ = arrays_of(tokens, 4, 2, 16, "float32")

@@ -54,20 +54,23 @@ def exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarr
     return kept / kept.sum()
 
 
+ALL = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+
+
 @pytest.mark.parametrize(
-    "params",
+    ("vocab", "params"),
     [
-        {},
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_p": 0.6},
-        {"min_p": 0.2},
-        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+        *((32, params) for params in ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, ALL)),
+        # a second block of the race
+        *((160, params) for params in ({}, ALL)),
+        *(
+            pytest.param(160, params, marks=pytest.mark.slow)
+            for params in ({"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2})
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocab", [32, 160], ids=["one block", "two blocks"])
-def test_chi_square_against_the_exact_distribution(params, vocab):
+def test_chi_square_against_the_exact_distribution(vocab, params):
     logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
     truncate = not params.keys() <= {"temperature"}
     drawn = draw_alike(logits, np.arange(ROWS) % 7, state(ROWS, **params), truncate=truncate)

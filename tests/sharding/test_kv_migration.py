@@ -288,8 +288,8 @@ def alone(call: str) -> str:
 # ---------------------------------------------------------------- tests
 
 
-def test_a_chain_up_and_down():
-    alone(f"walk({CHAIN}, 'smollm2', 'float64')")
+def test_a_chain_up_and_down_and_between_submeshes():
+    alone(f"walk({CHAIN}, 'smollm2', 'float64'); across(1, 2, 'llama', 'float64')")
 
 
 @pytest.mark.slow
@@ -308,10 +308,6 @@ def test_the_chain_of_other_models(model):
 @pytest.mark.slow
 def test_programs():
     alone("; ".join(f"programs({model!r})" for model in MODELS))
-
-
-def test_between_submeshes():
-    alone("across(1, 2, 'llama', 'float64')")
 
 
 @pytest.mark.slow

@@ -151,14 +151,12 @@ LAYOUTS = [  # query heads, key/value heads, family, devices, tp
     (9, 3, "llama", 8, 8),
     (9, 3, "qwen2", 8, 4),
     (9, 3, "qwen3", 8, 2),
-    (9, 3, "llama", 8, 1),
     (5, 5, "llama", 8, 8),
-    (14, 2, "llama", 8, 8),
     (9, 3, "llama", 6, 6),
 ]
 MORE_LAYOUTS = [
     *((9, 3, family, 8, tp) for family in ("llama", "qwen2", "qwen3") for tp in (1, 2, 4, 8)),
-    *((*heads, "llama", 8, 8) for heads in ((8, 2), (6, 1))),
+    *((*heads, "llama", 8, 8) for heads in ((8, 2), (6, 1), (14, 2))),
     *((9, 3, "llama", count, count) for count in (1, 3)),
 ]
 

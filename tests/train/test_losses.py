@@ -108,8 +108,8 @@ def test_gspo_gradient(batch, x64):
         )
 
     new = jnp.asarray(NEW, jnp.float64)
-    found = jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total)(new)
-    np.testing.assert_allclose(found, jax.grad(direct)(new), rtol=1e-6, atol=1e-12)
+    found = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))(new)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(direct))(new), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("old", ["recompute", "rollout"])
@@ -173,8 +173,8 @@ def test_untruncated_weights_give_the_gradient_of_importance_sampling(batch, lev
     ∇log π per token; per sequence, w is the product over it."""
     batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
     config = config_of({"clip_ratio_low": 0.99, "clip_ratio_high": 99.0}, corrected(level, float("inf")))
-    found = jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total)(
-        jnp.asarray(NEW, float)
+    found = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))(
+        np.asarray(NEW, float)
     )
     expected = np.zeros((1, 10))
     new, old, rollout = (np.asarray(x, np.float64)[0] for x in (NEW, OLD, ROLLOUT))
