@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import Runs, end
+from runs import Runs
 
 from jaxrl.cli import main
 
@@ -21,16 +21,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(tmp_path: Path, tiny_model: Path):
+def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
     runs, run_dir = Runs(tmp_path, tiny_model), tmp_path / "run"
     (tmp_path / "reward.py").write_text(BROKEN)
     options = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_bad_steps=2")
-    with runs.start(run_dir, *options) as process:
-        output = end(process, status=1)
+    output = runs.here(run_dir, *options, status=1)
     error = f"ConnectionError: the judge does not answer ({tmp_path}/reward.py, line 3, in compute_score)"
     why = f"the last one: {error}"
-    assert "reward 0 for epoch 0, prompt " in output
-    assert f"the last 16 rewards have all failed, the worth of one batch; {why}" in output, "said at once"
+    assert "reward 0 for epoch 0, prompt " in caplog.text
+    assert f"the last 16 rewards have all failed, the worth of one batch; {why}" in caplog.text, "said at once"
     assert output.splitlines()[-1] == (
         f"jaxrl: step 2: the last 32 rewards have all failed, the worth of 2 batches; {why} "
         "(trainer.max_bad_steps=2); saved after step 1"
@@ -41,7 +42,7 @@ def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(tmp_
     assert log.count("Traceback (most recent call last)") in (1, 2, 3, 4), "once, but for workers at the same moment"
     assert f'File "{tmp_path}/reward.py", line 3, in compute_score' in log
     (tmp_path / "reward.py").write_text(MENDED)
-    output = runs.finish(run_dir, *options)
+    output = runs.here(run_dir, *options)
     assert "after step 1" in output
     assert re.search(rf"^rewards +16 of 48 failed, last: {re.escape(error)}$", output, re.MULTILINE)
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Runs, assert_same_end, end, kill, state_of, wait_for_steps
+from runs import Runs, assert_same_end, copied_after, kill, state_of, wait_for_steps
 
 GAE = (
     "algorithm={adv_estimator: gae, lam: 0.95, use_kl_in_reward: true}",
@@ -43,8 +43,9 @@ def killed(runs: Runs, run_dir: Path, *overrides: str, devices: int = 1) -> None
 
 def test_a_run_with_a_critic_killed_and_resumed_ends_with_the_same_bits(runs: Runs):
     whole, run_dir = runs.folder / "whole", runs.folder / "killed"
-    runs.finish(whole, *GAE)
-    killed(runs, run_dir, *GAE)
+    with copied_after({3: run_dir}):
+        runs.here(whole, *GAE)
+    runs.here(run_dir, *GAE)
     assert_same_end(run_dir, whole)
     arrays, _ = state_of(whole)
     assert int(arrays["['critic']['counters']['updates']"]) == 4 * 2 * 2, "two epochs of two minibatches a step"
@@ -68,8 +69,7 @@ def test_a_run_with_a_critic_killed_and_resumed_ends_with_the_same_bits(runs: Ru
         assert {name: ours[name] for name in same if name in theirs} == {n: theirs[n] for n in same if n in theirs}
 
     # with the same checkpoint: an estimator without a critic
-    with runs.start(run_dir, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=5") as process:
-        output = end(process, status=2)
+    output = runs.here(run_dir, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=5", status=2)
     place = run_dir / "checkpoints" / "4"
     assert output == (
         f"jaxrl: checkpoint {place} holds a critic, and algorithm.adv_estimator=grpo has none: go on with the run's "

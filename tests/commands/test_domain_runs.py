@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chat_server import chat_server, closes, hangs, raw, says, status
-from runs import STEPS, Runs, assert_same_end, end, kill, wait_for_steps
+from runs import STEPS, Runs, assert_same_end, kill, wait_for_steps
 
 REWARD = """
 import os, time
@@ -94,8 +94,7 @@ def test_a_run_with_two_domains(tmp_path: Path, tiny_model: Path):
 
 def test_a_domain_that_no_prompt_has_is_refused(tmp_path: Path, tiny_model: Path):
     runs, run_dir = mixed(tmp_path, tiny_model), tmp_path / "run"
-    with runs.start(run_dir, "reward.domains.bb.weight=2") as process:
-        output = end(process, status=2)
+    output = runs.here(run_dir, "reward.domains.bb.weight=2", status=2)
     assert "reward.domains.bb: no prompt has the source 'bb': did you mean b?" in output
     assert not run_dir.exists()
 

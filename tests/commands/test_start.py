@@ -7,14 +7,17 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pyarrow
 import pyarrow.parquet
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from refusals import contents
+from runs import asked
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
@@ -42,6 +45,17 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (folder / "reward.py").write_text("1 / 0\n")
     assert start(folder, "trainer.compilation_cache_dir=") == 0
     return folder
+
+
+@pytest.fixture
+def cache_as_before() -> Iterator[None]:
+    """A run that has a compilation cache makes it this process's: later tests have the one that they began with."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
 
 
 def start(folder: Path, *options: str, stop: Stop | None = None) -> int:
@@ -146,7 +160,8 @@ def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path
             file.write_bytes(b"damaged")
     begins = f"trainer.init_from={tmp_path / 'first'}"
     assert start(folder, begins, "actor.use_kl_loss=true", "trainer.total_training_steps=2") == 2
-    assert start(folder, begins, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
+    longer = ("trainer.compilation_cache_dir=", "trainer.total_training_steps=2")
+    assert start(folder, begins, *longer, stop=asked()) == 0
 
 
 def test_a_run_in_the_same_folder_with_other_data(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -240,25 +255,25 @@ def test_after_a_refused_start_the_run_is_exported_and_goes_on(place: Path, tmp_
     assert len(json.loads((folder / "run" / "run.json").read_text())["starts"]) == 2
 
 
+@pytest.mark.usefixtures("cache_as_before")
 def test_a_resume_on_a_gpu_whose_cache_is_gone_says_so_and_keeps_it(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """On devices that only say that they are GPUs."""
-    folder = tmp_path / "place"
+    folder, longer = tmp_path / "place", "trainer.total_training_steps=2"
     shutil.copytree(place, folder)
-    assert (
-        start(folder, "trainer.total_training_steps=2") == 0
-    )  # the first start had no cache; of a CPU that is nothing
+    # the first start had no cache; of a CPU that is nothing
+    assert start(folder, longer, stop=asked()) == 0
     capsys.readouterr()
     other = f"trainer.compilation_cache_dir={folder / 'other'}"
     real = retuning_note
     monkeypatch.setattr("jaxrl.commands.train.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
-    assert start(folder, other, "trainer.total_training_steps=3") == 0
+    assert start(folder, longer, other, stop=asked()) == 0
     said = "the compilation cache of this run's last start is not there any more, or another folder is used now"
     assert said in " ".join(capsys.readouterr().out.split())
     starts = json.loads((folder / "run" / "run.json").read_text())["starts"]
     assert [said in begun.get("note", "") for begun in starts] == [False, False, True]
-    assert start(folder, other, "trainer.total_training_steps=4") == 0
+    assert start(folder, longer, other, stop=asked()) == 0
     assert said not in " ".join(capsys.readouterr().out.split())
 
 
@@ -266,7 +281,7 @@ def test_a_run_whose_task_drew_other_problems(place: Path, tmp_path: Path, capsy
     """A task's problems are drawn with data.seed: that is what differs, where there are as many as before."""
     task = ("data.train_files=[]", "data.task=chain_sum", "data.task_size=6", f"trainer.run_dir={tmp_path / 'run'}")
     shorter = ("data.max_prompt_length=200", "trainer.compilation_cache_dir=")
-    assert start(place, *task, *shorter) == 0
+    assert start(place, *task, *shorter, stop=asked()) == 0
     capsys.readouterr()
     assert start(place, *task, *shorter, "data.seed=7") == 2
     assert "holds a run with other data (data.seed: 0 -> 7): choose" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model in processes of their own: killed, stopped, resumed, on other devices.
+"""Whole runs of a tiny model: killed, stopped, resumed, on other devices.
 
 A run that is killed at any moment and resumed ends with the same training state as one that never was, bit for bit
 (same machine, threads and layout). Rewards differ between samples, so every update moves the weights.
@@ -6,50 +6,50 @@ A run that is killed at any moment and resumed ends with the same training state
 
 from __future__ import annotations
 
+import errno
 import json
-import random
+import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from damage import cut, flip
-from runs import ROOT, STEPS, Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
+from runs import Runs, asked, assert_same_end, copied_after, end, kill, num_steps, state_of, wait_for_steps
 
 from jaxrl.config import from_mapping
-from jaxrl.record.run_dir import versions
+from jaxrl.record.run_dir import RunDir, versions
+from jaxrl.train import manifest
 
 LOST = re.compile(r"\.jsonl (is gone|has )")  # what a start says of lines that are not as they were written
-
-HOLD = """
-import sys, time
-from jaxrl.record.run_dir import RunDir
-run_dir = RunDir(sys.argv[1])
-print("held", flush=True)
-time.sleep(600)
-"""
+STEPS, LONG = 4, 8
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), tiny_model)
+    made = Runs(tmp_path_factory.mktemp("runs"), tiny_model)
+    made.config["trainer"]["total_training_steps"] = STEPS
+    return made
 
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs) -> Path:
-    """A run that is not disturbed."""
+    """A run that is not disturbed; `cut` beside it is what a kill behind its third step would leave."""
     run_dir = runs.folder / "whole"
-    began = time.monotonic()
-    output = runs.finish(run_dir)
-    (run_dir / "seconds").write_text(str(time.monotonic() - began))
+    with copied_after({3: runs.folder / "cut"}):
+        output = runs.here(run_dir)
     (run_dir / "output").write_text(output)
     return run_dir
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -76,14 +76,14 @@ def test_the_run_directory(whole: Path):
     assert "commit" in record
     assert record["devices"]["count"] == 1
     assert len(record["starts"]) == 1
-    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    metrics = lines_of(whole)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert all(line["actor/grad_norm"] > 0 for line in metrics), "every update was to move the weights"
     assert sum(line["reward/crashes"] for line in metrics) > 0, "some scorers were to die"
     header, *decisions = map(json.loads, (whole / "journal.jsonl").read_text().splitlines())
     assert header["journal"] == 2
     assert all(line["kind"] == "verdict" and line["status"] == "crash" for line in decisions)
-    crashes = sum(line["reward/crashes"] for line in metrics if line["step"] > 4)
+    crashes = sum(line["reward/crashes"] for line in metrics if line["step"] > 2)
     assert len(decisions) == crashes, "those of steps that an earlier checkpoint holds are gone"
     events = json.loads((whole / "timeline.json").read_text())
     assert {"gen", "reward", "old_log_prob", "update_actor", "sync", "save"} <= {event["name"] for event in events}
@@ -96,13 +96,12 @@ def test_the_run_directory(whole: Path):
     steps = {json.loads(line)["step"] for line in (whole / "samples.jsonl").read_text().splitlines()}
     assert steps == set(range(1, STEPS + 1))
     assert "</html>" in (whole / "report.html").read_text()
-    assert sorted(int(path.name) for path in (whole / "checkpoints").iterdir() if path.name.isdigit()) == [4, 6]
+    assert sorted(int(path.name) for path in (whole / "checkpoints").iterdir() if path.name.isdigit()) == [2, 4]
     assert f"{STEPS} of {STEPS}" in (whole / "output").read_text()
 
 
 def test_the_phases_of_a_step_add_up_to_it(whole: Path):
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
+    for line in lines_of(whole):
         parts = sum(value for name, value in line.items() if name.startswith("timing_s/")) - line["timing_s/step"]
         assert parts <= line["timing_s/step"]
         # what lies between phases is host work of a millisecond; the rest allows for a loaded machine
@@ -112,44 +111,52 @@ def test_the_phases_of_a_step_add_up_to_it(whole: Path):
 # ---------------------------------------------------------------- killed, stopped, resumed
 
 
-def test_a_run_killed_twice_ends_with_the_same_bits(runs: Runs, whole: Path):
-    run_dir, moments = runs.folder / "killed", random.Random(1)
-    for steps in (1, 3):
-        with runs.start(run_dir) as process:
-            wait_for_steps(process, run_dir, steps)
-            time.sleep(moments.uniform(0, 0.6))
-            kill(process)
-    assert not LOST.search(runs.finish(run_dir))
+def test_a_run_that_was_cut_off_ends_with_the_same_bits(runs: Runs, whole: Path):
+    """Behind its first checkpoint; and when it goes on, the disk is full in the next save."""
+    run_dir = runs.folder / "cut"
+    assert len(lines_of(run_dir)) == 3
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "write", full)
+        said = runs.here(run_dir, status=1).splitlines()[-1]
+    assert said == (
+        f"jaxrl: checkpoint 4 cannot be written to {run_dir}/checkpoints: no space left on the device; the last good "
+        "checkpoint is step 2: make room and run again"
+    )
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["2"]
+    assert not LOST.search(runs.here(run_dir))
     assert_same_end(run_dir, whole)
-    rewards = [json.loads(line)["critic/rewards/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    expected = [json.loads(line)["critic/rewards/mean"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    rewards, expected = ([line["critic/rewards/mean"] for line in lines_of(each)] for each in (run_dir, whole))
     assert rewards == expected, "each step once, with what the whole run drew"
 
 
 def test_a_resumed_run_says_which_of_its_files_are_not_as_they_were_written(runs: Runs, whole: Path):
     run_dir, longer = runs.folder / "harmed", f"trainer.total_training_steps={STEPS + 1}"
     shutil.copytree(whole, run_dir)
-    assert not LOST.search(runs.finish(run_dir)), "nothing was harmed"
+    assert not LOST.search(runs.here(run_dir)), "nothing was harmed"
     metrics, journal = run_dir / "metrics.jsonl", run_dir / "journal.jsonl"
     flip(metrics, metrics.read_bytes().index(b"critic/"), 2)
     assert b"gritic/" in metrics.read_bytes()
     cut(run_dir / "samples.jsonl", 9)
     (run_dir / "batches.jsonl").unlink()
     cut(journal)
-    with runs.start(run_dir, longer) as process:
-        assert f"{journal}: damaged (it is empty, and had a header at least): bring back" in end(process, status=2)
+    output = runs.here(run_dir, longer, status=2)
+    assert f"{journal}: damaged (it is empty, and had a header at least): bring back" in output
     journal.unlink()
-    output = runs.finish(run_dir, longer)
+    output = runs.here(run_dir, longer, stop=asked())
     assert f"after step {STEPS} of {STEPS + 1}" in output
     for told in (
-        "metrics.jsonl has changed since it was written: some of its first 6 lines may say what was not",
-        "samples.jsonl has no line of step 1, 2, 3, 4, 5 and 1 more: what was recorded there is lost",
-        "batches.jsonl is gone, and with it what its 6 lines held",
+        "metrics.jsonl has changed since it was written: some of its first 4 lines may say what was not",
+        "samples.jsonl has no line of step 1, 2, 3, 4: what was recorded there is lost",
+        "batches.jsonl is gone, and with it what its 4 lines held",
         "journal.jsonl is gone: steps after the last checkpoint ask the clock again, and may come out another way",
     ):
         assert f"{run_dir}/{told}\n" in output
     assert len(LOST.findall(output)) == 4
-    assert not LOST.search(runs.finish(run_dir, longer)), "it is said once"
+    assert not LOST.search(runs.here(run_dir, longer, stop=asked())), "it is said once"
 
 
 # lengths that differ: one token in twenty ends a response
@@ -173,27 +180,42 @@ STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"
         ),
     ],
 )
-def test_a_run_with_a_rule_killed_twice_ends_with_the_same_bits(
+def test_a_run_with_a_rule_killed_and_stopped_ends_with_the_same_bits(
     runs: Runs, overrides: tuple[str, ...], request: pytest.FixtureRequest
 ):
-    """Queue and buffer are in the checkpoint; a round that was cut off runs again from the boundary."""
+    """Real processes, of the real command. One is killed, most likely before there is a checkpoint; the next is stopped
+    and saves; and the run goes on under a changed config. Queue and buffer are in the checkpoint."""
     name = request.node.callspec.id.replace(" ", "-")
-    whole, run_dir, moments = runs.folder / f"{name}-whole", runs.folder / f"{name}-killed", random.Random(3)
-    output = runs.finish(whole, STOPS, *overrides)
-    for steps in (1, 3):
-        with runs.start(run_dir, STOPS, *overrides) as process:
-            wait_for_steps(process, run_dir, steps)
-            time.sleep(moments.uniform(0, 0.6))
-            kill(process)
-    assert not LOST.search(runs.finish(run_dir, STOPS, *overrides))
-    assert_same_end(run_dir, whole)
-    (_, values), lines = (
-        state_of(run_dir),
-        [
-            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            for folder in (run_dir, whole)
-        ],
+    whole, run_dir, chosen = (
+        runs.folder / f"{name}-whole",
+        runs.folder / f"{name}-killed",
+        (STOPS, *overrides, f"trainer.total_training_steps={LONG}"),
     )
+    output = runs.here(whole, *chosen)
+    with runs.start_as_here(run_dir, *chosen) as process:
+        wait_for_steps(process, run_dir, 1)
+        kill(process)
+    killed_after = num_steps(run_dir)
+    with runs.start_as_here(run_dir, *chosen) as process:
+        wait_for_steps(process, run_dir, killed_after + 1)
+        process.send_signal(signal.SIGTERM)
+        said = end(process)
+    assert "stopped; run again to go on" in said
+    assert not LOST.search(said)
+    stopped = state_of(run_dir)[1]["step"]
+    assert killed_after < stopped < LONG
+    resumed = runs.here(run_dir, *chosen, "trainer.max_ckpt_to_keep=3", "trainer.project_name=other")
+    assert not LOST.search(resumed)
+    changed = [line.strip() for line in resumed.splitlines() if "changed since" in line]
+    assert changed == [
+        "changed since: trainer.max_ckpt_to_keep: 2 -> 3",
+        "changed since: trainer.project_name: 'jaxrl' -> 'other'",
+    ]
+    starts = json.loads((run_dir / "run.json").read_text())["starts"]
+    assert [start["from_step"] for start in starts][::2] == [0, stopped]
+    assert f"after step {stopped} of {LONG}" in resumed
+    assert_same_end(run_dir, whole)
+    (_, values), lines = state_of(run_dir), [lines_of(folder) for folder in (run_dir, whole)]
     for killed, expected in zip(*lines, strict=True):
         names = [name for name in expected if name.startswith(("rollout/", "critic/", "training/", "response_length/"))]
         assert {name: killed[name] for name in names} == {name: expected[name] for name in names}
@@ -203,76 +225,23 @@ def test_a_run_with_a_rule_killed_twice_ends_with_the_same_bits(
     assert f"{carried} ({values['rule']['name']})" in output
 
 
-@pytest.mark.slow
-def test_a_run_killed_at_ten_moments_ends_with_the_same_bits(runs: Runs):
-    """Eight moments in rollouts, updates and saves (a step takes a quarter of a second), two while the run starts."""
-    whole, run_dir, longer = (
-        runs.folder / "whole-longer",
-        runs.folder / "killed-often",
-        "trainer.total_training_steps=40",
-    )
-    began = time.monotonic()
-    runs.finish(whole, longer)
-    starting_s = time.monotonic() - began - 40 * 0.25
-    moments, seen = random.Random(2), []
-    for at_start in moments.sample([True] * 2 + [False] * 8, 10):
-        with runs.start(run_dir, longer) as process:
-            if at_start:
-                time.sleep(moments.uniform(0, max(starting_s, 1.0)))
-            else:
-                wait_for_steps(process, run_dir, num_steps(run_dir) + 1)
-                time.sleep(moments.uniform(0, 0.8))
-            assert process.poll() is None, "the run was to be alive"
-            kill(process)
-        seen.append(num_steps(run_dir))
-    assert not LOST.search(runs.finish(run_dir, longer))
-    print("steps at the kills:", seen)
-    assert_same_end(run_dir, whole)
-
-
-def test_a_run_that_is_stopped_saves_and_goes_on_under_a_changed_config(runs: Runs, whole: Path):
-    run_dir = runs.folder / "stopped"
-    with runs.start(run_dir) as process:
-        wait_for_steps(process, run_dir, 1)
-        process.send_signal(signal.SIGTERM)
-        assert "stopped; run again to go on" in end(process)
-    _, host = state_of(run_dir)
-    assert 1 <= host["step"] < STEPS
-    output = runs.finish(run_dir, "trainer.max_ckpt_to_keep=3", "trainer.project_name=other")
-    assert f"after step {host['step']} of {STEPS}" in output
-    changed = [line.strip() for line in output.splitlines() if "changed since" in line]
-    assert changed == [
-        "changed since: trainer.max_ckpt_to_keep: 2 -> 3",
-        "changed since: trainer.project_name: 'jaxrl' -> 'other'",
-    ]
-    assert_same_end(run_dir, whole)
-    starts = json.loads((run_dir / "run.json").read_text())["starts"]
-    assert [start["from_step"] for start in starts] == [0, host["step"]]
-
-
-def test_a_second_run_in_the_same_directory_is_refused(runs: Runs, whole: Path):
+def test_a_second_run_in_the_same_directory_is_refused(runs: Runs):
     run_dir = runs.folder / "busy"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(run_dir)], stdout=subprocess.PIPE, cwd=ROOT) as first:
-        assert first.stdout is not None
-        first.stdout.readline()
-        try:
-            with runs.start(run_dir) as second:
-                output = end(second, status=2)
-        finally:
-            first.kill()
+    with closing(RunDir(run_dir)):
+        output = runs.here(run_dir, status=2)
     assert re.fullmatch(r"jaxrl: .* belongs to a run that is still going .*\n", output)
 
 
 def test_a_run_may_start_from_another_ones_parameters(runs: Runs, whole: Path):
     run_dir = runs.folder / "branch"
-    runs.finish(run_dir, f"trainer.init_from={whole}", "trainer.total_training_steps=1", "actor.optim.lr=0.0")
+    runs.here(run_dir, f"trainer.init_from={whole}", stop=asked())
     (arrays, host), (expected, _) = state_of(run_dir), state_of(whole)
-    assert host["step"] == 1
+    assert host["step"] == 0
     parameters = [name for name in expected if name.startswith("['params']")]
     assert parameters
     for name in parameters:
         assert np.array_equal(arrays[name], expected[name]), name
-    assert int(arrays["['counters']['updates']"]) == 2, "a new optimizer, two minibatches"
+    assert int(arrays["['counters']['updates']"]) == 0, "a new optimizer"
 
 
 # ---------------------------------------------------------------- other devices
@@ -282,9 +251,8 @@ def test_rollout_on_devices_of_its_own_gives_the_same_bits(runs: Runs):
     """One-step-off in turns on one device, and at the same time on two."""
     turns, beside, short = runs.folder / "turns", runs.folder / "beside", "trainer.total_training_steps=3"
     off = ("trainer.one_step_off=true", "trainer.save_freq=2", short)
-    runs.finish(turns, *off)
-    own = (*off, "rollout.num_devices=1")
-    runs.finish(beside, *own, devices=2)
+    runs.here(turns, *off)
+    runs.here(beside, *off, "rollout.num_devices=1", devices=2)
     assert_same_end(beside, turns)
     events = json.loads((beside / "timeline.json").read_text())
     spans = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]

@@ -1,21 +1,29 @@
-"""Whole runs of a tiny model in processes of their own, to be killed, stopped, resumed, and compared bit for bit."""
+"""Whole runs of a tiny model, to be killed, stopped, resumed, and compared bit for bit: in processes of their own, with
+programs that are compiled as users' are, or in this process, which is several times as quick."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import yaml
 
+from jaxrl.cli import main
+from jaxrl.commands.train import Run
+from jaxrl.runtime.stop import Stop
 from jaxrl.train.checkpoint import Checkpointer, _stored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,8 +102,7 @@ class Runs:
     ) -> subprocess.Popen[str]:
         """`program`: what python runs in place of the command; `flags`: XLA's, beside the number of devices;
         `environment`: more variables."""
-        file = self.folder / "config.yaml"
-        file.write_text(yaml.safe_dump(self.config))
+        file = self._write()
         variables = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}".strip(),
@@ -115,6 +122,49 @@ class Runs:
         """Runs to the end; returns what it printed."""
         with self.start(run_dir, *overrides, devices=devices) as process:
             return end(process)
+
+    def start_as_here(self, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+        """A process whose programs are those of `here`, so that its numbers are, too: to be killed or stopped."""
+        environment = {name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS")}
+        return self.start(run_dir, "trainer.num_devices=1", *overrides, environment=environment)
+
+    def here(self, run_dir: Path, *overrides: str, devices: int = 1, status: int = 0, stop: Stop | None = None) -> str:
+        """`jaxrl train` in this process; returns what it printed. What it logs goes to pytest (`caplog`)."""
+        own = (f"--config={self._write()}", f"trainer.run_dir={run_dir}", f"trainer.num_devices={devices}")
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            ended = main(["train", *own, *overrides], stop)
+        assert ended == status, output.getvalue()
+        return output.getvalue()
+
+    def _write(self) -> Path:
+        file = self.folder / "config.yaml"
+        file.write_text(yaml.safe_dump(self.config))
+        return file
+
+
+def asked() -> Stop:
+    """A stop that was asked for before the first step: a run is built, begins, saves, and ends without one."""
+    stop = Stop()
+    stop.asked = True
+    return stop
+
+
+@contextmanager
+def copied_after(places: Mapping[int, Path]) -> Iterator[None]:
+    """Runs in this process leave what a SIGKILL behind a step would leave: the run directory, copied when the step has
+    ended. A save that was begun before is complete; tests/faults/test_kills.py kills while one is under way."""
+    stepped = Run._stepped
+
+    def copying(run: Run, record: Any, step: int, *rest: Any) -> None:
+        stepped(run, record, step, *rest)
+        if step in places:
+            run.store.wait()
+            shutil.copytree(run.run_dir.path, places[step])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_stepped", copying)
+        yield
 
 
 def end(process: subprocess.Popen[str], status: int = 0) -> str:
