@@ -5,6 +5,7 @@ That one has called `jax.distributed.initialize` as well, because collectives on
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from host_runs import RULES, WIDE, assert_same_run, lines
+from host_runs import FLAGS, RULES, SMALL, WIDE, HostRun, assert_same_run, lines
 from runs import PATIENCE_S, Runs, end, num_steps, state_of, wait_for_steps
 
 CRITIC = {
@@ -43,11 +44,12 @@ def several(num: int, per_host: int) -> tuple[str, ...]:
     return ("hosts.launcher=local", f"hosts.num={num}", f"hosts.devices_per_host={per_host}")
 
 
-def one(runs: Runs, name: str, num: int, per_host: int, overrides: Sequence[str]) -> Path:
+def one(runs: Runs, name: str, num: int, per_host: int, overrides: Sequence[str], flags: str = "") -> Path:
     """A run of one process with as many devices and workers as the others have together."""
     run_dir = runs.folder / name
     alone = (f"hosts.coordinator=127.0.0.1:{free_port()}", f"rollout.num_workers={num}")
-    runs.finish(run_dir, *WIDE, *overrides, *alone, devices=num * per_host)
+    with runs.start(run_dir, *WIDE, *overrides, *alone, devices=num * per_host, flags=flags) as process:
+        end(process)
     return run_dir
 
 
@@ -85,13 +87,26 @@ def disturb(process: subprocess.Popen[str], draw: random.Random) -> None:
             time.sleep(seconds)
 
 
-def test_two_processes_end_as_one(tmp_path: Path, tiny_model: Path):
-    runs = Runs(tmp_path, tiny_model)
-    short = ("trainer.total_training_steps=3",)
-    runs.finish(tmp_path / "two", *WIDE, *several(2, 1), *short)
-    assert_same_run(tmp_path / "two", one(runs, "one", 2, 1, short))
-    measured = lines(tmp_path / "two" / "metrics.jsonl")[-1]
+def test_two_processes_stop_where_one_process_ends(tmp_path: Path, tiny_model: Path):
+    """They start, agree, update, and stop when they are asked to. Programs are compiled quickly, and kept from one run
+    of the tests to the next."""
+    runs, options = Runs(tmp_path, tiny_model), (*SMALL, "trainer.compilation_cache_dir=")
+    with HostRun(runs, tmp_path / "two", *options, cache=Path(os.environ["JAX_COMPILATION_CACHE_DIR"])) as run:
+        run.start("trainer.total_training_steps=50")
+        run.until(lambda: num_steps(run.run_dir) > 0, look_s=0.01)
+        run.command.terminate()
+        said = run.end()
+    stopped = num_steps(run.run_dir)
+    assert f"{stopped} of 50 (stopped; run again to go on)" in said
+    assert json.loads((run.run_dir / "run.json").read_text())["devices"]["count"] == 2
+    measured = lines(run.run_dir / "metrics.jsonl")[-1]
     assert {"hosts/gate_s", "hosts/exchange_bytes", "hosts/stream_bytes", "hosts/slowest"} <= measured.keys()
+    own = {path.relative_to(run.run_dir / "hosts").as_posix() for path in (run.run_dir / "hosts").rglob("*.*")}
+    assert {"1.log", "1/timeline.json", "timeline.json"} <= own
+    tracks = (run.run_dir / "hosts" / "timeline.json").read_text()
+    assert all(f"host {process}, start 1," in tracks for process in (0, 1))
+    as_long = (*options, f"trainer.total_training_steps={stopped}")
+    assert_same_run(run.run_dir, one(runs, "one", 2, 1, as_long, flags=FLAGS))
 
 
 @pytest.mark.slow
@@ -123,7 +138,9 @@ def test_a_run_goes_on_with_the_layout_of_every_worker(tmp_path: Path, tiny_mode
     assert len(found) == num
     assert found != [found[0]] * num, "one worker's state would not do for all"
     shutil.copytree(tmp_path / "resumed", tmp_path / "resumed by one")
-    runs.finish(tmp_path / "resumed", *WIDE, *several(num, 2), *adaptive, whole)
+    said = runs.finish(tmp_path / "resumed", *WIDE, *several(num, 2), *adaptive, whole)
+    assert said.count(f"resuming {tmp_path / 'resumed'} after step 2 of 4") == 1
+    assert "resuming" not in (tmp_path / "resumed" / "hosts" / "1.log").read_text(), "the first one says it"
     resumed_by_one = one(runs, "resumed by one", num, 2, (*adaptive, whole))
     unbroken = one(runs, "unbroken", num, 2, (*adaptive, whole))
     assert 2 in (degree for degree, *_ in planners(unbroken)), "a planner has doubled its degree"
@@ -164,20 +181,3 @@ def test_slow_hosts_change_nothing(tmp_path: Path, tiny_model: Path, rule: str):
         end(process)
     runs.finish(tmp_path / "undisturbed", *WIDE, *several(2, 1), *RULES[rule])
     assert_same_run(tmp_path / "slowed", tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_a_stop_is_a_stop_of_all_and_goes_on(tmp_path: Path, tiny_model: Path):
-    runs = Runs(tmp_path, tiny_model)
-    with runs.start(tmp_path / "stopped", *WIDE, *several(2, 1)) as process:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (tmp_path / "stopped" / "metrics.jsonl").exists():
-            assert process.poll() is None, end(process)
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        end(process)
-    assert len(lines(tmp_path / "stopped" / "metrics.jsonl")) < 6
-    runs.finish(tmp_path / "stopped", *WIDE, *several(2, 1))
-    runs.finish(tmp_path / "whole", *WIDE, *several(2, 1))
-    assert_same_run(tmp_path / "stopped", tmp_path / "whole")

@@ -114,13 +114,6 @@ def refused(pair: Pair) -> str:
     return first.sentence
 
 
-def test_another_option(pair: Pair):
-    pair.other["rollout.temperature"] = "0.5"
-    assert refused(pair) == (
-        f"the hosts must agree on the option rollout.temperature: 1.0 on process 0 ({HOST}), 0.5 on process 1 ({HOST})"
-    )
-
-
 def another_source(pair: Pair) -> None:
     package = pair.folder / "source" / "jaxrl"
     shutil.copytree(ROOT / "jaxrl", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -187,7 +180,7 @@ DIFFERENT: dict[str, tuple[Callable[[Pair], None], str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # tests/runtime/hosts/test_consistency.py has the sentences
 @pytest.mark.parametrize("command", ["hosts", "train"])
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs(pair: Pair, name: str, command: str):

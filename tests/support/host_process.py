@@ -20,8 +20,7 @@ from keyword_options import with_options
 from small_models import TRAINED
 from watched_run import keep_programs
 
-from jaxrl.commands.start import start
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config
 from jaxrl.models import decoder
 from jaxrl.record.files import write_whole
 from jaxrl.record.state import join_arrays, split_arrays
@@ -29,7 +28,6 @@ from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.build import build_workers
 from jaxrl.runtime.devices import ProcessDevices, prepare_hosts
 from jaxrl.runtime.hosts.tokens import TokenExchange
-from jaxrl.runtime.stop import Stop
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -281,14 +279,6 @@ class Folder:
             assert self.get(f"{name} {other}", PATIENCE_S) is not None, f"process {other} does not come to {name}"
 
 
-def begin(options: dict[str, Any]) -> dict[str, np.ndarray]:
-    """A run that is asked to stop before its first step: all of it is built, and it saves where it stands."""
-    stop, said = Stop(), []
-    stop.asked = True
-    outcome = start(from_mapping(options), said.append, stop)
-    return {"said": np.asarray(said), "step": np.asarray(outcome.step)}
-
-
 CASES = {"training": training, "tokens": tokens, "save": save, "restore": restore}
 
 
@@ -303,17 +293,12 @@ def main(case: str, process: str, num_processes: str, port: str, out: str, optio
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_enable_x64", True)
     keep_programs()
-    if case == "begin":
-        os.environ |= {"JAXRL_COORDINATOR": f"127.0.0.1:{port}", "JAXRL_PROCESS_ID": process}
-        kept = begin(json.loads(options))
-    else:
-        jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process))
-        world = World(Path(out), json.loads(options))
-        for name in case.split(","):
-            CASES[name](world)
-        kept = world.kept
-        jax.distributed.shutdown()
-    np.savez(Path(out) / f"{process}.npz", allow_pickle=False, **kept)
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process))
+    world = World(Path(out), json.loads(options))
+    for name in case.split(","):
+        CASES[name](world)
+    jax.distributed.shutdown()
+    np.savez(Path(out) / f"{process}.npz", allow_pickle=False, **world.kept)
 
 
 if __name__ == "__main__":

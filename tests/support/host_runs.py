@@ -66,6 +66,7 @@ class HostRun:
       overrides: on top of `runs.config`.
       hosts: what starts the processes.
       keeps: whether all processes find their compiled programs again, and not only process 0, and compile quickly.
+      cache: where they keep them; by default in a folder that the runs of one test share.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class HostRun:
         num: int = 2,
         hosts: Sequence[str] = ("hosts.launcher=local", "hosts.devices_per_host=1"),
         keeps: bool = True,
+        cache: Path | None = None,
     ) -> None:
         self.run_dir, self.watched = run_dir, run_dir.with_name(f"{run_dir.name}.watched")
         self.watched.mkdir()
         self._runs, self._num, self._keeps = runs, num, keeps
+        self.cache = cache or runs.folder / "programs"
         self._overrides = (*WIDE, f"hosts.num={num}", *hosts, *overrides)
         self._command: subprocess.Popen[str] | None = None
         self._outputs = 0
@@ -115,11 +118,6 @@ class HostRun:
     def command(self) -> subprocess.Popen[str]:
         assert self._command is not None
         return self._command
-
-    @property
-    def cache(self) -> Path:
-        """Where all runs of a test keep their compiled programs."""
-        return self._runs.folder / "programs"
 
     @property
     def output(self) -> Path:
