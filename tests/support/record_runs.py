@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import math
 import os
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -56,6 +58,13 @@ def chosen(patterns: Sequence[str]) -> list[str]:
     return found
 
 
+def record_here(folder: Path, name: str, first: Path) -> None:
+    """Records one run that goes on from another recording; a simulated one in this process, which is quicker."""
+    with tempfile.TemporaryDirectory() as made:
+        write_inputs(Path(made))
+        _record_one(name, Path(made), folder, first, here=name.startswith("simulated/"))
+
+
 def record(folder: Path, names: Sequence[str], first: Path | None = None, jobs: int = 2) -> list[str]:
     """Runs them, and writes what must not change to `folder/<name>`; returns what went wrong, of each run that did not
     end well.
@@ -71,7 +80,7 @@ def record(folder: Path, names: Sequence[str], first: Path | None = None, jobs: 
         return [str(error) for future in futures if (error := future.exception())]
 
 
-def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None:
+def _record_one(name: str, work: Path, folder: Path, first: Path | None, here: bool = False) -> None:
     began, spec, run_dir, target = time.monotonic(), RUNS[name], work / name, folder / name
     if spec.profile:
         made_up = (str(ROOT / "scripts" / "made_up_profile.py"), "--out=inputs/profile.json")
@@ -85,7 +94,7 @@ def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None
             shutil.copytree(run_dir, kept)
         else:
             shutil.copytree(first / kept.relative_to(folder), run_dir)
-    said += _ended(_start(name, spec, work, spec.options), name)
+    said += _simulated(name, spec, work) if here else _ended(_start(name, spec, work, spec.options), name)
     _check_acts(run_dir, name, spec)
     shutil.rmtree(target, ignore_errors=True)
     for file, text in recorded(run_dir, said, spec, name.startswith("simulated/")):
@@ -93,6 +102,18 @@ def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _simulated(name: str, spec: Spec, work: Path) -> str:
+    """What `jaxrl simulate` says in this process."""
+    from jaxrl.cli import main as jaxrl
+
+    output = io.StringIO()
+    with chdir(work), redirect_stdout(output), redirect_stderr(output):
+        status = jaxrl(["simulate", "--config=inputs/simulated.yaml", f"simulate.run_dir={name}", *spec.options])
+    if status:
+        raise RuntimeError(f"{name} ended with status {status}:\n{output.getvalue()}")
+    return output.getvalue()
 
 
 def _start(
