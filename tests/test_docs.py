@@ -1,13 +1,20 @@
-"""The documentation: the site builds without a warning, and the names on its pages exist."""
+"""The documentation: the site builds without a warning, and the names on its pages exist.
+
+A build takes a minute, so it is for --slow. By default what it stops at is looked for without it: docstrings that
+reStructuredText cannot read, modules that no page has, and links into pages that lead nowhere.
+"""
 
 import ast
+import functools
 import html.parser
+import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -73,25 +80,88 @@ def pages(site) -> dict[Path, Page]:
     return {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
 
 
-def test_every_module_and_option_is_on_the_site(pages):
-    anchors = {anchor for page in pages.values() for anchor in page.anchors}
-    modules = {
-        ".".join((package, *file.relative_to(ROOT / folder).with_suffix("").parts)).removesuffix(".__init__")
+def modules() -> dict[str, Path]:
+    """The file of each module of ours."""
+    return {
+        ".".join((package, *file.relative_to(ROOT / folder).with_suffix("").parts)).removesuffix(".__init__"): file
         for folder, package in (("jaxrl", "jaxrl"), ("sharding", "jaxrl.sharding"), ("kernels", "jaxrl.kernels"))
         for file in (ROOT / folder).rglob("*.py")
     }
-    missing = {name for name in modules if f"module-{name}" not in anchors}
+
+
+@pytest.mark.slow
+def test_every_module_and_option_is_on_the_site(pages):
+    anchors = {anchor for page in pages.values() for anchor in page.anchors}
+    missing = {name for name in modules() if f"module-{name}" not in anchors}
     assert missing == {"jaxrl", "jaxrl.__main__"}
     wanted = {option.path.replace(".", "-").replace("_", "-").lower() for option in options()}
     assert "rollout-tail-batching-prompt-factor" in wanted
     assert wanted <= anchors
 
 
+def test_every_module_is_in_a_room_of_the_site():
+    """The directive documents all that is in a room (docs/site_parts.py)."""
+    texts = (page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api/*.rst"))
+    rooms = [room for text in texts for room in re.findall(r"^\.\. room:: (\S+)$", text, re.M)]
+    assert len(rooms) == len(set(rooms))
+    missing = {name for name in modules() if not any(f"{name}.".startswith(f"{room}.") for room in rooms)}
+    assert missing == {"jaxrl", "jaxrl.__main__"}
+
+
+def documented(node: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """The docstrings that the site shows, as reStructuredText: of the public names, and of constants and fields."""
+    from sphinx.ext.napoleon import Config
+    from sphinx.ext.napoleon.docstring import GoogleDocstring
+
+    config: Any = Config(napoleon_use_ivar=True)  # a field list, where the site has a directive of Sphinx's
+    if text := ast.get_docstring(node):
+        yield str(GoogleDocstring(text, config))
+    for i, each in enumerate(node.body):
+        match each:
+            case ast.ClassDef() if not each.name.startswith("_"):
+                yield from documented(each)
+            case ast.FunctionDef() if not each.name.startswith("_") and (text := ast.get_docstring(each)):
+                yield str(GoogleDocstring(text, config))
+            case ast.Expr(ast.Constant(str(text))) if i and isinstance(node.body[i - 1], ast.Assign | ast.AnnAssign):
+                yield inspect.cleandoc(text)
+
+
+def faults_of(text: str) -> list[str]:
+    """What docutils says of a text of reStructuredText."""
+    from docutils import nodes
+    from docutils.core import publish_doctree
+
+    settings = {"report_level": 2, "halt_level": 5, "warning_stream": False, "_disable_config": True}
+    tree = publish_doctree(f".. default-role:: literal\n\n{text}", settings_overrides=settings)
+    return [message.astext() for message in (*tree.findall(nodes.system_message), *tree.transform_messages)]
+
+
+def test_docstrings_can_be_read():
+    pytest.importorskip("sphinx")
+    files = sorted({file.resolve() for file in modules().values()})
+    texts = {file: list(documented(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
+    found = {
+        str(file): [(fault, text) for text in each for fault in faults_of(text)]
+        for file, each in texts.items()
+        if faults_of("\n\n".join(each))  # all of a file at once is quick; one after the other says which
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("text", ["a |name| in bars", "`name`s", "*args are many", "Example::\n\nnot indented"])
+def test_a_docstring_that_cannot_be_read_is_found(text: str):
+    pytest.importorskip("sphinx")
+    (shown,) = documented(ast.parse(f'"""What it does.\n\n{text}\n"""'))
+    assert faults_of(shown)
+
+
+@pytest.mark.slow
 def test_the_site_needs_no_network(pages):
     outside = {url for page in pages.values() for url in page.loaded if urlparse(url).netloc}
     assert not outside
 
 
+@pytest.mark.slow
 def test_links_inside_the_site_lead_somewhere(site, pages):
     broken = []
     for path, page in pages.items():
@@ -201,9 +271,28 @@ def missing_options(text: str) -> list[str]:
 
 
 def missing_links(page: Path, text: str) -> list[str]:
-    """Links to files that are not there."""
-    links = re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text)
-    return [link for link in links if not urlparse(link).scheme and not (page.parent / link).exists()]
+    """Links to files that are not there, and into pages that have no such heading."""
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not urlparse(link).scheme and not (target.exists() and (not anchor or anchor in anchors_of(target))):
+            missing.append(link)
+    return missing
+
+
+@functools.cache
+def anchors_of(page: Path) -> set[str]:
+    """Of the headings of a page in Markdown, as GitHub makes them and as docutils does; of options, by their names."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "options.rst":
+        names = [*sections(), *(option.path for option in options())]
+        return {name.replace(".", "-").replace("_", "-").lower() for name in names}
+    if whole := re.search(r"^```\{include\} (\S+)$", text, re.M):
+        return anchors_of(page.parent / whole[1])
+    titles = re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    github = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return github | {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -217,14 +306,15 @@ def test_what_a_page_names_is_there(page):
 
 def test_a_wrong_name_is_found():
     text = (
-        "`sim/gone.py`, `loop.py` and [a](b.md), `scripts/test.sh --slow`, `jaxrl/no_room/`, `rollout/bubble_ratio`, "
+        "`sim/gone.py`, `loop.py` and [a](b.md), [c](#gone), `scripts/test.sh --slow`, `jaxrl/no_room/`, "
+        "`rollout/bubble_ratio`, "
         "`rollout.n=8`, `rollout.m`, `rollout.layout.gone=1`, `scheduling/`, `jaxrl.loop.Loop`, `jaxrl.loop.Gone`, "
         "`jaxrl.gone`, `python scripts/gone.py --x`"
     )
     assert missing_paths(text, tree()) == ["jaxrl/no_room", "scripts/gone.py", "sim/gone.py"]
     assert missing_modules(text, module_names()) == ["jaxrl.gone", "jaxrl.loop.Gone"]
     assert missing_options(text) == ["rollout.layout.gone", "rollout.m"]
-    assert missing_links(ROOT / "README.md", text) == ["b.md"]
+    assert missing_links(ROOT / "README.md", text) == ["b.md", "#gone"]
 
 
 def test_the_life_of_a_prompt_names_every_station_in_order():
