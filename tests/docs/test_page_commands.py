@@ -14,14 +14,17 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_world import SMALL, World, environment
 from pages import PAGES, ROOT, Command, commands_of, inner_commands, page_commands, read_blocks
+from runs import asked
 
 from jaxrl.cli import _parser, main
 from jaxrl.commands.arguments import parse
 from jaxrl.config.files import load
+from jaxrl.runtime.stop import Stop
 
 COMMANDS = page_commands()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -104,6 +107,7 @@ class Rule:
       more: what the command needs and does not name.
       before: what the shell has read before.
       slow: only with --slow; by default its arguments are read.
+      begins: by default it begins, up to its first step; all of it with --slow.
       cannot: why it does not run; `check` looks at it then.
     """
 
@@ -113,6 +117,7 @@ class Rule:
     more: tuple[str, ...] = ()
     before: str = ""
     slow: bool = False
+    begins: bool = False
     cannot: str = ""
     check: Check = check_jaxrl
 
@@ -162,7 +167,7 @@ RULES = (
     Rule(r"jaxrl train .*judge", SMALL | JUDGE, slow=True),
     Rule(r"jaxrl train .*mixed_domains", SMALL | MIXED, slow=True),
     Rule(r"jaxrl train .*algorithms/", SMALL | ALGORITHM, more=("out/reward.py",), slow=True),
-    Rule(r"jaxrl train .*(chain_sum.yaml trainer.run_dir=runs/a|quickstart|tail_batching)", SMALL),
+    Rule(r"jaxrl train .*(chain_sum.yaml trainer.run_dir=runs/a|quickstart|tail_batching)", SMALL, begins=True),
     Rule(r"jaxrl train", SMALL, slow=True),
 )
 
@@ -174,8 +179,8 @@ def rule_of(command: Command) -> Rule:
     return fitting[0]
 
 
-def run(command: Command, folder: Path) -> None:
-    """As a reader would, with the rule's options."""
+def run(command: Command, folder: Path, stop: Stop | None = None) -> None:
+    """As a reader would, with the rule's options. `stop`: where one was asked for, a run begins and takes no step."""
     rule = rule_of(command)
     missing = {name: value for name, value in rule.added.items() if command.given(name) is None}
     added = [
@@ -184,8 +189,9 @@ def run(command: Command, folder: Path) -> None:
     words = [*command.words, *added]
     if rule.how == "here" and not command.variables:
         assert words[0] == "jaxrl"
-        assert main(words[1:]) == 0
+        assert main(words[1:], stop) == 0
         return
+    assert stop is None
     how = words
     if rule.how not in ("here", "process"):
         if shutil.which(rule.how) is None:
@@ -231,17 +237,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-RUN = [
-    pytest.param(command, id=command.place, marks=[pytest.mark.slow] if rule_of(command).slow else [])
-    for command in COMMANDS
-    if not rule_of(command).cannot
-]
-LOOKED_AT = [
-    pytest.param(command, id=command.place) for command in COMMANDS if rule_of(command).cannot or rule_of(command).slow
-]
+def some(chosen: Callable[[Rule], object], marked: Callable[[Rule], object] = lambda rule: False) -> list[Any]:
+    """Commands whose rules are chosen, some of them slow."""
+    found = [(command, rule_of(command)) for command in COMMANDS]
+    return [
+        pytest.param(command, id=command.place, marks=[pytest.mark.slow] if marked(rule) else [])
+        for command, rule in found
+        if chosen(rule)
+    ]
 
 
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("command", some(lambda rule: not rule.cannot, lambda rule: rule.slow or rule.begins))
 def test_a_command_runs(command: Command, world: World, folder: Path, request: pytest.FixtureRequest):
     if command.words[:2] == ("jaxrl", "explain-config"):
         request.getfixturevalue("smollm2")
@@ -251,7 +257,16 @@ def test_a_command_runs(command: Command, world: World, folder: Path, request: p
         assert (folder / name).exists(), name
 
 
-@pytest.mark.parametrize("command", LOOKED_AT)
+@pytest.mark.parametrize("command", some(lambda rule: rule.begins))
+def test_a_run_begins(command: Command, world: World, folder: Path):
+    """`World` trains on configs/chain_sum.yaml to the end; the others are built in all their parts."""
+    world.place_for(command, folder, *rule_of(command).more)
+    run(command, folder, asked())
+    for name in written_by(command):
+        assert (folder / name).exists(), name
+
+
+@pytest.mark.parametrize("command", some(lambda rule: rule.cannot or rule.slow))
 def test_a_command_that_does_not_run_by_default_is_read(command: Command, world: World, folder: Path):
     world.reading_place(folder)
     rule = rule_of(command)
