@@ -170,25 +170,23 @@ def test_a_signal_while_a_layout_is_drawn_leaves_no_draft(monkeypatch: pytest.Mo
     assert seen == [1, 0]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["generate", "--help"]])
-def test_help_does_not_load_jax(arguments: list[str]):
-    code = f"""
+def test_neither_help_nor_the_main_module_loads_jax():
+    """Reward workers import the module, and help is immediate."""
+    code = """
 import sys
+import jaxrl.__main__
 from jaxrl.cli import main
 from jaxrl.runtime.stop import Stop
-try:
-    main({arguments!r})
-except SystemExit as end:
-    assert end.code == 0
+for arguments in (["--help"], ["--version"], ["train", "--help"], ["generate", "--help"]):
+    print("asked for", arguments)
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert end.code == 0
 assert "jax" not in sys.modules and "numpy" not in sys.modules
 """
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
-def test_importing_the_main_module_loads_no_jax():
-    """Reward workers import it."""
-    code = "import sys, jaxrl.__main__; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert all(answer.count("\n") > 1 for answer in said.split("asked for ")[1:])
 
 
 def test_a_platform_that_is_not_there_is_no_bug(tiny_model: Path):

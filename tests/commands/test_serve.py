@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from jaxrl.cli import main
 from jaxrl.text import TextEngine
 from jaxrl.types import SamplingParams
 
@@ -48,7 +48,7 @@ needs_jetstream = pytest.mark.skipif(
 )
 
 
-def jaxrl(*arguments: str, **more: Any) -> subprocess.Popen[str]:
+def jaxrl(*arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
@@ -56,7 +56,7 @@ def jaxrl(*arguments: str, **more: Any) -> subprocess.Popen[str]:
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-m", "jaxrl", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **more)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 @needs_jetstream
@@ -100,8 +100,6 @@ def test_a_client_gets_the_tokens_that_our_engine_draws(tiny_model: Path, tp: in
         ),
     ],
 )
-def test_what_is_refused(arguments: tuple[str, ...], words: str):
-    with jaxrl("serve", *arguments, stderr=subprocess.PIPE) as process:
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert said == f"jaxrl: serve: {words}\n"
+def test_what_is_refused(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", *arguments]) == 2
+    assert capsys.readouterr().err == f"jaxrl: serve: {words}\n"

@@ -81,7 +81,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def search(run_dir: str, *overrides: str, **options: Any) -> tuple[Any, list[str]]:
     """The table, and what was said."""
     said: list[str] = []
-    return tune(run_dir, overrides, TuneOptions(**{"seeds": 2, **options}), said.append), said
+    return tune(run_dir, overrides, TuneOptions(**{"seeds": 2, "steps": 10, **options}), said.append), said
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -110,7 +110,8 @@ def test_a_heavy_tail_asks_for_more_and_none_for_least(write: Callable[..., str]
 
 
 def test_partial_rollout(write: Callable[..., str]):
-    table, said = search(write(heavy), "rollout.max_num_seqs=128", rule="partial_rollout", values=(1.5, 3.0))
+    options = {"rule": "partial_rollout", "values": (1.5, 3.0), "steps": 20}
+    table, said = search(write(heavy), "rollout.max_num_seqs=128", **options)
     assert [each.launched for each in table.tried] == [(12, 4), (24, 4)]
     assert table.pays
     assert said[-1].startswith("options: rollout.partial_rollout.enable=true rollout.partial_rollout.over_provision=")
@@ -247,16 +248,17 @@ def test_options_and_overrides_come_in_any_order(write: Callable[..., str], caps
 
 
 def test_the_command_prints_a_table(write: Callable[..., str], capsys: pytest.CaptureFixture[str]):
-    assert main(["tune", "--run", write(heavy), "rollout.n=4", "--values", "1.1,1.5", "--seeds", "2"]) == 0
+    few = ("--seeds", "2", "--steps", "12")
+    assert main(["tune", "--run", write(heavy), "rollout.n=4", "--values", "1.1,1.5", *few]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == ""
     assert lines[0].startswith("tail batching on ")
-    assert "2 seeds × 20 simulated steps of 8 prompts × 4 samples on 1 × H100" in lines[0]
+    assert "2 seeds × 12 simulated steps of 8 prompts × 4 samples on 1 × H100" in lines[0]
     head = next(i for i, line in enumerate(lines) if "seconds a step" in line)
     assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["plain", "1.1", "*"]
     (options,) = [line for line in lines if line.startswith("options: ")]
-    typed = [*options.split()[1:], "--values", "1.5", "--seeds", "1"]
+    typed = [*options.split()[1:], "--values", "1.5", "--seeds", "1", "--steps", "12"]
     assert main(["tune", "--run", write(heavy), *typed]) == 0
 
 
