@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("jaxrl", "sharding", "kernels", "configs", "tests", "scripts", "docs", "examples")
-COPIED_FILES = (".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 
 
 @dataclass(frozen=True)
@@ -268,11 +266,12 @@ def put_in(fault: Fault, tree: Path) -> None:
 
 
 def copy_tree(to: Path) -> None:
-    for name in COPIED:
-        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in COPIED_FILES:
-        shutil.copy(ROOT / name, to)
-    # tests ask git which files there are
+    """What git has, or would have with `git add`, as it stands now; in a repository of its own, which tests ask."""
+    listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name and (ROOT / name).exists():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name, follow_symlinks=False)
     git = ("git", "-c", "user.name=sabotage", "-c", "user.email=sabotage@localhost")
     for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message", "The tree")):
         subprocess.run([*git, *command], cwd=to, check=True)
