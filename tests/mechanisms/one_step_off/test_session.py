@@ -1,0 +1,97 @@
+"""When the next round runs: before the update in turns, or beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+
+from jaxrl.mechanisms.one_step_off.concurrent_phases import ConcurrentPhases
+from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.scheduling.rounds.events import Interrupted
+from jaxrl.types import Group, RunFailed
+
+BATCH: list[Group] = []
+
+
+class UnderWay:
+    """A step of the loop that says what it is asked for, in that order."""
+
+    step = 3
+
+    def __init__(self, *, is_last: bool = False, collect: Callable[[], Any] = lambda: "round") -> None:
+        self.is_last, self.asked, self._collect = is_last, [], collect
+
+    def collect(self, waiting: Sequence[Group] | None = None) -> Any:
+        self.asked.append(("collect", waiting))
+        return self._collect()
+
+    def learn(self, track: str = "loop") -> Any:
+        self.asked.append(("learn", track))
+        return "update"
+
+    def leave_rollout(self) -> None:
+        self.asked.append(("leave",))
+
+
+def test_in_turns_the_round_comes_first_and_its_memory_goes_to_the_update() -> None:
+    step = UnderWay()
+    assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) == ("round", "update")
+    assert step.asked == [("collect", BATCH), ("leave",), ("learn", "loop")]
+
+
+def test_the_last_step_has_no_round_behind_it() -> None:
+    step = UnderWay(is_last=True)
+    assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) is None
+    assert step.asked == []
+
+
+def test_beside_the_update_both_run_at_once_within_one_phase() -> None:
+    phases: list[str] = []
+    learning, collecting = threading.Event(), threading.Event()
+
+    @contextmanager
+    def phase(name: str):
+        phases.append(name)
+        yield
+        phases.append("over")
+
+    def collect() -> str:
+        collecting.set()
+        assert learning.wait(60), "the update waits for the round"
+        assert session.defers_stop, "the update cannot be undone"
+        return "round"
+
+    class Learns(UnderWay):
+        def learn(self, track: str = "loop") -> Any:
+            learning.set()
+            assert collecting.wait(60), "the round waits for the update"
+            return super().learn(track)
+
+    together = ConcurrentPhases()
+    session, step = OneStepOff(together, phase), Learns(collect=collect)
+    assert session.update(step, BATCH) == ("round", "update")
+    assert sorted(step.asked[:2]) == [("collect", None), ("learn", "update")]
+    assert step.asked[2:] == [("leave",)]
+    assert phases == ["together", "over"]
+    assert not session.defers_stop
+    assert not session.update_has_ended, "nothing is beside a round now"
+    together.close()
+
+
+def test_a_round_that_ends_early_beside_an_update_ends_the_run() -> None:
+    def collect() -> Any:
+        raise Interrupted("a host is gone")
+
+    together = ConcurrentPhases()
+    said = (
+        r"^step 4: its rollout ended early \(a host is gone\), beside update 3, which cannot be taken back: run again"
+    )
+    with pytest.raises(RunFailed, match=said):
+        OneStepOff(together, lambda name: nullcontext()).update(UnderWay(collect=collect), BATCH)
+    together.close()
+    with pytest.raises(Interrupted, match="a host is gone"):  # in turns nothing was begun that is lost
+        OneStepOff(None, lambda name: nullcontext()).update(UnderWay(collect=collect), BATCH)
