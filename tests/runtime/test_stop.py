@@ -112,3 +112,20 @@ def test_a_launchers_wish_ends_what_cannot_save_yet():
     with stop.ending_by(lambda sentence, status: ended.append((sentence, status))):
         stop._take(WISH)
     assert ended == [("terminated", 143)]
+
+
+def test_a_signal_between_files_that_belong_together_ends_the_process_behind_them():
+    stop, ended = Stop(), []
+    with stop.ending_by(lambda sentence, status: ended.append((sentence, status))), stop.held():
+        with stop.held():
+            stop._take(signal.SIGTERM)
+        assert ended == [], "the outer block is not over"
+    assert ended == [("terminated", 143)]
+
+
+def test_a_second_signal_does_not_wait_for_them():
+    stop, ended = Stop(), []
+    with stop.ending_by(lambda sentence, status: ended.append((sentence, status))), stop.held():
+        stop._take(signal.SIGTERM)
+        stop._take(signal.SIGINT)
+        assert ended == [("interrupted", 130)]
