@@ -198,6 +198,19 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
+def test_a_program_has_the_limits_that_it_is_given():
+    """Each by itself: where memory is also counted for all processes of a program, no attack shows that one is gone."""
+    program = "import resource as r; print(*(r.getrlimit(k)[1] for k in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_CORE)))"
+    for memory_mib, file_mib in ((256, 0), (512, 64)):
+        with Sandbox(Limits(memory_mib, 32, file_mib, 64)) as sandbox:
+            sandbox.means = choose_means("auto", sandbox.start())
+            ran = sandbox.script(program, "", 20.0)
+        assert ran.end == "exit", ran.errors
+        memory, size, core = map(int, ran.output.split())
+        assert memory_mib << 20 <= memory < (memory_mib + 256) << 20, "what the interpreter has mapped comes on top"
+        assert (size, core) == (file_mib << 20, 0)
+
+
 def test_a_killed_server_is_replaced(scorer: CodeScorer):
     before = scorer.server_pid
     os.kill(before, 9)
