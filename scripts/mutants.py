@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sabotage import ROOT, copy_tree
+from sabotage import ROOT, copy_tree, variables
 
 AREAS = {
     "rounds": (["jaxrl/scheduling/rounds"], ["tests/scheduling/rounds"]),
@@ -83,13 +83,12 @@ class Trees:
             copy_tree(tree)
             self.free.put(tree)
         self.tests = " ".join(tests)
-        data = os.environ.get("JAXRL_DATA", str(ROOT.parent / "shared" / "data"))
-        self.python = f"JAXRL_DATA={data} OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 {sys.executable}"
         self.limit_s = 900.0
 
     def command(self, tree: Path) -> str:
         pytest = "-m pytest -x -q --tb=line --hypothesis-seed=0 -p no:cacheprovider -p no:randomly"
-        return f"env -C {tree} PYTHONPATH={tree} {self.python} {pytest} {self.tests}"
+        own = " ".join(f"{name}={value}" for name, value in variables(tree).items())
+        return f"env -C {tree} {own} {sys.executable} {pytest} {self.tests}"
 
     def baseline_s(self) -> float:
         """How long the tests take where nothing is wrong. Raises ValueError where they fail there."""

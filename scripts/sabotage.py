@@ -5,7 +5,8 @@
 
 A fault is one that a person makes: a sign, an off-by-one, a lost prompt, a swallowed signal, a wrong mask, stale
 weights. Each is a text in a file, in a room of its own, and what stands there instead. The tests of that room run
-first; if they find nothing, the whole default suite runs. The exit status is 1 if a fault was not found.
+first; if they find nothing, the whole default suite runs. A test that fails without the fault as well ends it all with
+an error. The exit status is 1 if a fault was not found.
 """
 
 from __future__ import annotations
@@ -280,13 +281,20 @@ def copy_tree(to: Path) -> None:
         subprocess.run([*git, *command], cwd=to, check=True)
 
 
+def variables(tree: Path) -> dict[str, str]:
+    """For tests of a copy: its own modules, and the data of the tree that it is a copy of."""
+    data = os.environ.get("JAXRL_DATA", str(ROOT.parent / "shared" / "data"))
+    return {"PYTHONPATH": str(tree), "JAXRL_DATA": data, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 def first_failure(tree: Path, tests: list[str], processes: int) -> str | None:
     """The first test that fails, and why in a line; None: all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-rfE", *tests]
     command += ["--numprocesses", str(processes), "--dist", "worksteal"]
-    own = {"PYTHONPATH": str(tree), "JAXRL_DATA": os.environ.get("JAXRL_DATA", str(ROOT.parent / "shared" / "data"))}
     with tempfile.TemporaryFile("w+") as said:  # a pipe would be held open by what a fault leaves behind
-        started = subprocess.Popen(command, cwd=tree, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT)
+        started = subprocess.Popen(
+            command, cwd=tree, env=os.environ | variables(tree), stdout=said, stderr=subprocess.STDOUT
+        )
         try:
             status = started.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -300,6 +308,17 @@ def first_failure(tree: Path, tests: list[str], processes: int) -> str | None:
     return found[0] if found else f"pytest ended with status {status}: {text[-300:]}"
 
 
+def found_by(fault: Fault, tree: Path, processes: int) -> str | None:
+    """What finds a fault that is in the tree, and is taken out of it again; None: nothing."""
+    found = first_failure(tree, fault.tests.split(), processes) or first_failure(tree, [], processes)
+    shutil.copy(ROOT / fault.file, tree / fault.file)
+    if found is not None and found.startswith(("FAILED ", "ERROR ")):
+        test = found.split(" ", 1)[1].split(" - ")[0]
+        if first_failure(tree, [test], 0) is not None:
+            raise ValueError(f"{test} fails without a fault as well: mend it first")
+    return found
+
+
 def main(words: list[str], processes: int) -> int:
     adopt_orphans()
     wanted = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
@@ -310,7 +329,7 @@ def main(words: list[str], processes: int) -> int:
             tree = Path(folder)
             copy_tree(tree)
             put_in(fault, tree)
-            found = first_failure(tree, fault.tests.split(), processes) or first_failure(tree, [], processes)
+            found = found_by(fault, tree, processes)
             kill_descendants(())  # a fault may be one that leaves processes behind
         missed += found is None
         print(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import sabotage
-from sabotage import FAULTS, ROOT, Fault, put_in
+from sabotage import FAULTS, ROOT, Fault, found_by, put_in
 
 
 def test_each_fault_can_be_put_in_and_leaves_python(tmp_path: Path) -> None:
@@ -31,3 +31,21 @@ def test_what_fails_first_is_told_and_a_tree_that_passes_is_missed(tmp_path: Pat
     assert failed is not None
     assert failed.startswith("FAILED test_it.py::test_wrong - assert 1 == 2")
     assert sabotage.first_failure(tmp_path, ["test_it.py::test_right"], processes=0) is None
+
+
+def test_a_test_that_fails_without_the_fault_has_not_found_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "right").mkdir()
+    (tmp_path / "right" / "thing.py").write_text("x = 1\n")
+    monkeypatch.setattr(sabotage, "ROOT", tmp_path / "right")
+    tree = tmp_path / "copy"
+    tree.mkdir()
+    tests = "import thing\ndef test_it(): assert thing.x == 1\ndef test_old(): assert False\n"
+    (tree / "test_thing.py").write_text(tests)
+    for test, finds in (("test_it", True), ("test_old", False)):
+        fault = Fault("another number", "thing.py", "x = 1", "x = 2", f"test_thing.py::{test}")
+        (tree / "thing.py").write_text("x = 2\n")
+        if finds:
+            assert (found_by(fault, tree, 0) or "").startswith("FAILED test_thing.py::test_it - assert 2 == 1")
+        else:
+            with pytest.raises(ValueError, match=r"^test_thing\.py::test_old fails without a fault as well"):
+                found_by(fault, tree, 0)
