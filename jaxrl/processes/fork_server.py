@@ -83,7 +83,6 @@ class ForkServer:
     def __init__(self, service: Service, env: Mapping[str, str]):
         self._service, self._env = service, _environment(env)
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_handed_over = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         self.control: Channel
         self.asked_s = 0.0

@@ -30,7 +30,7 @@ from jaxrl.runtime.hosts.liveness import PhaseBarrier
 from jaxrl.sharding.memory import device_bytes
 
 _FOLDER, _FACTS, _VERDICT = "agreement", "agreement facts", "agreement verdict"
-SEEN_WITHIN_S = 5.0
+_SEEN_WITHIN_S = 5.0
 """For a file of another host to appear; network file systems keep what a folder held for some seconds."""
 _MOST_VALUES, _MOST_LENGTH = 3, 300  # different values in a sentence, and characters of one
 
@@ -50,7 +50,7 @@ def check_consistency(
     config: Config,
     devices: Sequence[Any],
     facts: Mapping[str, str] | None = None,
-    seen_within_s: float = SEEN_WITHIN_S,
+    seen_within_s: float = _SEEN_WITHIN_S,
 ) -> int | None:
     """Compares this process with the others.
 

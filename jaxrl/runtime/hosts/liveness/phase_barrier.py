@@ -49,7 +49,7 @@ _HEARTBEAT_S = 1.0
 _HEARTBEATS_PER_S = 512  # that process 0 receives at the most
 _LOOK_S = 0.2
 _SUSPENDED_LOOKS = 10  # between two looks: this process was suspended, and could not hear the others
-LATER_S = 3.0  # the clock of a wait leaves the sentence to what waits, which knows who is missing
+_LATER_S = 3.0  # the clock of a wait leaves the sentence to what waits, which knows who is missing
 _ASK_S = 1.0  # for reading where all are, before a sentence about it
 
 
@@ -73,7 +73,7 @@ class PhaseBarrier:
         stall_timeout_s: float,
         wish: Callable[[], bool] = lambda: False,
         end: End = end_process,
-        later_s: float = LATER_S,
+        later_s: float = _LATER_S,
     ) -> None:
         self.store, self.host = store, host
         self.heartbeat_s, self.stall_timeout_s = heartbeat_s, stall_timeout_s
