@@ -214,13 +214,18 @@ def results(
     for label, profile in found["profiles"].items():
         rows, context, dtype = label.split()
         print(f"{rows} rows at {context}, {dtype}, per step:")
-        print(profiles.table(profile, setting.options.decode_steps))
+        print(profiles.table(profile, _profiled_steps(profile, setting)))
     return {
         "decode_steps": setting.options.decode_steps,
         "plans": setting.options.plans,
         "cases": cases,
         "left_out": found["left_out"],
     }
+
+
+def _profiled_steps(profile: Mapping[str, Any], setting: Setting) -> int:
+    """Steps that a plan's profile shows."""
+    return 1 if profile["of_a_loop"] else setting.options.decode_steps
 
 
 def _percent(share: float | None) -> str:
@@ -238,10 +243,13 @@ def _figures(
 ) -> dict[str, Any]:
     config, size = setting.config, jnp.dtype(dtype).itemsize
     medians: dict[str, float] = summary.medians
-    step_s, steps = medians["step_s"], setting.options.decode_steps
+    step_s = medians["step_s"]
     weights, kv = costs.weight_bytes(config, size), rows * context * costs.kv_bytes_per_token(config, size)
     rate = (weights + kv) / step_s
-    kernels_s = None if profile is None else profile["kernels_s"] / steps
+    kernels_s = launches = None
+    if profile is not None:
+        steps = _profiled_steps(profile, setting)
+        kernels_s, launches = profile["kernels_s"] / steps, profile["launches"] / steps
     return {
         "case": "placed",
         "rows": rows,
@@ -260,7 +268,7 @@ def _figures(
         "host_share": medians["host_per_plan_s"] / medians["plan_s"],
         "kernels_per_step_s": kernels_s,
         "gap_share": None if kernels_s is None else (step_s - kernels_s) / step_s,
-        "launches_per_step": None if profile is None else profile["launches"] / steps,
+        "launches_per_step": launches,
         "profile": profile,
         **summary.judged,
     }

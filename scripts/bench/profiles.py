@@ -5,8 +5,9 @@ device planes that are called streams hold one event per kernel or copy; the oth
 operation and source. On a CPU, threads hold one event per operation (those with an `hlo_op`), and an event of a loop or
 call spans those inside; so of every event only its own time counts, that of no event inside it.
 
-XLA leaves CUDA graphs off while a profiler runs. So the sum says how long the kernels take, not how long the gaps
-between them are: those are the time of the same work without a profiler, less this sum.
+A loop that XLA has made part of a CUDA graph shows one of its turns, however many it takes: `of_a_loop`. Beside a
+profiler other work is not in graphs. So the sum says how long the kernels take, not how long the gaps between them are:
+those are the time of the same work without a profiler, less this sum.
 
 Example::
 
@@ -28,7 +29,17 @@ MOST_NAMED = 25
 """Kernels that a record names, the longest first."""
 
 _GROUPS: Mapping[str, tuple[str, ...]] = {
-    "attention": ("attend", "merge_kernel", "forward_kernel", "gradient_kernel", "fmha", "flash", "sdpa", "attention"),
+    "attention": (
+        "attend",
+        "decode_kernel",
+        "merge_kernel",
+        "forward_kernel",
+        "gradient_kernel",
+        "fmha",
+        "flash",
+        "sdpa",
+        "attention",
+    ),
     "collectives": ("nccl", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
     "products": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk", "dot", "ynn_fusion"),
     "scatter": ("scatter",),
@@ -39,11 +50,15 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
 """By words of a kernel's name, the first that fits; everything else is `elementwise`."""
 
 
+_LOOPS = "set_while_condition"
+"""The kernel with which a CUDA graph asks whether its loop goes on."""
+
+
 def during(run: Callable[[], Any]) -> dict[str, Any]:
     """Runs something that waits for its own results, under the profiler.
 
     Returns:
-      `wall_s`, `kernels_s`, `launches`, `groups` and `top`, as `summary`; for JSON.
+      `wall_s`, and what `summary` returns; for JSON.
     """
     import jax
 
@@ -105,8 +120,9 @@ def summary(found: Iterable[tuple[str, float]]) -> dict[str, Any]:
       found: (kernel's name, seconds) of every launch.
 
     Returns:
-      `kernels_s`, the sum; `launches`, how many; `groups`, by name `seconds` and `launches`, the longest first; `top`,
-      the longest `MOST_NAMED` kernels with `name` (its number dropped), `seconds` and `launches`.
+      `kernels_s`, the sum; `of_a_loop`, whether that is of one turn of a loop; `launches`, how many; `groups`, by name
+      `seconds` and `launches`, the longest first; `top`, the longest `MOST_NAMED` kernels with `name` (its number
+      dropped), `seconds` and `launches`.
     """
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -117,6 +133,7 @@ def summary(found: Iterable[tuple[str, float]]) -> dict[str, Any]:
     ranked = sorted(kernels.items(), key=lambda item: -item[1][0])[:MOST_NAMED]
     return {
         "kernels_s": sum(seconds for seconds, _ in groups.values()),
+        "of_a_loop": any(name.startswith(_LOOPS) for name in kernels),
         "launches": int(sum(count for _, count in groups.values())),
         "groups": {
             name: {"seconds": seconds, "launches": int(count)}

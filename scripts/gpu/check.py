@@ -13,6 +13,8 @@ A process that sees no GPU makes the reference first (`gpu.reference`). Then, fo
 - trainer: the error of the gradient, as a share of its norm, against float64; how many of a second trainer's gradient
   arrays are not equal bit for bit.
 
+Each dtype of each is a process of its own, and they run side by side: compiling is what takes the time.
+
 What is no number counts as infinitely wrong (1e300 in the records). Bars are the page's matter: the exit status says
 only that everything ran.
 """
@@ -20,24 +22,28 @@ only that everything ran.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from bench import records
-from bench.measure import say
+from bench.measure import num_cores, say
 
 from gpu import reference
 from gpu.reference import Task
 from jaxrl.types import Sample
 
 WRONG = 1e300
+DTYPES = ("float32", "bfloat16")
 
 Case = dict[str, Any]
 
@@ -54,14 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     records.print_header(head, say)
     task = Task(options.prompts, options.layers)
-    wanted = task.requests()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.npz"
         _make_reference(file, task)
-        samples, gradient = reference.load(file, wanted)
-    cases = [*engine_cases(task, samples), *trainer_cases(task, samples, gradient, options.attention)]
-    for case in cases:
-        say("  ".join(f"{key} {_short(value)}" for key, value in case.items()))
+        samples, gradient = reference.load(file, task.requests())
+    cases = list(_side_by_side(task, samples, gradient, options.attention))
     if options.json is not None:
         records.append_record(options.json, head | {"results": {"cases": cases}})
     return 0
@@ -73,6 +76,20 @@ def _make_reference(file: Path, task: Task) -> None:
     subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}, check=True)
 
 
+def _side_by_side(
+    task: Task, samples: Sequence[Sample], gradient: dict[str, np.ndarray], kinds: Sequence[str]
+) -> Iterator[Case]:
+    """All cases, in order; each is printed as soon as it is known."""
+    asked = [partial(engine_case, task, samples, dtype) for dtype in DTYPES]
+    asked += [partial(trainer_case, task, samples, gradient, kind, dtype) for kind in kinds for dtype in DTYPES]
+    processes = max(1, min(len(asked), num_cores() // 2))
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(case) for case in asked]
+        for done in as_completed(running):
+            say("  ".join(f"{key} {_short(value)}" for key, value in done.result().items()))
+        yield from (each.result() for each in running)
+
+
 def _short(value: Any) -> str:
     return f"{value:.2e}" if isinstance(value, float) else str(value)
 
@@ -80,19 +97,18 @@ def _short(value: Any) -> str:
 # -- engine ------------------------------------------------------------------------------------------------------------
 
 
-def engine_cases(task: Task, expected: Sequence[Sample]) -> Iterator[Case]:
-    """One case for each dtype."""
+def engine_case(task: Task, expected: Sequence[Sample], dtype: str) -> Case:
+    """Two runs in a dtype; in float32 one more with few rows."""
     params, wanted, device = task.weights(), task.requests(), jax.devices()[0]
-    for dtype in ("float32", "bfloat16"):
-        drawn, again = (task.generate(params, wanted, device, dtype) for _ in range(2))
-        case = _engine_case(task, expected, drawn, again, dtype)
-        if dtype == "float32":  # what few rows draw is promised there alone
-            few = task.generate(params, wanted, device, dtype, slots=max(2, len(wanted) // 8))
-            case["few_rows_unlike_per_thousand_tokens"] = _unlike(drawn, few) / case["tokens"] * 1000
-        yield case
+    drawn, again = (task.generate(params, wanted, device, dtype) for _ in range(2))
+    case = _engine_figures(task, expected, drawn, again, dtype)
+    if dtype == "float32":  # what few rows draw is promised there alone
+        few = task.generate(params, wanted, device, dtype, slots=max(2, len(wanted) // 8))
+        case["few_rows_unlike_per_thousand_tokens"] = _unlike(drawn, few) / case["tokens"] * 1000
+    return case
 
 
-def _engine_case(
+def _engine_figures(
     task: Task, expected: Sequence[Sample], drawn: Sequence[Sample], again: Sequence[Sample], dtype: str
 ) -> Case:
     exact = task.exact_logprobs(task.weights(), task.requests(), drawn, dtype)
@@ -122,22 +138,18 @@ def _unlike(some: Sequence[Sample], others: Sequence[Sample], *, values: bool = 
 # -- trainer -----------------------------------------------------------------------------------------------------------
 
 
-def trainer_cases(
-    task: Task, samples: Sequence[Sample], expected: dict[str, np.ndarray], kinds: Sequence[str]
-) -> Iterator[Case]:
-    """One case for each kind of attention and dtype."""
+def trainer_case(task: Task, samples: Sequence[Sample], expected: dict[str, np.ndarray], kind: str, dtype: str) -> Case:
+    """Two trainers with a kind of attention, in a dtype."""
     params, wanted, device = task.weights(), task.requests(), jax.devices()[0]
     batch = reference.batch_of(wanted, samples)
-    for kind in kinds:
-        for dtype in ("float32", "bfloat16"):
-            found, again = (reference.flat(task.gradients(params, batch, device, dtype, kind)) for _ in range(2))
-            yield {
-                "case": "trainer",
-                "dtype": dtype,
-                "attention": kind,
-                "gradient_error": relative(found, expected),
-                "again_unlike": sum(not np.array_equal(found[path], again[path]) for path in found),
-            }
+    found, again = (reference.flat(task.gradients(params, batch, device, dtype, kind)) for _ in range(2))
+    return {
+        "case": "trainer",
+        "dtype": dtype,
+        "attention": kind,
+        "gradient_error": relative(found, expected),
+        "again_unlike": sum(not np.array_equal(found[path], again[path]) for path in found),
+    }
 
 
 def relative(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:

@@ -19,7 +19,8 @@ CONTEXTS = ("1024", "8192")
 PROMPT = 128
 """Tokens of a prompt in training and in the whole step."""
 
-
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Of a part whose processes share the device."""
 TRIAL_S = 150
 """For each part of a trial, however busy the machine is."""
 
@@ -27,20 +28,20 @@ TRIAL_S = 150
 def parts() -> list[Part]:
     """Those for a GPU."""
     return [
-        Part("ceilings", 40, _bench("ceilings", "--shape", SMALL, "--rows", "16", "64", "256")),
-        Part("tests", 150, python("-m", "gpu.tests", *JSON)),
-        Part("check", 100, python("-m", "gpu.check", *JSON, "--attention", "auto", "reference")),
-        *_decode("64", 80, "--profile"),
-        _train("train", 100, 16, 1024, "--profile"),
-        _train("train-row", 90, 1, 8192, "--profile"),
-        Part("step", 170, _step()),
-        Part("rules", 150, _rules()),
-        Part("sync", 40, _bench("sync", "--shape", SMALL)),
-        Part("attention", 120, _attention()),
-        Part("decode-1.5b-rows", 120, _points(SMALL, "1", "16", "256")),
-        Part("decode-7b-rows", 140, _points(LARGE, "1", "16", "256")),
-        Part("train-torch", 150, _train_command(16, 1024, torch=True)),
-        Part("train-row-torch", 150, _train_command(1, 8192, torch=True)),
+        Part("ceilings", 50, _bench("ceilings", "--shape", SMALL, "--rows", "16", "64", "256")),
+        Part("tests", 150, python("-m", "gpu.tests", *JSON), SHARED),
+        Part("check", 120, python("-m", "gpu.check", *JSON, "--attention", "auto", "reference"), SHARED),
+        *_decode("64", 40, "--profile"),
+        _train("train", 50, 16, 1024, "--profile"),
+        _train("train-row", 50, 1, 8192, "--profile"),
+        Part("step", 100, _step()),
+        Part("rules", 90, _rules()),
+        Part("sync", 15, _bench("sync", "--shape", SMALL)),
+        Part("attention", 75, _attention()),
+        Part("decode-1.5b-rows", 60, _points(SMALL, "1", "16", "256")),
+        Part("decode-7b-rows", 80, _points(LARGE, "1", "16", "256")),
+        Part("train-torch", 75, _train_command(16, 1024, torch=True)),
+        Part("train-row-torch", 75, _train_command(1, 8192, torch=True)),
     ]
 
 

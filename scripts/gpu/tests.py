@@ -3,7 +3,8 @@
 
     python -m gpu.tests [--json FOLDER]
 
-The exit status is pytest's: 1 where one failed. On a CPU all of them are skipped.
+Several processes share them, because compiling is what takes the time. The exit status is pytest's: 1 where one failed.
+On a CPU all of them are skipped.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 from bench import records
+from bench.measure import num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_PROCESSES = 6
 
 
 class Outcomes:
@@ -42,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     files = sorted(str(file) for file in (ROOT / "tests").glob("*/test_gpu*.py"))
     outcomes = Outcomes()
+    shared = ["--numprocesses", str(max(1, min(MOST_PROCESSES, num_cores() // 2))), "--dist", "worksteal"]
     status = pytest.main(
-        ["-m", "gpu", "-q", "-s", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *files], plugins=[outcomes]
+        ["-m", "gpu", "-q", "-rP", "--durations=10", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *shared, *files],
+        plugins=[outcomes],
     )
     if options.json is not None:
         import jax

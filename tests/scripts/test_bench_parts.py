@@ -202,6 +202,9 @@ def test_a_gpu_trace_counts_each_kernel_once():
     found = profiles.summary(profiles.events(jax.profiler.ProfileData.from_text_proto(GPU_TRACE)))
     assert found["kernels_s"] == pytest.approx(6.5e-6)
     assert found["launches"] == 4
+    assert not found["of_a_loop"]
+    in_graph = GPU_TRACE.replace('"MemcpyD2H" }', '"set_while_condition" }')
+    assert profiles.summary(profiles.events(jax.profiler.ProfileData.from_text_proto(in_graph)))["of_a_loop"]
     assert {name: each["launches"] for name, each in found["groups"].items()} == {
         "products": 2,
         "attention": 1,

@@ -30,7 +30,7 @@ from jaxrl.models.shapes import named_shape
 
 TINY, MODEL = named_shape("tiny"), records.Model(shape="tiny")
 CEILINGS = Ceilings(4e9, 5e9, {"float32_full": 1e11, "float32": 2e11, "bfloat16": 3e11})
-PROFILE = {"wall_s": 1.0, "kernels_s": 0.4, "launches": 12, "groups": {}, "top": []}
+PROFILE = {"wall_s": 1.0, "kernels_s": 0.4, "of_a_loop": False, "launches": 12, "groups": {}, "top": []}
 
 
 def summary(**medians: float) -> Summary:
@@ -73,6 +73,9 @@ def of_rows_at_context() -> dict[str, Any]:
     assert case["bandwidth_fraction"] == pytest.approx(case["bytes_per_step"] / 0.125 / 5e9)
     assert (case["launches_per_step"], case["kernels_per_step_s"]) == (3, 0.1)
     assert case["gap_share"] == pytest.approx(0.2)
+    of_a_loop = {"3 32 float32": PROFILE | {"of_a_loop": True, "kernels_s": 0.1}}
+    (case,) = at_context.results(given, {"3 32 float32": medians}, found | {"profiles": of_a_loop}, CEILINGS)["cases"]
+    assert (case["launches_per_step"], case["kernels_per_step_s"]) == (12, 0.1)
     return results
 
 
