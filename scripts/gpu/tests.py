@@ -10,6 +10,7 @@ On a CPU all of them are skipped.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -45,7 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     files = sorted(str(file) for file in (ROOT / "tests").glob("*/test_gpu*.py"))
     outcomes = Outcomes()
-    shared = ["--numprocesses", str(max(1, min(MOST_PROCESSES, num_cores() // 2))), "--dist", "worksteal"]
+    # other plugins that the environment has may warn, and a warning is an error here
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    shared = [
+        "-p",
+        "xdist.plugin",
+        "--numprocesses",
+        str(max(1, min(MOST_PROCESSES, num_cores() // 2))),
+        "--dist",
+        "worksteal",
+    ]
     status = pytest.main(
         ["-m", "gpu", "-q", "-rP", "--durations=10", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *shared, *files],
         plugins=[outcomes],
