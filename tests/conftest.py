@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from quick_xla import flags
 from suite_order import from_days_file
 from tiny import write_tiny_model
 
@@ -17,14 +18,7 @@ settings.load_profile("busy")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        flags += " --xla_force_host_platform_device_count=8"
-    if "xla_backend_optimization_level" not in flags:
-        # most of the suite's time is spent in XLA's compiler, on programs that run for milliseconds; runs in processes
-        # of their own are compiled as users' are
-        flags += " --xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = flags.strip()
+    os.environ["XLA_FLAGS"] = f"{flags(8)} {os.environ.get('XLA_FLAGS', '')}".strip()  # the last of each counts
 # no test asks the network; those of the Hub have one of their own
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path(tempfile.gettempdir()) / f"jaxrl-test-hub-{os.getuid()}")}
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxrl-test-xla-{os.getuid()}"))

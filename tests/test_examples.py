@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import pytest
+from quick_xla import flags
 from runs import Runs
 
 from jaxrl.sharding.mesh import make_mesh
@@ -27,7 +28,7 @@ def run(*command: str | Path, devices: int = 1, status: int = 0) -> str:
     """Starts Python with these arguments; returns what it printed, errors included."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": flags(devices),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
     }

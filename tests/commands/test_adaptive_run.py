@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from quick_xla import flags
 from tiny import write_tiny_model
 
 from jaxrl.record.layouts import read_layouts
@@ -82,7 +83,7 @@ class Runs:
         file.write_text(yaml.safe_dump(self.config))
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "XLA_FLAGS": flags(8),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
         }

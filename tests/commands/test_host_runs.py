@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from host_runs import FLAGS, RULES, SMALL, WIDE, HostRun, assert_same_run, lines
+from host_runs import RULES, SMALL, WIDE, HostRun, assert_same_run, lines
 from runs import PATIENCE_S, Runs, end, num_steps, state_of, wait_for_steps
 
 CRITIC = {
@@ -44,11 +44,11 @@ def several(num: int, per_host: int) -> tuple[str, ...]:
     return ("hosts.launcher=local", f"hosts.num={num}", f"hosts.devices_per_host={per_host}")
 
 
-def one(runs: Runs, name: str, num: int, per_host: int, overrides: Sequence[str], flags: str = "") -> Path:
+def one(runs: Runs, name: str, num: int, per_host: int, overrides: Sequence[str]) -> Path:
     """A run of one process with as many devices and workers as the others have together."""
     run_dir = runs.folder / name
     alone = (f"hosts.coordinator=127.0.0.1:{free_port()}", f"rollout.num_workers={num}")
-    with runs.start(run_dir, *WIDE, *overrides, *alone, devices=num * per_host, flags=flags) as process:
+    with runs.start(run_dir, *WIDE, *overrides, *alone, devices=num * per_host) as process:
         end(process)
     return run_dir
 
@@ -106,7 +106,7 @@ def test_two_processes_stop_where_one_process_ends(tmp_path: Path, tiny_model: P
     tracks = (run.run_dir / "hosts" / "timeline.json").read_text()
     assert all(f"host {process}, start 1," in tracks for process in (0, 1))
     as_long = (*options, f"trainer.total_training_steps={stopped}")
-    assert_same_run(run.run_dir, one(runs, "one", 2, 1, as_long, flags=FLAGS))
+    assert_same_run(run.run_dir, one(runs, "one", 2, 1, as_long))
 
 
 @pytest.mark.slow

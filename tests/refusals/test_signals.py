@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from quick_xla import flags
 
 from jaxrl.record.state import load_state
 
@@ -37,7 +38,7 @@ class Command:
         self._files = [folder / "stdout", folder / "stderr"]
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "XLA_FLAGS": flags(1),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
         }

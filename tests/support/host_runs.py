@@ -17,8 +17,6 @@ from runs import PATIENCE_S, Runs, assert_same_end
 from watched_run import FOLDER, KEEPS, Fault
 
 PROGRAM = Path(__file__).with_name("watched_run.py")
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Programs compile in half the time."""
 WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
 SMALL = ("rollout.block_size=128", "rollout.num_blocks=8", "actor.ppo_max_token_len_per_gpu=128")
 """Few programs."""
@@ -65,7 +63,7 @@ class HostRun:
     Args:
       overrides: on top of `runs.config`.
       hosts: what starts the processes.
-      keeps: whether all processes find their compiled programs again, and not only process 0, and compile quickly.
+      keeps: whether all processes find their compiled programs again, and not only process 0.
       cache: where they keep them; by default in a folder that the runs of one test share.
     """
 
@@ -103,7 +101,6 @@ class HostRun:
                 *overrides,
                 stdout=output,
                 program=(str(PROGRAM), "train"),
-                flags=FLAGS if self._keeps else "",
                 environment={
                     FOLDER: str(self.watched),
                     **({KEEPS: "1"} if self._keeps else {}),

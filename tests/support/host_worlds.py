@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quick_xla import flags
 
 from jaxrl.types import SampleKey
 
@@ -36,8 +37,7 @@ def run_world(case: str, out: Path, num_processes: int, devices: int, **options:
         port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        # as quick to compile as in the tests' own process: what is compared is compiled alike
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": flags(devices),
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}",

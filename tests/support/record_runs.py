@@ -39,12 +39,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from quick_xla import flags
 from recorded_masks import masked
 from recorded_runs import RUNS, Spec, write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"jaxrl-recorded-xla-{os.getuid()}"
-QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Programs compile in half the time."""
 FIRST = ".first"
 PATIENCE_S = 900.0
@@ -124,7 +124,7 @@ def _start(
     command, place = {"simulated": ("simulate", "simulate.run_dir"), "real": ("train", "trainer.run_dir")}[kind]
     variables = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={spec.devices} {QUICK_FLAGS}",
+        "XLA_FLAGS": flags(spec.devices),
         "JAX_COMPILATION_CACHE_DIR": str(CACHE),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "OMP_NUM_THREADS": "1",

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from quick_xla import flags
 
 from jaxrl.cli import main
 from jaxrl.commands.train import Run
@@ -97,15 +98,13 @@ class Runs:
         devices: int = 1,
         stdout: Any = subprocess.PIPE,
         program: Sequence[str] = ("-m", "jaxrl", "train"),
-        flags: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """`program`: what python runs in place of the command; `flags`: XLA's, beside the number of devices;
-        `environment`: more variables."""
+        """`program`: what python runs in place of the command; `environment`: more variables."""
         file = self._write()
         variables = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}".strip(),
+            "XLA_FLAGS": flags(devices),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
             **(environment or {}),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from quick_xla import flags
 from runs import ROOT, Runs
 
 
@@ -86,7 +87,7 @@ def train_command(runs: Runs, run_dir: Path, *overrides: str) -> str:
     file.write_text(yaml.safe_dump(runs.config))
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": flags(1),
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

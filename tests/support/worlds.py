@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quick_xla import flags
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0  # on a loaded machine
 
@@ -94,7 +96,7 @@ def started(
         for i in range(num):
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={counts[i]}",
+                "XLA_FLAGS": flags(counts[i]),
                 "PYTHONPATH": str(ROOT),
                 "JAXRL_COORDINATOR": address,
                 "JAXRL_PROCESS_ID": str(i),
