@@ -175,7 +175,7 @@ def test_max_retries(tmp_path: Path, max_retries: int):
 
 def test_memory_that_earlier_samples_left_taken(tmp_path: Path):
     """A worker that leaks is replaced, and the sample that found no room has its verdict from a new one."""
-    pool = make(tmp_path, num_workers=1, max_memory_gib=1.0)
+    pool = make(tmp_path, num_workers=1, max_memory_gib=1.0, timeout_s=60.0)  # to take memory is slow at times
     submit(pool, "hoard 600", "hoard 600", "hoard 600", "hoard 1600", "say 4")
     verdicts = collect(pool)
     assert [(verdicts[i].status, verdicts[i].reward) for i in range(5)] == [
