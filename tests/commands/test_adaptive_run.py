@@ -194,7 +194,7 @@ def test_evaluations_of_a_one_step_off_run_decide_for_themselves(runs: Runs):
     rounds = {(each["step"], each["kind"]): each for each in read_layouts(off)}
     assert list(rounds) == [
         *((1, "plain"), (2, "plain"), (3, "plain"), (2, "eval")),
-        *((4, "plain"), (5, "plain"), (4, "eval")),
+        *((4, "plain"), (5, "plain"), (4, "eval"), (5, "eval")),
     ]
     assert all(each["round"] == int(kind == "eval") for (_, kind), each in rounds.items()), "places in the journal"
     assert sum(len(each["switches"]) for (_, kind), each in rounds.items() if kind == "plain") >= 5

@@ -87,7 +87,7 @@ def test_a_run_with_two_domains(tmp_path: Path, tiny_model: Path):
         )
         assert parts["short"] == -max(sample["length"] - 8, 0) / (32 - 8)
     page = (run_dir / "report.html").read_text()
-    for title in ("Scoring of a", "Scoring of b", "Rewards that failed", "Parts of the reward", "Lowest rewards"):
+    for title in ("Scoring of a", "Scoring of b", "Rewards that failed", "Parts of the reward", "with the lowest rewards"):
         assert title in page
     assert "custom" in (run_dir / "config.yaml").read_text()
 
