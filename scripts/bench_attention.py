@@ -3,6 +3,7 @@
 
     python scripts/bench_attention.py [--shape Qwen2.5-1.5B] [--rows 64] [--contexts 1024 8192] [--dtypes bfloat16]
     python scripts/bench_attention.py --what packed --packed 16x1024 1x8192 [--segments 1] [--json]
+    python scripts/bench_attention.py --what packed --tiles 128x64x8x3 64x64x4x3    # which tiles are the fastest?
 
 Paged: one query a row over `context` cached positions in scattered blocks of 16, several pools in turn, so that no
 cache holds the keys. Cases: `jaxrl`, what a decode step on a GPU runs (`kernels/decode_pallas.py`), rotary embedding
@@ -14,6 +15,7 @@ and the writes of new keys and values included; and attention alone: `paged`, ou
 
 Packed: causal rows of `tokens` tokens in `--segments` samples. Cases: `pallas`, our kernels; `tiles`, jnp in tiles;
 `cudnn`, `jax.nn.dot_product_attention` by cuDNN, for one sample a row (`xla`, the same by XLA, where there is no GPU).
+With `--tiles` our kernels alone, and again with Q queries and K keys in a tile, W warps and S stages: `pallas-QxKxWxS`.
 
 - forward, both: seconds of the forward pass, and of forward and backward together.
 - FLOP/s: 4 * heads * head_dim per pair of tokens that see each other, 3.5 times that for both passes, whatever is
@@ -44,6 +46,7 @@ from bench.measure import DISTURBED, Bench, Summary, Values, say
 
 from jaxrl.kernels import packed, reference
 from jaxrl.kernels.attention import PackedAttention
+from jaxrl.kernels.packed_pallas import PackedTileSizes, Tiles, choose_tiles, packed_attention, tile_lists
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import rope_tables
 
@@ -88,10 +91,12 @@ def _options(made: argparse.ArgumentParser) -> None:
         "--packed", nargs="+", default=["16x1024", "1x8192"], metavar="ROWSxTOKENS", help="(16x1024 1x8192)"
     )
     made.add_argument("--segments", type=int, default=1, help="packed: samples of a row (1)")
+    made.add_argument("--tiles", nargs="+", default=[], metavar="QxKxWxS", help="packed: our kernels with these tiles")
 
 
 def _check(options: argparse.Namespace) -> None:
     options.packed = [_size(text, options.segments) for text in options.packed]
+    options.tiles = [_tile_sizes(text) for text in options.tiles]
 
 
 def _size(text: str, segments: int) -> tuple[int, int]:
@@ -103,6 +108,13 @@ def _size(text: str, segments: int) -> tuple[int, int]:
     if tokens % segments:
         raise ValueError(f"--packed ({text}): {tokens} tokens must be a multiple of --segments ({segments})")
     return rows, tokens
+
+
+def _tile_sizes(text: str) -> PackedTileSizes:
+    parts = text.split("x")
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--tiles ({text}) must be queries, keys, warps and stages, such as 128x64x8x3")
+    return PackedTileSizes(*map(int, parts))
 
 
 def _measure(options: argparse.Namespace, session: Session) -> Record:
@@ -146,7 +158,7 @@ def _point(
     if point["what"] == "paged":
         makers = paged_cases(place, point, QUICK_POOLS if options.quick else None)
     else:
-        makers = packed_cases(place, point)
+        makers = packed_cases(place, point, options.tiles)
     where = " ".join(str(value) for value in point.values())
     cases: dict[str, Callable[[], Values]] = {}
     for name, make in makers.items():
@@ -157,10 +169,11 @@ def _point(
             say(f"{where}: {name} is left out: {reason}")
             left_out.append(point | {"case": name, "reason": str(reason)})
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if "RESOURCE_EXHAUSTED" not in str(error) and not options.tiles:
                 raise
-            say(f"{where}: {name} is left out: out of memory")
-            left_out.append(point | {"case": name, "reason": "out of memory"})
+            reason = str(error).splitlines()[0] if options.tiles else "out of memory"
+            say(f"{where}: {name} is left out: {reason}")
+            left_out.append(point | {"case": name, "reason": reason})
         else:
             cases[f"{where} {name}"] = case
             sizes[f"{where} {name}"] = {"case": name} | point
@@ -294,7 +307,9 @@ def _forward_flops(config: ModelConfig, point: dict[str, Any]) -> float:
     return 4 * config.num_heads * config.head_dim * pairs
 
 
-def packed_cases(place: Place, point: dict[str, Any]) -> dict[str, Callable[[], Callable[[], Values]]]:
+def packed_cases(
+    place: Place, point: dict[str, Any], tiles: Sequence[PackedTileSizes] = ()
+) -> dict[str, Callable[[], Callable[[], Values]]]:
     """As `paged_cases`."""
     config, rows, tokens, dtype = place.config, point["rows"], point["tokens"], point["dtype"]
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
@@ -311,6 +326,9 @@ def packed_cases(place: Place, point: dict[str, Any]) -> dict[str, Callable[[], 
             "seconds": queued_s(lambda: whole(q, k, v, d_out), tries=3),
         }
 
+    if tiles:
+        chosen = {"pallas": None} | {f"pallas-{_name(each)}": (each,) * 3 for each in tiles}
+        return {name: lambda own=own: case(_with_tiles(place, point, own)) for name, own in chosen.items()}
     rival = "cudnn" if place.on_gpu else "xla"
     return {
         "pallas": lambda: case(_packed(place, "pallas", point)),
@@ -325,12 +343,31 @@ def _packed(place: Place, implementation: Any, point: dict[str, Any]) -> Attend:
         place.need_kernels()
     platform = jax.default_backend()
     chosen = PackedAttention(implementation, packed.tiling(platform), place.interpret)
+    ids, positions = _integers(point)
+    tiles = chosen.tile_pairs(ids, positions, ids, jnp.dtype(point["dtype"]))
+    return lambda q, k, v: chosen.attend(q, k, v, ids, positions, ids, tiles)
+
+
+def _with_tiles(place: Place, point: dict[str, Any], tiles: Tiles | None) -> Attend:
+    """Our kernels; None: with the tiles that they choose."""
+    place.need_kernels()
+    ids, positions = _integers(point)
+    tiles = tiles or choose_tiles(point["dtype"])
+    lists = tile_lists(ids, ids, positions, tiles)
+    how = {"tiles": tiles, "lists": lists, "interpret": place.interpret}
+    return lambda q, k, v: packed_attention(q, k, v, ids, positions, **how)
+
+
+def _integers(point: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Segments and positions of rows of equal samples."""
     rows, tokens = point["rows"], point["tokens"]
     each = tokens // point["segments"]
     ids = jnp.asarray(np.tile(np.arange(tokens) // each + 1, (rows, 1)), jnp.int32)
-    positions = jnp.asarray(np.tile(np.arange(tokens) % each, (rows, 1)), jnp.int32)
-    tiles = chosen.tile_pairs(ids, positions, ids, jnp.dtype(point["dtype"]))
-    return lambda q, k, v: chosen.attend(q, k, v, ids, positions, ids, tiles)
+    return ids, jnp.asarray(np.tile(np.arange(tokens) % each, (rows, 1)), jnp.int32)
+
+
+def _name(tiles: PackedTileSizes) -> str:
+    return "x".join(map(str, dataclasses.astuple(tiles)))
 
 
 def _rival(name: Any, dtype: str, segments: int) -> Attend:
