@@ -71,6 +71,9 @@ def check_consistency(
     memory = device_bytes(devices)
     if store.num_processes == 1:
         return memory
+    # who fails on the way here ends all at once: nothing has been written by then
+    barrier.enter("the comparison of the hosts")
+    barrier.at("comparing the hosts")
     folder = config.trainer.run_dir
     with _written(folder if store.process == 0 else "") as mark:
         if store.process == 0:
