@@ -327,7 +327,8 @@ def packed_cases(
         }
 
     if tiles:
-        chosen = {"pallas": None} | {f"pallas-{_name(each)}": (each,) * 3 for each in tiles}
+        chosen: dict[str, Tiles | None] = {"pallas": None}
+        chosen |= {f"pallas-{_name(each)}": (each, each, each) for each in tiles}
         return {name: lambda own=own: case(_with_tiles(place, point, own)) for name, own in chosen.items()}
     rival = "cudnn" if place.on_gpu else "xla"
     return {
