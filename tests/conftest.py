@@ -1,8 +1,10 @@
 """Every test runs on eight virtual CPU devices (a GPU run sets JAX_PLATFORMS itself), with jax's compile cache on."""
 
 import os
+import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -88,6 +90,14 @@ def x64():
 
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def nothing_is_ignored() -> Iterator[None]:
+    """A shell's background hands an ignored SIGINT on, here and in what we start. A signal with a handler is not."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
 
 
 @pytest.fixture(scope="session")

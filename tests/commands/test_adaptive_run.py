@@ -8,98 +8,60 @@ depend on the layout, and training weights have one layout only: so a run that s
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 import pytest
 import yaml
-from quick_xla import flags
+from runs import MADE_UP_PROFILE, PLAIN_REWARD, end, state_of
+from runs import Runs as TinyRuns
 from tiny import write_tiny_model
 
 from jaxrl.record.layouts import read_layouts
+from jaxrl.record.metrics import read_metrics
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.train.checkpoint import Checkpointer, _stored
 
-ROOT = Path(__file__).resolve().parents[2]
 DEGREES = (1, 2, 4, 8)
 STEPS = 10
 
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(solution_str.encode()) % 7 / 6
-"""
 
-
-class Runs:
-    """Starts commands that share a model, data, and a compilation cache."""
+class Runs(TinyRuns):
+    """Starts commands on eight devices that share a model, data, and a compilation cache."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        model = write_tiny_model(
-            folder / "model", num_attention_heads=9, num_key_value_heads=3, hidden_size=36, num_hidden_layers=1
-        )
+        sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "num_hidden_layers": 1}
+        super().__init__(folder, write_tiny_model(folder / "model", **sizes))
         problems = [{"question": "x" * (1 + 2 * i), "answer": str(i)} for i in range(7)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
-        (folder / "reward.py").write_text(REWARD)
+        (folder / "reward.py").write_text(PLAIN_REWARD)
         self.profile = folder / "profile.json"
-        self.config: dict[str, Any] = {
-            "model": {"path": str(model), "random_init": True},
-            "data": {
-                "train_files": [str(folder / "train.jsonl")],
-                "max_prompt_length": 48,
-                "max_response_length": 48,
-                "train_batch_size": 4,
-            },
-            "rollout": {
-                "n": 4,
-                "max_num_seqs": 2,
-                "max_num_batched_tokens": 64,
-                "decode_steps": 2,
-                "dtype": "float64",
-                "warmup": False,
-                "layout": {"switch": True, "profile": str(self.profile), "min_gain": 0.0, "cooldown": 2},
-            },
-            "actor": {
-                "optim": {"lr": 0.01},
-                "ppo_max_token_len_per_gpu": 256,
-                "dtype": "float64",
-                "param_dtype": "float64",
-            },
-            "reward": {"kind": "custom", "path": str(folder / "reward.py")},
-            "trainer": {"total_training_steps": STEPS, "save_freq": 5, "compilation_cache_dir": ""},
+        self.config["data"] |= {"max_prompt_length": 48, "max_response_length": 48}
+        self.config["rollout"] = {
+            "n": 4,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 64,
+            "decode_steps": 2,
+            "dtype": "float64",
+            "warmup": False,
+            "layout": {"switch": True, "profile": str(self.profile), "min_gain": 0.0, "cooldown": 2},
         }
+        self.config["actor"] = {
+            "optim": {"lr": 0.01},
+            "ppo_max_token_len_per_gpu": 256,
+            "dtype": "float64",
+            "param_dtype": "float64",
+        }
+        self.config["trainer"] |= {"total_training_steps": STEPS, "save_freq": 5}
 
     def run(self, command: str, *arguments: str) -> str:
-        return self.start("-m", "jaxrl", command, *arguments)
+        """A command with the configuration; returns what it printed."""
+        program = ("-m", "jaxrl", command)
+        return end(self.start(self.folder / "unnamed", *arguments, devices=8, program=program))
 
-    def start(self, *command: str) -> str:
-        """Runs a command of ours with the configuration; returns what it printed."""
-        file = self.folder / "config.yaml"
-        file.write_text(yaml.safe_dump(self.config))
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags(8),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONPATH": str(ROOT),
-        }
-        done = subprocess.run(
-            [sys.executable, *command, f"--config={file}"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
-    def synthetic(self) -> None:
-        """A profile by which a smaller batch is faster the larger tp is, and a switch costs next to nothing."""
-        self.start(str(ROOT / "scripts" / "made_up_profile.py"), f"--out={self.profile}")
+    def make_up_profile(self, file: Path, *options: str) -> None:
+        """One by which a smaller batch is faster the larger tp is, and a switch costs next to nothing."""
+        program = (MADE_UP_PROFILE, f"--out={file}")
+        end(self.start(self.folder / "unnamed", *options, devices=8, program=program))
 
 
 @pytest.fixture(scope="module")
@@ -107,33 +69,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("adaptive"))
 
 
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
-    """Every array of the last checkpoint by path."""
-    with jax.enable_x64(True), Checkpointer(run_dir / "checkpoints") as store:
-        step = store.latest_step()
-        assert step == STEPS
-        tree = _stored(run_dir / "checkpoints" / str(step) / "state")
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-        state, _ = store.restore(abstract, step)
-        return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
-
-
 def assert_same_parameters(run_dir: Path, other: Path) -> None:
-    expected, found = parameters_of(other), parameters_of(run_dir)
-    assert expected.keys() == found.keys()
-    for name, array in expected.items():
-        assert found[name].tobytes() == array.tobytes(), f"{name} differs"
+    """Every array of the training state, not those of layouts."""
+    with jax.enable_x64(True):
+        (found, values), (expected, _) = state_of(run_dir), state_of(other)
+    assert values["step"] == STEPS
+    names = {name for name in expected if not name.startswith("host.")}
+    assert names == {name for name in found if not name.startswith("host.")}
+    for name in names:
+        assert found[name].tobytes() == expected[name].tobytes(), f"{name} differs"
 
 
 @pytest.mark.slow
 def test_two_workers_switch_each_by_itself_and_ten_updates_are_those_of_one(runs: Runs):
     one, cut = runs.folder / "one", runs.folder / "cut"
-    several = ("rollout.num_workers=2", f"rollout.layout.profile={runs.folder / 'of_half.json'}")
-    runs.start(str(ROOT / "scripts" / "made_up_profile.py"), f"--out={runs.folder / 'of_half.json'}", *several)
+    profile = runs.folder / "of_half.json"
+    several = ("rollout.num_workers=2", f"rollout.layout.profile={profile}")
+    runs.make_up_profile(profile, *several)
     runs.run("train", f"trainer.run_dir={one}", "rollout.layout.switch=false")
     runs.run("train", f"trainer.run_dir={cut}", "rollout.layout.allow_synthetic=true", *several)
     assert_same_parameters(cut, one)
@@ -150,14 +102,14 @@ def test_two_workers_switch_each_by_itself_and_ten_updates_are_those_of_one(runs
 @pytest.mark.slow
 def test_a_synthetic_profile_makes_it_switch_and_ten_updates_are_those_of_tp_1(runs: Runs):
     plain, adaptive = runs.folder / "plain", runs.folder / "adaptive"
-    runs.synthetic()
+    runs.make_up_profile(runs.profile)
     runs.run("train", f"trainer.run_dir={plain}", "rollout.layout.switch=false")
     runs.run("train", f"trainer.run_dir={adaptive}", "rollout.layout.allow_synthetic=true")
     assert_same_parameters(adaptive, plain)
-    lines = metrics_of(adaptive)
+    lines = read_metrics(adaptive)
     assert sum(line["rollout/layout/switches"] for line in lines) >= STEPS
     assert all(line["rollout/layout/failed_switches"] == 0 for line in lines)
-    assert not any(name.startswith("rollout/layout/") for line in metrics_of(plain) for name in line)
+    assert not any(name.startswith("rollout/layout/") for line in read_metrics(plain) for name in line)
     rounds = read_layouts(adaptive)
     assert [each["step"] for each in rounds] == list(range(1, STEPS + 1))
     assert {each["source"] for each in rounds} == {"synthetic"}
@@ -176,7 +128,7 @@ def test_a_synthetic_profile_makes_it_switch_and_ten_updates_are_those_of_tp_1(r
 @pytest.mark.slow
 def test_evaluations_of_a_one_step_off_run_decide_for_themselves(runs: Runs):
     """An evaluation comes after the next step's training round; neither hears the other's switches in the journal."""
-    runs.synthetic()
+    runs.make_up_profile(runs.profile)
     off, held_out = runs.folder / "off", runs.folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"question": "y" * (1 + 2 * i), "answer": "1"}) + "\n" for i in range(5)))
     runs.run(
@@ -203,7 +155,7 @@ def test_evaluations_of_a_one_step_off_run_decide_for_themselves(runs: Runs):
 @pytest.mark.slow
 def test_a_run_chooses_its_degree_from_the_profile_and_keeps_it(runs: Runs):
     """16 rows: at tp 1, 2, 4, 8 a dp group has 2, 4, 8 and twice 8 of them. Then the table is gone."""
-    runs.synthetic()
+    runs.make_up_profile(runs.profile)
     run_dir = runs.folder / "auto"
     auto = (
         "rollout.tensor_model_parallel_size=auto",
@@ -248,7 +200,7 @@ def test_the_profiler_and_a_run_with_what_it_measured(runs: Runs):
     assert (again.prefill, again.switches) == (table.prefill, table.switches)
     honest = runs.folder / "honest"
     runs.run("train", f"trainer.run_dir={honest}", "trainer.total_training_steps=3", "rollout.layout.planner=true")
-    lines = metrics_of(honest)
+    lines = read_metrics(honest)
     assert all(line["rollout/layout/step_correction"] > 0 for line in lines), "real steps were seen"
     assert [each["source"] for each in read_layouts(honest)] == ["measured"] * 3
     foreign = again.to_json()
@@ -285,7 +237,7 @@ def test_the_profiler_measures_steps_that_verify_drafts_and_plans_ask_them(runs:
     trained = runs.folder / "drafts"
     steps = ("data.train_batch_size=7", "trainer.total_training_steps=2")  # seven problems: two epochs
     runs.run("train", f"trainer.run_dir={trained}", f"rollout.layout.profile={path}", *steps, *options)
-    assert "rollout/spec/plans_share" in metrics_of(trained)[1]
+    assert "rollout/spec/plans_share" in read_metrics(trained)[1]
     other = ("rollout.speculation.verify_tokens=8", f"trainer.run_dir={runs.folder / 'other'}")
     with pytest.raises(AssertionError, match=r"run `jaxrl profile` with the same rollout.speculation options"):
         runs.run("train", f"rollout.layout.profile={path}", *steps, *options, *other)

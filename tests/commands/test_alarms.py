@@ -10,6 +10,7 @@ import pytest
 from runs import Runs
 
 from jaxrl.cli import main
+from jaxrl.record.metrics import read_metrics
 
 BROKEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -48,8 +49,7 @@ def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert [sample.get("error") for sample in samples if sample["step"] == 1] == [error] * 4
     assert all(sample["info"] == {"kind": "mended"} for sample in samples if sample["step"] > 1)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["reward/errors"]) for line in lines] == [(1, 16), (2, 0), (3, 0)]
+    assert [(line["step"], line["reward/errors"]) for line in read_metrics(run_dir)] == [(1, 16), (2, 0), (3, 0)]
 
 
 def test_an_evaluation_whose_rewards_all_fail_is_no_result(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.cli import main
 from jaxrl.commands.completion import ConfigFiles, Overrides, next_names
 from jaxrl.config.reference import options
 
@@ -68,11 +67,6 @@ def test_the_script_of_zsh_is_one(on_path: Path):
     test = 'autoload -U compinit && compinit -u -D; eval "$(jaxrl completion zsh)"; print ${_comps[jaxrl]}'
     done = subprocess.run(["zsh", "-f", "-c", test], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "_python_argcomplete"), done.stderr
-
-
-def test_an_unknown_shell(capsys: pytest.CaptureFixture[str]):
-    assert main(["completion", "tcsh"]) == 2
-    assert "must be one of bash, zsh, fish, found 'tcsh'" in capsys.readouterr().err
 
 
 def test_configurations_that_come_with_jaxrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

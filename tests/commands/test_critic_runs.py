@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import random
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from runs import Runs, assert_same_end, copied_after, kill, state_of, wait_for_steps
+from runs import STOPS, Runs, assert_same_end, copied_after, state_of
+
+from jaxrl.record.metrics import read_metrics
 
 GAE = (
     "algorithm={adv_estimator: gae, lam: 0.95, use_kl_in_reward: true}",
@@ -19,26 +17,12 @@ GAE = (
     "trainer.critic_warmup=1",
     "trainer.total_training_steps=4",
 )
-STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that differ: one token in twenty ends a response
 CRITIC = "['critic']['params']"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
     return Runs(tmp_path_factory.mktemp("critic"), tiny_model)
-
-
-def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def killed(runs: Runs, run_dir: Path, *overrides: str, devices: int = 1) -> None:
-    """A run that is killed in its second or third step, and finished."""
-    with runs.start(run_dir, *overrides, devices=devices) as process:
-        wait_for_steps(process, run_dir, 2)
-        time.sleep(random.Random(4).uniform(0, 0.6))
-        kill(process)
-    runs.finish(run_dir, *overrides, devices=devices)
 
 
 def test_a_run_with_a_critic_killed_and_resumed_ends_with_the_same_bits(runs: Runs):
@@ -54,7 +38,7 @@ def test_a_run_with_a_critic_killed_and_resumed_ends_with_the_same_bits(runs: Ru
     assert head.shape == (32, 1)
     assert head.any(), "it was to learn"
     assert not np.array_equal(arrays[f"{CRITIC}['layers']['q']"], arrays["['params']['layers']['q']"])
-    lines = lines_of(whole)
+    lines = read_metrics(whole)
     both = {"critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr"}
     both |= {f"critic/{what}/{of}" for what in ("values", "returns", "advantages") for of in ("mean", "max", "min")}
     both |= {"critic/vf_explained_var", "timing_s/values", "timing_s/update_critic"}
@@ -65,7 +49,7 @@ def test_a_run_with_a_critic_killed_and_resumed_ends_with_the_same_bits(runs: Ru
         parts = sum(value for name, value in line.items() if name.startswith("timing_s/")) - line["timing_s/step"]
         assert parts <= line["timing_s/step"]
     same = [name for name in lines[-1] if name.startswith(("critic/", "actor/", "rollout_corr/"))]
-    for ours, theirs in zip(lines_of(run_dir), lines, strict=True):
+    for ours, theirs in zip(read_metrics(run_dir), lines, strict=True):
         assert {name: ours[name] for name in same if name in theirs} == {n: theirs[n] for n in same if n in theirs}
 
     # with the same checkpoint: an estimator without a critic
@@ -98,7 +82,8 @@ def test_with_a_rule_as_well(runs: Runs, overrides: tuple[str, ...], request: py
     name = request.node.callspec.id.replace(" ", "-").replace(",", "")
     whole, run_dir, devices = runs.folder / f"{name}-whole", runs.folder / f"{name}-killed", 2 if "two" in name else 1
     runs.finish(whole, *GAE, *overrides, devices=devices)
-    killed(runs, run_dir, *GAE, *overrides, devices=devices)
+    runs.kill_after(2, run_dir, *GAE, *overrides, devices=devices, later_s=0.15)
+    runs.finish(run_dir, *GAE, *overrides, devices=devices)
     assert_same_end(run_dir, whole)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chat_server import chat_server, closes, hangs, raw, says, status
-from runs import STEPS, Runs, assert_same_end, kill, wait_for_steps
+from runs import STEPS, Runs, assert_same_end
 
 REWARD = """
 import os, time
@@ -87,7 +87,8 @@ def test_a_run_with_two_domains(tmp_path: Path, tiny_model: Path):
         )
         assert parts["short"] == -max(sample["length"] - 8, 0) / (32 - 8)
     page = (run_dir / "report.html").read_text()
-    for title in ("Scoring of a", "Scoring of b", "Rewards that failed", "Parts of the reward", "with the lowest rewards"):
+    titles = ("Scoring of a", "Scoring of b", "Rewards that failed", "Parts of the reward", "with the lowest rewards")
+    for title in titles:
         assert title in page
     assert "custom" in (run_dir / "config.yaml").read_text()
 
@@ -108,9 +109,7 @@ def test_a_run_with_domains_that_is_killed_ends_with_the_same_bits(
     runs, option = mixed(tmp_path, tiny_model), f"trainer.one_step_off={one_step_off}"
     whole, run_dir = tmp_path / "whole", tmp_path / "killed"
     runs.finish(whole, option)
-    with runs.start(run_dir, option) as process:
-        wait_for_steps(process, run_dir, 3)
-        kill(process)
+    runs.kill_after(3, run_dir, option)
     assert f"{STEPS} of {STEPS}" in runs.finish(run_dir, option)
     assert_same_end(run_dir, whole)
     assert lines_of(run_dir, "samples.jsonl") == lines_of(whole, "samples.jsonl")

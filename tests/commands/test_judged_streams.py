@@ -8,25 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Runs, assert_same_end, judged, kill, state_of, wait_for_steps
+from runs import PLAIN_REWARD, WIDE, Runs, assert_same_end, judged, state_of
 from tiny import write_tiny_model
 
 from jaxrl.record.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 OPTIONS = (
-    *("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64", "actor.use_kl_loss=true"),
+    *(*WIDE, "actor.use_kl_loss=true"),
     *("rollout.num_blocks=260", "rollout.max_num_seqs=16", "rollout.decode_steps=2", "rollout.num_workers=2"),
     *("rollout.stop=[a, b, c, d, e, f]", "data.max_response_length=96"),
     *("actor.ppo_mini_batch_size=0", "trainer.total_training_steps=3"),
 )
 STREAM = ("trainer.stream.enable=true",)
 MIXED = ("data.source_key=of", "reward.domains={words: {kind: judge, weight: 0.5}}")
-
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(solution_str.encode()) % 7 / 6
-"""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for i in range(7)
     ]
     (folder / "train.jsonl").write_text("".join(rows))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(PLAIN_REWARD)
     made.config["trainer"]["compilation_cache_dir"] = str(folder / "cache")
     made.config["reward"] = judged(write_tiny_model(folder / "judge"))
     return made
@@ -74,9 +69,7 @@ def test_a_streamed_run_with_a_judge(runs: Runs):
     runs.finish(streamed, *OPTIONS, *STREAM, devices=4)
     check_used(streamed)
     check_same(streamed, plain)
-    with runs.start(cut, *OPTIONS, *STREAM, devices=4) as process:
-        wait_for_steps(process, cut, 2)
-        kill(process)
+    runs.kill_after(2, cut, *OPTIONS, *STREAM, devices=4)
     runs.finish(cut, *OPTIONS, *STREAM, devices=4)
     assert_same_end(cut, streamed)
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import pytest
-from runs import ROOT, Runs, end, judged, state_of
+from runs import MADE_UP_PROFILE, STOPS, Runs, end, judged, state_of
 from tiny import write_tiny_model
 
 from jaxrl.record.layouts import read_layouts
 
 pytestmark = pytest.mark.slow
-STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths differ, so that there are gaps
 SWITCHES = ("rollout.layout.switch=true", "rollout.layout.min_gain=0.0", "rollout.layout.cooldown=2")
 
 
@@ -87,7 +86,7 @@ def test_layouts_that_switch(runs: Runs, num_workers: int):
         runs.folder / "none",
         *(*SWITCHES, several, f"rollout.layout.profile={profile}"),
         devices=8,
-        program=(str(ROOT / "scripts" / "made_up_profile.py"), f"--out={profile}"),
+        program=(MADE_UP_PROFILE, f"--out={profile}"),
     ) as process:
         end(process)
     options = (*SWITCHES, f"rollout.layout.profile={profile}", "rollout.layout.allow_synthetic=true", several)

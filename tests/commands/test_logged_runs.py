@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Runs, end, kill, wait_for_steps
+from runs import PLAIN_REWARD, Runs, end, kill, wait_for_steps
 
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.sinks import PACKAGES
@@ -24,10 +24,6 @@ from jaxrl.record.sinks import PACKAGES
 INSTALLED = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is not None]
 SAVED, STEPS = 3, 7
 PROJECT = "sums"
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(solution_str.encode()) % 7 / 6
-"""
 BY_THE_CLOCK = ("timing_s/", "perf/", "reward/", "memory/")
 
 Logged = dict[int, dict[str, float]]
@@ -53,7 +49,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         pytest.skip("no logger's package is installed: pip install 'jaxrl[mlflow,tensorboard,trackio,wandb]'")
     folder = tmp_path_factory.mktemp("logged")
     runs = Runs(folder, tiny_model)
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(PLAIN_REWARD)
     runs.config["trainer"] |= {"total_training_steps": STEPS, "save_freq": SAVED, "project_name": PROJECT}
     runs.config["trainer"]["logger"] = ["console", *INSTALLED]
     wanted = folder / "my run"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
 import pytest
-from runs import Runs, kill, state_of, wait_for_steps
+from runs import WIDE, Runs, state_of
 
-WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
+from jaxrl.record.metrics import read_metrics
+
 OWN = ("trainer.one_step_off=true", "rollout.num_devices=4", "rollout.num_workers=4", "trainer.total_training_steps=8")
 RANKED = ("rollout.ranking_groups.enable=true", "rollout.ranking_groups.num_groups=4", "rollout.ranking_groups.move=kv")
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same_end(run_dir: Path, other: Path) -> None:
@@ -35,11 +31,9 @@ def test_ranked_rounds_end_as_others_also_when_a_run_is_killed(tmp_path: Path, t
         runs.finish(plain, *WIDE, *OWN, devices=8)
         runs.finish(ranked, *WIDE, *OWN, *RANKED, devices=8)
         assert_same_end(ranked, plain)
-        process = runs.start(killed, *WIDE, *OWN, *RANKED, devices=8)
-        wait_for_steps(process, killed, 5)
-        kill(process)
+        runs.kill_after(5, killed, *WIDE, *OWN, *RANKED, devices=8)
         runs.finish(killed, *WIDE, *OWN, *RANKED, devices=8)
         assert_same_end(killed, plain)
-    begun = [line["rollout/ranking/groups"] for line in metrics_of(ranked)]
+    begun = [line["rollout/ranking/groups"] for line in read_metrics(ranked)]
     assert begun[:1] == [0]
     assert begun[2:] == [4] * 6, "of 7 prompts in batches of 4, the third batch is of the second epoch"

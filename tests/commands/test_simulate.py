@@ -17,9 +17,7 @@ from simulate_options import TRAINING, config
 from jaxrl.cli import main
 from jaxrl.record.metrics import read_metrics
 from jaxrl.scheduling.tokens.batcher import Batcher
-from jaxrl.sim.configured import (
-    workload_of,
-)
+from jaxrl.sim.configured import workload_of
 from jaxrl.types import SampleKey
 
 
@@ -171,19 +169,6 @@ def test_hosts_that_cannot_be(
     assert not (tmp_path / "a-simulated").exists()
 
 
-def test_two_runs_write_the_same(training: Path, tmp_path: Path):
-    for name in ("a", "b"):
-        assert run(training, tmp_path / name) == 0
-    a, b = (tmp_path / f"{name}-simulated" for name in ("a", "b"))
-    lines = [(folder / "metrics.jsonl").read_bytes().splitlines() for folder in (a, b)]
-    assert len(lines[0]) == 5
-    assert [re.sub(rb'"time": [0-9.]+', b"", line) for line in lines[0]] == [
-        re.sub(rb'"time": [0-9.]+', b"", line) for line in lines[1]
-    ]
-    assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
-    assert (a / "state.json").read_bytes() == (b / "state.json").read_bytes()
-
-
 def test_a_run_goes_on_in_its_directory(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     evaluated = "trainer.test_freq=2"  # a run's last step ends with an evaluation: the whole run has it there as well
     assert run(training, tmp_path / "whole", evaluated) == 0
@@ -196,15 +181,6 @@ def test_a_run_goes_on_in_its_directory(training: Path, tmp_path: Path, capsys: 
     assert (whole / "samples.jsonl").read_bytes() == (parts / "samples.jsonl").read_bytes()
     assert run(training, tmp_path / "parts", evaluated) == 0, "nothing is left to do"
     assert without_clock(whole) == without_clock(parts)
-
-
-def test_a_real_run_is_not_written_over(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "run.json").write_text(json.dumps({"devices": {"platform": "cpu"}}))
-    assert run(training, tmp_path, f"simulate.run_dir={tmp_path / 'real'}") == 2
-    assert "holds a run that was not simulated: choose another simulate.run_dir" in capsys.readouterr().err
-    assert main(["simulate", "--config", str(training)]) == 2
-    assert "simulate.run_dir is missing" in capsys.readouterr().err
 
 
 def test_jax_is_not_imported(training: Path, tmp_path: Path):
@@ -255,14 +231,3 @@ def test_a_recorded_workload_plays_a_run(training: Path, tmp_path: Path):
     overrides = ("simulate.workload=recorded", f"simulate.recorded_run={tmp_path / 'a-simulated'}")
     assert run(training, tmp_path / "b", *overrides) == 0
     assert json.loads((tmp_path / "b-simulated" / "run.json").read_text())["simulation"]["workload"] == source
-
-
-def test_rules_that_exclude_each_other_leave_nothing_behind(
-    training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    rules = ("rollout.tail_batching.enable=true", "rollout.partial_rollout.enable=true")
-    assert run(training, tmp_path / "a", *rules) == 2
-    said = capsys.readouterr()
-    assert "tail batching and partial rollout exclude each other" in said.err
-    assert said.out == ""
-    assert [file.name for file in tmp_path.iterdir()] == ["training.yaml"]

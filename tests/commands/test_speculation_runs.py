@@ -18,15 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, Runs, assert_same_end, end, state_of
+from runs import MADE_UP_PROFILE, STOPS, WIDE, Runs, assert_same_end, end, state_of
 
-WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
+from jaxrl.record.metrics import read_metrics
+
 SETTING = (
     *(*WIDE, "rollout.temperature=0.06", "rollout.decode_steps=2"),
     *("actor.optim.lr=0.002", "trainer.total_training_steps=6"),
 )
 SPECULATION = "rollout.speculation.enable=true"
-STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that differ
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {  # devices, and options
     "preemptions": (1, ("rollout.max_num_seqs=4", "rollout.num_blocks=13", "rollout.speculation.verify_tokens=64")),
     "one step off": (2, (STOPS, "trainer.one_step_off=true", "rollout.num_devices=1")),
@@ -40,10 +40,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
     made = Runs(tmp_path_factory.mktemp("speculation"), tiny_model)
     made.config["trainer"]["compilation_cache_dir"] = str(made.folder / "cache")
     return made
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +56,7 @@ def assert_same_training(run_dir: Path, other: Path) -> None:
     assert comparable(arrays).keys() == expected.keys()
     for name, array in expected.items():
         assert arrays[name].tobytes() == array.tobytes(), f"{name} differs"
-    for ours, theirs in zip(metrics_of(run_dir), metrics_of(other), strict=True):
+    for ours, theirs in zip(read_metrics(run_dir), read_metrics(other), strict=True):
         for name in ("critic/rewards/mean", "response_length/mean", "actor/grad_norm", "training/epoch"):
             assert ours[name] == theirs[name], name
 
@@ -73,7 +69,7 @@ def compare(runs: Runs, name: str, devices: int, overrides: tuple[str, ...]) -> 
     runs.finish(plain, *SETTING, *others, devices=devices)
     runs.finish(spec, *SETTING, *overrides, SPECULATION, devices=devices)
     assert_same_training(spec, plain)
-    measured, before = metrics_of(spec), metrics_of(plain)
+    measured, before = read_metrics(spec), read_metrics(plain)
     assert not [name for line in before for name in line if "/spec/" in name], "nothing of it where it is off"
     shares = [line["rollout/spec/drafted_share"] for line in measured]
     assert 0 < max(shares) < 1
@@ -85,7 +81,7 @@ def compare(runs: Runs, name: str, devices: int, overrides: tuple[str, ...]) -> 
 @pytest.mark.slow
 def test_a_run_is_the_same_with_drafts_and_takes_fewer_steps(runs: Runs):
     spec, plain = compare(runs, "alone", 1, ())
-    measured, before = metrics_of(spec), metrics_of(plain)
+    measured, before = read_metrics(spec), read_metrics(plain)
     assert measured[0]["rollout/spec/drafted_share"] == 0, "the first step has no history"
     rates = [line["rollout/spec/accept_rate"] for line in measured]
     assert any(0 < rate < 1 for rate in rates), "accepted as well as rejected"
@@ -105,13 +101,15 @@ def test_a_run_is_the_same_with_drafts_and_takes_fewer_steps(runs: Runs):
 def test_with_what_else_a_run_may_have(runs: Runs, case: str):
     devices, overrides = CASES[case]
     spec, _ = compare(runs, case, devices, overrides)
-    measured = metrics_of(spec)
+    measured = read_metrics(spec)
     if case == "preemptions":
         assert sum(line["rollout/preemptions"] for line in measured) > 0
 
 
 NOTES = """
 import json
+
+from jaxrl.record.metrics import read_metrics
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     with open({file!r}, "a") as file:
@@ -137,7 +135,7 @@ def test_responses_of_a_race_are_what_they_would_be(runs: Runs):
     raced = drawn(
         runs, "races", SPECULATION, "rollout.partial_rollout={enable: true, at_end: leave}", "rollout.max_num_seqs=4"
     )
-    measured = metrics_of(runs.folder / "races")
+    measured = read_metrics(runs.folder / "races")
     assert max(line["rollout/spec/drafted_share"] for line in measured) > 0
     assert sum(line["rollout/resumed_tokens"] for line in measured) > 0
     assert raced <= every
@@ -153,7 +151,7 @@ def test_layouts_that_switch(runs: Runs):
         "rollout.max_num_seqs=2",
     )
     options = (*layout, f"rollout.layout.profile={profile}")
-    program = (str(ROOT / "scripts" / "made_up_profile.py"), f"--out={profile}")
+    program = (MADE_UP_PROFILE, f"--out={profile}")
     with runs.start(runs.folder / "none", *SETTING, *options, devices=8, program=program) as process:
         end(process)
     refused = (*SETTING, *options, SPECULATION)
@@ -161,7 +159,7 @@ def test_layouts_that_switch(runs: Runs):
         assert "or set rollout.speculation.max_batch" in end(process, status=2)
     spec, plain = compare(runs, "layouts", 8, (*options, "rollout.speculation.max_batch=8"))
     for run_dir in (spec, plain):
-        assert sum(line["rollout/layout/switches"] for line in metrics_of(run_dir)) > 0
+        assert sum(line["rollout/layout/switches"] for line in read_metrics(run_dir)) > 0
 
 
 @pytest.mark.slow
@@ -174,7 +172,7 @@ def test_a_run_that_goes_on_drafts_from_what_it_had(runs: Runs, rule: str):
     runs.finish(stopped, *chosen, "trainer.total_training_steps=4")
     runs.finish(stopped, *chosen)
     assert_same_end(stopped, whole)
-    assert max(line["rollout/spec/drafted_share"] for line in metrics_of(whole)[4:]) > 0
-    for ours, theirs in zip(metrics_of(stopped), metrics_of(whole), strict=True):
+    assert max(line["rollout/spec/drafted_share"] for line in read_metrics(whole)[4:]) > 0
+    for ours, theirs in zip(read_metrics(stopped), read_metrics(whole), strict=True):
         for name in ("accept_rate", "drafted_share", "tokens_per_step", "match_length", "index_bytes", "plans_share"):
             assert ours[f"rollout/spec/{name}"] == theirs[f"rollout/spec/{name}"], name

@@ -73,11 +73,6 @@ REFUSED = {
     "another-model": (["model.path=random:{}/wider"], "does not fit this model and optimizer"),
     "no-model": (["model.path={}/gone"], "gone"),
     "other-data": (["data.train_files=[{}/other.jsonl]"], "run holds a run with other data (data.train_files: "),
-    "no-data": (["data.train_files=[{}/gone.jsonl]"], "gone.jsonl"),
-    "another-order": (
-        ["data.seed=7"],
-        "run holds a run with its data in another order (data.seed: 0 -> 7): choose another",
-    ),
     "a-reward-file-that-fails": (["reward.kind=custom", "reward.path={}/reward.py"], "ZeroDivisionError"),
     "too-many-devices": (["trainer.num_devices=64"], "trainer.num_devices (64) must be at most"),
     "no-profile": (["rollout.layout.switch=true", "rollout.layout.profile={}/gone.json"], "gone.json"),
@@ -90,7 +85,6 @@ REFUSED = {
         ["reward.kind=judge", "reward.judge.model=random:{}/tiny", "reward.judge.prompt={response} {rubrik}"],
         "reward.judge.prompt: the field {rubrik} is no column of the data; there are answer, epoch, ",
     ),
-    "an-unknown-quota-source": (["data.source_quotas={gone: 2}"], "gone"),
 }
 
 
@@ -98,7 +92,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_nothing_is_written(name: str, fresh: bool, place: Path, capsys: pytest.CaptureFixture[str]):
     options, words = REFUSED[name]
-    if fresh and name in ("another-model", "other-data", "another-order"):
+    if fresh and name in ("another-model", "other-data"):
         return  # no refusal there
     before = contents(place)
     filled = [option.replace("{}", str(place)) for option in options]
@@ -164,21 +158,18 @@ def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path
     assert start(folder, begins, *longer, stop=asked()) == 0
 
 
-def test_a_run_in_the_same_folder_with_other_data(place: Path, capsys: pytest.CaptureFixture[str]):
-    """What differs, and two ways out: the other options' values, or how many prompts there were."""
-    run, other = place / "run", place / "other.jsonl"
-    changed = f"(data.train_files: ['{place / 'train.jsonl'}'] -> ['{other}']; 4 prompts then, 7 now)"
-    out = f": choose another trainer.run_dir, with trainer.init_from={run} to begin from its parameters"
-    assert start(place, f"data.train_files={other}") == 2
-    assert capsys.readouterr().err == f"jaxrl: {run} holds a run with other data {changed}{out}\n"
-    before = (place / "train.jsonl").read_text()
+def test_data_files_that_have_changed(place: Path, capsys: pytest.CaptureFixture[str]):
+    """`tests/runtime/test_beginnings.py` has other files and other options."""
+    run, before = place / "run", (place / "train.jsonl").read_text()
     try:
-        (place / "train.jsonl").write_text(other.read_text())
+        (place / "train.jsonl").write_text((place / "other.jsonl").read_text())
         assert start(place) == 2
     finally:
         (place / "train.jsonl").write_text(before)
-    why = "(the files have changed: 4 prompts then, 7 now)"
-    assert capsys.readouterr().err == f"jaxrl: {run} holds a run with other data {why}{out}\n"
+    assert capsys.readouterr().err == (
+        f"jaxrl: {run} holds a run with other data (the files have changed: 4 prompts then, 7 now): choose another "
+        f"trainer.run_dir, with trainer.init_from={run} to begin from its parameters\n"
+    )
 
 
 def test_a_run_that_is_over_loads_nothing(

@@ -13,18 +13,17 @@ import re
 import shutil
 import signal
 import subprocess
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from damage import cut, flip
-from runs import Runs, asked, assert_same_end, copied_after, end, kill, num_steps, state_of, wait_for_steps
+from runs import STOPS, Runs, asked, assert_same_end, copied_after, end, kill, num_steps, state_of, wait_for_steps
 
 from jaxrl.config import from_mapping
-from jaxrl.record.run_dir import RunDir, versions
+from jaxrl.record.metrics import read_metrics
+from jaxrl.record.run_dir import versions
 from jaxrl.train import manifest
 
 LOST = re.compile(r"\.jsonl (is gone|has )")  # what a start says of lines that are not as they were written
@@ -46,10 +45,6 @@ def whole(runs: Runs) -> Path:
         output = runs.here(run_dir)
     (run_dir / "output").write_text(output)
     return run_dir
-
-
-def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -76,7 +71,7 @@ def test_the_run_directory(whole: Path):
     assert "commit" in record
     assert record["devices"]["count"] == 1
     assert len(record["starts"]) == 1
-    metrics = lines_of(whole)
+    metrics = read_metrics(whole)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert all(line["actor/grad_norm"] > 0 for line in metrics), "every update was to move the weights"
     assert sum(line["reward/crashes"] for line in metrics) > 0, "some scorers were to die"
@@ -101,7 +96,7 @@ def test_the_run_directory(whole: Path):
 
 
 def test_the_phases_of_a_step_add_up_to_it(whole: Path):
-    for line in lines_of(whole):
+    for line in read_metrics(whole):
         parts = sum(value for name, value in line.items() if name.startswith("timing_s/")) - line["timing_s/step"]
         assert parts <= line["timing_s/step"]
         # what lies between phases is host work of a millisecond; the rest allows for a loaded machine
@@ -114,7 +109,7 @@ def test_the_phases_of_a_step_add_up_to_it(whole: Path):
 def test_a_run_that_was_cut_off_ends_with_the_same_bits(runs: Runs, whole: Path):
     """Behind its first checkpoint; and when it goes on, the disk is full in the next save."""
     run_dir = runs.folder / "cut"
-    assert len(lines_of(run_dir)) == 3
+    assert len(read_metrics(run_dir)) == 3
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -129,7 +124,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(runs: Runs, whole: Path)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["2"]
     assert not LOST.search(runs.here(run_dir))
     assert_same_end(run_dir, whole)
-    rewards, expected = ([line["critic/rewards/mean"] for line in lines_of(each)] for each in (run_dir, whole))
+    rewards, expected = ([line["critic/rewards/mean"] for line in read_metrics(each)] for each in (run_dir, whole))
     assert rewards == expected, "each step once, with what the whole run drew"
 
 
@@ -157,10 +152,6 @@ def test_a_resumed_run_says_which_of_its_files_are_not_as_they_were_written(runs
         assert f"{run_dir}/{told}\n" in output
     assert len(LOST.findall(output)) == 4
     assert not LOST.search(runs.here(run_dir, longer, stop=asked())), "it is said once"
-
-
-# lengths that differ: one token in twenty ends a response
-STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +206,7 @@ def test_a_run_with_a_rule_killed_and_stopped_ends_with_the_same_bits(
     assert [start["from_step"] for start in starts][::2] == [0, stopped]
     assert f"after step {stopped} of {LONG}" in resumed
     assert_same_end(run_dir, whole)
-    (_, values), lines = state_of(run_dir), [lines_of(folder) for folder in (run_dir, whole)]
+    (_, values), lines = state_of(run_dir), [read_metrics(folder) for folder in (run_dir, whole)]
     for killed, expected in zip(*lines, strict=True):
         names = [name for name in expected if name.startswith(("rollout/", "critic/", "training/", "response_length/"))]
         assert {name: killed[name] for name in names} == {name: expected[name] for name in names}
@@ -223,13 +214,6 @@ def test_a_run_with_a_rule_killed_and_stopped_ends_with_the_same_bits(
     carried = values["rule"]["num_carried"]
     assert carried == lines[0][-1]["rollout/queue_length"] > 0
     assert f"{carried} ({values['rule']['name']})" in output
-
-
-def test_a_second_run_in_the_same_directory_is_refused(runs: Runs):
-    run_dir = runs.folder / "busy"
-    with closing(RunDir(run_dir)):
-        output = runs.here(run_dir, status=2)
-    assert re.fullmatch(r"jaxrl: .* belongs to a run that is still going .*\n", output)
 
 
 def test_a_run_may_start_from_another_ones_parameters(runs: Runs, whole: Path):

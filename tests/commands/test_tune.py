@@ -265,19 +265,7 @@ def test_the_command_prints_a_table(write: Callable[..., str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seeds", "0"], "tune: --seeds must be a whole number from 1 to 1000, found 0"),
-        (["--processes", "0"], "tune: --processes must be a whole number from 1 to 256, found 0"),
-        (["--steps", "0"], "tune: --steps must be a whole number from 1 to 100000, found 0"),
-        (["--values", "0.9,1.2"], "--values must be at least 1, found 0.9"),
-        (["--prompt-factors", "0.5"], "--prompt-factors must be at least 1, found 0.5"),
-        (
-            ["--values", "inf"],
-            "--values must be at most 100 (a round would launch that many batches at once), found",
-        ),
         (["--values", "1"], "no value (1) launches more than plain batches do"),
-        (["--values", "1.2", "--response-factors", "1.2"], "leave out --prompt-factors"),
-        (["--rule", "partial_rollout", "--prompt-factors", "1.2"], "belong to --rule tail_batching"),
-        (["--rule", "partial_rollout", "--steps", "8"], "--steps (8) must be above 8"),
         (["trainer.sed=1"], "did you mean trainer.seed?"),
         (["model.path=nothing"], "model.path (nothing) must be a folder"),
     ],

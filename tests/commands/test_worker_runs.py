@@ -11,9 +11,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from runs import Runs, assert_same_end
+from runs import WIDE, Runs, assert_same_end
 
-WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
+from jaxrl.record.metrics import read_metrics
+
 SMALL = ("rollout.n=8", "rollout.max_num_seqs=4", "rollout.num_blocks=9", "rollout.decode_steps=2")  # preempted rows
 
 
@@ -21,10 +22,6 @@ def finish(runs: Runs, name: str, *overrides: str) -> Path:
     run_dir = runs.folder / name
     runs.finish(run_dir, *WIDE, *SMALL, "trainer.total_training_steps=4", *overrides, devices=8)
     return run_dir
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -37,10 +34,10 @@ def test_several_workers_end_as_one(tmp_path: Path, tiny_model: Path, tp: int):
         for num_workers, deal in ((2, "tokens"), (4, "prompts")):
             cut = finish(runs, f"of{num_workers}", degree, f"rollout.num_workers={num_workers}", f"rollout.deal={deal}")
             assert_same_end(cut, one)
-            for ours, expected in zip(metrics_of(cut), metrics_of(one), strict=True):
+            for ours, expected in zip(read_metrics(cut), read_metrics(one), strict=True):
                 for name in ("critic/rewards/mean", "response_length/mean", "actor/grad_norm", "actor/pg_loss"):
                     assert ours[name] == expected[name], name
             events = json.loads((cut / "timeline.json").read_text())
             tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
             assert {f"engine {worker}" for worker in range(num_workers)} <= tracks
-    assert sum(line["rollout/preemptions"] for line in metrics_of(one)) > 0
+    assert sum(line["rollout/preemptions"] for line in read_metrics(one)) > 0

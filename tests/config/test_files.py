@@ -81,14 +81,6 @@ def test_overrides_give_the_same_as_a_file(file):
     assert load(file("run.gin", GIN), overrides) == expected
 
 
-def test_without_a_file():
-    assert load(None, ["model.path=x"]) == from_mapping({"model": {"path": "x"}})
-
-
-def test_empty_sections_are_defaults(file):
-    assert load(file("run.yaml", "model: {path: x}\nrollout:\n")) == load(file("run.gin", "model.path = 'x'\n"))
-
-
 def test_a_word_that_is_a_section_too_is_no_place(file):
     """`rollout` stands in the message, and in the file; the option at fault is on the command line."""
     path = file("run.yaml", "model: {path: x}\nrollout: {n: 4}\n")
@@ -148,15 +140,6 @@ def test_what_is_wrong_is_said_in_one_sentence(file, name, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_an_overridden_option_is_blamed_on_the_command_line(file):
-    path = file("run.yaml", "model: {path: x}\nrollout: {n: 4}\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"^rollout\.n must be a whole number, found 'many' \(text\) \(command line: rollout\.n=many\)$",
-    ):
-        load(path, ["rollout.n=many"])
-
-
 def test_gin_missing(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "gin", None)
     with pytest.raises(ConfigError, match=r"needs the package gin-config.*pip install 'jaxrl\[gin\]'"):
@@ -169,9 +152,11 @@ def test_yaml_anchors_and_merges(file):
     assert (config.rollout.top_p, config.rollout.val_kwargs.top_p, config.rollout.val_kwargs.n) == (0.5, 0.25, 2)
 
 
-def test_defaults_are_reachable_from_both(file):
-    assert load(file("a.yaml", "model: {path: x}")).rollout == load(file("a.gin", "model.path='x'")).rollout
-    assert load(file("b.yaml", "model: {path: x}")).data == Config().data
+def test_what_is_left_out_has_its_default(file):
+    expected = from_mapping({"model": {"path": "x"}})
+    assert (expected.rollout, expected.data) == (Config().rollout, Config().data)
+    assert load(None, ["model.path=x"]) == load(file("a.gin", "model.path='x'")) == expected
+    assert load(file("a.yaml", "model: {path: x}")) == load(file("b.yaml", "model: {path: x}\nrollout:\n")) == expected
 
 
 def test_an_override_changes_one_of_two_sections_that_an_alias_made(file):
@@ -195,13 +180,10 @@ def test_a_mapping_changes_the_options_that_it_names(file):
     assert config.data.task_config == {"a": 1}, "an option as a whole, whose names are the task's"
 
 
-def test_a_date_is_text_and_so_is_a_bom_nothing(file, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes(b"\xef\xbb\xbfmodel: {path: x}\ntrainer: {experiment_name: 2026-11-22}\n")
-    assert load(path).trainer.experiment_name == "2026-11-22"
-    gin = tmp_path / "run.gin"
-    gin.write_bytes(b"\xef\xbb\xbfmodel.path = 'x'\n")
-    assert load(gin).model.path == "x"
+def test_a_date_is_text_and_so_is_a_bom_nothing(file):
+    yaml = file("run.yaml", "\ufeffmodel: {path: x}\ntrainer: {experiment_name: 2026-11-22}\n")
+    assert load(yaml).trainer.experiment_name == "2026-11-22"
+    assert load(file("run.gin", "\ufeffmodel.path = 'x'\n")).model.path == "x"
 
 
 @pytest.mark.parametrize("kind", ["judge", "math"])
@@ -213,12 +195,7 @@ def test_a_password_in_a_url_is_refused_and_not_shown(kind: str):
     assert "PASSWORD" not in str(refused.value)
     assert str(refused.value).endswith("(command line: reward.judge.endpoint=http://***@localhost:8000/v1)")
     long = f"reward.judge.endpoint=http://{'u' * 60}:PASSWORD{'p' * 60}@localhost:8000/v1"
-    for other in (
-        long,
-        "trainer.seed=http://user:PASSWORD@h",
-        "trainer.sed=http://user:PASSWORD@h",
-        "x://u:PASSWORD@h",
-    ):
+    for other in (long, *(f"{start}://user:PASSWORD@h" for start in ("trainer.seed=http", "trainer.sed=http", "x"))):
         with pytest.raises(ConfigError) as refused:
             load(None, ["model.path=x", other])
         assert "PASSWORD" not in str(refused.value)
@@ -245,11 +222,8 @@ def test_text_on_the_command_line_is_what_stands_there(value: str, text: str):
 
 
 def test_options_without_effect_are_said_with_their_place(file):
-    path = file(
-        "run.yaml",
-        "model: {path: x}\nrollout:\n  tail_batching:\n    prompt_factor: 1.5\n    response_factor: 1.25\n",
-    )
-    said = []
+    factors = "rollout:\n  tail_batching:\n    prompt_factor: 1.5\n    response_factor: 1.25\n"
+    path, said = file("run.yaml", f"model: {{path: x}}\n{factors}"), []
     given = ["actor.kl_loss_coef=0.1", "reward.name=mine", "rollout.deal=prompts", "simulate.recorded_run=a"]
     load(path, given, said.append)
     assert said == [
@@ -259,6 +233,10 @@ def test_options_without_effect_are_said_with_their_place(file):
         "simulate.recorded_run=a has no effect: simulate.workload is modelled (command line: simulate.recorded_run=a)",
         "reward.name=mine has no effect: reward.kind is auto (command line: reward.name=mine)",
     ], "those that have their default change nothing, whoever wrote them"
+    said.clear()
+    on = ["rollout.tail_batching={enable: true, prompt_factor: 1.5}", "actor={use_kl_loss: true, kl_loss_coef: 0.1}"]
+    load(None, ["model.path=x", *on], said.append)
+    assert said == []
 
 
 @pytest.mark.parametrize(
@@ -282,46 +260,27 @@ def test_what_the_kind_of_judge_does_not_read_is_said(options, why):
 
 def test_a_reward_model_and_whole_programs_read_less():
     said = []
-    load(
-        None,
-        ["model.path=x", "reward.kind=model", "reward.judge={model: m, num_samples: 2, max_tokens: 9}"],
-        said.append,
-    )
+    judge = "reward.judge={model: m, num_samples: 2, max_tokens: 9}"
+    load(None, ["model.path=x", "reward.kind=model", judge], said.append)
     load(None, ["model.path=x", "reward.kind=code", "reward.code.max_failing_s=9"], said.append)
-    assert [text.partition(" has no effect: ")[0] for text in said] == [
-        "reward.judge.num_samples=2",
-        "reward.judge.max_tokens=9",
-        "reward.code.max_failing_s=9.0",
-    ]
+    without = ["reward.judge.num_samples=2", "reward.judge.max_tokens=9", "reward.code.max_failing_s=9.0"]
+    assert [text.partition(" has no effect: ")[0] for text in said] == without
     said.clear()
     load(None, ["model.path=x", "reward.kind=code", "reward.code={score: share, max_failing_s: 9}"], said.append)
     assert said == []
 
 
-def test_what_is_on_has_an_effect(file):
-    said = []
-    on = ["rollout.tail_batching={enable: true, prompt_factor: 1.5}", "actor={use_kl_loss: true, kl_loss_coef: 0.1}"]
-    load(None, ["model.path=x", *on], said.append)
-    assert said == []
-
-
 def test_a_recorded_config_names_its_file_and_line(tmp_path):
     (tmp_path / "config.yaml").write_text("model:\n  path: m\nrollout:\n  n: 0\n")
-    with pytest.raises(
-        ConfigError, match=rf"^rollout\.n must be at least 1, found 0 \({tmp_path}/config\.yaml, line 4\)$"
-    ):
+    with pytest.raises(ConfigError, match=rf"found 0 \({tmp_path}/config\.yaml, line 4\)$"):
         load_recorded(tmp_path / "config.yaml")
 
 
 def test_a_single_text_is_a_list_of_one(file):
     """In YAML, in gin and on the command line; a list is as it was."""
-    for text in (
-        (
-            "run.yaml",
-            "model: {path: m}\ndata: {train_files: a.jsonl}\nreward: {env: HOME}\ntrainer: {logger: console}",
-        ),
-        ("run.gin", "model.path='m'\ndata.train_files='a.jsonl'\nreward.env='HOME'\ntrainer.logger='console'\n"),
-    ):
+    yaml = "model: {path: m}\ndata: {train_files: a.jsonl}\nreward: {env: HOME}\ntrainer: {logger: console}"
+    gin = "model.path='m'\ndata.train_files='a.jsonl'\nreward.env='HOME'\ntrainer.logger='console'\n"
+    for text in (("run.yaml", yaml), ("run.gin", gin)):
         config = load(file(*text))
         found = config.data.train_files, config.reward.env, config.trainer.logger
         assert found == (["a.jsonl"], ["HOME"], ["console"])

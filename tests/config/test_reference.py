@@ -39,12 +39,8 @@ def test_options_that_a_text_names_exist():
 
 def test_what_an_option_shows():
     batch, direction = BY_PATH["data.train_batch_size"], BY_PATH["rollout.layout.direction"]
-    assert (batch.type, batch.default, batch.bounds, batch.doc) == (
-        "int",
-        8,
-        "at least 1",
-        "Prompts per training step.",
-    )
+    text = "Prompts per training step."
+    assert (batch.type, batch.default, batch.bounds, batch.doc) == ("int", 8, "at least 1", text)
     assert (direction.type, direction.default, direction.bounds) == ("one of up, both", "up", "")
     assert BY_PATH["rollout.tensor_model_parallel_size"].type == "int, or auto"
     shown = {path: (BY_PATH[path].type, BY_PATH[path].bounds) for path in ("rollout.top_p", "rollout.min_p")}

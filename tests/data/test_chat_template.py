@@ -13,6 +13,7 @@ from jaxrl.data.chat_template import RefusedMessages, render
 
 ASK = [{"role": "user", "content": "hi"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SAID = "{{ messages[0].content }}"
 WORDY = LOOPS.replace("{% endfor %}", " {% endfor %}")
 
 
@@ -28,14 +29,9 @@ def test_a_template_is_rendered():
         ("{% set n = 'x' * (messages | length * 2**31) %}", "takes more than 1024 MiB of memory"),  # at once
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than 1048576 characters"),
         ("x" * 2**21, "has 2097152 characters, more than 1048576"),
-        ("{% if x %}", r"is no jinja template \(line 1: "),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
         ("hello", "writes the same whatever the user says"),
-        ("{% for m in messages %}<|{{ m.role }}|>{% endfor %}", "writes the same whatever the user says"),
-        (
-            "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}",
-            "writes the same",
-        ),
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", "writes the same"),
     ],
 )
 def test_a_template_that_cannot_be_used(source: str, words: str, monkeypatch: pytest.MonkeyPatch):
@@ -50,17 +46,9 @@ def test_a_template_that_cannot_be_used(source: str, words: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (
-            "{{ messages[0].content }}{% if messages[0].content == 'hi' %}"
-            + LOOPS.replace("%}{% endfor", "%} {% endfor")
-            + "{% endif %}",
-            "writes",
-        ),
+        (SAID + "{% if messages[0].content == 'hi' %}" + WORDY + "{% endif %}", "writes"),
         ("{{ messages[0].content.nothing.more }}", "refuses these messages: 'str object' has no attribute 'nothing'"),
-        (
-            "{{ messages[0].content }}{{ 1 // (messages[0].content | length - 2) }}",
-            "fails with these messages: integer",
-        ),
+        (SAID + "{{ 1 // (messages[0].content | length - 2) }}", "fails with these messages: integer"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with these messages: maximum recursion depth"),
     ],
 )
@@ -85,30 +73,20 @@ def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch):
     assert len(trials) == 1
 
 
-def test_below_a_lower_limit_of_the_shell():
-    asked = "render('{{ messages[0].content }}', 'file', [dict(content='hi')], {})"
-    program = f"from jaxrl.data.chat_template import render; print({asked})"
-    done = subprocess.run(
-        ["bash", "-c", f'ulimit -v 900000; exec "$0" -c "{program}"', sys.executable],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+ASKED = f"from jaxrl.data.chat_template import render; print(render('{SAID}', 'file', [dict(content='hi')], dict()))"
+
+
+def assert_says_hi(folder: Path, *command: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("hi\n", "")
+
+
+def test_below_a_lower_limit_of_the_shell(tmp_path: Path):
+    assert_says_hi(tmp_path, "bash", "-c", f'ulimit -v 900000; exec "$0" -c "{ASKED}"', sys.executable)
 
 
 def test_the_working_folder_hides_none_of_pythons_modules(tmp_path: Path):
     (tmp_path / "re.py").write_text("raise SystemExit('a module of the user')")
-    program = "import re; from jaxrl.data.chat_template import render; import sys; sys.path.insert(0, ''); "
-    program += "print(render('{{ messages[0].content }}', 'file', [dict(content='hi')], {}))"
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        env=os.environ | {"PYTHONPATH": paths},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("hi\n", "")
+    own_first = ASKED.replace("; ", "; import sys; sys.path.insert(0, str()); ")
+    assert_says_hi(tmp_path, sys.executable, "-P", "-c", f"import re; {own_first}")

@@ -171,21 +171,13 @@ def test_files_of_a_data_set(hub: SmallHub, asked: Asked, tmp_path: Path):
 
 
 def test_what_cannot_be_had(hub: SmallHub, asked: Asked, tmp_path: Path):
-    home, begins = (
-        tmp_path / "home",
-        "model.path: there is no {} on this machine, and as a model of the Hugging Face Hub ",
-    )
+    home = tmp_path / "home"
+    begins = "model.path: there is no {} on this machine, and as a model of the Hugging Face Hub "
     hub.add("models", "org/closed", hub.folders["models", MODEL])
     hub.gated.add("org/closed")
-    missing, closed, revision, file, data = asked(
-        hub,
-        home,
-        ("small", "org/missing"),
-        ("small", "org/closed"),
-        ("small", f"{MODEL}@v9"),
-        ("small", f"{MODEL}:no.gguf"),
-        ("data", "org/missing:train.jsonl"),
-    )
+    models = ("org/missing", "org/closed", f"{MODEL}@v9", f"{MODEL}:no.gguf")
+    wanted = [*(("small", name) for name in models), ("data", "org/missing:train.jsonl")]
+    missing, closed, revision, file, data = asked(hub, home, *wanted)
     asked(hub, home, ("small", MODEL), ("data", f"{DATA}:main/train-0.jsonl"))
     for found, name, why in (
         (missing, "org/missing", "there is no such repository, or it is private"),
@@ -196,14 +188,8 @@ def test_what_cannot_be_had(hub: SmallHub, asked: Asked, tmp_path: Path):
     assert file == {"refused": f"model.path: the model {MODEL} of the Hugging Face Hub has no file no.gguf"}
     assert "as a dataset of the Hugging Face Hub it cannot be had: there is no such repo" in data["refused"]
     before = time.monotonic()
-    unreachable, no_file, no_data, no_weights = asked(
-        None,
-        home,
-        ("small", "org/other"),
-        ("small", f"{MODEL}:no.gguf"),
-        ("data", f"{DATA}:main/test*"),
-        ("weights", MODEL),
-    )
+    wanted = [*(("small", name) for name in ("org/other", f"{MODEL}:no.gguf")), ("data", f"{DATA}:main/test*")]
+    unreachable, no_file, no_data, no_weights = asked(None, home, *wanted, ("weights", MODEL))
     assert time.monotonic() - before < 15, "a download tries again for half a minute"
     for found, lacks, command in (
         (no_file, "has no no.gguf", f"hf download {MODEL} --include 'no.gguf'"),
@@ -220,18 +206,15 @@ def test_what_cannot_be_had(hub: SmallHub, asked: Asked, tmp_path: Path):
 def test_a_whole_run_by_names(hub: SmallHub, tmp_path: Path):
     """Model and data by name; the source of the problems is the data set."""
     (hub.folders["models", MODEL] / "model.safetensors").unlink()
-    options = [f"model.path={MODEL}", f"data.train_files=[{DATA}:main/train-*.jsonl]", "model.random_init=true"]
-    options += ["data.max_prompt_length=192", "data.max_response_length=8", "data.train_batch_size=2", "rollout.n=2"]
-    options += [
-        "trainer.total_training_steps=1",
-        "trainer.run_dir=run",
-        "trainer.save_freq=0",
-        "rollout.max_num_seqs=4",
-    ]
-    options += ["actor.ppo_max_token_len_per_gpu=512", "trainer.compilation_cache_dir=", "rollout.warmup=false"]
+    options = f"""
+      model.path={MODEL} model.random_init=true data.train_files=[{DATA}:main/train-*.jsonl] data.max_prompt_length=192
+      data.max_response_length=8 data.train_batch_size=2 rollout.n=2 rollout.max_num_seqs=4 rollout.warmup=false
+      actor.ppo_max_token_len_per_gpu=512 trainer.total_training_steps=1 trainer.run_dir=run trainer.save_freq=0
+      trainer.compilation_cache_dir= trainer.num_devices=1
+    """.split()
     own = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "jaxrl", "train", *options, "trainer.num_devices=1"],
+        [sys.executable, "-m", "jaxrl", "train", *options],
         env=os.environ | own,
         cwd=tmp_path,
         capture_output=True,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from beside import import_transformers
-from gguf import GGUFWriter, TokenType
 from tiny import write_tiny_model
-from tokenizers import pre_tokenizers
 
 from jaxrl.data.tokenizer import Tokenizer
+
+from .test_tokenizer import write_gguf
 
 ASK = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object"}}}]
@@ -84,24 +84,19 @@ def test_tools_without_a_template_for_them(tmp_path: Path, write: Write):
     assert tokenizer.apply_chat_template(ASK, tools=TOOLS) == "add hi"
 
 
+MUST = "chat_template must name one of its templates"
+
+
 @pytest.mark.parametrize(
     ("templates", "arguments", "sentence"),
     [
-        (
-            TEMPLATES,
-            {"chat_template": "tool_usage"},
-            "{folder}: chat_template must name one of its templates ('default', 'rag', 'tool_use'), found 'tool_usage'",
-        ),
-        (
-            TEMPLATES,
-            {"chat_template": ["rag"]},
-            "{folder}: chat_template must name one of its templates ('default', 'rag', 'tool_use'), found ['rag']",
-        ),
-        ({}, {"chat_template": "rag"}, "{folder}: chat_template must name one of its templates (none), found 'rag'"),
+        (TEMPLATES, {"chat_template": "tool_usage"}, f"{MUST} ('default', 'rag', 'tool_use'), found 'tool_usage'"),
+        (TEMPLATES, {"chat_template": ["rag"]}, f"{MUST} ('default', 'rag', 'tool_use'), found ['rag']"),
+        ({}, {"chat_template": "rag"}, f"{MUST} (none), found 'rag'"),
         (
             {"tool_use": "a", "rag": "b"},
             {},
-            "{folder}: none of its chat templates ('rag', 'tool_use') is called 'default': name one, as in "
+            "none of its chat templates ('rag', 'tool_use') is called 'default': name one, as in "
             "data.apply_chat_template_kwargs.chat_template",
         ),
     ],
@@ -117,7 +112,7 @@ def test_a_template_that_is_not_there(
     ):
         with pytest.raises(ValueError) as refused:  # noqa: PT011  (the whole sentence is compared)
             asked()
-        assert str(refused.value) == sentence.format(folder=folder)
+        assert str(refused.value) == f"{folder}: {sentence}"
 
 
 def test_files_count_before_the_config(tmp_path: Path):
@@ -143,25 +138,8 @@ def test_names_that_are_no_names_of_files(name: str, tmp_path: Path):
         Tokenizer.from_path(folder)
 
 
-def gguf_with(file: Path, templates: dict[str, str]) -> Path:
-    tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "hi"]
-    writer = GGUFWriter(str(file), "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.CONTROL, *[TokenType.NORMAL] * (len(tokens) - 1)])
-    writer.add_token_merges(["h i"])
-    writer.add_eos_token_id(0)
-    writer.add_chat_template([{"name": name, "template": source} for name, source in templates.items()])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
 def test_those_of_a_gguf_file(tmp_path: Path):
-    tokenizer = Tokenizer.from_path(gguf_with(tmp_path / "t.gguf", TEMPLATES))
+    tokenizer = Tokenizer.from_path(write_gguf(tmp_path / "t.gguf", TEMPLATES))
     assert {name: template.source for name, template in tokenizer.chat_templates.items()} == TEMPLATES
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -32,6 +33,10 @@ def config(**data: Any) -> Config:
     return from_mapping({"model": {"path": "x"}, "data": data, "actor": {"ppo_max_token_len_per_gpu": 1 << 20}})
 
 
+def source_of(c: Config) -> PromptSource:
+    return PromptSource(load_train(c), Characters(), c)
+
+
 def write(path: Path, rows: list[Any]) -> str:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
@@ -45,12 +50,9 @@ def ten(tmp_path: Path) -> str:
 
 
 def test_files(tmp_path: Path):
-    import pyarrow
-    import pyarrow.parquet as parquet
-
     rows = [{"question": f"q{i}", "answer": f"so\n#### {i}", "level": i} for i in range(3)]
     plain, zipped = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl.gz", rows)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
     problems = load_train(config(train_files=[plain, zipped, str(tmp_path / "c.parquet")]))
     assert [p.index for p in problems] == list(range(9))
     assert [p.source for p in problems] == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
@@ -89,20 +91,17 @@ def test_a_decimal_of_parquet_is_a_number(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"question": "q", "answer": 1}', r"no column 's' \(data.reference_time_key\)"),
-        (
-            '{"question": "q", "answer": 1, "s": -0.5}',
-            r"'s' \(data.reference_time_key\) must be a number of seconds, 0 or more, found -0.5",
-        ),
-        ('{"question": "q", "answer": 1, "s": "2"}', r"'s' .* must be a number of seconds, 0 or more, found '2'"),
+        ({}, "no column 's' (data.reference_time_key)"),
+        ({"s": -0.5}, "'s' (data.reference_time_key) must be a number of seconds, 0 or more, found -0.5"),
+        ({"s": "2"}, "'s' (data.reference_time_key) must be a number of seconds, 0 or more, found '2'"),
     ],
 )
-def test_bad_rows(tmp_path: Path, row: str, message: str):
+def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str):
     """`tests/refusals/test_data.py` has the others."""
-    good = {"question": "q", "answer": "a", "s": 1}
-    (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + row + "\n")
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: {message}"):
-        load_train(config(train_files=[str(tmp_path / "bad.jsonl")], reference_time_key="s"))
+    problem = {"question": "q", "answer": 1}
+    files = [write(tmp_path / "bad.jsonl", [problem | {"s": 1}, problem | row])]
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: {re.escape(message)}"):
+        load_train(config(train_files=files, reference_time_key="s"))
 
 
 def test_no_files():
@@ -119,14 +118,14 @@ def test_rendering(tmp_path: Path):
     files = [write(tmp_path / "a.jsonl", [{"question": "2+{x}?", "answer": 4}])]
     template = r"{question} Put it in \boxed{}."
     c = config(train_files=files, prompt_template=template, system_prompt="Be brief.")
-    (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
+    (prompt,) = source_of(c).next(1)
     assert prompt.text == r"<system>Be brief.<user>2+{x}? Put it in \boxed{}.<assistant>"
     assert prompt.token_ids == tuple(map(ord, prompt.text))
     c = config(train_files=files, apply_chat_template_kwargs={"enable_thinking": False})
-    (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
+    (prompt,) = source_of(c).next(1)
     assert prompt.text == "<user>2+{x}?<enable_thinking=False><assistant>"
     c = config(train_files=files, system_prompt="Be brief.", apply_chat_template=False)
-    (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
+    (prompt,) = source_of(c).next(1)
     assert prompt.text == "Be brief.\n\n2+{x}?"
     assert prompt.token_ids[0] == ord("#")  # without a template, the tokenizer's own special tokens
 
@@ -136,38 +135,33 @@ def test_messages(tmp_path: Path):
     rows = [{"m": json.dumps(messages), "answer": 4}, {"m": messages, "answer": 4}]
     files = [write(tmp_path / "a.jsonl", rows)]
     c = config(train_files=files, messages_key="m", shuffle=False)
-    a, b = PromptSource(load_train(c), Characters(), c).next(2)
+    a, b = source_of(c).next(2)
     assert a.text == b.text == "<system>Old.<user>2+2?<assistant>"
     c = config(train_files=files, messages_key="m", system_prompt="New.")
-    assert PromptSource(load_train(c), Characters(), c).next(1)[0].text == "<system>New.<user>2+2?<assistant>"
+    assert source_of(c).next(1)[0].text == "<system>New.<user>2+2?<assistant>"
 
 
 def test_overlong(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rows = [{"question": "q" * n, "answer": n} for n in (1, 50, 2)]
     limits = {"train_files": [write(tmp_path / "a.jsonl", rows)], "max_prompt_length": 30}
     c = config(**limits, shuffle=False)
-    source = PromptSource(load_train(c), Characters(), c)
+    source = source_of(c)
     assert (source.num_prompts, source.num_filtered) == (2, 1)
     assert [p.index for p in source.next(4)] == [0, 2, 0, 2]  # the index is the position in the file
     assert "dropped 1 of 3 prompts: over 30 tokens" in caplog.text
     assert source.repeats().startswith("data.train_batch_size (8) is more than the 2 prompts that there are: ")
     fits = config(**limits, train_batch_size=2)
-    assert PromptSource(load_train(fits), Characters(), fits).repeats() == ""
+    assert source_of(fits).repeats() == ""
     c = config(**limits, filter_overlong_prompts=False)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the prompt has 67 tokens, .*max_prompt_length \(30\)"):
-        PromptSource(load_train(c), Characters(), c)
-    c = config(**(limits | {"max_prompt_length": 3}))
-    with pytest.raises(ValueError, match=r"no training prompts: all 3 are longer than .*\(3 tokens\)"):
-        PromptSource(load_train(c), Characters(), c)
-    with pytest.raises(ValueError, match=r"empty\.jsonl: holds no rows"):
-        load_train(config(train_files=[write(tmp_path / "empty.jsonl", [])]))
+        source_of(c)
     with pytest.raises(ValueError, match="the training data holds no problems"):
         PromptSource([], Characters(), c)
 
 
 def test_order(ten: str):
     c = config(train_files=[ten])
-    source = PromptSource(load_train(c), Characters(), c)
+    source = source_of(c)
     keys = [p.key for p in source.next(35)]
     assert [epoch for epoch, _ in keys] == [i // 10 for i in range(35)]
     epochs = [[index for e, index in keys if e == epoch] for epoch in range(3)]
@@ -176,50 +170,39 @@ def test_order(ten: str):
     assert len(set(keys)) == 35  # a batch larger than the set repeats prompts, never keys
     assert source.epoch == 3
     other = config(train_files=[ten], seed=1)
-    assert [p.index for p in PromptSource(load_train(other), Characters(), other).next(10)] != epochs[0]
+    assert [p.index for p in source_of(other).next(10)] != epochs[0]
     plain = config(train_files=[ten], shuffle=False)
-    indices = [p.index for p in PromptSource(load_train(plain), Characters(), plain).next(20)]
+    indices = [p.index for p in source_of(plain).next(20)]
     assert indices == [*range(10), *range(10)]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 4, 7])
 def test_resume_equals_uninterrupted(ten: str, cut: int):
-    c = config(train_files=[ten])
-
-    def fresh() -> PromptSource:
-        return PromptSource(load_train(c), Characters(), c)
-
-    whole = fresh()
+    whole, first, second = (source_of(config(train_files=[ten])) for _ in range(3))
     expected = [whole.next(3) for _ in range(9)]
-    first = fresh()
     got = [first.next(3) for _ in range(cut)]
-    state = json.loads(json.dumps(first.state()))
-    second = fresh()
-    second.load_state(state)
+    second.load_state(json.loads(json.dumps(first.state())))
     assert got + [second.next(3) for _ in range(9 - cut)] == expected
     assert second.state() == whole.state()
 
 
 def test_resume_on_other_data_is_refused(ten: str, tmp_path: Path):
     c = config(train_files=[ten])
-    state = PromptSource(load_train(c), Characters(), c).state()
-
-    def resume(c: Config) -> None:
-        PromptSource(load_train(c), Characters(), c).load_state(state)
-
+    state = source_of(c).state()
     rows = [json.loads(line) for line in Path(ten).read_text().splitlines()]
-    resume(config(train_files=[ten], train_batch_size=2))
+    source_of(config(train_files=[ten], train_batch_size=2)).load_state(state)
     for changed in ({"prompt_template": "{question}!"}, {"max_prompt_length": 1000, "system_prompt": "s"}):
         with pytest.raises(ValueError, match=r"saved with 10 prompts .* found 10"):
-            resume(config(train_files=[ten], **changed))
+            source_of(config(train_files=[ten], **changed)).load_state(state)
     with pytest.raises(ValueError, match=r"saved with 10 prompts .* found 9"):
-        resume(config(train_files=[write(tmp_path / "nine.jsonl", rows[:9])]))
+        source_of(config(train_files=[write(tmp_path / "nine.jsonl", rows[:9])])).load_state(state)
+    other = config(train_files=[write(tmp_path / "ten2.jsonl", [*rows[:9], {"question": "q9", "answer": 8}])])
     with pytest.raises(ValueError, match=r"saved with 10 prompts"):
-        resume(config(train_files=[write(tmp_path / "ten2.jsonl", [*rows[:9], {"question": "q9", "answer": 8}])]))
+        source_of(other).load_state(state)
     with pytest.raises(ValueError, match=r"data\.seed, data\.shuffle"):
-        resume(config(train_files=[ten], seed=1))
+        source_of(config(train_files=[ten], seed=1)).load_state(state)
     with pytest.raises(ValueError, match=r"version 99"):
-        PromptSource(load_train(c), Characters(), c).load_state({**state, "version": 99})
+        source_of(c).load_state({**state, "version": 99})
 
 
 def test_validation_files(ten: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -231,8 +214,6 @@ def test_validation_files(ten: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "dropped 1 of 4 validation problems" in caplog.text
     assert len(load_validation(config(train_files=[ten], val_files=[val], val_size=0))) == 3
     assert load_validation(config(train_files=[ten])) == []
-    with pytest.raises(ValueError, match=r"ten\.jsonl: all 10 problems of data.val_files are in the training set"):
-        load_validation(config(train_files=[ten], val_files=[ten]))
 
 
 def test_task():
@@ -261,26 +242,9 @@ def test_exhausted_task(caplog: pytest.LogCaptureFixture):
     assert f"only {len(held_out)} distinct held-out problems (data.val_size is 100)" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"task": "chain_sums"}, r"no task 'chain_sums'; did you mean chain_sum\?"),
-        ({"task": "chain_sum", "task_config": {"digits": 1}}, r"chain_sum refuses .*'digits'"),
-        ({"task": "chain_sum", "task_config": {"min_terms": 0}}, r"min_terms must be positive"),
-        ({"task": "chain_sum", "task_config": {"size": 5}}, r"data\.task_config\.size: .* data\.task_size"),
-    ],
-)
-def test_bad_tasks(data: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        load_train(config(**data))
-
-
 def test_gsm8k(data_folder: Path):
-    files = {
-        "train_files": [str(data_folder / "gsm8k_train.jsonl")],
-        "val_files": [str(data_folder / "gsm8k_test.jsonl")],
-    }
-    c = config(**files, val_size=0, max_prompt_length=1 << 14)
+    train_file, val_file = (str(data_folder / f"gsm8k_{name}.jsonl") for name in ("train", "test"))
+    c = config(train_files=[train_file], val_files=[val_file], val_size=0, max_prompt_length=1 << 14)
     train = load_train(c)
     assert (len(train), train[0].answer) == (7473, "72")
     held_out = validation_prompts(c, Characters(), load_validation(c, train))
@@ -303,12 +267,12 @@ def test_deepmath(data_folder: Path):
 def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
     rows = [{"question": f"q{i}" + "x" * 50 * (i == 2), "answer": i} for i in range(6)]
     c = config(train_files=[write(tmp_path / "a.jsonl", rows)], max_prompt_length=30, seed=3)
-    source = PromptSource(load_train(c), Characters(), c)
+    source = source_of(c)
     handed = source.next(12)
     position = source.position
     assert [source.get(*prompt.key) for prompt in handed] == handed
     assert source.position == position, "nothing is handed out by it"
-    fresh = PromptSource(load_train(c), Characters(), c)
+    fresh = source_of(c)
     assert fresh.get(7, 3) == replace(next(p for p in handed if p.index == 3), epoch=7)
     for index in (2, 6):
         with pytest.raises(ValueError, match=f"prompt {index}: the training data holds no such problem"):

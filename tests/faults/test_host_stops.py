@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from host_runs import SMALL, HostRun, assert_same_run, lines
 from runs import Runs
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
+pytestmark = pytest.mark.usefixtures("nothing_is_ignored")
 STEPS = 34
 OPTIONS = (*SMALL, f"trainer.total_training_steps={STEPS}", "trainer.compilation_cache_dir=")
 CASES = [
@@ -35,14 +35,6 @@ CASES = [
     ("process", 1, TERM, 1, "compiling in global old_log_prob"),
     ("all", -1, TERM, 0, "gen of step"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_ignored() -> Iterator[None]:
-    """A shell's background hands an ignored SIGINT on, here and in what we start. A signal with a handler is not."""
-    earlier = signal.signal(INT, signal.default_int_handler)
-    yield
-    signal.signal(INT, earlier)
 
 
 def pids(run: HostRun, kind: str, number: int) -> list[int]:

@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
+from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
 
 from jaxrl.record.journal import Journal
+from jaxrl.record.metrics import read_metrics
 
-STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that differ
 STREAM = "trainer.stream.enable=true"
 HALVES = (
     *(STOPS, "rollout.num_workers=2", "actor.ppo_mini_batch_size=0"),
@@ -60,7 +60,6 @@ KILLS = {
     "streaming": 10,
 }
 STEPS = {"plain": 100}  # its steps are short; 40 of the others are enough for their kills
-PATIENCE_S = 300.0
 
 
 def wait_for_a_save(process, run_dir: Path) -> None:
@@ -106,18 +105,14 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
     print(f"{rule}: {len(seen)} kills, {in_saves} with a save under way, after steps {seen}")
     assert_same_end(run_dir, whole)
     if STREAM in overrides:
-        shares = [line["actor/streamed_share"] for line in metrics_of(run_dir)]
+        shares = [line["actor/streamed_share"] for line in read_metrics(run_dir)]
         assert sum(shares) > 0
         print(f"{rule}: {np.mean(shares):.2f} of all prompts streamed")
     if rule == "speculation":
-        shares = [line["rollout/spec/drafted_share"] for line in metrics_of(run_dir)]
+        shares = [line["rollout/spec/drafted_share"] for line in read_metrics(run_dir)]
         assert sum(shares) > 0
         print(f"{rule}: {np.mean(shares):.2f} of all decoded tokens came from drafts")
-    lines = [
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (run_dir, whole)
-    ]
-    for killed, expected in zip(*lines, strict=True):
+    for killed, expected in zip(read_metrics(run_dir), read_metrics(whole), strict=True):
         assert killed["step"] == expected["step"]
         assert killed["critic/rewards/mean"] == expected["critic/rewards/mean"]
     assert not list((run_dir / "checkpoints").glob("*.tmp*"))
@@ -125,7 +120,6 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
 
 # ---------------------------------------------------------------- what a journal has
 
-WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
 STREAMED_STEPS = 14
 
 
@@ -175,10 +169,6 @@ def finish_with(told: Told, runs: Runs, run_dir: Path, *overrides: str, devices:
     runs.finish(run_dir, *overrides, devices=devices)
 
 
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_a_killed_stream_ends_as_the_unbroken_one(tmp_path: Path, tiny_model: Path):
     runs, run_dir, moments = Runs(tmp_path, tiny_model), tmp_path / "killed", random.Random(17)
@@ -196,8 +186,8 @@ def test_a_killed_stream_ends_as_the_unbroken_one(tmp_path: Path, tiny_model: Pa
             kill(process)
         seen.append(num_steps(run_dir))
     runs.finish(run_dir, *overrides, devices=2)
-    shares = [line["actor/streamed_share"] for line in metrics_of(run_dir)]
-    assert shares == [line["actor/streamed_share"] for line in metrics_of(whole)]
+    shares = [line["actor/streamed_share"] for line in read_metrics(run_dir)]
+    assert shares == [line["actor/streamed_share"] for line in read_metrics(whole)]
     assert sum(shares) > 0
     print(f"10 kills after steps {seen}; {np.mean(shares):.2f} of all prompts streamed")
     with jax.enable_x64(True):
@@ -269,9 +259,9 @@ def test_a_killed_run_hears_outside_verdicts_once(scorer: str, tmp_path: Path, t
     if scorer == "asked":
         assert {"outside", "cut_off"} <= {name for entry in entries for name in entry["info"]}
     else:
-        counted = [line["reward/timeouts/case"] + line["reward/timeouts/case_max"] for line in metrics_of(run_dir)]
+        counted = [line["reward/timeouts/case"] + line["reward/timeouts/case_max"] for line in read_metrics(run_dir)]
         assert sum(counted) == cut_off, "each was counted once, in a step that ran again as well"
-        assert any(line["critic/rewards/max"] == 1.0 for line in metrics_of(run_dir)), "some programs pass"
+        assert any(line["critic/rewards/max"] == 1.0 for line in read_metrics(run_dir)), "some programs pass"
     again = tmp_path / "again"
     finish_with(told, runs, again, *overrides)
     if scorer == "asked":
@@ -286,4 +276,4 @@ def test_a_killed_run_hears_outside_verdicts_once(scorer: str, tmp_path: Path, t
             if not name.startswith("host.timeouts.") and arrays[name].tobytes() != array.tobytes()
         ]
     for name in ("critic/rewards/mean", "reward/num_scored", "reward/timeouts/case", "reward/timeouts/case_max"):
-        assert [line[name] for line in metrics_of(run_dir)] == [line[name] for line in metrics_of(again)], name
+        assert [line[name] for line in read_metrics(run_dir)] == [line[name] for line in read_metrics(again)], name

@@ -30,20 +30,11 @@ def look(pid: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_sixty_steps_leave_nothing_behind(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    flat(tmp_path, tiny_model, 60, monkeypatch)
-
-
-@pytest.mark.slow
 def test_three_hundred_steps_leave_nothing_behind(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    flat(tmp_path, tiny_model, 300, monkeypatch)
-
-
-def flat(folder: Path, model: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_EXPLAIN_CACHE_MISSES", "0")
     monkeypatch.setenv("JAX_LOG_COMPILES", "1")
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    runs, run_dir, output = Runs(folder, model), folder / "run", folder / "output"
+    steps, runs, run_dir, output = 300, Runs(tmp_path, tiny_model), tmp_path / "run", tmp_path / "output"
     with open(output, "wb") as file:
         process = runs.start(run_dir, f"trainer.total_training_steps={steps}", stdout=file)
     looks, compiled = {}, {}

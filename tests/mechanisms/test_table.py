@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import product
 from typing import Any, get_args
 
@@ -34,29 +33,18 @@ def config(
 @pytest.mark.parametrize(
     ("rollout", "others", "sentence"),
     [
-        (
-            {"tail_batching": ON, "partial_rollout": ON},
-            {},
-            "tail batching and partial rollout exclude each other: each decides what becomes of unfinished responses",
-        ),
+        ({"tail_batching": ON, "partial_rollout": ON}, {}, "exclude each other: each decides what becomes of"),
         ({"tail_batching": ON, "over_provisioning": ON}, {}, "tail batching and over-provisioning exclude each other"),
         ({"partial_rollout": ON, "over_provisioning": ON}, {}, "partial rollout and over-provisioning exclude each"),
         ({"partial_rollout": ON}, {"score_when": "rollout"}, "'sample' or 'group' (which mean the same there)"),
         ({"tail_batching": ON}, {"filtering": True, "score_when": "rollout"}, "dynamic sampling with tail batching"),
         ({"over_provisioning": ON}, {"filtering": True, "score_when": "rollout"}, "sampling with over-provisioning"),
         ({"stale_tokens": "mask"}, {"off": True}, "rollout.stale_tokens=mask excludes trainer.one_step_off"),
-        (
-            {},
-            {"off": True, "level": "token"},
-            "rollout_correction.rollout_is=token with trainer.one_step_off needs rollout.stale_tokens=recompute, found "
-            "recorded",
-        ),
+        ({}, {"off": True, "level": "token"}, "needs rollout.stale_tokens=recompute, found recorded"),
     ],
 )
 def test_settings_that_exclude_each_other(rollout: Any, others: dict[str, Any], sentence: str):
-    problem = composition_problem(config(rollout, **others))
-    assert problem is not None
-    assert re.search(re.escape(sentence), problem)
+    assert sentence in (composition_problem(config(rollout, **others)) or "")
 
 
 @pytest.mark.parametrize("rule", [{}, {"tail_batching": ON}, {"partial_rollout": ON}, {"over_provisioning": ON}])
@@ -73,60 +61,28 @@ def test_scores_after_the_rollout_go_with_what_does_not_need_them_during_it():
 
 def streaming(**options: Any) -> Config:
     """The stream trainer with options as `section__option`."""
-    values: dict[str, Any] = {
-        "model": {"path": "m"},
-        "rollout": {"num_workers": 2, "n": 4},
-        "trainer": {"stream": ON},
-    }
-    return with_options(values, options)
+    rollout = {"num_workers": 2, "n": 4}
+    return with_options({"model": {"path": "m"}, "rollout": rollout, "trainer": {"stream": ON}}, options)
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"algorithm__adv_estimator": "reinforce_plus_plus"},
-            "trainer.stream.enable excludes algorithm.adv_estimator=reinforce_plus_plus: its advantages have "
-            "statistics over the whole batch, so no gradient can be computed before the rollout has ended",
+        *(
+            ({"algorithm__adv_estimator": name}, f"excludes algorithm.adv_estimator={name}: its advantages")
+            for name in sorted(NEEDS_WHOLE_BATCH)
         ),
-        (
-            {"algorithm__adv_estimator": "gae"},
-            "trainer.stream.enable excludes algorithm.adv_estimator=gae: its advantages have statistics over the whole "
-            "batch, so no gradient can be computed before the rollout has ended",
-        ),
-        (
-            {"reward__score_when": "rollout"},
-            "trainer.stream.enable needs rewards during the rollout, to compute gradients beside it: "
-            "reward.score_when must be 'sample' or 'group', found 'rollout'",
-        ),
-        (
-            {"actor__ppo_mini_batch_size": 4},
-            "actor.ppo_mini_batch_size (4 prompts) must be 0 or data.train_batch_size (8 prompts)",
-        ),
-        (
-            {"rollout__num_devices": 4, "trainer__one_step_off": True},
-            "trainer.stream.enable excludes rollout.num_devices (4): update and rollout have devices of their own",
-        ),
-        (
-            {"rollout__max_active_requests": 16},
-            "trainer.stream.enable excludes rollout.max_active_requests (16 samples): workers are freed by the",
-        ),
-        (
-            {"rollout__num_workers": 3},
-            "trainer.stream.enable needs rollout.num_workers to be even, found 3: half of the rollout's workers are "
-            "freed, each of them whole",
-        ),
+        ({"reward__score_when": "rollout"}, "reward.score_when must be 'sample' or 'group', found 'rollout'"),
+        ({"actor__ppo_mini_batch_size": 4}, "(4 prompts) must be 0 or data.train_batch_size (8 prompts)"),
+        ({"rollout__num_devices": 4, "trainer__one_step_off": True}, "excludes rollout.num_devices (4): update and"),
+        ({"rollout__max_active_requests": 16}, "excludes rollout.max_active_requests (16 samples): workers are freed"),
+        ({"rollout__num_workers": 3}, "needs rollout.num_workers to be even, found 3: half of the rollout's workers"),
         ({"rollout__num_workers": 1}, "rollout.num_workers to be even, found 1"),
-        (
-            {"rollout__num_workers": 6, "trainer__num_devices": 12},
-            "the number of devices (trainer.num_devices) must be a power of two, found 12",
-        ),
+        ({"rollout__num_workers": 6, "trainer__num_devices": 12}, "(trainer.num_devices) must be a power of two"),
     ],
 )
 def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str):
-    problem = composition_problem(streaming(**options))
-    assert problem is not None
-    assert re.search(re.escape(sentence), problem)
+    assert sentence in (composition_problem(streaming(**options)) or "")
 
 
 def test_what_the_stream_trainer_goes_with():
@@ -149,12 +105,8 @@ def test_weights_go_with_tokens_of_any_version_where_not_all_are_recorded(stale_
 
 def ranking(**options: Any) -> Config:
     """Ranking groups with options as `section__option`."""
-    values: dict[str, Any] = {
-        "model": {"path": "m"},
-        "rollout": {"num_workers": 2, "num_devices": 2, "ranking_groups": ON},
-        "trainer": {"one_step_off": True},
-    }
-    return with_options(values, options)
+    rollout = {"num_workers": 2, "num_devices": 2, "ranking_groups": ON}
+    return with_options({"model": {"path": "m"}, "rollout": rollout, "trainer": {"one_step_off": True}}, options)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +115,7 @@ def ranking(**options: Any) -> Config:
         ({"trainer__one_step_off": False, "rollout__num_devices": 0}, "needs trainer.one_step_off: workers that are"),
         (
             {"trainer__one_step_off": False, "rollout__num_devices": 0, "rollout__num_workers": 1},
-            "while the update runs; and rollout.num_devices: workers take the next step's weights while others still "
-            "draw the present one's, so the rollout needs devices of its own; and rollout.num_workers to be at least 2",
+            "so the rollout needs devices of its own; and rollout.num_workers to be at least 2",  # all at once
         ),
         ({"rollout__num_devices": 0}, "needs rollout.num_devices: workers take the next step's weights while"),
         ({"rollout__num_workers": 1}, "needs rollout.num_workers to be at least 2, found 1"),
@@ -174,8 +125,7 @@ def ranking(**options: Any) -> Config:
     ],
 )
 def test_what_ranking_groups_exclude(options: dict[str, Any], sentence: str):
-    problem = composition_problem(ranking(**options))
-    assert problem is not None
+    problem = composition_problem(ranking(**options)) or ""
     assert problem.startswith("rollout.ranking_groups.enable ")
     assert sentence in problem
 
@@ -183,10 +133,7 @@ def test_what_ranking_groups_exclude(options: dict[str, Any], sentence: str):
 def test_what_ranking_groups_go_with_and_what_leaves_the_clock_a_say():
     assert composition_problem(ranking()) is None
     assert is_timeless(ranking())
-    for options in (
-        {"rollout__partial_rollout": ON},
-        {"rollout__over_provisioning": ON},
-        {"algorithm__filter_groups": ON},
-    ):
-        assert composition_problem(ranking(**options)) is None
-        assert not is_timeless(ranking(**options))
+    for section in ("rollout__partial_rollout", "rollout__over_provisioning", "algorithm__filter_groups"):
+        made = ranking(**{section: ON})
+        assert composition_problem(made) is None
+        assert not is_timeless(made)

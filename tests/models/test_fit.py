@@ -44,18 +44,10 @@ def test_what_fits():
 @pytest.mark.parametrize(
     ("tokens", "model", "words"),
     [
-        (
-            Tokens(("z", 100)),
-            Model(),
-            "path: the tokenizer's 'z' has the id 100, but the model's vocabulary has 100 tokens",
-        ),
+        (Tokens(("z", 100)), Model(), "path: the tokenizer's 'z' has the id 100, but the model's vocabulary has 100 "),
         (Tokens(), Model(eos_token_ids=(7, 100)), r"path: eos_token_id \(100\) must be below the size of the model's"),
         (Tokens(), Model(bos_token_id=100), r"path: bos_token_id \(100\) must be below the size of the model's"),
-        (
-            Tokens(named_ids={"file: pad_token_id": (100,)}),
-            Model(),
-            r"file: pad_token_id \(100\) must be below the size",
-        ),
+        (Tokens(named_ids={"file: pad_token_id": (100,)}), Model(), r"file: pad_token_id \(100\) must be below the"),
     ],
 )
 def test_what_does_not(tokens: Tokens, model: Model, words: str):

@@ -20,9 +20,9 @@ from jaxrl.models.gguf import load_gguf, unpermute
 from jaxrl.models.loading import load_model
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.safetensors import export_hf
-from jaxrl.models.weights import Weight, leaves
+from jaxrl.models.weights import Weight
 
-from .conftest import causal, lively, positions_of, tiny_config
+from .conftest import causal, lively, positions_of, scan_logits, tiny_config
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2.json").read_text(encoding="utf-8"))
 
@@ -50,15 +50,14 @@ def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metada
     writer.add_eos_token_id(2)
     for key, value in (metadata or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{arch}.{key}", value)
-    table = config.weights()
-    flat_params = dict(zip(paths(table), leaves_of(table, params), strict=True))
-    for path, weight in zip(paths(table), leaves(table), strict=True):
+    table = jax.tree.leaves_with_path(config.weights(), is_leaf=lambda x: isinstance(x, Weight))
+    for (path, weight), param in zip(table, jax.tree.leaves(params), strict=True):
+        kind_of_weight = jax.tree_util.keystr(path, simple=True, separator="/")
         for i, name in enumerate(weight.names("gguf")):
-            tensor = np.asarray(
-                weight.to_file(flat_params[path][i] if weight.stacked else flat_params[path]), np.float32
-            )
-            if config.family == "llama" and path in (("layers", "q"), ("layers", "k")):
-                tensor = permute(tensor, config.num_heads if path[1] == "q" else config.num_kv_heads)
+            tensor = np.asarray(weight.to_file(param[i] if weight.stacked else param), np.float32)
+            heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}.get(kind_of_weight)
+            if config.family == "llama" and heads is not None:
+                tensor = permute(tensor, heads)
             own = kind if tensor.ndim == 2 else Kind.F32
             writer.add_tensor(name, quantize(np.ascontiguousarray(tensor), own), raw_dtype=own)
     for name, tensor in (tensors or {}).items():
@@ -67,22 +66,6 @@ def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metada
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def paths(table, prefix=()):
-    for name, value in table.items():
-        if isinstance(value, Weight):
-            yield (*prefix, name)
-        else:
-            yield from paths(value, (*prefix, name))
-
-
-def leaves_of(table, params):
-    for name, value in table.items():
-        if isinstance(value, Weight):
-            yield params[name]
-        else:
-            yield from leaves_of(value, params[name])
 
 
 def assert_same(a, b, **tolerance):
@@ -170,14 +153,9 @@ def test_unpermute_undoes_the_converter():
 
 def test_rope_scaling_metadata(tmp_path):
     config, params = model("qwen2")
-    for scaling, metadata in (
-        (RopeScaling("linear", 2.0), {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}),
-        (
-            RopeScaling("yarn", 4.0, 128, attention_factor=0.1 * np.log(4.0) + 1),
-            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
-        ),
-    ):
+    for scaling in (RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, 128, attention_factor=0.1 * np.log(4.0) + 1)):
         file = tmp_path / f"{scaling.kind}.gguf"
+        metadata = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
         write(file, config, params, metadata=metadata)
         assert load_gguf(file)[0].rope_scaling == scaling
 
@@ -196,9 +174,6 @@ def test_llama3_scaling_is_recovered_from_the_divisors(tmp_path):
 
 def test_unsupported_files_are_refused(tmp_path):
     config, params = model("qwen2")
-    write(tmp_path / "arch.gguf", config, params, arch="gemma")
-    with pytest.raises(ValueError, match=r"arch.gguf: general.architecture 'gemma' is not supported; use llama, qwen2"):
-        load_gguf(tmp_path / "arch.gguf")
     write(tmp_path / "rope.gguf", config, params, metadata={"rope.scaling.type": "longrope"})
     with pytest.raises(ValueError, match=r"rope.scaling.type 'longrope' is not supported"):
         load_gguf(tmp_path / "rope.gguf")
@@ -208,16 +183,6 @@ def test_unsupported_files_are_refused(tmp_path):
     write(tmp_path / "surplus.gguf", config, params, tensors={"blk.0.extra.weight": np.zeros((3,), np.float32)})
     with pytest.raises(ValueError, match=r"surplus.gguf: tensor blk.0.extra.weight of shape \(3,\) has no place"):
         load_gguf(tmp_path / "surplus.gguf")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.99])
-def test_truncated_files_are_refused(share, tmp_path):
-    config, params = model()
-    write(tmp_path / "m.gguf", config, params)
-    content = (tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "short.gguf").write_bytes(content[: int(share * len(content))])
-    with pytest.raises(ValueError, match=r"short.gguf: truncated or not a GGUF file"):
-        load_gguf(tmp_path / "short.gguf")
 
 
 def test_a_truncated_file_is_refused_by_its_sizes(smollm2, tmp_path):
@@ -249,15 +214,10 @@ def test_smollm2_first_logits_are_the_recorded_ones(smollm2):
     config, params = load_model(smollm2)
     assert config.num_params() == 134_515_008
     tokens = jnp.asarray([RECORDED["token_ids"]])
-    hidden = jax.jit(
-        lambda params, tokens: decoder.forward_scan(
-            params, tokens, positions_of(tokens), causal, config, dtype=jnp.float32
-        )
-    )(params, tokens)
-    logits = decoder.logits(params, hidden[0, jnp.asarray([0, -1])], config)
+    logits = scan_logits(params, tokens, config)[0]
     np.testing.assert_allclose(logits[0, :16], RECORDED["logits_first"], atol=2e-3)
-    np.testing.assert_allclose(logits[1, :16], RECORDED["logits_last"], atol=2e-3)
-    assert int(jnp.argmax(logits[1])) == RECORDED["greedy_ids"][0]
+    np.testing.assert_allclose(logits[-1, :16], RECORDED["logits_last"], atol=2e-3)
+    assert int(jnp.argmax(logits[-1])) == RECORDED["greedy_ids"][0]
 
 
 @pytest.mark.slow
@@ -277,16 +237,11 @@ def test_smollm2_exported_runs_the_same_in_transformers(smollm2, tmp_path, torch
     export_hf(params, config, tmp_path, tokenizer_files=tokenizer.save(tmp_path / "tokenizer"), dtype=jnp.float32)
     tokens = np.asarray([RECORDED["token_ids"]])
     expected = torch_logits(tmp_path, tokens)
-    hidden = decoder.forward_scan(params, jnp.asarray(tokens), positions_of(tokens), causal, config, dtype=jnp.float32)
-    np.testing.assert_allclose(decoder.logits(params, hidden, config), expected, atol=2e-3)
+    np.testing.assert_allclose(scan_logits(params, tokens, config), expected, atol=2e-3)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    prompt = theirs.apply_chat_template(
-        [{"role": "user", "content": RECORDED["question"]}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    asked = [{"role": "user", "content": RECORDED["question"]}]
+    prompt = theirs.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = reference.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
     assert theirs.decode(out, skip_special_tokens=True) == RECORDED["greedy_text"]
     assert greedy(params, config, RECORDED["token_ids"], 32) == out

@@ -35,6 +35,15 @@ def terminal(monkeypatch):
     return Terminal()
 
 
+def lines_of(*steps: dict[str, float], first: int = 1, total: int = 0) -> list[str]:
+    """What a log has of these steps."""
+    out = io.StringIO()
+    with LiveView(total, out) as view:
+        for step, metrics in enumerate(steps, first):
+            view.step(step, metrics)
+    return out.getvalue().splitlines()
+
+
 def test_one_plain_line_per_step():
     out = io.StringIO()
     with LiveView(10, out) as view:
@@ -60,11 +69,7 @@ def test_one_plain_line_per_step():
     ],
 )
 def test_metrics_may_be_missing(metrics, line):
-    out = io.StringIO()
-    view = LiveView(0, out)
-    view.step(1, metrics)
-    view.close()
-    assert out.getvalue() == line + "\n"
+    assert lines_of(metrics) == [line]
 
 
 @pytest.mark.parametrize(
@@ -77,16 +82,12 @@ def test_metrics_may_be_missing(metrics, line):
     ],
 )
 def test_scoring_that_the_rollout_hid(seconds, hidden_s, shown):
-    out = io.StringIO()
     line = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "timing_s/reward": seconds, "reward/hidden_s": hidden_s}
-    LiveView(3, out).step(1, line)
-    assert f"9s: {shown}  " in out.getvalue() + "  "
+    assert lines_of(line) == [f"step 1  9s: {shown}"]
 
 
 def test_the_last_step_has_no_time_to_go():
-    out = io.StringIO()
-    LiveView(3, out).step(3, {"timing_s/step": 1})
-    assert out.getvalue() == "step 3/3  1s\n"
+    assert lines_of({"timing_s/step": 1}, first=3, total=3) == ["step 3/3  1s"]
 
 
 class Clock:
@@ -169,13 +170,9 @@ def test_a_terminal_has_the_panel_and_no_lines_of_progress(terminal):
 
 
 def test_gradient_norm_and_alarms():
-    out = io.StringIO()
-    view = LiveView(0, out)
-    view.step(1, {"actor/grad_norm": 0.14, "actor/skipped_updates": 0.0, "reward/errors": 0.0})
-    view.step(
-        2, {"actor/grad_norm": math.nan, "actor/skipped_updates": 2.0, "reward/errors": 1.0, "reward/crashes": 2.0}
-    )
-    assert out.getvalue().splitlines() == [
+    well = {"actor/grad_norm": 0.14, "actor/skipped_updates": 0.0, "reward/errors": 0.0}
+    ill = {"actor/grad_norm": math.nan, "actor/skipped_updates": 2.0, "reward/errors": 1.0, "reward/crashes": 2.0}
+    assert lines_of(well, ill) == [
         "step 1  grad norm 0.140",
         "step 2  grad norm nan  updates skipped: 2  rewards failed: 3",
     ]
@@ -203,17 +200,12 @@ NOTHING = {"actor/grad_norm": 0.0, "critic/mixed_reward_groups": 0.0}
     ],
 )
 def test_a_step_that_teaches_nothing_says_why(metrics, said):
-    out = io.StringIO()
-    LiveView(0, out).step(7, metrics)
-    assert out.getvalue().splitlines()[1:] == ([] if said is None else [said])
+    assert lines_of(metrics, first=7)[1:] == ([] if said is None else [said])
 
 
 def test_steps_that_teach_nothing_say_so_once_in_a_row():
-    out = io.StringIO()
-    view = LiveView(0, out)
-    for step, norm in enumerate((0.0, 0.0, 0.5, 0.0), 1):
-        view.step(step, {"actor/grad_norm": norm})
-    assert [line for line in out.getvalue().splitlines() if ": the gradient" in line] == [
+    said = lines_of(*({"actor/grad_norm": norm} for norm in (0.0, 0.0, 0.5, 0.0)))
+    assert [line for line in said if ": the gradient" in line] == [
         "step 1: the gradient is 0",
         "step 4: the gradient is 0",
     ]
@@ -251,17 +243,18 @@ def test_the_panel_fits_a_narrow_terminal(width, monkeypatch):
         assert len(lines) == 4, "each part on a line of its own"
 
 
-@pytest.mark.parametrize("rows", [[("reward", 0.5), ("steps", 100)], {"reward": 0.5, "steps": 100}])
-def test_final_table_in_plain_text(rows):
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([("reward", 0.5), ("steps", 100)], "reward  0.500\nsteps   100\n"),
+        ({"reward": 0.5, "steps": 100}, "reward  0.500\nsteps   100\n"),
+        ([], ""),
+    ],
+)
+def test_final_table_in_plain_text(rows, text):
     out = io.StringIO()
     LiveView(1, out).final_table(rows)
-    assert out.getvalue() == "reward  0.500\nsteps   100\n"
-
-
-def test_an_empty_table():
-    out = io.StringIO()
-    LiveView(1, out).final_table([])
-    assert out.getvalue() == ""
+    assert out.getvalue() == text
 
 
 def test_on_a_terminal(terminal):

@@ -8,7 +8,6 @@ import time
 from contextlib import closing
 
 from jaxrl.record.progress import ProgressCounter, StartupProgress
-from jaxrl.record.watchdog import Watchdog
 
 
 def test_only_a_long_stage_is_said():
@@ -38,14 +37,6 @@ def test_a_closed_output_is_no_error():
     with closing(StartupProgress(say, patience_s=0.01)) as stages:
         stages.begin("reading the data")
         assert heard.wait(10.0)
-
-
-def test_the_watchdog_tells_of_stages():
-    told = list[str]()
-    with closing(Watchdog(0.0, lambda text: None, told.append)) as watchdog:
-        watchdog.beat("reading the data")
-        watchdog.beat()
-    assert told == ["reading the data", ""], "a beat that names nothing is heard as well"
 
 
 class Terminal(io.StringIO):

@@ -54,14 +54,6 @@ def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path):
     RunDir(tmp_path).close()
 
 
-def test_a_second_one_in_this_process_is_kept_out_too(tmp_path: Path):
-    first = RunDir(tmp_path)
-    with pytest.raises(ValueError, match="still going"):
-        RunDir(tmp_path)
-    first.close()
-    RunDir(tmp_path).close()
-
-
 def test_the_config_comes_back_from_its_file(tmp_path: Path):
     run_dir, config = RunDir(tmp_path / "new" / "run"), make_config(seed=3)
     assert run_dir.changes(config) == []

@@ -1,4 +1,4 @@
-"""The sample log: a few per step, and after a resume only those of steps that count."""
+"""The sample log: a few per step, and what of them is kept. `test_run_record.py` has what a resumed run drops."""
 
 from __future__ import annotations
 
@@ -75,18 +75,3 @@ def test_what_a_scorer_said_is_kept_and_bounded(tmp_path: Path):
     assert info["numbers"].startswith("[0, 1, 2, 3")
     kept = MAX_INFO // 504
     assert many["info"] == {f"{i:04}": "y" * 500 for i in range(kept)} | {"...": f"{1_000 - kept} more"}
-
-
-def test_a_resumed_run_drops_later_steps_and_half_a_line(tmp_path: Path):
-    path = tmp_path / "samples.jsonl"
-    log = SampleLog(path, last_step=-1)
-    for step in (1, 2, 3):
-        log.write(step, make_groups(1, 1))
-    log.close()
-    path.write_bytes(path.read_bytes() + b'{"step": 4, "pro')
-    log = SampleLog(path, last_step=2)
-    log.write(3, make_groups(1, 1))
-    log.close()
-    assert [line["step"] for line in read(path)] == [1, 2, 3]
-    SampleLog(path, last_step=-1).close()
-    assert read(path) == []

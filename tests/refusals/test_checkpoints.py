@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from damage import cut, flip, saved
-from refusals import Refusal
+from refusals import Refusal, problems
 
 from jaxrl.train import manifest
 
@@ -31,11 +31,10 @@ Damage = Callable[[Path], object]
 
 
 def prepared(*damages: Damage, steps: tuple[int, ...] = (4,)) -> Callable[[Path], None]:
-    """Problems, a model's configuration for `export`, checkpoints, and what is done to the last one."""
+    """Problems, checkpoints, and what is done to the last one."""
 
     def prepare(folder: Path) -> None:
-        rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        problems(folder)
         (folder / "reward.py").write_text("def compute_score(**kwargs): return 1.0\n")
         (folder / "held_out.jsonl").write_text(json.dumps({"question": "7 + 7", "answer": "14"}) + "\n")
         (folder / "run").mkdir()
@@ -54,16 +53,12 @@ def rewritten(name: str, text: str) -> Damage:
     return file(name, lambda path: path.write_text(text))
 
 
-def in_manifest(change: Callable[[dict], object]) -> Damage:
-    """Changes the manifest's content and leaves its digest."""
-
-    def apply(step: Path) -> None:
-        path = step / "manifest.json"
-        found = json.loads(path.read_text())
-        change(found["content"])
-        path.write_text(json.dumps(found, indent=1) + "\n")
-
-    return apply
+def no_files_in_the_manifest(step: Path) -> None:
+    """Its digest is left."""
+    path = step / "manifest.json"
+    found = json.loads(path.read_text())
+    found["content"]["files"].clear()
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def damaged(fault: str, *damages: Damage) -> Refusal:
@@ -73,37 +68,21 @@ def damaged(fault: str, *damages: Damage) -> Refusal:
 
 
 DAMAGED = (
-    damaged(f"state/_METADATA {CHANGED}", file("state/_METADATA", flip)),
-    damaged(f"state/manifest.ocdbt {CHANGED}", file("state/manifest.ocdbt", flip)),
-    damaged(f"state/manifest.ocdbt {CHANGED}", file("state/manifest.ocdbt", lambda path: flip(path, -1))),
-    damaged(f"arrays/manifest.ocdbt {CHANGED}", file("arrays/manifest.ocdbt", flip)),
     damaged(f"host/metadata {CHANGED}", file("host/metadata", flip)),
-    damaged(f"_CHECKPOINT_METADATA {CHANGED}", file("_CHECKPOINT_METADATA", flip)),
-    damaged(f"commit_success.txt {CHANGED}", file("commit_success.txt", flip)),
     damaged(f"manifest.json {CHANGED}", file("manifest.json", lambda path: flip(path, 99))),
-    damaged(f"manifest.json {CHANGED}", file("manifest.json", lambda path: cut(path, 300))),
     damaged(f"manifest.json {CHANGED}", file("manifest.json", cut)),
     damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "{}")),
     damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "[]")),
     damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "[" * 100_000)),
-    damaged(f"manifest.json {CHANGED}", in_manifest(lambda content: content["files"].clear())),
-    damaged(f"manifest.json {CHANGED}", in_manifest(lambda c: c.update(schema_version=9))),
+    damaged(f"manifest.json {CHANGED}", no_files_in_the_manifest),
     damaged("host/metadata has 9 bytes and must have 44", file("host/metadata", lambda path: cut(path, 9))),
-    damaged("host/metadata has 0 bytes and must have 44", file("host/metadata", cut)),
     damaged(
         "host/metadata has 45 bytes and must have 44",
         file("host/metadata", lambda path: path.write_bytes(path.read_bytes() + b" ")),
     ),
-    damaged(
-        "state/manifest.ocdbt has 5 bytes and must have 113", file("state/manifest.ocdbt", lambda path: cut(path, 5))
-    ),
     damaged("manifest.json is missing", file("manifest.json", Path.unlink)),
-    damaged("commit_success.txt is missing", file("commit_success.txt", Path.unlink)),
-    damaged("host/metadata is missing", file("host/metadata", Path.unlink)),
     damaged("host/commit_success.txt is missing (and 1 more)", file("host", shutil.rmtree)),
-    damaged("_CHECKPOINT_METADATA is missing", file("_CHECKPOINT_METADATA", Path.unlink)),
     damaged("host/metadata is missing", file("host/metadata", lambda path: path.rename(path.with_suffix(".old")))),
-    damaged("host/notes.txt does not belong to it", rewritten("host/notes.txt", "the best so far")),
     damaged("host/a.txt does not belong to it (and 1 more)", rewritten("host/a.txt", ""), rewritten("state/b.txt", "")),
     damaged("host/metadata is missing", file("host/metadata", lambda path: (path.unlink(), path.mkdir()))),
     damaged("host/metadata is not a file", file("host/metadata", lambda path: (path.unlink(), os.mkfifo(path)))),
@@ -113,7 +92,6 @@ DAMAGED = (
     ),
     damaged("it is empty", lambda step: (shutil.rmtree(step), step.mkdir())),
     damaged("it is a file, not a folder", lambda step: (shutil.rmtree(step), step.write_text("4"))),
-    damaged("manifest.json is missing", lambda step: (step / "manifest.json").unlink()),
 )
 
 OTHERS = (
@@ -152,25 +130,12 @@ OTHERS = (
 )
 
 
-def without_checkpoints(*, emptied: bool = False, steps: int = 3, **told: object) -> Damage:
-    """A run of `steps` steps with its `run.json`, and no checkpoint any more."""
-
-    def apply(step: Path) -> None:
-        run = step.parents[1]
-        shutil.rmtree(step.parent)
-        if emptied:
-            step.parent.mkdir()
-        (run / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(1, steps + 1)))
-        if told:
-            (run / "run.json").write_text(json.dumps({"devices": {"platform": "cpu"}, "starts": []} | told))
-
-    return apply
-
-
-def recorded(save_freq: int) -> Damage:
-    return lambda step: (step.parents[1] / "config.yaml").write_text(
-        f"model:\n  path: random:a\ndata:\n  train_files: [a]\ntrainer:\n  save_freq: {save_freq}\n"
-    )
+def without_checkpoints(step: Path) -> None:
+    """A run of three steps that saved one of them, and has no checkpoint any more."""
+    run = step.parents[1]
+    shutil.rmtree(step.parent)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(1, 4)))
+    (run / "run.json").write_text(json.dumps({"devices": {"platform": "cpu"}, "starts": [], "checkpoint": 2}))
 
 
 GONE = (
@@ -178,8 +143,8 @@ GONE = (
     "trainer.run_dir, or move {tmp}/run/metrics.jsonl away to start from step 1"
 )
 MISSING = (
-    Refusal(TRAIN, GONE, prepared(without_checkpoints(checkpoint=2))),
-    Refusal(TRAIN, GONE, prepared(without_checkpoints(emptied=True, checkpoint=2))),
+    Refusal(TRAIN, GONE, prepared(without_checkpoints)),
+    Refusal(TRAIN, GONE, prepared(without_checkpoints, lambda step: step.parent.mkdir())),
 )
 
 ALONE = "{tmp}/run/checkpoints holds no checkpoint that is whole (4: it is empty): bring one back from a copy"

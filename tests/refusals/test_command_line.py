@@ -21,9 +21,7 @@ COMMANDS = (
 )
 REFUSED = {
     "trian": "unknown command 'trian': did you mean train?",
-    "Train": "unknown command 'Train': did you mean train?",
     "evaluate": "unknown command 'evaluate': did you mean eval?",
-    "verl": "unknown command 'verl': give one of " + COMMANDS,
     "''": "no command is given: give one of " + COMMANDS,
     "": "no command is given: give one of " + COMMANDS,
     "--verbose train": "train: unknown option '--verbose'",
@@ -33,7 +31,6 @@ REFUSED = {
     "x" * 500: f"unknown command '{'x' * 60}…': give one of {COMMANDS}",
     "train --confg x.yaml": "train: unknown option '--confg': did you mean --config?",
     "train --overrides=a.b=1": "train: unknown option '--overrides'",
-    "train --model m": "train: unknown option '--model': did you mean --help?",
     "train --trainer.run_dir runs/z": "train: unknown option '--trainer.run_dir': write trainer.run_dir=runs/z",
     "train --rollout.n=4 trainer.seed=1": "train: unknown option '--rollout.n': write rollout.n=4",
     "eval --rollout.n": "eval: unknown option '--rollout.n': write rollout.n=VALUE",
@@ -46,14 +43,13 @@ REFUSED = {
     "generate --model m --raw --system x hello": "generate: --system and --raw exclude each other",
     "generate --model m -k 3 hello": "generate: unknown option '-k'",
     "generate --m x hello": "generate: --m may mean --model, --max-tokens, --min-p",
-    "profile --max 3": "profile: --max may mean --max-batch, --max-context",
     "train --config": "train: --config needs a value",
-    "train --config ''": "train: --config must not be empty, found ''",
     "train '--config=  '": "train: --config must not be empty, found ' '",
     "options rollout actor": "options: 'actor' is one argument too many",
     "report one two": "one is not a run: it has none of metrics.jsonl, samples.jsonl, run.json",
     "options rolout": "options: there is no section and no option 'rolout': did you mean rollout?",
     "completion": "completion: {bash,zsh,fish} must be given",
+    "completion tcsh": "completion: {bash,zsh,fish} must be one of bash, zsh, fish, found 'tcsh'",
     "report": "report: RUN must be given",
     "report ''": "report: RUN must not be empty, found ''",
     "report run --out .": "report: --out (.) is a folder: name a file in it",
@@ -66,26 +62,16 @@ REFUSED = {
     "export m ''": "export: folder must not be empty, found ''",
     "export '' out": "export: RUN|MODEL must not be empty, found ''",
     "export m out --dtype fp16": "export: --dtype must be one of float32, bfloat16, float16, found 'fp16'",
-    "export m out --dtype int8": "export: --dtype must be one of float32, bfloat16, float16, found 'int8'",
-    "export a b c": "export: 'c' is one argument too many",
     "generate hello": "generate: --model must be given",
     "generate --model": "generate: --model needs a value",
     "generate --model '' hello": "generate: --model must not be empty, found ''",
     "generate --model m --max-tokens": "generate: --max-tokens needs a value",
-    "generate --model m --max-tokens -5 hello": (
-        "generate: --max-tokens must be a whole number from 1 to 1048576, found -5"
-    ),
-    "generate --model m --stop '' hello": "generate: --stop must not be empty",
     "generate --model m --stop x --stop '' hello": "generate: --stop must not be empty",
     "generate --model m hello --stop": "generate: --stop needs a value",
     "generate --model m --dtype bf16 hello": (
         "generate: --dtype must be one of float32, bfloat16, found 'bf16': did you mean bfloat16?"
     ),
-    "generate --model m --dtype float16 hello": (
-        "generate: --dtype must be one of float32, bfloat16, found 'float16': did you mean bfloat16?"
-    ),
     "generate --model m --raw=yes hello": "generate: --raw takes no value, found 'yes'",
-    "generate --model m --json= hello": "generate: --json takes no value, found ''",
     "generate --model m 'caf\udce9'": "generate: PROMPT must be UTF-8 text, found '\\udce9' in it",
     "generate --model m --stop '\udcff' hello": "generate: --stop must be UTF-8 text, found '\\udcff' in it",
     "explain-layout": "explain-layout: --model or --shape must be given",
@@ -103,7 +89,6 @@ REFUSED = {
     ),
     "explain-layout --shape tiny --devices 2 --png ''": "explain-layout: --png must not be empty, found ''",
     "tune": "tune: --run must be given",
-    "tune run": "tune: --run must be given",
     "tune --run run --rule tail": "tune: --rule must be one of tail_batching, partial_rollout, found 'tail'",
     "tune --run run --values 1.1,many": (
         "tune: --values must be numbers with commas between them, as 1.1,1.25, found '1.1,many'"
@@ -113,7 +98,6 @@ REFUSED = {
     "tune --run run --values inf": (
         "--values must be at most 100 (a round would launch that many batches at once), found inf"
     ),
-    "tune --run run --values nan": "--values must be at least 1, found nan",
     "tune --run run --prompt-factors 1e6": (
         "--prompt-factors must be at most 100 (a round would launch that many batches at once), found 1000000.0"
     ),
@@ -124,8 +108,8 @@ REFUSED = {
     "tune --run run --values 1.5 --prompt-factors 1.5": (
         "--values sets both factors of tail batching: leave out --prompt-factors and --response-factors"
     ),
-    "tune --run run --rule partial_rollout --steps 1": (
-        "--steps (1) must be above 8, which are left out while a buffer fills"
+    "tune --run run --rule partial_rollout --steps 8": (
+        "--steps (8) must be above 8, which are left out while a buffer fills"
     ),
     "hosts --json ''": "hosts: --json must not be empty, found ''",
     "hosts --json .": "hosts: --json (.) is a folder: name a file in it",

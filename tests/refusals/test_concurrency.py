@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from refusals import Refusal, contents
+from refusals import Refusal, contents, problems
 
 from jaxrl.cli import main
 from jaxrl.commands.export import export
@@ -40,11 +39,6 @@ temporary.mkdir(parents=True)
 (temporary / "state").write_text("half")
 held()
 """
-
-
-def problems(folder: Path) -> None:
-    rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_a_folder_that_another_start_has(

@@ -14,6 +14,11 @@ MODEL = "model:\n  path: m\n"
 NO_MODEL = "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
 MINI = MODEL + "rollout:\n  n: 4\nactor:\n  ppo_mini_batch_size: 4\n"
 NAMES = "abcdefghi"
+FORM = " must have the form section.option=value"
+ALIASES = (
+    "[&a [1,1,1,1,1,1,1,1,1,1,1], &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a,*a,*a], &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b,*b], "
+    "&d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c,*c], &e [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]]"
+)
 
 
 def laughs(first: str, line: str, use: str) -> str:
@@ -43,21 +48,25 @@ def recorded_by(version: str) -> Callable[[Path], None]:
 
 
 def in_yaml(sentence: str, content: str | bytes) -> Refusal:
-    return Refusal(("train", "--config", "run.yaml"), sentence, holds(content))
+    return in_run_yaml(sentence, holds(content))
 
 
 def in_gin(sentence: str, content: str | bytes) -> Refusal:
     return Refusal(("train", "--config", "run.gin"), sentence, holds(content, "run.gin"))
 
 
+def in_run_yaml(sentence: str, prepare: Callable[[Path], object], *overrides: str) -> Refusal:
+    return Refusal(("train", "--config", "run.yaml", *overrides), sentence, prepare)
+
+
+def override(text: str, said: str) -> Refusal:
+    return Refusal(("train", text), f"override '{text}'{said}")
+
+
 REFUSALS = (
     in_yaml(
         "run.yaml: is larger than the 1 MiB that a config file may have: was another file meant, such as data?",
         "x: " + "a" * 20_000_000,
-    ),
-    in_yaml(
-        "run.yaml: is larger than the 1 MiB that a config file may have: was another file meant, such as data?",
-        "a: 1\n" * 3_000_000,
     ),
     in_yaml("run.yaml: nested too deeply", "a: " + "[" * 50_000),
     in_yaml(
@@ -70,16 +79,10 @@ REFUSALS = (
     in_yaml("run.yaml, line 1: an alias holds itself", "rollout: &r\n  stop: *r\n"),
     in_yaml("run.yaml, line 4: expected ',' or '}', but got '<stream end>'", MODEL + "rollout: {n: 4\n"),
     in_yaml("run.yaml, line 6: 'n' is given twice, first in line 4", MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n"),
-    in_yaml("run.yaml, line 4: 'data' is given twice, first in line 1", "data: {}\nmodel:\n  path: m\ndata: {}\n"),
     in_yaml("run.yaml, line 2: found character '\\t' that cannot start any token", "model:\n	path: m\n"),
     in_yaml("run.yaml, line 2: the character U+0000 is not allowed", b"model:\n  path: m\x00\n"),
-    in_yaml("run.yaml, line 2: the character U+001B is not allowed", "model:\n  path: \x1bm\n"),
     in_yaml("run.yaml: not UTF-8 text (byte 28)", b"trainer:\n  project_name: caf\xe9\n"),
     in_yaml("run.yaml: not UTF-8 text but UTF-16: save it as UTF-8", "model: {path: m}".encode("utf-16")),
-    in_yaml(
-        "rollout: a name must be text, found 4 (int): put it in quotation marks (run.yaml, line 1)",
-        "rollout:\n  4: n\n",
-    ),
     in_yaml(
         "rollout: a name must be text, found True (bool): put it in quotation marks (run.yaml, line 1)",
         "rollout:\n  on: 4\n",
@@ -98,13 +101,10 @@ REFUSALS = (
         MODEL + "reward:\n  timeout_s: 1:30\n",
     ),
     in_yaml("run.yaml, line 2: a number of 5000 digits is too long", "trainer:\n  seed: " + "9" * 5000),
-    in_yaml("run.yaml: must hold sections with options, found ['rollout']", "- rollout\n"),
     in_yaml("run.yaml: must hold sections with options, found 'rollout n 4'", "rollout n 4\n"),
     in_yaml(
-        (
-            "run.yaml, line 1: could not determine a constructor for the tag "
-            "'tag:yaml.org,2002:python/object/apply:os.system'"
-        ),
+        "run.yaml, line 1: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/object/apply:os.system'",
         "model: !!python/object/apply:os.system [ls]\n",
     ),
     in_yaml(
@@ -119,7 +119,6 @@ REFUSALS = (
         "each file is named: docs/your-data.md)",
     ),
     in_yaml(NO_MODEL, ""),
-    in_yaml(NO_MODEL, "# model:\n#   path: m\n"),
     in_yaml(
         "unknown option rollout.temprature: did you mean rollout.temperature? (run.yaml, line 4)",
         MODEL + "rollout:\n  temprature: 1\n",
@@ -135,17 +134,13 @@ REFUSALS = (
         "simulate:\n  tasks:\n    - weight: 1\n    - weight: 0\n",
     ),
     in_yaml(
-        (
-            "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts) "
-            "(run.yaml, line 4; run.yaml, line 6)"
-        ),
+        "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts) "
+        "(run.yaml, line 4; run.yaml, line 6)",
         MODEL + "actor:\n  ppo_mini_batch_size: 3\ndata:\n  train_batch_size: 8\n",
     ),
     in_yaml(
-        (
-            "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, trainer, "
-            "hosts, simulate (run.yaml, line 1)"
-        ),
+        "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, trainer, "
+        "hosts, simulate (run.yaml, line 1)",
         "x: &x {n: 0}\nrollout:\n  <<: *x\n",
     ),
     in_yaml("rollout.n must be at least 1, found 0 (run.yaml, line 1)", "rollout: {<<: {n: 0}}\n"),
@@ -154,10 +149,8 @@ REFUSALS = (
         "model.path = 'm'\nrollout = 3\n",
     ),
     in_gin(
-        (
-            "run.gin, line 2: train_batch_size is a macro that nothing uses, since it names no section: "
-            "did you mean data.train_batch_size?"
-        ),
+        "run.gin, line 2: train_batch_size is a macro that nothing uses, since it names no section: "
+        "did you mean data.train_batch_size?",
         "model.path = 'm'\ntrain_batch_size = 8\n",
     ),
     in_gin("run.gin, line 1: Unable to parse value", "model.path = \n"),
@@ -176,7 +169,6 @@ REFUSALS = (
     in_gin("run.gin: its macros make more than 100000 values, and a config file may have no more", MACROS),
     in_gin("run.gin: includes itself", "include 'run.gin'\n"),
     in_gin("base.gin: no such config file", "include 'base.gin'\n"),
-    in_gin("/dev/zero: cannot be read as a config file: it is a device", "include '/dev/zero'\n"),
     in_gin("run.gin: not valid gin (unhashable type: 'list')", "data.task_config = {[1]: 2}\n"),
     in_gin("run.gin: not UTF-8 text (byte 27)", b'trainer.project_name = "caf\xe9"\n'),
     in_gin("run.gin, line 2: rollout.n.x: 'n' is an option, not a section", "rollout.n = 3\nrollout.n.x = 3\n"),
@@ -188,102 +180,55 @@ REFUSALS = (
         "run.toml: a config file must end in .yaml, .yml, .gin",
         holds("x = 1\n", "run.toml"),
     ),
-    Refusal(("train", "rollout.n"), "override 'rollout.n' must have the form section.option=value", holds(MINI)),
-    Refusal(("train", "=4"), "override '=4' must have the form section.option=value", holds(MINI)),
-    Refusal(("train", "rollout..n=4"), "override 'rollout..n=4' must have the form section.option=value", holds(MINI)),
-    Refusal(
-        ("train", "rollout.stop=[a"),
-        "override 'rollout.stop=[a': expected ',' or ']', but got '<stream end>' (to YAML { begins a mapping and [ "
-        'a list: put text that begins with one in quotation marks, "{...}")',
-        holds(MINI),
+    override("rollout.n", FORM),
+    override("=4", FORM),
+    override("rollout..n=4", FORM),
+    override(
+        "rollout.stop=[a",
+        ": expected ',' or ']', but got '<stream end>' (to YAML { begins a mapping and [ a list: put text that begins "
+        'with one in quotation marks, "{...}")',
     ),
+    override("rollout.n=a: b: c", ": mapping values are not allowed here"),
+    override("trainer.seed=007", ": 007 would be read to base 8, as 7: leave out the leading 0"),
     Refusal(
-        ("train", "rollout.n=a: b: c"), "override 'rollout.n=a: b: c': mapping values are not allowed here", holds(MINI)
+        ("train", f"rollout.stop={ALIASES}"),
+        "override 'rollout.stop=[&a [1,1,1,1,1,1,1,1,1,1,1], &b [*...c,*c,*c], &e "
+        "[*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]]': more than 100000 values, each use of an alias counted: a config "
+        "file may have no more",
     ),
-    Refusal(
-        ("train", "--config", "run.yaml", "rollout.n.x=3"),
-        "override 'rollout.n.x=3': 'n' is an option, not a section",
+    in_run_yaml("override 'rollout.n.x=3': 'n' is an option, not a section", holds(MINI), "rollout.n.x=3"),
+    in_run_yaml("rollout.n must be at least 1, found 0 (command line: rollout.n=0)", holds(MINI), "rollout.n=0"),
+    in_run_yaml(
+        "actor.ppo_mini_batch_size (4 prompts) must divide data.train_batch_size (9 prompts) (run.yaml, line 6; "
+        "command line: data.train_batch_size=9)",
         holds(MINI),
-    ),
-    Refusal(
-        (
-            "train",
-            (
-                "rollout.stop=[&a [1,1,1,1,1,1,1,1,1,1,1], &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a,*a,*a], &c "
-                "[*b,*b,*b,*b,*b,*b,*b,*b,*b,*b,*b], &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c,*c], &e "
-                "[*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]]"
-            ),
-        ),
-        (
-            "override 'rollout.stop=[&a [1,1,1,1,1,1,1,1,1,1,1], &b [*...c,*c,*c], &e "
-            "[*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]]': more than 100000 values, each use of an alias "
-            "counted: a config file may have no more"
-        ),
-        holds(MINI),
-    ),
-    Refusal(
-        ("train", "trainer.seed=007"),
-        "override 'trainer.seed=007': 007 would be read to base 8, as 7: leave out the leading 0",
-        holds(MINI),
-    ),
-    Refusal(
-        ("train", "--config", "run.yaml", "rollout.n=0"),
-        "rollout.n must be at least 1, found 0 (command line: rollout.n=0)",
-        holds(MINI),
-    ),
-    Refusal(
-        ("train", "--config", "run.yaml", "data.train_batch_size=9"),
-        (
-            "actor.ppo_mini_batch_size (4 prompts) must divide data.train_batch_size (9 prompts) "
-            "(run.yaml, line 6; command line: data.train_batch_size=9)"
-        ),
-        holds(MINI),
-    ),
-    Refusal(
-        ("train", "rollout.n=!!python/name:os.system"),
-        (
-            "override 'rollout.n=!!python/name:os.system': could not determine a constructor for the "
-            "tag 'tag:yaml.org,2002:python/name:os.system'"
-        ),
-        holds(MINI),
+        "data.train_batch_size=9",
     ),
     Refusal(("train", "--config", "none.yaml"), "none.yaml: no such config file"),
-    Refusal(
-        ("train", "--config", "run.yaml"),
-        "run.yaml: cannot be read as a config file: it is a folder",
-        lambda folder: (folder / "run.yaml").mkdir(),
+    in_run_yaml(
+        "run.yaml: cannot be read as a config file: it is a folder", lambda folder: (folder / "run.yaml").mkdir()
     ),
-    Refusal(
-        ("train", "--config", "run.yaml"),
+    in_run_yaml(
         "run.yaml: cannot be read as a config file: it is a device",
         lambda folder: (folder / "run.yaml").symlink_to("/dev/zero"),
     ),
-    Refusal(
-        ("train", "--config", "run.yaml"),
+    in_run_yaml(
         "run.yaml: cannot be read as a config file: it is a pipe or a socket",
         lambda folder: os.mkfifo(folder / "run.yaml"),
     ),
-    Refusal(
-        ("train", "--config", "run.yaml"),
-        "run.yaml: no such config file",
-        lambda folder: (folder / "run.yaml").symlink_to("gone.yaml"),
-    ),
+    in_run_yaml("run.yaml: no such config file", lambda folder: (folder / "run.yaml").symlink_to("gone.yaml")),
     Refusal(("train", "--config", "run.yaml/run.yaml"), "run.yaml/run.yaml: no such config file", holds("")),
     Refusal(("train", "--config", "x" * 300 + ".yaml"), "x" * 300 + ".yaml: file name too long"),
     Refusal(
         ("train", "--config", "config.yaml"),
-        (
-            "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
-            "5; the run is of jaxrl 9.0.1, newer than this 0.1.0, which does not know it yet)"
-        ),
+        "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
+        "5; the run is of jaxrl 9.0.1, newer than this 0.1.0, which does not know it yet)",
         recorded_by("9.0.1"),
     ),
     Refusal(
         ("train", "--config", "config.yaml"),
-        (
-            "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
-            "5; the run is of jaxrl 0.0.9, and this 0.1.0 has dropped it)"
-        ),
+        "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
+        "5; the run is of jaxrl 0.0.9, and this 0.1.0 has dropped it)",
         recorded_by("0.0.9"),
     ),
 )

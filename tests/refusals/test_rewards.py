@@ -65,7 +65,6 @@ FILES = [
         f"{IMPORTING} in line 2 with ModuleNotFoundError: No module named 'no_such_package'",
         "import os\nimport no_such_package\n",
     ),
-    Wrong("unknown name", f"{IMPORTING} in line 3 with NameError: name 'x' is not defined", "\n\ny = x\n"),
     Wrong(
         "in a function",
         f"{IMPORTING} in line 2 with ZeroDivisionError: division by zero",
@@ -94,11 +93,6 @@ FILES = [
         "two functions",
         "reward.name: {path} must define a function 'compute_score', found a, b (reward.name names one)",
         "def a(): ...\ndef b(): ...\n",
-    ),
-    Wrong(
-        "no name",
-        "reward.name: {path} must define a function '', found compute_score: reward.name=compute_score",
-        reward={"name": ""},
     ),
     Wrong("number", "reward.name: {path} must define a function 'compute_score', found int", "compute_score = 3\n"),
     Wrong(
@@ -148,7 +142,6 @@ IN_A_WORKER = [
     Wrong("standard input", f"{IMPORTING} in line 1 with EOFError: EOF when reading a line", "input()\n"),
     Wrong("a token", f"{IMPORTING} in line 1 with KeyError: 'SOME_TOKEN'", "import os; os.environ['SOME_TOKEN']\n"),
     Wrong("memory", f"{IMPORTING} in line 1 with MemoryError", "a = bytearray(3 << 30)\n", {"max_memory_gib": 1.0}),
-    Wrong("death", f"{IMPORTING}: the scorer's process ended with exit code 3", "import os; os._exit(3)\n"),
     Wrong("leave", f"{IMPORTING}: the scorer's process ended with exit code 0", "import os; os._exit(0)\n"),
     Wrong(
         "crash", f"{IMPORTING}: the scorer's process ended with exit code -11", "import ctypes; ctypes.string_at(0)\n"
@@ -278,10 +271,8 @@ BAD = [
     Bad("interrupts", "raise KeyboardInterrupt", "KeyboardInterrupt" + AT),
     Bad("exits", "sys.exit(1)", "SystemExit: 1" + AT),
     Bad("NaN", "result['value'] = float('nan')", MUST + ": nan (float)"),
-    Bad("infinite", "result['value'] = float('-inf')", MUST + ": -inf (float)"),
     Bad("beyond floats", "result['value'] = 10**400", MUST + f": {10**400!r:.200} (int)"),
     Bad("text", "result['value'] = '1'", MUST + ": '1' (str)"),
-    Bad("nothing", "result['value'] = None", MUST + ": None (NoneType)"),
     Bad("text as score", "result['score'] = '1.0'", MUST + " under 'score': '1.0' (str)"),
     Bad(
         "no score",
@@ -312,10 +303,8 @@ BAD = [
     Bad("NaN in info", "result['n'] = float('nan')", status="ok", info={"n": "nan"}),
     Bad("half a pair", "result['t'] = 'a\\ud800b'", status="ok", info={"t": "a?b"}),
     Bad("memory", "result['b'] = bytearray(3 << 30)", "MemoryError (reward.max_memory_gib is 1)"),
-    Bad("dies", "os._exit(3)", ENDED + "3", "crash"),
     Bad("leaves", "os._exit(0)", ENDED + "0", "crash"),
     Bad("native crash", "ctypes.string_at(0)", ENDED + "-11", "crash"),
-    Bad("kills itself", "os.kill(os.getpid(), signal.SIGKILL)", ENDED + "-9", "crash"),
     Bad("kills its group", "os.killpg(0, signal.SIGTERM); time.sleep(5)", ENDED + "-15", "crash"),
     Bad("sleeps", "time.sleep(99)", TIMEOUT, "timeout"),
     Bad("loops in C", "sum(iter(int, 1))", TIMEOUT, "timeout"),

@@ -6,29 +6,29 @@ of Python's own modules, or by the signal's default.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import yaml
 from quick_xla import flags
+from runs import PLAIN_REWARD, ROOT
+from runs import Runs as TinyRuns
 
 from jaxrl.record.state import load_state
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 200.0
+pytestmark = pytest.mark.usefixtures("nothing_is_ignored")
 INT, TERM = signal.SIGINT, signal.SIGTERM
 WORDS = {INT: "jaxrl: interrupted\n", TERM: "jaxrl: terminated\n"}
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 3\n"
-SLOW_IMPORT = "import time\nopen(__file__ + '.begun', 'w').close()\ntime.sleep(600)\n" + REWARD
+SLOW_IMPORT = "import time\nopen(__file__ + '.begun', 'w').close()\ntime.sleep(600)\n" + PLAIN_REWARD
 
 
 class Command:
@@ -91,28 +91,16 @@ class Runs:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
-        rows = [json.dumps({"question": "x" * (1 + i), "answer": str(i)}) for i in range(4)]
-        (folder / "train.jsonl").write_text("".join(f"{row}\n" for row in rows))
-        (folder / "reward.py").write_text(REWARD)
+        made = TinyRuns(folder, model)
+        (folder / "reward.py").write_text(PLAIN_REWARD)
         (folder / "slow.py").write_text(SLOW_IMPORT)
-        config = {
-            "model": {"path": str(model), "random_init": True},
-            "data": {
-                "train_files": [str(folder / "train.jsonl")],
-                "max_prompt_length": 64,
-                "max_response_length": 8,
-                "train_batch_size": 2,
-            },
-            "rollout": {"n": 2, "max_num_seqs": 4, "decode_steps": 4, "warmup": False},
-            "actor": {"ppo_max_token_len_per_gpu": 128},
-            "reward": {"kind": "custom", "path": str(folder / "reward.py"), "num_workers": 1},
-            "trainer": {
-                "total_training_steps": 400,
-                "save_freq": 3,
-                "compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
-            },
-        }
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        made.config["data"] |= {"max_prompt_length": 64, "max_response_length": 8, "train_batch_size": 2}
+        made.config["rollout"] = {"n": 2, "max_num_seqs": 4, "decode_steps": 4, "warmup": False}
+        made.config["actor"] = {"ppo_max_token_len_per_gpu": 128}
+        made.config["reward"]["num_workers"] = 1
+        cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+        made.config["trainer"] = {"total_training_steps": 400, "save_freq": 3, "compilation_cache_dir": cache}
+        (folder / "config.yaml").write_text(yaml.safe_dump(made.config))
 
     def start(self, name: str, *overrides: str, command: str = "train") -> Command:
         key = "trainer" if command == "train" else "simulate"
@@ -126,14 +114,6 @@ class Runs:
     def lines(self, name: str) -> int:
         file = self.folder / name / "run" / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_ignored() -> Iterator[None]:
-    """A shell's background hands an ignored SIGINT on, here and in what we start. A signal with a handler is not."""
-    earlier = signal.signal(INT, signal.default_int_handler)
-    yield
-    signal.signal(INT, earlier)
 
 
 @pytest.fixture(scope="module")

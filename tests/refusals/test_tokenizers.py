@@ -77,19 +77,10 @@ TOKENIZERS = [
         "column 23)",
         model(lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0", "mod')),
     ),
-    own(
-        f"{MODEL}/tokenizer.json: not a tokenizer of the tokenizers library (data did not match any variant of "
-        "untagged enum ModelUntagged at line 1 column 875)",
-        model(entry("tokenizer.json", model={"type": "Word"})),
-    ),
     own(f"{MODEL}/tokenizer.json: not UTF-8 text (byte 0)", model(text("tokenizer.json", b"\xff\xfe{}"))),
     own(
         f"{MODEL}/tokenizer_config.json: not valid JSON (Expecting property name enclosed in double quotes, column 2)",
         model(text("tokenizer_config.json", "{'eos_token': 1}")),
-    ),
-    own(
-        f"{MODEL}/tokenizer_config.json: must hold a JSON object, found list",
-        model(text("tokenizer_config.json", "[]")),
     ),
     own(
         f"{MODEL}/special_tokens_map.json: must be a file, found a pipe",
@@ -98,10 +89,6 @@ TOKENIZERS = [
     own(
         f"{MODEL}/special_tokens_map.json: must hold a JSON object, found int",
         model(text("special_tokens_map.json", "7")),
-    ),
-    own(
-        f"{MODEL}/tokenizer_config.json: eos_token must be text or an object with text in 'content', found 2",
-        model(entry("tokenizer_config.json", eos_token=2)),
     ),
     own(
         f"{MODEL}/tokenizer_config.json: eos_token must be text or an object with text in 'content', found "
@@ -117,14 +104,7 @@ TOKENIZERS = [
         "259): the tokenizer is of another model, or tokens were added to it alone",
         model(added_tokens),
     ),
-    own(
-        f"{MODEL}: the tokenizer's 'Ń' has the id 259, but the model's vocabulary has 200 tokens (ids up to 199): "
-        "the tokenizer is of another model, or tokens were added to it alone",
-        model(vocab_size=200),
-    ),
-    own(f"{MODEL}/config.json: eos_token_id ('2') must be a token id or a list of token ids", model(eos_token_id="2")),
     own(f"{MODEL}/config.json: eos_token_id (2.0) must be a token id or a list of token ids", model(eos_token_id=2.0)),
-    own(f"{MODEL}/config.json: eos_token_id (-1) must be within the vocabulary: from 0 to 259", model(eos_token_id=-1)),
     own(
         f"{MODEL}/config.json: eos_token_id ([[2]]) must be a token id or a list of token ids",
         model(eos_token_id=[[2]]),
@@ -187,12 +167,6 @@ TEMPLATES = [
     ),
     template("{{ messages | joined }}", "is no jinja template (line 1: No filter named 'joined'.)"),
     template("{{ raise_exception('no users') }}", "refuses these messages: no users", f"{FILE}, line 1: "),
-    template("{{ message.content }}", "refuses these messages: 'message' is undefined", f"{FILE}, line 1: "),
-    template(
-        "{{ messages[0].content + 1 }}",
-        'fails with these messages: can only concatenate str (not "int") to str',
-        f"{FILE}, line 1: ",
-    ),
     template(
         "{% for message in messages %}<|{{ message.role }}|>{% endfor %}",
         "writes the same whatever the user says: it must write messages[i].content, as text",
@@ -210,8 +184,6 @@ TEMPLATES = [
     ),
 ]
 
-ALL = [*TOKENIZERS, *TEMPLATES]
-
 
 def test_refused(refused: Callable[[Iterable[Refusal]], None]):
-    refused(ALL)
+    refused([*TOKENIZERS, *TEMPLATES])

@@ -3,9 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,6 +155,18 @@ def check(path: Path) -> str:
     return text
 
 
+def page_of(folder: Path, lines: Iterable[dict[str, float]], **options: Any) -> str:
+    """The page of a run whose steps have these metrics."""
+    with MetricsWriter(folder) as writer:
+        for step, line in enumerate(lines, 1):
+            writer.write(step, line)
+    return check(write_report(folder, **options))
+
+
+def figure_of(page: str, title: str) -> str:
+    return page[page.index(title) :].partition("</figure>")[0]
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The page of a run that learns, with the parts of all mechanisms; it has none of them on."""
@@ -177,22 +190,11 @@ def test_a_whole_run(plain):
     assert "&lt;script&gt;alert(1)" in text
     assert [f"data-step={step} " in text for step in (1, 60, 120)] == [True] * 3
     for title in (
-        "Groups with mixed rewards",
-        "Clipped tokens",
-        "Learning rate",
-        "Skipped updates",
-        "Rewards of groups",
+        *("Groups with mixed rewards", "Clipped tokens", "Learning rate", "Skipped updates", "Rewards of groups"),
+        *("Rollout against trainer", "Staleness of trained tokens", "Histogram of lengths"),
     ):
         assert f"<h3>{title} " in text
-    for title in (
-        "Rollout against trainer",
-        "Staleness of trained tokens",
-        "Histogram of lengths",
-        "Rewards of groups",
-    ):
-        assert f"<h3>{title} " in text
-    norm = text[text.index("<h3>Gradient norm") :].partition("</figure>")[0]
-    assert "step 50: updates were skipped here" in norm
+    assert "step 50: updates were skipped here" in figure_of(text, "<h3>Gradient norm")
     assert "jaxrl train configs/arithmetic.yaml" in text
     assert text.count("8 × NVIDIA H100 80GB HBM3") == 2, "in the head, and where and when"
     assert (
@@ -202,45 +204,42 @@ def test_a_whole_run(plain):
 
 
 def test_rounds_are_drawn_by_kind(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 9):
-            is_long = step % 4 == 0
-            writer.write(
-                step,
-                {
-                    "rollout/long_round": float(is_long),
-                    "rollout/queue_length": 0.0 if is_long else float(step % 4),
-                    "rollout/queue_age_steps/max": float(step % 4),
-                    "timing_s/gen": 28.0 if is_long else 9.0,
-                    "timing_s/reward": 2.0,
-                    "timing_s/step": 10.0 if is_long else 30.0,  # one-step-off: of another round
-                    "response_length/max": 900.0 if is_long else 100.0,
-                },
-            )
-    page = write_report(tmp_path, parts=page_parts()).read_text()
+    def line(step: int) -> dict[str, float]:
+        is_long = step % 4 == 0
+        return {
+            "rollout/long_round": float(is_long),
+            "rollout/queue_length": 0.0 if is_long else float(step % 4),
+            "rollout/queue_age_steps/max": float(step % 4),
+            "timing_s/gen": 28.0 if is_long else 9.0,
+            "timing_s/reward": 2.0,
+            "timing_s/step": 10.0 if is_long else 30.0,  # one-step-off: of another round
+            "response_length/max": 900.0 if is_long else 100.0,
+        }
+
+    page = page_of(tmp_path, map(line, range(1, 9)), parts=page_parts())
     for title in ("Rollout time by round", "Longest response by round", "Long-prompt queue"):
         assert title in page
-    figure = page[page.index("Rollout time by round") :]
-    figure = figure[: figure.index("</figure>")]
+    figure = figure_of(page, "Rollout time by round")
     assert figure.count("<circle class=c1") == 6, "short rounds"
     assert figure.count("<circle class=c2") == 2, "long rounds"
     assert "<polyline" not in figure, "steps of a kind are not one after another"
     assert "step 8: 30" in figure
 
 
-def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 13):
-            epoch = (step - 1) // 4
-            spec = {"accept_rate": 0.2 * epoch, "drafted_share": 0.1 * epoch, "tokens_per_step": 1 + epoch}
-            spec |= {"plans_share": float(epoch > 0)}
-            values = {f"rollout/spec/{name}": value for name, value in spec.items()}
-            shares = {f"rollout/ranking/{name}_share": 0.01 * step for name in ("idle", "moved", "carried")}
-            writer.write(step, values | shares | {"training/epoch": epoch})
-    page = check(write_report(tmp_path, parts=page_parts()))
+def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path, plain):
+    def line(step: int) -> dict[str, float]:
+        epoch = (step - 1) // 4
+        spec = {"accept_rate": 0.2 * epoch, "drafted_share": 0.1 * epoch, "tokens_per_step": 1 + epoch}
+        spec |= {"plans_share": float(epoch > 0)}
+        values = {f"rollout/spec/{name}": value for name, value in spec.items()}
+        shares = {f"rollout/ranking/{name}_share": 0.01 * step for name in ("idle", "moved", "carried")}
+        return values | shares | {"training/epoch": epoch}
+
+    page = page_of(tmp_path, map(line, range(1, 13)), parts=page_parts())
+    assert "Drafts" not in plain
+    assert "ranking groups" not in plain
     for title in ("Drafts from history", "Tokens of a step that verifies", "Workers of ranking groups"):
-        figure = page[page.index(title) :]
-        figure = figure[: figure.index("</figure>")]
+        figure = figure_of(page, title)
         assert figure.count("an epoch begins</title>") == 2
         assert "step 5: an epoch begins" in figure
         assert "step 9: an epoch begins" in figure
@@ -248,34 +247,21 @@ def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path):
 
 def test_what_several_hosts_cost_is_drawn_where_there_are_several(tmp_path, plain):
     assert "Several hosts" not in plain
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 4):
-            writer.write(step, {"hosts/order_wait_s": 0.5 * step, "hosts/stream_s": 0.1, "hosts/gate_s": 0.2})
-    page = check(write_report(tmp_path))
-    figure = page[page.index("Several hosts") :]
-    figure = figure[: figure.index("</figure>")]
+    lines = [{"hosts/order_wait_s": 0.5 * step, "hosts/stream_s": 0.1, "hosts/gate_s": 0.2} for step in range(1, 4)]
+    figure = figure_of(page_of(tmp_path, lines), "Several hosts")
     assert figure.count("<polyline") == 3
     assert "devices idle for the order" in figure
 
 
-def test_without_history_there_is_nothing_drawn_of_it(plain):
-    assert "Drafts" not in plain
-    assert "ranking groups" not in plain
-
-
 def test_a_step_that_rolls_out_for_the_next_one_is_drawn_once(tmp_path):
     """One-step-off: a line has its batch's round, which ran before the step, and the seconds of the next one."""
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            line = {"timing_s/gen": 40.0, "timing_s/reward": 3.0, "timing_s/update_actor": 20.0, "timing_s/ahead": 43.0}
-            line |= {"timing_s/earlier": 43.0} if step > 1 else {}
-            line |= {"timing_s/overlap": 20.0} if step > 1 else {"timing_s/overlap": 19.0}
-            whole = 43.0 + (0.0 if step > 1 else 44.0)
-            writer.write(step, line | {"timing_s/step": whole})
-            assert sum(step_phases(line).values()) == whole
-    page = write_report(tmp_path).read_text()
-    figure = page[page.index("Step time by phase") :]
-    figure = figure[: figure.index("</figure>")]
+    each = {"timing_s/gen": 40.0, "timing_s/reward": 3.0, "timing_s/update_actor": 20.0, "timing_s/ahead": 43.0}
+    first = each | {"timing_s/overlap": 19.0, "timing_s/step": 87.0}
+    later = each | {"timing_s/overlap": 20.0, "timing_s/step": 43.0, "timing_s/earlier": 43.0}
+    for line in (first, later):
+        parts = {name: seconds for name, seconds in line.items() if name != "timing_s/step"}
+        assert sum(step_phases(parts).values()) == line["timing_s/step"]
+    figure = figure_of(page_of(tmp_path, [first, later, later]), "Step time by phase")
     drawn = dict(re.findall(r"<title>step 2: (.+?) ([0-9.]+)</title>", figure))
     assert drawn == {"next rollout": "23", "update_actor": "20"}
     assert figure.count("<li class") == 5, "gen, reward, next rollout, update_actor, and what both would take in turns"
@@ -288,42 +274,35 @@ def test_a_step_that_rolls_out_for_the_next_one_is_drawn_once(tmp_path):
 def test_what_of_the_update_was_hidden_under_the_rollout(tmp_path, one_step_off):
     """6 of 6 + 2 seconds in step 2, nothing in step 3. With one-step-off the round beside an update is the next step's,
     so its seconds are in the next line."""
-    hidden_s = {2: 6.0, 3: 0.0}
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            line = {"timing_s/update_actor": 1.5, "timing_s/ref": 0.5, "timing_s/gen": 9.0, "timing_s/step": 11.0}
-            line |= {"actor/streamed_share": 0.25} if step > 1 else {}
-            line |= {"timing_s/ahead": 1.0} if one_step_off else {}
-            own = step - int(one_step_off)
-            line |= {"rollout/scale_down/hidden_s": hidden_s[own]} if own in hidden_s else {}
-            writer.write(step, line)
-    lines = read_metrics(tmp_path)
-    assert hidden_shares(lines) == [(2, 0.75), (3, 0.0)]
-    page = check(write_report(tmp_path))
-    figure = page[page.index("Update hidden under the rollout") :]
-    figure = figure[: figure.index("</figure>")]
+
+    def line(step: int) -> dict[str, float]:
+        found = {"timing_s/update_actor": 1.5, "timing_s/ref": 0.5, "timing_s/gen": 9.0, "timing_s/step": 11.0}
+        found |= {"actor/streamed_share": 0.25} if step > 1 else {}
+        found |= {"timing_s/ahead": 1.0} if one_step_off else {}
+        hidden_s = {2: 6.0, 3: 0.0}.get(step - int(one_step_off))
+        return found if hidden_s is None else found | {"rollout/scale_down/hidden_s": hidden_s}
+
+    page = page_of(tmp_path, map(line, (1, 2, 3)))
+    assert hidden_shares(read_metrics(tmp_path)) == [(2, 0.75), (3, 0.0)]
+    figure = figure_of(page, "Update hidden under the rollout")
     assert figure.count("<li class") == 2, "seconds and prompts"
     assert "of its prompts" in figure
     assert "<dt>update hidden</dt><dd>38%</dd>" in page, "the median of 75 and 0"
 
 
 def test_an_update_on_devices_of_its_own_is_hidden_too(tmp_path, plain):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"timing_s/update_actor": 20.0, "timing_s/step": 43.0, "timing_s/overlap": 15.0})
-        writer.write(2, {"timing_s/update_actor": 20.0, "timing_s/step": 43.0})
+    line = {"timing_s/update_actor": 20.0, "timing_s/step": 43.0}
+    page = page_of(tmp_path, [line | {"timing_s/overlap": 15.0}, line])
     assert hidden_shares(read_metrics(tmp_path)) == [(1, 0.75)]
-    assert "Update hidden under the rollout" in write_report(tmp_path).read_text()
+    assert "Update hidden under the rollout" in page
     assert "Update hidden" not in plain
 
 
 def test_each_kl_is_called_what_it_is_and_noise_is_flat(tmp_path):
     """A KL of 1e-9 is a line at 0, not a landscape; the reference's has a chart of its own."""
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 20):
-            writer.write(step, {"actor/ppo_kl": 1e-9 * (-1) ** step, "actor/kl_loss": 0.01 * step})
     (tmp_path / "run.json").write_text(json.dumps({"config": {"actor": {"kl_loss_type": "low_var_kl"}}}))
-    page = check(write_report(tmp_path))
-    update = page[page.index("KL of the update, old to new policy") :].partition("</figure>")[0]
+    page = page_of(tmp_path, ({"actor/ppo_kl": 1e-9 * (-1) ** i, "actor/kl_loss": 0.01 * i} for i in range(1, 20)))
+    update = figure_of(page, "KL of the update, old to new policy")
     assert ">-1e-4<" in update
     heights = {float(point.partition(",")[2]) for point in re.findall(r"points='(.*?)'", update)[0].split()}
     assert max(heights) - min(heights) < 1
@@ -332,23 +311,19 @@ def test_each_kl_is_called_what_it_is_and_noise_is_flat(tmp_path):
 
 
 def test_a_phase_that_took_no_time_is_not_in_the_legend(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 5):
-            line = {"timing_s/gen": 9.0, "timing_s/ref": 0.0, "timing_s/reward": 1e-6, "timing_s/update_actor": 1.0}
-            writer.write(step, line | {"timing_s/step": 10.0, "timing_s/save": 2.0 * (step == 4)})
-    page = check(write_report(tmp_path))
-    figure = page[page.index("Step time by phase") :].partition("</figure>")[0]
+    line = {"timing_s/gen": 9.0, "timing_s/ref": 0.0, "timing_s/reward": 1e-6, "timing_s/update_actor": 1.0}
+    line |= {"timing_s/step": 10.0, "timing_s/save": 0.0}
+    figure = figure_of(page_of(tmp_path, [line] * 3 + [line | {"timing_s/save": 2.0}]), "Step time by phase")
     assert re.findall(r"<li class='\w+'>([\w ]+)", figure) == ["gen", "update_actor", "save"]
 
 
 def test_a_simulated_run_names_what_was_simulated_and_misses_nothing(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"critic/rewards/mean": 0.5, "timing_s/step": 5.0, "timing_s/gen": 5.0, "simulated": 1})
     config = {"model": {"path": "Qwen"}, "simulate": {"model": "SmolLM2-135M"}}
     source = {"cost_model": "roofline of H100", "workload": "modelled: lengths"}
     devices = {"platform": "simulated", "kind": "H100 (simulated)", "count": 8}
     (tmp_path / "run.json").write_text(json.dumps({"config": config, "devices": devices, "simulation": source}))
-    page = check(write_report(tmp_path))
+    line = {"critic/rewards/mean": 0.5, "timing_s/step": 5.0, "timing_s/gen": 5.0, "simulated": 1}
+    page = page_of(tmp_path, [line])
     assert "simulated SmolLM2-135M" in page
     assert "Qwen" not in page.partition("</header>")[0]
     assert "of modelled devices, not measured; cost model: roofline of H100; workload: modelled: lengths." in page
@@ -373,8 +348,7 @@ def test_the_rows_of_the_last_round_are_drawn(tmp_path):
                 with timeline.phase("testing"):
                     timeline.row("0.9", 9, "0.0.0", now[0], now[0] + 1, end="stop")
                     now[0] += 1.0
-    page = check(write_report(tmp_path))
-    figure = page[page.index("<h3>Rows in step 2 ") :].partition("</figure>")[0]
+    figure = figure_of(check(write_report(tmp_path)), "<h3>Rows in step 2 ")
     titles = re.findall(r"<title>(.*?)</title>", figure)
     assert titles == [
         "row 0.0: 0.2.0, 0 to 1 s, aborted",

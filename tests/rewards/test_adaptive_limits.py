@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jaxrl.config.rewards import CodeSection
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.pool_base import verdict_of
@@ -20,27 +19,20 @@ RIGHT = "print(input())"
 ENDLESS = "import time\nif input() == '2':\n    time.sleep(1000)\nprint(1)"
 
 
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[CodeScorer]:
-    made = CodeScorer(CodeSection(max_memory_mib=256, max_timeout_s=RULE.max_s))
-    made.load()
-    yield made
-    made.close()
+@pytest.fixture
+def limited(scorer: CodeScorer) -> CodeScorer:
+    return replace(scorer, code=replace(scorer.code, max_timeout_s=RULE.max_s))
 
 
-def scored(scorer: CodeScorer, program: str, limits_s: tuple[float, ...]) -> tuple[float, dict[str, Any]]:
-    return scorer(ScoreRequest("test", program, None, TESTS, limits_s))
-
-
-def test_a_program_that_never_ends_is_cut_off_at_what_a_right_one_has_taught(scorer: CodeScorer):
+def test_a_program_that_never_ends_is_cut_off_at_what_a_right_one_has_taught(limited: CodeScorer):
     prompt, timeouts = Prompt(0, 0, (1,), "echo", "test", None, TESTS), AdaptiveTimeouts(RULE)
-    reward, info = scored(scorer, RIGHT, timeouts.limits(prompt))
+    reward, info = limited(ScoreRequest("test", RIGHT, None, TESTS, timeouts.limits(prompt)))
     assert (reward, info["correct"], len(info["case_s"])) == (1.0, True, 2)
     timeouts.learn(prompt, (), info)
     limits = timeouts.limits(prompt)
     assert len(limits) == 2
     assert all(RULE.min_s <= limit < RULE.max_s for limit in limits)
-    reward, info = scored(scorer, ENDLESS, limits)
+    reward, info = limited(ScoreRequest("test", ENDLESS, None, TESTS, limits))
     assert (reward, info["correct"], info["cut_off"], len(info["case_s"])) == (0.0, False, 1, 2)
     assert limits[1] <= info["case_s"][1] < RULE.max_s
     assert timeouts.is_close(prompt, info)
@@ -52,11 +44,11 @@ def test_a_program_that_never_ends_is_cut_off_at_what_a_right_one_has_taught(sco
 
 
 @pytest.mark.parametrize("tests", [TESTS, {"inputs": [[1], [2]], "outputs": [1, 2], "fn_name": "f"}])
-def test_the_last_limit_is_that_of_all_cases_beyond(scorer: CodeScorer, tests: dict[str, Any]):
+def test_the_last_limit_is_that_of_all_cases_beyond(limited: CodeScorer, tests: dict[str, Any]):
     """As with one anchor for a whole row, whose number of test cases nobody has counted."""
     program = "import time\ndef f(x):\n    if x == 2:\n        time.sleep(1000)\n    return x"
     request = ScoreRequest("test", ENDLESS if tests is TESTS else program, None, tests, (1.25,))
-    reward, info = scorer(request)
+    reward, info = limited(request)
     assert (reward, info["cut_off"], info["timeouts"]) == (0.0, 1, {"case": 1})
     assert 1.25 <= info["case_s"][1] < RULE.max_s
     assert "longer than 1.25 s" in info["error"]

@@ -13,6 +13,10 @@ def limits(**most: int) -> DomainLimits:
     return DomainLimits({"": DomainLimit(0, 1.0)} | {name: DomainLimit(count, 1.0) for name, count in most.items()})
 
 
+def configured(**reward: Any) -> DomainLimits:
+    return DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward))
+
+
 def filled(num_workers: int, most: dict[str, int], waiting: dict[str, int]) -> FairQueue[str]:
     queue = FairQueue[str](limits(**most), num_workers)
     for domain, count in waiting.items():
@@ -52,7 +56,7 @@ def test_a_slow_domain_leaves_a_worker_to_another():
 
 def test_turns_go_round():
     queue = filled(1, {"a": 0, "b": 0}, {"a": 3, "b": 3})
-    found: list[str] = []
+    found = []
     while (item := queue.pop()) is not None:
         found.append(item)
         queue.done(item[0])
@@ -72,12 +76,8 @@ def test_what_is_put_back_comes_first_and_frees_its_place():
 
 
 def test_limits_of_a_configuration():
-    reward = {
-        "timeout_s": 3.0,
-        "math_timeout_s": 0,
-        "domains": {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}},
-    }
-    found = DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward))
+    own = {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}}
+    found = configured(timeout_s=3.0, math_timeout_s=0, domains=own)
     assert found.by_source == {
         "": DomainLimit(0, 3.0, "reward.timeout_s"),
         "gsm8k": DomainLimit(2, 3.0, "reward.timeout_s"),
@@ -93,9 +93,7 @@ def test_math_has_a_limit_of_its_own():
     """Two seconds, unless the limit of all is shorter, or a domain has its own."""
 
     def limit(source: str, **reward: Any) -> tuple[float, str]:
-        found = DomainLimits.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward)).by_source[
-            source
-        ]
+        found = configured(**reward).by_source[source]
         return found.timeout_s, found.option
 
     assert limit("") == limit("", kind="math") == limit("", timeout_s=0) == (2.0, "reward.math_timeout_s")

@@ -10,35 +10,14 @@ from jaxrl.rewards.answers import last_boxed, last_number
 from jaxrl.rewards.math import equal, extract_answer, score
 
 NUMBERS = [
-    ("6 + 6 = 12, so the answer is 12.", "12"),
-    ("1,234", "1234"),
-    ("It costs $1,234.50.", "1234.50"),
-    ("-4", "-4"),
+    ("6 + 6 = 12, so the answer is 12.", "12"), ("1,234", "1234"), ("It costs $1,234.50.", "1234.50"), ("-4", "-4"),
     ("x = -4", "-4"),
     ("−4", "-4"),  # a typographic minus sign
-    ("10-3", "3"),
-    ("x-4", "4"),
-    ("5 - 4", "4"),
-    ("$12", "12"),
-    ("-$12", "-12"),
-    ("$-12", "-12"),
-    (r"\$42", "42"),
-    ("3.0", "3.0"),
-    ("-.5", "-.5"),
-    ("3.", "3"),
-    ("3/4", "3/4"),
-    ("1 3/4 cups", "1 3/4"),
-    (r"-\frac{3}{4}", "-3/4"),
-    (r"\dfrac{-1}{2}", "-1/2"),
-    ("one of 2, 3, 4", "4"),
-    ("**42**", "42"),
-    ("12kg", "12"),
-    ("50%", "50"),
-    ("1e5", "1e5"),
-    ("H2O", None),
-    ("no number", None),
-    ("", None),
-]
+    ("10-3", "3"), ("x-4", "4"), ("5 - 4", "4"), ("$12", "12"), ("-$12", "-12"), ("$-12", "-12"), (r"\$42", "42"),
+    ("3.0", "3.0"), ("-.5", "-.5"), ("3.", "3"), ("3/4", "3/4"), ("1 3/4 cups", "1 3/4"), (r"-\frac{3}{4}", "-3/4"),
+    (r"\dfrac{-1}{2}", "-1/2"), ("one of 2, 3, 4", "4"), ("**42**", "42"), ("12kg", "12"), ("50%", "50"),
+    ("1e5", "1e5"), ("H2O", None), ("no number", None), ("", None),
+]  # fmt: skip
 
 
 def test_last_number():
@@ -51,49 +30,32 @@ ANSWERS = [
     (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3 <answer>4</answer> 5", "auto", r"\frac{1}{2}", "boxed"),
     ("<answer>4</answer> 5\n#### 1,000 \nmore 7", "auto", "1,000", "####"),
     ("<answer>3</answer> or <answer> 4 </answer> 5", "auto", "4", "answer_tag"),
-    ("four plus one is 5 in all", "auto", "5", "last_number"),
-    ("nothing", "auto", None, "last_number"),
+    ("four plus one is 5 in all", "auto", "5", "last_number"), ("nothing", "auto", None, "last_number"),
     (r"\boxed{12", "auto", "12", "last_number"),  # cut off by the token limit
-    (r"\boxed{a \} b}", "boxed", r"a \} b", "boxed"),
-    (r"12", "boxed", None, "boxed"),
+    (r"\boxed{a \} b}", "boxed", r"a \} b", "boxed"), (r"12", "boxed", None, "boxed"),
     ("12", "answer_tag", None, "answer_tag"),
     ("<answer>first <answer>second</answer>", "answer_tag", "second", "answer_tag"),
-    (" the lot 5\n", "none", "the lot 5", "none"),
-    ("", "none", None, "none"),
-]
+    (" the lot 5\n", "none", "the lot 5", "none"), ("", "none", None, "none"),
+]  # fmt: skip
 
 
 def test_extract():
-    assert [extract_answer(text, how) for text, how, *_ in ANSWERS] == [
-        (answer, mark) for _, _, answer, mark in ANSWERS
-    ]
+    for text, how, *expected in ANSWERS:
+        assert extract_answer(text, how) == tuple(expected), text
 
 
 COMPARED = [
-    ("12", "12", True, "text"),
-    ("$12$", "12", True, "text"),
-    (r"\dfrac{11}{16}", r"\frac{11}{16}", True, "text"),
-    ("1,234", "1234", True, "text"),
-    ("12.", "12", True, "text"),
-    ("12", "12.0", True, "number"),
-    ("0.6875", r"\dfrac{11}{16}", True, "number"),
-    ("1 1/2", "1.5", True, "number"),
-    ("0.333333", "1/3", True, "number"),
-    ("0.33", "1/3", False, "number"),
-    ("1000001", "1000000", False, "number"),
-    ("1/0", "1", False, "math_verify"),
-    ("yes.", r"\text{Yes}", True, "words"),
+    ("12", "12", True, "text"), ("$12$", "12", True, "text"), (r"\dfrac{11}{16}", r"\frac{11}{16}", True, "text"),
+    ("1,234", "1234", True, "text"), ("12.", "12", True, "text"), ("12", "12.0", True, "number"),
+    ("0.6875", r"\dfrac{11}{16}", True, "number"), ("1 1/2", "1.5", True, "number"),
+    ("0.333333", "1/3", True, "number"), ("0.33", "1/3", False, "number"), ("1000001", "1000000", False, "number"),
+    ("1/0", "1", False, "math_verify"), ("yes.", r"\text{Yes}", True, "words"),
     ("sey", "Yes", False, "words"),  # e*s*y commutes
-    ("x=5", "5", True, "text"),
-    ("[0,1)", "[0, 1)", True, "text"),
-    ("(0,1)", "[0, 1)", False, "elements"),
-    (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"),
-    ("1+x^2", "x^2+1", True, "math_verify"),
-    (r"50\%", "50", True, "number"),
-    ("1,2", "12", False, "elements"),
-    (r"\frac{", "12", False, "math_verify"),
+    ("x=5", "5", True, "text"), ("[0,1)", "[0, 1)", True, "text"), ("(0,1)", "[0, 1)", False, "elements"),
+    (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"), ("1+x^2", "x^2+1", True, "math_verify"),
+    (r"50\%", "50", True, "number"), ("1,2", "12", False, "elements"), (r"\frac{", "12", False, "math_verify"),
     ("9" * 5000, "9", False, "length"),
-]
+]  # fmt: skip
 
 
 def test_equal():
@@ -102,10 +64,8 @@ def test_equal():
 
 
 def test_score_says_what_it_saw():
-    assert score("So it is 72.", "72") == (
-        1.0,
-        {"extracted": "72", "extracted_by": "last_number", "compared_by": "text"},
-    )
+    seen = {"extracted": "72", "extracted_by": "last_number", "compared_by": "text"}
+    assert score("So it is 72.", "72") == (1.0, seen)
     assert score("I cannot tell.", "72") == (0.0, {"extracted": None, "extracted_by": "last_number"})
 
 
@@ -176,16 +136,8 @@ def test_what_is_not_computed_takes_no_memory():
         "    print(equal(text, '7')[0], equal('7', text)[0])\n"
     )
     towers = ("9^{9^{9}}", "9^9^9", "(9^9)^{9^9}", "(10!)!", "((3!)!)!!!", "10^{10^{10}}!", r"\binom{10^9}{10^8}")
-    others = (
-        r"\prod_{k=1}^{10^{9}} k",
-        r"\Gamma(10^8)",
-        "2^{2^{40}}+1",
-        r"(x+y+z+1)^{300}",
-        "e^{e^{e^{50}}}",
-        "1e99999999",
-    )
+    towers += (r"\prod_{k=1}^{10^{9}} k", r"\Gamma(10^8)", "2^{2^{40}}+1", "(x+y+z+1)^{300}", "e^{e^{e^{50}}}")
     small = ("2^{1000}", "1000!", r"\binom{100}{50}", "x^{100}", "e^{100}", "(x+1)^{30}", r"\pi^{100}", "9^{99}")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *towers, *others, *small], capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.split() == ["False"] * 2 * len(towers + others + small), done.stderr[-2000:]
+    texts = (*towers, "1e99999999", *small)
+    done = subprocess.run([sys.executable, "-c", code, *texts], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["False"] * 2 * len(texts), done.stderr[-2000:]

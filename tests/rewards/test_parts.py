@@ -36,13 +36,8 @@ def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) ->
 
 
 def test_format():
-    part = FormatPart(r"<think>.*</think>\s*<answer>.*</answer>")
-    for response, value in (
-        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
-        ("<think>a</think><answer>4</answer> more", 0.0),
-        ("", 0.0),
-    ):
-        assert part.value(ScoreRequest("a", response, None)) == value
+    part, tagged = FormatPart(r"<think>.*</think>\s*<answer>.*</answer>"), "<think>a\nb</think>\n<answer>4</answer>"
+    assert [part.value(ScoreRequest("a", text, None)) for text in (tagged, f"{tagged} more", "")] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (20, 0.0), (60, -0.5), (100, -1.0), (120, -1.0)])
@@ -56,9 +51,13 @@ def test_nothing_around_a_scorer_that_is_alone():
     assert built(domains={"a": {"extract": "boxed"}}) == DomainScorer({"": MathScorer(), "a": MathScorer("boxed")})
 
 
-def test_a_weighted_sum(tmp_path: Path):
-    file = tmp_path / "reward.py"
-    file.write_text(SCORER)
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "reward.py").write_text(SCORER)
+    return tmp_path / "reward.py"
+
+
+def test_a_weighted_sum(file: Path):
     scorer = built(
         parts={
             "tags": {"pattern": "<a>.*</a>", "weight": 0.5},
@@ -76,15 +75,11 @@ def test_a_weighted_sum(tmp_path: Path):
     assert score(scorer, "4", "other")[0] == 1.0, "other sources are scored as reward says"
 
 
-def test_a_part_that_fails_fails_its_sample(tmp_path: Path):
-    file = tmp_path / "reward.py"
-    file.write_text(SCORER)
+def test_a_part_that_fails_fails_its_sample(file: Path):
     scorer = built(parts={"loud": {"kind": "custom", "path": str(file), "name": "shout"}})
     request = pickle.dumps(ScoreRequest("a", "bad", "4"))
-    assert score_safely(lambda: scorer, request)[:3] == (
-        *("error", 0.0),
-        {"error": f"ValueError: no ({file}, line 7, in shout)"},
-    )
+    error = f"ValueError: no ({file}, line 7, in shout)"
+    assert score_safely(lambda: scorer, request)[:3] == ("error", 0.0, {"error": error})
 
 
 def test_only_the_parts_of_what_is_scored_elsewhere():

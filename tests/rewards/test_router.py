@@ -176,12 +176,8 @@ def test_cancelled_samples():
     assert router.num_pending == 0
 
 
-def test_what_the_pools_count_is_added_up():
-    router, *_ = make()
-    assert router.take_metrics() == {"reward/num_scored": 198.0, "reward/retries": 2.0, "reward/seconds": 4.0}
-
-
-def test_closing_closes_all():
+def test_what_the_pools_count_is_added_up_and_closing_closes_all():
     router, workers, endpoint = make()
+    assert router.take_metrics() == {"reward/num_scored": 198.0, "reward/retries": 2.0, "reward/seconds": 4.0}
     router.close()
     assert (workers.is_closed, endpoint.is_closed) == (True, True)

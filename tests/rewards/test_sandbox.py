@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bench.canaries import Canaries, attack_once, trivial
 from bench.hostile import ATTACKS, Attack
+from ended import have_ended
 
 from jaxrl.config.rewards import CodeSection
 from jaxrl.processes.process_tree import descendants, kill
@@ -25,14 +25,6 @@ from jaxrl.rewards.sandbox.probe import choose_means
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp and Landlock are Linux's")
-
-
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[CodeScorer]:
-    made = CodeScorer(CodeSection(max_memory_mib=256))
-    made.load()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +113,7 @@ os.kill(os.getpid(), 9)
     )
     pids = list(map(int, done.stdout.split()))
     assert len(pids) >= 3
-    assert wait_until_gone(pids)
+    assert have_ended(pids, 20.0)
 
 
 ORPHANS = """
@@ -169,7 +161,7 @@ def test_orphans_end_where_all_of_ours_is_killed_at_once(user: str):
             for pid in ours:
                 os.kill(pid, number)
     theirs = [pid for pid in names if pid not in ours]
-    is_over = wait_until_gone(theirs, 20.0 if namespaces else 1.0)
+    is_over = have_ended(theirs, 20.0 if namespaces else 1.0)
     for pid in theirs:
         kill(pid)
     assert is_over or not namespaces, "docs/code-rewards.md says so of machines without namespaces"
@@ -180,22 +172,6 @@ def name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
-
-
-def wait_until_gone(pids: list[int], within_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def test_a_program_has_the_limits_that_it_is_given():
@@ -251,22 +227,18 @@ def test_filter_ends_on_every_call(machine: str):
     program = filters.build_filter(77, machine=machine, files=True, write=False, execute=False, signals=False)
     arch = syscalls.MACHINES[machine]
     allow, kill, refused = 0x7FFF0000, 0x80000000, 0x00050001
+    two_of_four = [allow, allow, refused, refused]
     numbers = {name: number for table in (syscalls.FREE, syscalls.ASKED) for name, number in table[machine].items()}
     run = lambda number, *arguments: run_filter(program, arch, number, arguments)  # noqa: E731
     assert run_filter(program, arch ^ 1, 0, ()) == kill
     assert all(run(number) == allow for number in syscalls.FREE[machine].values())
     assert all(run(number) == refused for number in syscalls.WRITE[machine].values())
     assert run(syscalls.EXECUTE[machine]["execve"]) == refused
-    assert [run(numbers["kill"], pid) for pid in (77, 0, 78, 2**32 - 1)] == [allow, allow, refused, refused]
-    assert [run(numbers["clone"], flags) for flags in (17, 0x50F00, 0x10000000, 0x20000)] == [
-        allow, allow, refused, refused,
-    ]  # fmt: skip
-    assert [run(numbers["socketpair"], *a) for a in ((1, 1), (1, 1 | 0x80000), (1, 2), (2, 1))] == [
-        allow, allow, refused, refused,
-    ]  # fmt: skip
-    assert [run(numbers["mmap"], 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x21, 0x8021)] == [
-        allow, allow, 0x7FC00000, 0x7FC00000,
-    ]  # fmt: skip
+    assert [run(numbers["kill"], pid) for pid in (77, 0, 78, 2**32 - 1)] == two_of_four
+    assert [run(numbers["clone"], flags) for flags in (17, 0x50F00, 0x10000000, 0x20000)] == two_of_four
+    assert [run(numbers["socketpair"], *a) for a in ((1, 1), (1, 1 | 0x80000), (1, 2), (2, 1))] == two_of_four
+    mapped = [run(numbers["mmap"], 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x21, 0x8021)]
+    assert mapped == [allow, allow, 0x7FC00000, 0x7FC00000]
     assert run(numbers["prlimit64"], 0) == allow
     assert run(numbers["prlimit64"], 5) == refused
     assert run(9999) == refused

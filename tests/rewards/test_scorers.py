@@ -33,6 +33,7 @@ def task_request(response: str, answer: str = "7") -> ScoreRequest:
 
 AT = " ({path}, line 2, in compute_score)"
 MUST = "ValueError: {path}: compute_score must return a finite number, or a mapping with one under 'score'; found: "
+ODD = "import numpy as np; return {'score': np.zeros(())+2, 'a': (1, np.int8(2), {3: object})}"
 NO_JSON = "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
 
 
@@ -81,9 +82,9 @@ def test_task_with_answers_in_words():
 
 def test_every_task_scores_its_own_answer():
     """The data set that only scores is made with other sizes and seeds than the one that made the problem."""
-    for task in ("basic_arithmetic", "countdown", "propositional_logic", "acre", "knights_knaves", "word_sorting"):
-        import reasoning_gym
+    import reasoning_gym
 
+    for task in ("basic_arithmetic", "countdown", "propositional_logic", "acre", "knights_knaves", "word_sorting"):
         entry = reasoning_gym.create_dataset(task, seed=3, size=10)[0]
         answer = entry["answer"]
         request = ScoreRequest(task, f"<answer>{answer}</answer>", answer, {"entry": entry})
@@ -130,9 +131,7 @@ def test_refusals():
         build_scorer(config(data={"train_files": ["a.jsonl"], "answer_key": ""}))
     with pytest.raises(ValueError, match=r"use reward\.kind=auto"):
         build_scorer(config({"kind": "task"}, {"task": "chain_sum", "val_files": ["b.jsonl"]}))
-    with pytest.raises(
-        ValueError, match=r"task_config\.a must be text, a number, a list or a mapping, found \{1, 2\} \(set\)$"
-    ):
+    with pytest.raises(ValueError, match=r"task_config\.a must be text, .* or a mapping, found \{1, 2\} \(set\)$"):
         build_scorer(config(data={"task": "chain_sum", "task_config": {"a": {1, 2}}}))
 
 
@@ -142,12 +141,7 @@ def test_refusals():
         ("return 1", "ok", 1.0, {}),
         ("return True", "ok", 1.0, {}),
         ("import numpy as np; return np.float32(0.5)", "ok", 0.5, {}),
-        (
-            "import numpy as np; return {'score': np.zeros(())+2, 'a': (1, np.int8(2), {3: object})}",
-            "ok",
-            2.0,
-            {"a": [1, 2, {"3": "<class 'object'>"}]},
-        ),
+        (ODD, "ok", 2.0, {"a": [1, 2, {"3": "<class 'object'>"}]}),
         ("return float('nan')", "error", 0.0, {"error": MUST + "nan (float)"}),
         ("return float('inf')", "error", 0.0, {"error": MUST + "inf (float)"}),
         ("return '1'", "error", 0.0, {"error": MUST + "'1' (str)"}),

@@ -6,18 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reward_pools
+from ended import have_ended
+from reward_pools import Opened, collect, submit
 
-from jaxrl.config import from_mapping
 from jaxrl.processes.messages import BadMessage, read_message
-from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.verdict_messages import read_scored
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, Sample, SampleKey
 
 SCORER = """
 import os, subprocess, sys, time
@@ -32,25 +33,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def make(folder: Path, source: str = SCORER, log: Path | None = None, **reward: Any) -> RewardPool:
-    path = folder / "reward.py"
-    path.write_text(source)
-    options = {"kind": "custom", "path": str(path), "timeout_s": 20.0, **reward}
-    config = from_mapping({"model": {"path": "x"}, "reward": options})
-    return build_pool(config, build_scorer(config), log=log)
+make = partial(reward_pools.make, source=SCORER, timeout_s=20.0)
+
+
+@pytest.fixture
+def opened(opened: Opened) -> Opened:
+    """Pools over a scorer that runs a response as code."""
+    return partial(opened, **make.keywords)
 
 
 def score(pool: RewardPool, *codes: str) -> list[Verdict]:
-    for i, code in enumerate(codes):
-        sample = Sample.empty(SampleKey(0, 0, i))
-        sample.text = code
-        pool.submit(Prompt(0, 0, (1,), "?", "test", "a"), sample)
-    verdicts: list[Verdict] = []
-    deadline = time.monotonic() + 40
-    while pool.num_pending and time.monotonic() < deadline:
-        verdicts += pool.wait(1.0)
-    assert len(verdicts) == len(codes)
-    return sorted(verdicts, key=lambda verdict: verdict.key)
+    submit(pool, *codes)
+    return [verdict for _, verdict in sorted(collect(pool, 40.0).items())]
 
 
 def test_workers_start_while_the_trainer_goes_on(tmp_path: Path):
@@ -76,35 +70,32 @@ def test_the_file_is_read_once(tmp_path: Path):
     pool.close()
 
 
-def test_modules_beside_the_trainer_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_modules_beside_the_trainer_can_be_imported(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "beside_the_run.py").write_text("ANSWER = 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    pool = make(tmp_path, source="import beside_the_run\n" + SCORER)
+    pool = opened(source="import beside_the_run\n" + SCORER)
     assert score(pool, "result['n'] = beside_the_run.ANSWER")[0].info["n"] == 42
-    pool.close()
 
 
-def test_environment_and_standard_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+def test_environment_and_standard_streams(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("MY_SETTING", "7")
     monkeypatch.setenv("LC_TIME", "C")
-    pool = make(tmp_path, log=tmp_path / "rewards.log", env=["MY_SETTING"], num_workers=1)
-    code = (
-        "result['env'] = dict(os.environ); print('hello'); os.system('echo there >&2'); result['in'] = sys.stdin.read()"
-    )
-    info = score(pool, code)[0].info
-    pool.close()
+    pool = opened(log=tmp_path / "rewards.log", env=["MY_SETTING"], num_workers=1)
+    code = "result['env'] = dict(os.environ); print('hello'); os.system('echo there >&2')"
+    info = score(pool, f"{code}; result['in'] = sys.stdin.read()")[0].info
     assert "WANDB_API_KEY" not in info["env"]
     assert (info["env"]["MY_SETTING"], info["env"]["LC_TIME"], info["env"]["PATH"]) == ("7", "C", os.environ["PATH"])
     assert info["in"] == ""
+    pool.close()
     assert (tmp_path / "rewards.log").read_text() == "hello\nthere\n"
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("fresh_process", [False, True])
-def test_a_traceback_is_written_once_for_each_error(tmp_path: Path, fresh_process: bool):
+def test_a_traceback_is_written_once_for_each_error(opened: Opened, tmp_path: Path, fresh_process: bool):
     """Two workers, and forks of them: whichever comes first tells of it."""
-    pool = make(tmp_path, log=tmp_path / "rewards.log", num_workers=2, fresh_process=fresh_process)
+    pool = opened(log=tmp_path / "rewards.log", num_workers=2, fresh_process=fresh_process)
     codes = ["1 / 0", "1 / 0", "time.sleep(0.3); 1 / 0", "{}['a']"]
     score(pool, "1 / 0")  # alone: two at the same moment may both be told
     score(pool, *codes * 3)
@@ -117,45 +108,39 @@ def test_a_traceback_is_written_once_for_each_error(tmp_path: Path, fresh_proces
     assert "score_safely" not in text, "it begins in the user's file"
 
 
-def test_samples_share_an_interpreter_unless_they_are_not_to(tmp_path: Path):
+def test_samples_share_an_interpreter_unless_they_are_not_to(opened: Opened):
     change = "import math; math.pi = 3"
-    pool = make(tmp_path, num_workers=1)
+    pool = opened(num_workers=1)
     assert [verdict.info["count"] for verdict in score(pool, change, change, change)] == [1, 2, 3]
-    pool.close()
-    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=1.0)
+    pool = opened(num_workers=1, fresh_process=True, timeout_s=1.0)
     look = "import math; result['whole'] = math.pi > 3"
-    verdicts = score(
-        pool, change, look, "os._exit(3)", look, "while True: pass", look, "os.kill(os.getpid(), 11)", look
-    )
+    codes = (change, "os._exit(3)", "while True: pass", "os.kill(os.getpid(), 11)")
+    verdicts = score(pool, *(code for each in codes for code in (each, look)))
     assert [verdict.status for verdict in verdicts] == ["ok", "ok", "crash", "ok", "timeout", "ok", "crash", "ok"]
     assert [verdict.info["whole"] for verdict in verdicts[1::2]] == [True] * 4
     assert [verdict.info["count"] for verdict in verdicts[1::2]] == [1] * 4
     assert len({verdict.info["pid"] for verdict in verdicts[1::2]}) == 4
     assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3 (2 times in a row)"
-    pool.close()
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 20.0])
-def test_a_worker_that_is_stopped_while_it_has_nothing_to_do(tmp_path: Path, timeout_s: float):
-    pool = make(tmp_path, num_workers=1, timeout_s=timeout_s)
+def test_a_worker_that_is_stopped_while_it_has_nothing_to_do(opened: Opened, timeout_s: float):
+    pool = opened(num_workers=1, timeout_s=timeout_s)
     os.kill(score(pool, "")[0].info["pid"], signal.SIGSTOP)
     start = time.monotonic()
     assert [verdict.status for verdict in score(pool, "", "")] == ["ok", "ok"]
     assert time.monotonic() - start < 15, "not after the limit of a sample"
     assert pool.take_metrics()["reward/pool_restarts"] == 1
-    pool.close()
 
 
 def test_what_the_reward_file_started_stays(tmp_path: Path):
-    helper = (
-        "import subprocess, sys\nHELPER = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
-    )
+    helper = "import subprocess\nHELPER = subprocess.Popen(['sleep', '300'])\n"
     pool = make(tmp_path, source=helper + SCORER, num_workers=1)
     alive = "result['alive'] = HELPER.poll() is None; result['helper'] = HELPER.pid"
     verdicts = score(pool, alive, "subprocess.Popen(['sleep', '300'])", alive)
     assert [verdict.info["alive"] for verdict in verdicts[::2]] == [True, True]
     pool.close()
-    assert not _alive(verdicts[0].info["helper"])
+    assert have_ended([verdicts[0].info["helper"]])
 
 
 def test_a_keeper_that_says_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,31 +151,23 @@ def test_a_keeper_that_says_nothing_is_replaced(tmp_path: Path, monkeypatch: pyt
     assert (silent.status, silent.info["timeouts"]) == ("crash", {"watchdog": 1})
     assert right.status == "ok"
     pool.close()
-    assert not _alive(right.info["pid"])
+    assert have_ended([right.info["pid"]])
 
 
 @pytest.mark.parametrize("who", ["keeper", "warden", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_supervisor_that_is_killed_is_replaced(tmp_path: Path, who: str):
     """Every sample has one verdict, and what the lost ones had below them is gone."""
     pool = make(tmp_path, num_workers=2)
-    pids = (
-        "result['keeper'] = os.getppid(); result['warden'] = int(open(f'/proc/{os.getppid()}/stat').read().split()[3])"
-    )
-    info = score(pool, pids)[0].info
-    for i in range(6):
-        sample = Sample.empty(SampleKey(0, 1, i))
-        sample.text = "time.sleep(0.3)"
-        pool.submit(Prompt(0, 1, (1,), "?", "test", "a"), sample)
+    parent = "int(open(f'/proc/{os.getppid()}/stat').read().split()[3])"
+    info = score(pool, f"result['keeper'] = os.getppid(); result['warden'] = {parent}")[0].info
+    submit(pool, *["time.sleep(0.3)"] * 6)
     time.sleep(0.1)
     for name in ("keeper", "warden") if who == "both" else (who,):
         os.kill(info[name], signal.SIGKILL)
-    verdicts: list[Verdict] = []
-    while pool.num_pending:
-        verdicts += pool.wait(1.0)
-    assert sorted((verdict.key.sample_index, verdict.status) for verdict in verdicts) == [(i, "ok") for i in range(6)]
+    assert [verdict.status for verdict in collect(pool).values()] == ["ok"] * 6
     assert pool.take_metrics()["reward/pool_restarts"] >= 1
     pool.close()
-    assert not _alive(info["pid"])
+    assert have_ended([info["pid"]])
 
 
 def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
@@ -202,7 +179,7 @@ def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
     )
     (tmp_path / "trainer.py").write_text(
         "import sys, time\n"
-        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {os.getcwd()!r}]\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(reward_pools.__file__).parent), os.getcwd()]!r}\n"
         "import test_workers\n"
         "from pathlib import Path\n"
         f"test_workers.score(test_workers.make(Path({str(tmp_path)!r}), num_workers=2), *[{code!r}] * 2)\n"
@@ -216,7 +193,7 @@ def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
     trainer.wait()
     pids = [pid for file in files for pid in json.loads(file.read_text())]
     assert len(pids) == 6
-    assert not [pid for pid in pids if _alive(pid)]
+    assert have_ended(pids)
 
 
 @pytest.mark.parametrize(
@@ -241,22 +218,8 @@ def test_what_is_no_verdict(text: bytes, problem: str):
         read_scored(read_message(text))
 
 
-def _alive(pid: int, patience_s: float = 5.0) -> bool:
-    """Whether a process lives, after a moment for it to end; where no process reaps orphans, it stays as a zombie."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return False
-        except FileNotFoundError:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def test_a_json_of_the_users_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_json_of_the_users_in_the_working_folder(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "json.py").write_text("raise SystemExit('not the one of Python')\n")
     monkeypatch.chdir(tmp_path)
-    pool = make(tmp_path, num_workers=1)
+    pool = opened(num_workers=1)
     assert [verdict.status for verdict in score(pool, "")] == ["ok"]
-    pool.close()

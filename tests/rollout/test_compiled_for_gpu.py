@@ -10,31 +10,29 @@ from for_gpu import compile_for_gpu, lowered_for_gpu
 
 SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
 SLOW = pytest.mark.slow  # the same question of another size
-PLANS = [(shape, rows, context) for shape in (SMALL, LARGE) for rows, context in ((64, 1024), (1, 1024), (64, 8192))]
-
-
-def first(count: int) -> list[Any]:
-    """The plans that are asked for by default, and the others, as slow ones."""
-    return [*PLANS[:count], *(pytest.param(*plan, marks=SLOW) for plan in PLANS[count:])]
-
-
 MOST_KERNELS_A_LAYER = 9
 VOCABULARY = 151936  # of Qwen2.5-1.5B
 
 
-def decode(shape: str, layers: int, rows: int = 64, context: int = 1024) -> dict:
-    return compile_for_gpu(
-        "decode", "--shape", shape, "--layers", str(layers), "--rows", str(rows), "--context", str(context)
-    )
+def decode(layers: int = 1, rows: int = 64, context: int = 1024, shape: str = SMALL) -> dict:
+    sizes = ("--layers", str(layers), "--rows", str(rows), "--context", str(context))
+    return compile_for_gpu("decode", "--shape", shape, *sizes)
 
 
 def one_layer(program: str, shape: str, *more: str) -> dict:
     return compile_for_gpu(program, "--shape", shape, "--layers", "1", *more)
 
 
+PLANS = [(SMALL, 64, 1024), (SMALL, 1, 1024), (SMALL, 64, 8192), (LARGE, 64, 1024), (LARGE, 1, 1024)]
+
+
+def first(count: int) -> list[Any]:
+    return [*PLANS[:count], *(pytest.param(*plan, marks=SLOW) for plan in PLANS[count:])]
+
+
 @pytest.mark.parametrize(("shape", "rows", "context"), first(2))
 def test_a_plan_is_one_graph_and_copies_no_pool(shape: str, rows: int, context: int):
-    told = decode(shape, 1, rows, context)
+    told = decode(1, rows, context, shape)
     assert (told["graphs"], told["host_loops"]) == (1, [])
     assert told["copies"] == [], "nor a weight"
     # weights and pool come in, the pool goes out where it came in
@@ -44,7 +42,7 @@ def test_a_plan_is_one_graph_and_copies_no_pool(shape: str, rows: int, context: 
 @pytest.mark.parametrize(("shape", "rows", "context"), first(1))
 def test_kernels_of_a_layer(shape: str, rows: int, context: int):
     """The difference between three layers and one: what is outside of the layers drops out."""
-    three, one = (decode(shape, layers, rows, context)["kernels"] for layers in (3, 1))
+    three, one = (decode(layers, rows, context, shape)["kernels"] for layers in (3, 1))
     assert (sum(three.values()) - sum(one.values())) / 2 <= MOST_KERNELS_A_LAYER
     assert three["_decode_kernel"] == 3, "attention writes the new keys and values"
     assert three["input_scatter_fusion"] == one["input_scatter_fusion"]
@@ -52,14 +50,14 @@ def test_kernels_of_a_layer(shape: str, rows: int, context: int):
 
 def test_one_row_writes_no_product_out():
     """A product of one row with a matrix [I, O] must not exist as [I, O] terms: three times the matrix's bytes."""
-    text = decode(SMALL, 1, 1)["hlo"]
+    text = decode(rows=1)["hlo"]
     written = {shape for _, shape, _ in kernels(text) if "[2,1040,128]" not in shape}  # the pool
     assert max(map(size_of, written)) == size_of(f"f32[2,{VOCABULARY}]"), "the logits of two rows, one of them padding"
 
 
 def test_sampling_sweeps_the_logits_twice():
     """Beside the product that writes them. A gather of the winning blocks is no sweep."""
-    text = decode(SMALL, 1)["hlo"]
+    text = decode()["hlo"]
     logits = {name for name, shape, _ in kernels(text) if shape == f"f32[64,{VOCABULARY}]"}
     assert len(logits) == 1
     readers = {name for name, _, line in kernels(text) if sweeps(text, line, *logits)}
@@ -93,10 +91,7 @@ def size_of(shape: str) -> int:
     return prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "width"),
-    [(SMALL, 64, 4), *(pytest.param(*case, marks=SLOW) for case in ((SMALL, 8, 32), (LARGE, 64, 4), (LARGE, 8, 32)))],
-)
+@pytest.mark.parametrize(("shape", "rows", "width"), [(SMALL, 64, 4), pytest.param(LARGE, 8, 32, marks=SLOW)])
 def test_a_plan_that_verifies_drafts_is_one_graph_and_copies_no_pool(shape: str, rows: int, width: int):
     told = one_layer("verify", shape, "--rows", str(rows), "--context", "1024", "--width", str(width))
     assert told["program"][:3] == ["verify", rows, 1 + width]
@@ -106,9 +101,8 @@ def test_a_plan_that_verifies_drafts_is_one_graph_and_copies_no_pool(shape: str,
     assert told["kernels"]["_attend_kernel"] == 1, "all of a row's queries at once"
 
 
-@pytest.mark.parametrize("shape", [SMALL, pytest.param(LARGE, marks=SLOW)])
-def test_prefill_copies_no_pool(shape: str):
-    told = one_layer("prefill", shape)
+def test_prefill_copies_no_pool():
+    told = one_layer("prefill", SMALL)
     assert told["host_loops"] == []
     assert not [copy for copy in told["copies"] if copy[2] >= told["pool_array_bytes"] // 2]
 

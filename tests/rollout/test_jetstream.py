@@ -177,13 +177,12 @@ def test_a_slot_that_has_no_more_to_say_is_not_valid(make, tiny_model, limited_b
     ids = encoded(tiny_model)[3]
     room = MAX_LENGTH - len(ids)
     ((response,),) = ours(tiny_model, [ids], (room,), 1, SamplingParams(temperature=0))
-    sampling, expected = SamplingParams(temperature=0, max_tokens=10_000), room
-    if limited_by == "max_tokens":
-        sampling, expected = SamplingParams(temperature=0, max_tokens=1), 1
-    elif limited_by == "stop token":
-        sampling = SamplingParams(temperature=0, max_tokens=10_000, stop_token_ids=(response[4],))
-        expected = response.index(response[4]) + 1
-    engine = make(sampling=sampling)
+    limits, expected = {
+        "max_length": ({}, room),
+        "max_tokens": ({"max_tokens": 1}, 1),
+        "stop token": ({"stop_token_ids": (response[4],)}, response.index(response[4]) + 1),
+    }[limited_by]
+    engine = make(sampling=SamplingParams(**({"temperature": 0, "max_tokens": 10_000} | limits)))
     params = engine.load_params()
     prefix = engine.prefill(params=params, padded_tokens=np.array(ids, np.int32), true_length=len(ids))
     rows = generate(engine, params, prefix, expected + 2)

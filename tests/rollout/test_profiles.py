@@ -21,44 +21,23 @@ MODEL = named_shape("SmolLM2-135M")
 
 
 def config(layout: dict[str, Any] | None = None, **rollout: Any) -> Config:
-    return from_mapping(
-        {
-            "model": {"path": "models/tiny"},
-            "rollout": {"n": 4, "max_num_seqs": 8, **rollout, "layout": {"planner": True, **(layout or {})}},
-        }
-    )
+    rollout = {"n": 4, "max_num_seqs": 8, **rollout, "layout": {"planner": True, **(layout or {})}}
+    return from_mapping({"model": {"path": "models/tiny"}, "rollout": rollout})
 
 
 @pytest.mark.parametrize(
-    ("layout", "rollout", "message"),
+    ("layout", "message"),
     [
-        ({"switch": True}, {}, r"rollout.layout.profile is missing: rollout.layout.switch needs a file"),
-        ({"switch": True, "profile": "p", "direction": "both"}, {}, r"direction must be up where .*planner is on"),
-        (
-            {"degrees": [2, 4]},
-            {},
-            r"degrees \[2, 4\] must ascend .*tensor_model_parallel_size \(1\) among",
-        ),
-        ({"degrees": [1, 2, 3]}, {}, r"each dividing the next"),
-        ({"degrees": [1, 4, 2]}, {}, r"must ascend from at least 1"),
-        ({"reversal_factor": 1.0}, {}, r"reversal_factor must be above 1, found 1.0"),
-        ({"cooldown": 0}, {}, r"rollout.layout.cooldown must be at least 1, found 0"),
-        ({"min_gain": 1.0}, {}, r"rollout.layout.min_gain must be in \[0, 1\), found 1.0"),
-        ({"state": "teleport"}, {}, r"rollout.layout.state must be one of cheaper, migrate, recompute"),
-        ({"bound": "hope"}, {}, r"rollout.layout.bound must be one of max_length, expected"),
-        ({"direction": "down"}, {}, r"rollout.layout.direction must be one of up, both"),
-        ({"headroom_tokens": -1}, {}, r"rollout.layout.headroom_tokens must be at least 0, found -1"),
-        ({"correction_weight": -0.1}, {}, r"rollout.layout.correction_weight must be in \[0, 1\], found -0.1"),
-        ({"correction_weight": 2.0}, {}, r"rollout.layout.correction_weight must be in \[0, 1\], found 2.0"),
-        ({"correction_max_factor": 0.5}, {}, r"rollout.layout.correction_max_factor must be at least 1, found 0.5"),
-        ({"planner_rise": 0.9}, {}, r"rollout.layout.planner_rise must be at least 1, found 0.9"),
-        ({"planner_quiet_rounds": 0}, {}, r"rollout.layout.planner_quiet_rounds must be at least 1, found 0"),
-        ({"swich": True}, {}, r"unknown option rollout.layout.swich: did you mean rollout.layout.switch\?"),
+        ({"switch": True, "profile": "p", "direction": "both"}, r"direction must be up where .*planner is on"),
+        ({"degrees": [2, 4]}, r"degrees \[2, 4\] must ascend .*tensor_model_parallel_size \(1\) among"),
+        ({"degrees": [1, 2, 3]}, r"each dividing the next"),
+        ({"degrees": [1, 4, 2]}, r"must ascend from at least 1"),
     ],
 )
-def test_options_that_cannot_be(layout: dict[str, Any], rollout: dict[str, Any], message: str):
+def test_options_that_cannot_be(layout: dict[str, Any], message: str):
+    """Bounds are those of every option: `tests/config/test_options.py`."""
     with pytest.raises(ConfigError, match=message):
-        config(layout, **rollout)
+        config(layout)
 
 
 def test_degrees():
@@ -69,8 +48,6 @@ def test_degrees():
     assert layout_degrees(config({"planner": False}), 8) == (1,)
     assert layout_degrees(config(num_workers=2), 8) == (1, 2, 4), "of a worker's four devices"
     assert layout_degrees(config(num_workers=3), 12) == (1, 2, 4)
-    with pytest.raises(ValueError, match=r"degrees: tp 3 must be one of 1, 2, 4, 8 \(which the 8 devices"):
-        layout_degrees(config({"degrees": [1, 3]}), 8)
     with pytest.raises(ValueError, match=r"tp 8 must be .* at most the 4 devices of a host"):
         layout_degrees(config({"degrees": [1, 8], "devices_per_host": 4}), 8)
 
@@ -82,12 +59,9 @@ def test_sizes_of_layouts():
     assert set(alike.values()) == {(8, 101)}
     tight = layout_sizes(config({"scale_rows": False}, max_num_seqs=512), MODEL, 8, 2 << 30)
     assert tight[1][1] < tight[2][1] < tight[4][1], "a larger tp leaves more memory for KV"
+    few = config(tensor_model_parallel_size=8)
     with pytest.raises(ValueError, match=r"tp 1 a pool has 4 blocks, one of them reserved, and one request of 384"):
-        layout_sizes(replace_blocks(config(tensor_model_parallel_size=8), 25), MODEL, 8, None)
-
-
-def replace_blocks(c: Config, num_blocks: int) -> Config:
-    return replace(c, rollout=replace(c.rollout, num_blocks=num_blocks))
+        layout_sizes(replace(few, rollout=replace(few.rollout, num_blocks=25)), MODEL, 8, None)
 
 
 def test_profiles_of_something_else_are_refused(tmp_path: Path):

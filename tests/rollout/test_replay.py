@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
-SIZES = ExecutorConfig(
-    num_slots=6,
-    num_blocks=10,
-    block_size=8,
-    max_length=64,
-    max_prefill_tokens=16,
-    decode_steps=4,
-)
+SIZES = ExecutorConfig(num_slots=6, num_blocks=10, block_size=8, max_length=64, max_prefill_tokens=16, decode_steps=4)
 BATCHER = BatcherConfig(decode_steps=4, max_model_len=64)
 
 
@@ -71,14 +65,8 @@ def executor(request: pytest.FixtureRequest, tiny_model: Path) -> MeshExecutor:
 
 
 def replay_of(executor: MeshExecutor, lengths: dict[SampleKey, int]) -> ReplayWorker:
-    return ReplayWorker(
-        lengths,
-        num_groups=executor.num_groups,
-        num_slots=executor.num_slots,
-        num_blocks=executor.num_blocks,
-        block_size=executor.block_size,
-        max_prefill_tokens=executor.max_prefill_tokens,
-    )
+    sizes = ("num_groups", "num_slots", "num_blocks", "block_size", "max_prefill_tokens")
+    return ReplayWorker(lengths, **{name: getattr(executor, name) for name in sizes})
 
 
 def make_prompts() -> list[Prompt]:
@@ -254,10 +242,8 @@ def test_recorded_events_with_their_durations_give_the_same_commands(executor: M
             answered.append(again.handle(event))
             due.append((event.dispatch + durations[event.sample.key], event.sample.key))
 
-    def by_cause(commands: list[list[tuple]]) -> list[tuple]:
-        return [command for some in commands for command in some]
-
-    assert by_cause(identities(answered)) == by_cause(identities(real.commands))
+    one, other = ([*chain.from_iterable(identities(commands))] for commands in (answered, real.commands))
+    assert one == other, "whatever came together"
     assert again.groups() is not None
     for a, b in zip(first.groups(), again.groups(), strict=True):
         assert [(s.key, s.reward) for s in a.samples] == [(s.key, s.reward) for s in b.samples]
@@ -318,16 +304,12 @@ FILTERING = replace(BATCH, group_filter=DynamicSampling(FilterGroupsSection(enab
 TAIL = TailBatchingSection(enable=True, prompt_factor=1.5, response_factor=1.5)
 
 
-@pytest.mark.parametrize(
-    ("batch", "options"),
-    [(BATCH, TAIL), (FILTERING, TAIL)],
-    ids=["tail batching", "filter_groups"],
-)
+@pytest.mark.parametrize("batch", [BATCH, FILTERING], ids=["tail batching", "filter_groups"])
 def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
-    batch: BatchSettings, options: TailBatchingSection, executor: MeshExecutor
+    batch: BatchSettings, executor: MeshExecutor
 ):
     """The simulator is given lengths by identity, rewards and their durations, and some cost model; nothing else."""
-    played = Played().play(TailBatching(batch, options), backend_over(executor), num_rounds=6)
+    played = Played().play(TailBatching(batch, TAIL), backend_over(executor), num_rounds=6)
     assert set(played.kinds) == {"short", "long"}
     assert sum(map(len, played.aborted)) > 0
 
@@ -345,11 +327,9 @@ def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
     )
     machine = Machine(workload, sizes, decode_steps=BATCHER.decode_steps, workers=3)
     machine.backend.enter_rollout(0)
-    simulated = Played().play(TailBatching(batch, options), machine.backend, num_rounds=6)
-    assert simulated.kinds == played.kinds
-    assert simulated.kept == played.kept
-    assert simulated.aborted == played.aborted
-    assert simulated.left == played.left
+    simulated = Played().play(TailBatching(batch, TAIL), machine.backend, num_rounds=6)
+    for name in ("kinds", "kept", "aborted", "left"):
+        assert getattr(simulated, name) == getattr(played, name), name
 
 
 def _dispatch(event: Event) -> tuple:

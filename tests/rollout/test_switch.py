@@ -1,29 +1,25 @@
 """The engine changes its layout in the middle of a batch, and no token changes.
 
-Walks run in processes of their own (this file, called with what to do): a layout change that XLA cannot compile aborts
-the process on some versions, and must not take the other tests along. In float64 tokens are compared for equality. In
+Walks run in processes of their own. In float64 tokens are compared for equality. In
 float32 a first difference must be a near-tie (docs/architecture.md): shifting the two tokens' logits a little
 against each other makes the race draw either.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from near_ties import is_near_tie
+from own_process import alone, call
 from small_models import MODELS, VOCABULARY, model_of, requests, weights_of
 
 from jaxrl.kernels import reference
@@ -130,9 +126,8 @@ def compare(name: str, dtype: str, asked: list[Request], one: list[Sample], othe
         x, y = a.token_ids.tolist(), b.token_ids.tolist()
         total += len(x)
         if x == y:
-            np.testing.assert_allclose(
-                a.rollout_logprobs, b.rollout_logprobs, atol=1e-4 if dtype == "float32" else 1e-6
-            )
+            tolerance = 1e-4 if dtype == "float32" else 1e-6
+            np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=tolerance)
             continue
         assert dtype == "float32", f"{request.key}: {x} became {y}"
         at = next(i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q)
@@ -254,19 +249,9 @@ def _without_weights(engine: Engine, executor: MeshExecutor, asked: list[Request
         engine.step()
 
 
-@contextlib.contextmanager
-def _broken(module: Any, function: str) -> Iterator[None]:
+def _broken(module: Any, function: str) -> Any:
     """A function of a module that finds no memory."""
-    working = getattr(module, function)
-    setattr(module, function, _raises)
-    try:
-        yield
-    finally:
-        setattr(module, function, working)
-
-
-def _raises(*_: Any, **__: Any) -> Any:
-    raise MemoryError("no room")
+    return mock.patch.object(module, function, side_effect=MemoryError("no room"))
 
 
 def across(name: str, dtype: str, left_tp: int, right_tp: int, drafting: Drafting | None = None) -> None:
@@ -309,15 +294,10 @@ def example() -> None:
     mesh, model = make_mesh(), model_of("llama")
     asked = requests(6, 2, 200)
     names: dict[str, Any] = {
-        "make_mesh": make_mesh,
-        "Layout": Layout,
+        **globals(),
         "to_rollout": to_rollout,
         "rollout_to_rollout": reshard.rollout_to_rollout,
         "reshard": reshard.reshard,
-        "MeshExecutor": MeshExecutor,
-        "ExecutorConfig": ExecutorConfig,
-        "Engine": Engine,
-        "BatcherConfig": BatcherConfig,
         "model": model,
         "requests": asked,
         "train_params": jax.device_put(weights_of("llama", "float32"), train_shardings(model, mesh)),
@@ -331,77 +311,58 @@ def example() -> None:
     assert names["state"]["m"].sharding.is_equivalent_to(Layout(mesh, 2).sharding("tp", None), 2)
 
 
-def alone(call: str) -> str:
-    """Runs a call of this file in a process of its own; returns what it wrote."""
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
-    environment = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "0"}
-    done = subprocess.run(
-        [sys.executable, __file__, call], env=environment, capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, f"{call}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    assert "rematerialization" not in done.stderr, done.stderr
-    print(done.stdout)
-    return done.stdout
-
-
 # ---------------------------------------------------------------- tests
 
 
 def test_a_chain_in_the_middle_of_a_batch():
-    alone(f"walk('smollm2', 'migrate', 'float64', {CHAIN})")
+    alone(__file__, f"walk('smollm2', 'migrate', 'float64', {CHAIN})")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
 @pytest.mark.parametrize("name", [*MODELS])
-def test_every_pair_of_degrees(name: str, how: str):
-    alone(f"walk({name!r}, {how!r}, 'float64', {EVERY_PAIR})")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize("name", [*MODELS])
-def test_every_pair_of_degrees_in_float32(name: str, how: str):
-    alone(f"walk({name!r}, {how!r}, 'float32', {EVERY_PAIR})")
+def test_every_pair_of_degrees(name: str, how: str, dtype: str):
+    alone(__file__, f"walk({name!r}, {how!r}, {dtype!r}, {EVERY_PAIR})")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
 def test_every_form_of_the_programs(how: str):
-    alone(f"other_programs({how!r}) # float64")
+    alone(__file__, f"other_programs({how!r}) # float64")
 
 
 @pytest.mark.slow
 def test_compiled_ahead_a_walk_compiles_nothing():
-    alone("nothing_compiles('smollm2')")
+    alone(__file__, "nothing_compiles('smollm2')")
 
 
 @pytest.mark.slow
 def test_a_switch_that_fails_leaves_the_old_layout():
-    alone("failures('llama') # float64")
+    alone(__file__, "failures('llama') # float64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "left", "right"), [("llama", 2, 2), ("smollm2", 1, 4), ("qwen2", 4, 1)])
 def test_requests_move_between_submeshes(name: str, left: int, right: int):
-    alone(f"across({name!r}, 'float64', {left}, {right})")
+    alone(__file__, f"across({name!r}, 'float64', {left}, {right})")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
 def test_rows_that_draft_go_through_changes_of_layout(how: str):
-    alone(f"drafting_walk({how!r}, (1, 4, 2)) # float64")
+    alone(__file__, f"drafting_walk({how!r}, (1, 4, 2)) # float64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("left", "right"), [(2, 2), (1, 4)])
 def test_rows_that_draft_move_between_submeshes(left: int, right: int):
-    alone(f"across('smollm2', 'float64', {left}, {right}, DRAFTING)")
+    alone(__file__, f"across('smollm2', 'float64', {left}, {right}, DRAFTING)")
 
 
 @pytest.mark.slow
 def test_the_example_of_the_docs():
-    alone("example()")
+    alone(__file__, "example()")
 
 
 def test_a_degree_that_cannot_be_is_refused():
@@ -417,7 +378,4 @@ def test_a_degree_that_cannot_be_is_refused():
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    with jax.enable_x64("float64" in sys.argv[1]):
-        exec(sys.argv[1])
+    call(globals())

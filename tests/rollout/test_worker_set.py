@@ -1,24 +1,22 @@
 """Several workers on real (virtual) devices: weights, memory, and tokens that do not depend on who draws them.
 
-What moves or switches in the middle of a batch runs in a process of its own (this file, called with what to do): a
-layout change that XLA cannot compile aborts the process on some versions.
+What moves or switches in the middle of a batch runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from own_process import alone, call
 from small_models import model_of, requests, weights_of
 
 from jaxrl.rollout import worker_set as module
@@ -53,9 +51,8 @@ def worker_set(
     mesh, config = make_mesh(devices[rollout]), replace(SIZES, **({"max_tp": max(degrees)} | sizes))
     params = jax.device_put(weights_of(name, "float64"), train_shardings(model, make_mesh(devices[train])))
     parts = submeshes(mesh, len(degrees))
-    return WorkerSet(
-        mesh, [MeshExecutor(model, Layout(part, tp), config) for part, tp in zip(parts, degrees, strict=True)]
-    ), params
+    executors = [MeshExecutor(model, Layout(part, tp), config) for part, tp in zip(parts, degrees, strict=True)]
+    return WorkerSet(mesh, executors), params
 
 
 def started(workers: WorkerSet, params: Any) -> LocalWorkers:
@@ -144,10 +141,8 @@ def test_weights_of_the_next_round_wait_beside_those_in_use(x64: None):
     assert not workers.is_buffered
     assert [executor.policy_version for executor in workers.executors] == [4, 4]
     for executor, values in zip(workers.executors, expected, strict=True):
-        assert all(
-            leaf.sharding.device_set == set(executor.layout.mesh.devices.flat)
-            for leaf in jax.tree.leaves(executor._params)
-        )
+        own = set(executor.layout.mesh.devices.flat)
+        assert all(leaf.sharding.device_set == own for leaf in jax.tree.leaves(executor._params))
         jax.tree.map(np.testing.assert_array_equal, executor._params, values)
     assert right.has_weights
     workers.buffer_weights(params, 5)
@@ -331,9 +326,8 @@ def moved(name: str, degrees: tuple[int, ...], how: How) -> None:
         for due, source, target in ((6, 0, last), (14, last, 0)):
             if plan == due:
                 live = set(workers.unfinished())
-                moves.append(
-                    workers.move([i for i in workers.engines[source].unfinished() if i in live][::2], target, how)
-                )
+                moved = [i for i in workers.engines[source].unfinished() if i in live][::2]
+                moves.append(workers.move(moved, target, how))
         if plan == 20:
             moves.append(workers.close(last, how))
             assert not workers.engines[last].unfinished()
@@ -354,17 +348,12 @@ def failures(name: str) -> None:
     expected = run(house(name, (1,), max_tp=4)[0], asked)
     workers, executors = house(name, (2, 2), max_tp=4)
     left = workers.engines[0]
-    working = kv_migration.migrate
-
-    def breaks(*_: Any, **__: Any) -> Any:
-        raise MemoryError("no room")
+    broken = mock.patch.object(kv_migration, "migrate", side_effect=MemoryError("no room"))
 
     def at(plan: int) -> None:
         if plan == 8:
-            kv_migration.migrate = breaks
-            with pytest.raises(SwitchFailed, match="its requests will be recomputed") as raised:
+            with broken, pytest.raises(SwitchFailed, match="its requests will be recomputed") as raised:
                 left.switch(4)
-            kv_migration.migrate = working
             assert raised.value.is_usable
             assert executors.executors[0].tp == 2
 
@@ -375,27 +364,11 @@ def failures(name: str) -> None:
         workers.step()
     workers.settle()
     executors.executors[1].drop_weights()
-    kv_migration.migrate = breaks
-    with pytest.raises(
-        SwitchFailed, match=r"so did the way back .*no other worker has the weights of version 3"
-    ) as raised:
+    words = r"so did the way back .*no other worker has the weights of version 3"
+    with broken, pytest.raises(SwitchFailed, match=words) as raised:
         left.switch(4)
     assert not raised.value.is_usable
     assert executors.executors[1].tp == 2
-
-
-def alone(call: str) -> None:
-    """Runs a call of this file in a process of its own."""
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
-    done = subprocess.run(
-        [sys.executable, __file__, call],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, f"{call}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    print(done.stdout)
 
 
 # ---------------------------------------------------------------- tests
@@ -411,42 +384,39 @@ def test_two_single_devices_draw_what_one_draws(x64: None):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("smollm2", 2), ("qwen2", 2)])
 def test_two_and_four_workers_draw_what_one_draws(name: str, tp: int):
-    alone(f"plain({name!r}, ({tp},), ({tp},) * 2, ({tp},) * 4)")
+    alone(__file__, f"plain({name!r}, ({tp},), ({tp},) * 2, ({tp},) * 4) # float64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_under_preemption(tp: int):
-    alone(f"plain('smollm2', ({tp},), ({tp},) * 2, ({tp},) * 4, **TIGHT)")
+    alone(__file__, f"plain('smollm2', ({tp},), ({tp},) * 2, ({tp},) * 4, **TIGHT) # float64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 1, 1, 2)])
 def test_with_requests_that_end_early_and_go_on(degrees: tuple[int, ...]):
-    alone(f"aborted('llama', {degrees})")
+    alone(__file__, f"aborted('llama', {degrees}) # float64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 4)])
 def test_with_layouts_that_change(degrees: tuple[int, ...], how: str):
-    alone(f"switched('smollm2', {degrees}, {how!r})")
+    alone(__file__, f"switched('smollm2', {degrees}, {how!r}) # float64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
 @pytest.mark.parametrize(("name", "degrees"), [("llama", (2, 2)), ("smollm2", (1, 4)), ("llama", (1, 1, 2, 2))])
 def test_with_requests_that_move(name: str, degrees: tuple[int, ...], how: str):
-    alone(f"moved({name!r}, {degrees}, {how!r})")
+    alone(__file__, f"moved({name!r}, {degrees}, {how!r}) # float64")
 
 
 @pytest.mark.slow
 def test_with_a_switch_that_fails():
-    alone("failures('llama')")
+    alone(__file__, "failures('llama') # float64")
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    with jax.enable_x64(True):
-        exec(sys.argv[1])
+    call(globals())

@@ -167,10 +167,13 @@ def test_layouts_adapt_on_every_host_as_in_one_process():
     assert found == expected
 
 
-def test_a_board_says_when_nothing_will_ever_come():
-    class Asleep:
-        process, next_ns = 1, None
+class Asleep:
+    """A host that has nothing to do."""
 
+    process, next_ns = 1, None
+
+
+def test_a_board_says_when_nothing_will_ever_come():
     hosts: Any = [Asleep()]
     store = SimulatedStore(hosts, SimulatedClock(), HostTimes(1, 1, 1), False, lambda: None)
     with pytest.raises(RuntimeError, match="host 1 is waited for, and no host has anything to do"):
@@ -181,9 +184,6 @@ def test_a_board_says_when_nothing_will_ever_come():
 
 
 def test_a_value_is_there_when_it_has_come():
-    class Asleep:
-        process, next_ns = 1, None
-
     clock = SimulatedClock()
     hosts: Any = [Asleep()]
     store = SimulatedStore(hosts, clock, HostTimes(latency_ns=500, call_ns=10, event_ns=0), False, lambda: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
     CancelScore,
+    Event,
     Launch,
     SampleAborted,
     SampleFinished,
@@ -42,14 +43,19 @@ from jaxrl.sim.workload import ModelledWorkload, Workload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 
+def play_round(machine: Machine, prompts: Sequence[Prompt] = (prompt(0), prompt(1))) -> list[Event]:
+    """A round of two samples for each prompt."""
+    machine.backend.enter_rollout(0)
+    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50, stop_token_ids=(STOP,)))
+    return play(Round(prompts, 2), machine.backend)
+
+
 def test_a_tiny_round_by_hand():
     """Plan 0 prefills (10 s), which samples each first token, and decodes two steps: until 12. Plan 1, submitted at 0,
     runs two more until 14; plan 2, submitted at 12 when the host has seen plan 0, one until 15. The one reward worker
     starts at 12, as soon as the first response has been told."""
     machine = Machine(TINY)
-    machine.backend.enter_rollout(0)
-    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50, stop_token_ids=(STOP,)))
-    events = play(Round([prompt(0), prompt(1)], 2), machine.backend)
+    events = play_round(machine)
     assert told(events) == [
         (12.0, "finished", key(0, 0)),
         (12.0, "finished", key(1, 0)),
@@ -70,9 +76,7 @@ def test_a_tiny_round_by_hand():
 
 def test_two_reward_workers_score_side_by_side():
     machine = Machine(TINY, workers=2)
-    machine.backend.enter_rollout(0)
-    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
-    verdicts = [each for each in told(play(Round([prompt(0), prompt(1)], 2), machine.backend)) if each[1] == "verdict"]
+    verdicts = [each for each in told(play_round(machine)) if each[1] == "verdict"]
     # the second worker is done at 13, and its verdict waits for the first one's; the third starts at 14 on it
     assert [(at, of) for at, _, of in verdicts] == [
         (15.0, key(0, 0)),
@@ -86,20 +90,13 @@ def test_two_reward_workers_score_side_by_side():
 def test_the_host_works_beside_the_devices():
     """With half a second of host work per plan everything begins half a second later, and no plan waits for it again:
     plan 1 is submitted at 1.0, while plan 0 runs from 0.5 to 12.5."""
-    machine = Machine(TINY, host_s=0.5)
-    machine.backend.enter_rollout(0)
-    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
-    finished = [
-        each[0] for each in told(play(Round([prompt(0), prompt(1)], 2), machine.backend)) if each[1] == "finished"
-    ]
+    finished = [each[0] for each in told(play_round(Machine(TINY, host_s=0.5))) if each[1] == "finished"]
     assert finished == [12.5, 12.5, 14.5, 15.5]
 
 
 def test_scoring_that_reaches_the_limit_is_a_time_out():
     machine = Machine(TINY, timeout_s=3.0)
-    machine.backend.enter_rollout(0)
-    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
-    events = play(Round([prompt(0), prompt(1)], 2), machine.backend)
+    events = play_round(machine)
     verdicts = {event.key: event for event in events if isinstance(event, Verdict)}
     assert {of: event.status for of, event in verdicts.items()} == {
         key(0, 0): "timeout",
@@ -113,10 +110,8 @@ def test_scoring_that_reaches_the_limit_is_a_time_out():
 
 def test_a_length_that_is_not_known_is_an_error():
     machine = Machine(known({key(0, 0): 3}))
-    machine.backend.enter_rollout(0)
-    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=50))
     with pytest.raises(ValueError, match=r"sample_index=1.*no length is recorded"):
-        play(Round([prompt(0)], 2), machine.backend)
+        play_round(machine, [prompt(0)])
 
 
 # ---------------------------------------------------------------- commands of other rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import bench_attention
@@ -41,15 +42,14 @@ def test_rows_stand_at_their_context_in_the_middle_of_the_timed_steps(monkeypatc
     case = at_context.PlacedCase(setting, params, 3, 200, "float32")
     written: list[int] = []
     tables: list[tuple[int, ...]] = []
-    ended = case._end
 
     def look() -> None:
         batcher = case._engine.batcher
         for request_id in case._engine.unfinished():
             progress = batcher.progress(request_id)
             written.append(progress.num_prompt + progress.num_tokens - 1)  # of plans that were collected
-            tables.append((batcher.progress(request_id).group, *batcher.blocks.table(request_id)))
-        ended()
+            tables.append((progress.group, *batcher.blocks.table(request_id)))
+        at_context.PlacedCase._end(case)
 
     monkeypatch.setattr(case, "_end", look)
     free = [case._engine.batcher.blocks.num_free(group) for group in range(2)]
@@ -71,12 +71,11 @@ def test_placed_rows_read_the_random_pool(monkeypatch):
     setting, params = placed(100)
     case = at_context.PlacedCase(setting, params, 2, 100, "float32")
     drawn: list[list[int]] = []
-    ended = case._end
 
     def look() -> None:
         progress = [case._engine.batcher.progress(i) for i in case._engine.unfinished()]
         drawn.append([token for each in progress for token in each.tokens])
-        ended()
+        at_context.PlacedCase._end(case)
 
     monkeypatch.setattr(case, "_end", look)
     case()
@@ -90,22 +89,12 @@ def test_placed_rows_read_the_random_pool(monkeypatch):
     case.close()
 
 
-def test_points_that_do_not_fit_are_left_out(monkeypatch):
+def test_points_that_do_not_fit_are_left_out():
     setting, _ = placed(4096)
     stats = {"bytes_limit": 10_000_000, "bytes_in_use": 1_000_000}
-
-    class Device:
-        platform = "gpu"
-
-        def memory_stats(self) -> dict[str, int]:
-            return stats
-
-    class Mesh:
-        size = 1
-        devices = np.array([Device()])
-
-    layout: Any = type("Layout", (), {"mesh": Mesh(), "tp": 1, "dp": 1})()
-    setting.layout = layout
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    mesh = SimpleNamespace(size=1, devices=np.array([device]))
+    setting.layout = SimpleNamespace(mesh=mesh, tp=1, dp=1)  # type: ignore[assignment]
     # tiny has 256 bytes of keys and values a token in float32
     assert at_context._misfit(setting, 4, 4096, "float32") is None
     reason = at_context._misfit(setting, 9, 4096, "float32")
@@ -162,19 +151,19 @@ def test_cases_of_packed_attention_compute_the_same(segments):
 
 def test_attention_says_what_it_leaves_out():
     nowhere = bench_attention.Place(named_shape("tiny"), on_gpu=False, interpret=False)
-    for make in (lambda: bench_attention._ours(nowhere), lambda: bench_attention._jax_paged(nowhere, 4, 1)):
-        with pytest.raises(bench_attention.LeftOut, match="GPUs alone"):
-            make()
-    with pytest.raises(bench_attention.LeftOut, match="one sample"):
-        bench_attention._rival("cudnn", "bfloat16", 2)
-    with pytest.raises(bench_attention.LeftOut, match="16 bits"):
-        bench_attention._rival("cudnn", "float32", 1)
+    for make, arguments, words in (
+        (bench_attention._ours, (nowhere,), "GPUs alone"),
+        (bench_attention._jax_paged, (nowhere, 4, 1), "GPUs alone"),
+        (bench_attention._rival, ("cudnn", "bfloat16", 2), "one sample"),
+        (bench_attention._rival, ("cudnn", "float32", 1), "16 bits"),
+    ):
+        with pytest.raises(bench_attention.LeftOut, match=words):
+            make(*arguments)
 
 
 def test_an_update_has_the_options_that_it_was_asked_for():
-    options = bench_train.parser().parse_args(
-        ["--rows", "4", "--microbatches", "2", "--chunk", "64", "--remat", "full"]
-    )
+    words = ["--rows", "4", "--microbatches", "2", "--chunk", "64", "--remat", "full"]
+    options = bench_train.parser().parse_args(words)
     spec = bench_train._spec(options, records.Model(shape="tiny"), "bfloat16")
     config = jax_cases.train_config(spec)
     assert config.actor.ppo_max_token_len_per_gpu == 4 * 192

@@ -205,11 +205,8 @@ def test_a_gpu_trace_counts_each_kernel_once():
     assert not found["of_a_loop"]
     in_graph = GPU_TRACE.replace('"MemcpyD2H" }', '"set_while_condition" }')
     assert profiles.summary(profiles.events(jax.profiler.ProfileData.from_text_proto(in_graph)))["of_a_loop"]
-    assert {name: each["launches"] for name, each in found["groups"].items()} == {
-        "products": 2,
-        "attention": 1,
-        "copies": 1,
-    }
+    launches = {name: each["launches"] for name, each in found["groups"].items()}
+    assert launches == {"products": 2, "attention": 1, "copies": 1}
     assert found["groups"]["products"]["seconds"] == pytest.approx(4e-6)
     assert found["top"][0] == {"name": "gemm_fusion_dot", "seconds": pytest.approx(4e-6), "launches": 2}
     text = profiles.table(found, per=2)
@@ -306,10 +303,8 @@ def test_trl_gets_the_options_that_it_knows():
 
     def made(beta: float, num_generations: int) -> None: ...
 
-    assert trl_case._known(made, {"beta": 0.0, "gone": 1, "num_generations": 4}) == (
-        {"beta": 0.0, "num_generations": 4},
-        ["gone"],
-    )
+    known, gone = trl_case._known(made, {"beta": 0.0, "gone": 1, "num_generations": 4})
+    assert (known, gone) == ({"beta": 0.0, "num_generations": 4}, ["gone"])
 
 
 def test_trl_steps_are_timed_between_its_callbacks_and_wait_for_requests():

@@ -68,11 +68,8 @@ def test_a_record_has_what_ran_where_and_when(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_trial_has_defaults_of_its_own_and_what_is_given_wins():
     assert [MADE_UP.parsed(["--quick"]).rows, MADE_UP.parsed(["--quick", "--rows", "6"]).rows] == [2, 6]
-    assert [MADE_UP.parsed(words).shape for words in (["--quick"], [], ["--model", "x"])] == [
-        "tiny",
-        "SmolLM2-135M",
-        "",
-    ]
+    shapes = [MADE_UP.parsed(words).shape for words in (["--quick"], [], ["--model", "x"])]
+    assert shapes == ["tiny", "SmolLM2-135M", ""]
 
 
 def test_a_broken_promise_is_a_status_and_the_figures_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import gpu_battery
 import numpy as np
 import pytest
+from ended import have_ended
 from gpu import check, figures, page, parts
 from gpu.cards import CARDS
 from gpu.figures import Bar, Figure
@@ -44,19 +44,9 @@ def run(out: Path, *found: Part, seconds: float = 60, again: tuple[str, ...] = (
     return one.statuses()
 
 
-def have_ended(pids: Path) -> bool:
-    """Whether the processes of a file have ended, or do within a few seconds: SIGKILL needs a moment."""
-
-    def is_alive(pid: str) -> bool:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        return False
-
-    until, named = time.monotonic() + 10, pids.read_text().split()
-    assert named
-    while any(map(is_alive, named)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(map(is_alive, named))
+def ended(pids: Path) -> bool:
+    named = list(map(int, pids.read_text().split()))
+    return bool(named) and have_ended(named)
 
 
 # -- the frame ---------------------------------------------------------------------------------------------------------
@@ -67,12 +57,9 @@ def test_a_part_that_fails_leaves_its_log_and_stops_no_other(tmp_path: Path):
     assert run(tmp_path, broken, part("good")) == {"broken": "failed", "good": "passed"}
     assert "before\nwhat was wrong" in (tmp_path / "log.txt").read_text()
     found = read(tmp_path)
-    assert [(each["part"], each["bench"]) for each in found] == [
-        ("broken", "x"),  # what it had measured before
-        ("broken", "part"),
-        ("good", "x"),
-        ("good", "part"),
-    ]
+    # of what is broken also what it had measured before
+    expected = [(name, bench) for name in ("broken", "good") for bench in ("x", "part")]
+    assert [(each["part"], each["bench"]) for each in found] == expected
     ended = found[1]
     assert (ended["exit_status"], ended["device"], ended["commit"]) == (1, CARD, "c0ffee")
     assert str(tmp_path) not in json.dumps(found), "records hold no path of the machine"
@@ -110,7 +97,7 @@ def test_a_limit_ends_the_whole_group(tmp_path: Path, seconds: float, minutes_s:
     one = battery(tmp_path, stubborn(pids, seconds), part("after", seconds=1.4), grace_s=0.1, reserve_s=0)
     one.run(one.parts, minutes_s)
     assert one.statuses()["stubborn"] == status
-    assert have_ended(pids)
+    assert ended(pids)
     if status == "cut off":
         assert [each.name for each in one.waiting()] == ["stubborn", "after"], "it comes as if it had never run"
     else:
@@ -126,7 +113,7 @@ def test_what_a_part_leaves_behind_ends_with_it(tmp_path: Path):
     pids = tmp_path / "pids"
     orphan = part("orphan", f"open('{pids}', 'w').write(str(subprocess.Popen(['sleep', '300']).pid))")
     assert run(tmp_path, orphan) == {"orphan": "passed"}
-    assert have_ended(pids)
+    assert ended(pids)
 
 
 def test_a_signal_to_the_battery_ends_its_part_and_is_noted(tmp_path: Path):
@@ -147,7 +134,7 @@ def test_a_signal_to_the_battery_ends_its_part_and_is_noted(tmp_path: Path):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
-    assert have_ended(pids)
+    assert ended(pids)
     assert [each["status"] for each in read(out)] == ["cut off"]
 
 
@@ -318,14 +305,9 @@ def test_tests_marked_gpu_pass_with_their_kernels_as_plain_jax(folder: str, chos
     """Nothing but the device is missing; the others of the rollout take minutes (`-m gpu --interpret`)."""
     file = ROOT / "tests" / folder / "test_gpu.py"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--interpret", str(file), "-k", chosen]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command += ["-p", "no:cacheprovider"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
     assert "skipped" not in done.stdout

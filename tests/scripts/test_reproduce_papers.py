@@ -26,12 +26,8 @@ FOLDER = ROOT / "docs" / "reproductions"
 
 def test_only_pages_read_what_the_papers_methods_reached():
     for file in sorted((ROOT / "scripts" / "papers").glob("*.py")):
-        names = {
-            alias.name
-            for node in ast.walk(ast.parse(file.read_text()))
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        }
+        imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in imports for alias in node.names}
         assert ("REPORTED" in names) == (file.stem == "pages" or file.stem.endswith("_page")), file.name
 
 
@@ -195,11 +191,8 @@ def test_what_differs_in_the_stream_alone_is_run_together():
     assert len({case.title for case in cases}) == len(cases)
     assert STREAM_FREED["w/o"] == STREAM_BASE
     rows = list(below_tail_batching("rollpacker.32b").values())
-    assert [(row.score_when, row.planner, row.stream) for row in rows] == [
-        ("sample", False, "off"),
-        ("sample", True, "off"),
-        ("sample", True, "adaptive"),
-    ]
+    added = [("sample", False, "off"), ("sample", True, "off"), ("sample", True, "adaptive")]
+    assert [(row.score_when, row.planner, row.stream) for row in rows] == added
     whole = list(whole_rows("rollpacker.32b").values())
     assert [replace(row, timeout="whole", anchors="learnt", judge="workers") for row in whole] == rows
     assert {(row.timeout, row.anchors, row.judge) for row in whole} == {("adaptive", "rows", "devices")}
@@ -220,12 +213,6 @@ def test_speedups_are_held_against_what_is_above_one():
 def test_figures_are_means_over_seeds_with_their_spread():
     assert tables.shown([1.0, 1.5, 2.0]) == "1.50 ± 0.50"
     assert tables.shown([1.5]) == "1.50 (one seed)", "which is no result"
-    assert tables.over_seeds([1.4, 1.58], [1.4, 1.4], 1.4) == [
-        "1.49 ± 0.13",
-        "1.40 ± 0.00",
-        "1.40",
-        "+23% ± 32%",
-        "+0% ± 0%",
-        "yes",
-    ]
+    cells = ["1.49 ± 0.13", "1.40 ± 0.00", "1.40", "+23% ± 32%", "+0% ± 0%", "yes"]
+    assert tables.over_seeds([1.4, 1.58], [1.4, 1.4], 1.4) == cells
     assert reproduce_papers.parsed([]).seeds >= 5

@@ -11,14 +11,8 @@ def test_rooms() -> None:
 
 
 def counts(lines: int, of_lines: int, branches: int, of_branches: int) -> dict[str, dict[str, int]]:
-    return {
-        "summary": {
-            "covered_lines": lines,
-            "num_statements": of_lines,
-            "covered_branches": branches,
-            "num_branches": of_branches,
-        }
-    }
+    found = {"covered_lines": lines, "num_statements": of_lines, "covered_branches": branches}
+    return {"summary": found | {"num_branches": of_branches}}
 
 
 def test_a_room_is_the_sum_of_its_files() -> None:

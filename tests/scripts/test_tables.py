@@ -147,14 +147,8 @@ def of_attention() -> dict[str, Any]:
     return {"cases": cases, "ratios": ratios}
 
 
-MADE = {
-    "ceilings": of_ceilings,
-    "decode-1.5b": of_rows_at_context,
-    "train": of_train,
-    "step": of_step,
-    "sync": of_sync,
-    "attention": of_attention,
-}
+MADE = {"ceilings": of_ceilings, "decode-1.5b": of_rows_at_context, "train": of_train, "step": of_step}
+MADE |= {"sync": of_sync, "attention": of_attention}
 NOT_HERE = {("train", "mfu_datasheet"), ("attention", "speed"), ("attention", "both")}
 """Of figures of other cards, or beside what a card alone runs."""
 
@@ -195,22 +189,14 @@ def test_decoding_beside_transformers():
 def test_steps_with_gradients_beside_the_rollout():
     phases = {"timing_s/step": 6.0, "timing_s/gen": 4.0, "timing_s/update_actor": 1.0}
     found = {"update_s": 1.0, "hidden_s": 2.0, "hidden_share": 2 / 3, "streamed_share": 0.5, "beside_s": 1.5}
-    results = bench_stream._results(
-        {"plain": summary(seconds=9.0, **phases, **found), "stream": summary(seconds=6.0, **phases, **found)}
-    )
+    taken = {"plain": 9.0, "stream": 6.0}
+    results = bench_stream._results({name: summary(seconds=s, **phases, **found) for name, s in taken.items()})
     assert (results["speed"], results["cases"][1]["sum_s"]) == (1.5, 7.0)
 
 
 def test_seconds_beside_each_other_are_read_from_the_timeline():
     """Two parts of gradients; plans of two workers, which overlap and count once; other spans do not count."""
-    spans = [
-        ("plan", 0, 10),
-        ("plan", 5, 20),
-        ("plan", 30, 40),
-        ("part 1", 8, 12),
-        ("part 2", 18, 35),
-        ("gen", 0, 99),
-    ]
+    spans = [("plan", 0, 10), ("plan", 5, 20), ("plan", 30, 40), ("part 1", 8, 12), ("part 2", 18, 35), ("gen", 0, 99)]
     events = [{"ph": "X", "name": name, "ts": 1e6 * a, "dur": 1e6 * (b - a)} for name, a, b in spans]
     events += [{"ph": "C", "name": "plan", "ts": 0, "args": {}}]
     lines = "[\n" + "".join(json.dumps(event) + ",\n" for event in events)

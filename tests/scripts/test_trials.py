@@ -65,11 +65,8 @@ def sync(cases: Cases) -> None:
 @pytest.mark.parametrize(
     ("look", "words"),
     [
-        (decode, ""),
-        (judge, ""),
-        (rules, ""),
+        *((look, "") for look in (decode, judge, rules, stream)),
         (speculation, "--acceptance 1 --new 40"),
-        (stream, ""),
         (sync, "--dtypes bfloat16 --devices 2 --workers 1 2"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

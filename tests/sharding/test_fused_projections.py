@@ -16,11 +16,7 @@ from jaxrl.sharding.reshard import rollout_to_rollout
 MODELS = [  # 9/3 is padded to 12/4
     uneven(*heads, num_layers=2) for heads in ((12, 4, "qwen2"), (9, 3, "llama"), (8, 4, "qwen3"))
 ]
-CASES = [
-    pytest.param(config, tp, id=f"{config.family}-{tp}", marks=[] if i == j else pytest.mark.slow)
-    for i, config in enumerate(MODELS)
-    for j, tp in enumerate((1, 2, 4))
-]
+CASES = [pytest.param(config, tp, id=config.family) for config, tp in zip(MODELS, (1, 2, 4), strict=True)]
 
 
 def converted(config, layout, **form):

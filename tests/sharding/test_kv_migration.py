@@ -1,7 +1,6 @@
 """Live KV between layouts: attention over it is what it was before.
 
-Transitions run in processes of their own (this file, called with what to do): a layout change that XLA cannot compile
-aborts the process on some versions, and must not take the other tests along.
+Transitions run in processes of their own.
 
 A walk decodes for a few requests with random queries, keys and values: at each layout every request writes one position
 and attends, through `kv_cache.attend`; a plain computation over all that it ever wrote gives the expected result.
@@ -10,10 +9,7 @@ and attends, through `kv_cache.attend`; a plain computation over all that it eve
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from live_arrays import Watched, live_bytes
+from own_process import alone, call
 
 from jaxrl.kernels.attention import choose_paged
 from jaxrl.rollout import kv_cache
@@ -125,18 +122,11 @@ class Walk:
             self.blocks.free(request_id)
 
     def live(self) -> list[LiveBlocks]:
-        return [
-            LiveBlocks(
-                request_id,
-                request["group"],
-                self.blocks.table(request_id),
-                request["written"].shape[2],
-                request["written"].shape[2] + 1,
-                request["share"],
-                PROMPT_LENS[request["share"]],
-            )
-            for request_id, request in self.requests.items()
-        ]
+        found = []
+        for request_id, request in self.requests.items():
+            count, share, table = request["written"].shape[2], request["share"], self.blocks.table(request_id)
+            found.append(LiveBlocks(request_id, request["group"], table, count, count + 1, share, PROMPT_LENS[share]))
+        return found
 
     def groups(self, dp: int) -> list[list[int]]:
         rows: list[list[LiveRow]] = [[] for _ in range(self.layout.dp)]
@@ -273,53 +263,41 @@ def memory(before: int, after: int) -> None:
     assert 0 < extra <= report.peak_extra_bytes <= extra + max(watched.temporaries) <= 24 << 10
 
 
-def alone(call: str) -> str:
-    """Runs a call of this file in a process of its own; returns what it wrote on stderr."""
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
-    environment = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "0"}
-    done = subprocess.run(
-        [sys.executable, __file__, call], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{call}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    assert "rematerialization" not in done.stderr, done.stderr
-    return done.stderr
-
-
 # ---------------------------------------------------------------- tests
 
 
 def test_a_chain_up_and_down_and_between_submeshes():
-    alone(f"walk({CHAIN}, 'smollm2', 'float64'); across(1, 2, 'llama', 'float64')")
+    alone(__file__, f"walk({CHAIN}, 'smollm2', 'float64'); across(1, 2, 'llama', 'float64')")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [*itertools.permutations((1, 2, 4, 8), 2)])
 def test_every_transition(pair):
-    calls = [f"walk({pair}, {model!r}, {dtype!r})" for model in MODELS for dtype in ("float64", "float32")]
-    alone("; ".join(calls))
+    walks = (f"walk({pair}, {model!r}, {dtype!r})" for model in MODELS for dtype in ("float64", "float32"))
+    alone(__file__, "; ".join(walks))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_the_chain_of_other_models(model):
-    alone(f"walk({CHAIN}, {model!r}, 'float64'); walk({CHAIN}, {model!r}, 'float32')")
+    alone(__file__, f"walk({CHAIN}, {model!r}, 'float64'); walk({CHAIN}, {model!r}, 'float32')")
 
 
 @pytest.mark.slow
 def test_programs():
-    alone("; ".join(f"programs({model!r})" for model in MODELS))
+    alone(__file__, "; ".join(f"programs({model!r})" for model in MODELS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [(1, 4), (4, 1), (2, 2), (4, 2), (2, 4)])
 def test_between_submeshes_of_other_layouts(pair):
-    alone("; ".join(f"across(*{pair}, {model!r}, 'float32')" for model in MODELS))
+    alone(__file__, "; ".join(f"across(*{pair}, {model!r}, 'float32')" for model in MODELS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [(1, 4), (4, 1)])
 def test_memory_stays_within_the_bound(pair):
-    alone(f"memory(*{pair})")
+    alone(__file__, f"memory(*{pair})")
 
 
 def test_compiled_ahead_there_is_nothing_left_to_compile():
@@ -337,9 +315,8 @@ def test_compiled_ahead_there_is_nothing_left_to_compile():
         for home in range(4):  # each sends its first blocks to the next
             next_home = (home + 1) % 4
             around[0, home, next_home] = around[1, next_home, home] = np.arange(1, guests + 1)
-        pool, report = migrate(
-            pool, layout, layout, (sources, sources + 3, around[0], around[1] + 15 * (around[1] > 0)), 30
-        )
+        lanes = (sources, sources + 3, around[0], around[1] + 15 * (around[1] > 0))
+        pool, report = migrate(pool, layout, layout, lanes, 30)
         assert (report.num_blocks, report.num_chunks) == (4 * (size + guests), 1)
         assert (report.moved_bytes == 0) == (guests == 0)
         assert pool[1][0].shape == (4, 2, 30, 4, 4)
@@ -386,15 +363,11 @@ def test_what_does_not_fit_is_refused():
     refuses(r"max_extra_bytes \(0\) must be at least 1", max_extra_bytes=0)
     half = Layout(make_mesh(jax.devices()[:4]), 2)
     refuses(r"the layouts are of two meshes", layouts=(before, half))
-    with pytest.raises(ValueError, match=r"meshes of equal shape without a common device, and have 4"):
-        migrate_across(pool, before, half, (ok, ok, none, none), 9)
-    with pytest.raises(ValueError, match=r"meshes of equal shape without a common device, and have 8"):
-        migrate_across(pool, before, after, (ok, ok, none, none), 9)
+    for target, common in ((half, 4), (after, 8)):
+        with pytest.raises(ValueError, match=rf"meshes of equal shape without a common device, and have {common}"):
+            migrate_across(pool, before, target, (ok, ok, none, none), 9)
     assert not any(array.is_deleted() for array in jax.tree.leaves(pool))
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    with jax.enable_x64("float64" in sys.argv[1]):
-        exec(sys.argv[1])
+    call(globals())

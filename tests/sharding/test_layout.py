@@ -32,14 +32,7 @@ def test_eight_devices_factor_into_twos():
 
 @pytest.mark.parametrize(
     ("count", "shape", "degrees"),
-    [
-        (1, (1,), (1,)),
-        (2, (2,), (1, 2)),
-        (3, (3,), (1, 3)),
-        (4, (2, 2), (1, 2, 4)),
-        (6, (3, 2), (1, 2, 6)),
-        (7, (7,), (1, 7)),
-    ],
+    [(1, (1,), (1,)), (3, (3,), (1, 3)), (4, (2, 2), (1, 2, 4)), (6, (3, 2), (1, 2, 6))],
 )
 def test_other_counts_factor_into_primes(count, shape, degrees):
     mesh = make_mesh(jax.devices()[:count])
@@ -67,23 +60,14 @@ def test_one_device():
 
 
 def test_degrees_that_the_mesh_lacks_are_refused():
-    with pytest.raises(ValueError, match=r"rollout.layout: tp \(3\) on 8 devices must be one of 1, 2, 4, 8"):
-        Layout(make_mesh(), 3)
     with pytest.raises(ValueError, match=r"rollout.layout: tp \(3\) on 6 devices must be one of 1, 2, 6"):
         Layout(make_mesh(jax.devices()[:6]), 3)
 
 
 def test_kv_heads_take_the_longest_prefix_that_divides():
     layout = Layout(make_mesh(), 8)
-    assert [layout.kv_axes(k) for k in (1, 2, 3, 4, 6, 8, 16)] == [
-        (),
-        ("x0",),
-        (),
-        ("x0", "x1"),
-        ("x0",),
-        ("x0", "x1", "x2"),
-        ("x0", "x1", "x2"),
-    ]
+    prefixes = [(), ("x0",), (), ("x0", "x1"), ("x0",), ("x0", "x1", "x2"), ("x0", "x1", "x2")]
+    assert [layout.kv_axes(k) for k in (1, 2, 3, 4, 6, 8, 16)] == prefixes
 
 
 def test_spec_words():
@@ -126,7 +110,10 @@ def test_the_layouts_of_submeshes_are_the_dp_groups_of_the_whole(count):
     for num in range(1, count + 1):
         possible = [int(np.prod(factors[::-1][:cut])) for cut in range(len(factors) + 1)]
         if num not in possible:
-            with pytest.raises(ValueError, match=rf"rollout.num_workers \({num}\) must cut a mesh of {count} devices"):
+            into = (
+                f"must cut a mesh of {count} devices along its major axes, into one of {', '.join(map(str, possible))} "
+            )
+            with pytest.raises(ValueError, match=rf"rollout.num_workers \({num}\) {into}"):
                 submeshes(mesh, num)
             continue
         parts = submeshes(mesh, num)
@@ -138,12 +125,3 @@ def test_the_layouts_of_submeshes_are_the_dp_groups_of_the_whole(count):
         for tp in tp_degrees(parts[0]):
             together = [group for part in parts for group in groups_of(Layout(part, tp))]
             assert together == groups_of(Layout(mesh, tp))
-
-
-def test_a_mesh_that_cannot_be_cut_into_so_many():
-    assert [part.devices.shape for part in submeshes(make_mesh(jax.devices()[:6]), 3)] == [(2,)] * 3
-    sentence = (
-        r"rollout.num_workers \(2\) must cut a mesh of 6 devices along its major axes, into one of 1, 3, 6 workers"
-    )
-    with pytest.raises(ValueError, match=sentence):
-        submeshes(make_mesh(jax.devices()[:6]), 2)

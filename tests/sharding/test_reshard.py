@@ -45,10 +45,6 @@ def equal(actual, expected):
     ("model", "dtype", "features_first"),
     [
         ((9, 3, "llama"), "float64", True),
-        pytest.param((9, 3, "llama"), "float32", False, marks=pytest.mark.slow),
-        pytest.param((8, 4, "llama"), "float64", False, marks=pytest.mark.slow),
-        pytest.param((8, 4, "llama"), "float32", True, marks=pytest.mark.slow),
-        pytest.param((14, 2, "qwen2"), "float64", True, marks=pytest.mark.slow),
         pytest.param((14, 2, "qwen2"), "float32", False, marks=pytest.mark.slow),
     ],
 )
@@ -272,14 +268,17 @@ def test_a_way_through_the_host_would_be_seen():
     assert array._npy_value is not None
 
 
-@pytest.mark.parametrize(("sizes", "tp"), [((4, 2), 2), ((2, 4), 2), ((4, 1), 1), ((4, 2), 1), ((1, 4), 4)])
+@pytest.mark.parametrize(
+    ("sizes", "tp"), [((4, 2), 2), ((2, 4), 2), ((4, 1), 1), ((4, 2), 1), ((1, 4), 4), ((3, 1), 1)]
+)
 def test_disjoint_devices_of_unequal_number(sizes, tp):
+    """An axis of size 1 splits nothing, whatever the other mesh calls its axes."""
     meshes = [make_mesh(jax.devices()[: sizes[0]]), make_mesh(jax.devices()[8 - sizes[1] :])]
-    array = on(meshes[0], sizes[0], "tp")
+    array = on(meshes[0], sizes[0], "tp", shape=(12, 12))
     target = Layout(meshes[1], tp).sharding(None, "tp")
     moved, _ = reshard(array, target, keep=True)
     assert array._npy_value is None, "a host copy was made"
-    np.testing.assert_array_equal(moved, np.arange(512).reshape(16, 32))
+    np.testing.assert_array_equal(moved, np.arange(144).reshape(12, 12))
     assert moved.sharding.is_equivalent_to(target, 2)
 
 
@@ -317,18 +316,6 @@ def test_sets_that_overlap_are_refused():
     assert not array.is_deleted()
 
 
-@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (3, 1), (1, 4), (4, 2), (2, 4)])
-def test_meshes_of_other_sizes_that_are_nested(there: int, here: int):
-    """An axis of size 1 splits nothing, whatever the other mesh calls its axes."""
-    left, right = make_mesh(jax.devices()[:there]), make_mesh(jax.devices()[4 : 4 + here])
-    expected = np.arange(144.0).reshape(12, 12)
-    array = jax.device_put(expected.astype(np.float32), Layout(left, there).sharding("tp"))
-    target = Layout(right, here).sharding(None, "tp")
-    moved, _ = reshard(array, target, keep=True)
-    assert moved.sharding.is_equivalent_to(target, 2)
-    np.testing.assert_array_equal(moved, expected)
-
-
 def test_meshes_without_a_common_spec_are_refused():
     left, right = make_mesh(jax.devices()[:3]), make_mesh(jax.devices()[4:8])
     array = jax.device_put(np.zeros((12, 12), np.float32), Layout(left, 3).sharding("tp"))
@@ -339,21 +326,18 @@ def test_meshes_without_a_common_spec_are_refused():
 def test_what_is_no_array_or_no_sharding_is_refused():
     mesh = make_mesh()
     layout, array = Layout(mesh, 2), on(mesh, 8, "tp")
-    with pytest.raises(ValueError, match=r"\['a'\] is ndarray, not an array on devices"):
-        reshard({"a": np.zeros(8)}, layout.sharding())
-    with pytest.raises(ValueError, match=r"must be made of NamedSharding, found 3"):
-        reshard({"a": array}, {"a": 3})
-    with pytest.raises(ValueError, match=r"the target must be a tree of shardings like the tree of arrays"):
-        reshard({"a": array}, {"b": layout.sharding()})
-    with pytest.raises(ValueError, match=r"with a Layout as target, dims must say what splits each array"):
-        reshard(array, layout)
-    with pytest.raises(ValueError, match=r"dims goes with a Layout"):
-        reshard(array, layout.sharding(), dims=("tp",))
-    with pytest.raises(ValueError, match=r"max_extra_bytes \(0\) must be at least 1"):
-        reshard(array, layout.sharding(), max_extra_bytes=0)
-    single = jax.device_put(np.zeros((8, 8), np.float32), jax.devices()[0])
-    with pytest.raises(ValueError, match=r"only named shardings can be moved between"):
-        reshard(single, layout.sharding("tp"))
+    single, whole = jax.device_put(np.zeros((8, 8), np.float32), jax.devices()[0]), layout.sharding()
+    for tree, target, options, words in (
+        ({"a": np.zeros(8)}, whole, {}, r"\['a'\] is ndarray, not an array on devices"),
+        ({"a": array}, {"a": 3}, {}, r"must be made of NamedSharding, found 3"),
+        ({"a": array}, {"b": whole}, {}, r"the target must be a tree of shardings like the tree of arrays"),
+        (array, layout, {}, r"with a Layout as target, dims must say what splits each array"),
+        (array, whole, {"dims": ("tp",)}, r"dims goes with a Layout"),
+        (array, whole, {"max_extra_bytes": 0}, r"max_extra_bytes \(0\) must be at least 1"),
+        (single, layout.sharding("tp"), {}, r"only named shardings can be moved between"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            reshard(tree, target, **options)
 
 
 def test_weights_of_another_layout_are_refused():

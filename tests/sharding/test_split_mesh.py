@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from live_arrays import bytes_on
+from uneven_models import normal_params, placed, uneven
 
-from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
 from jaxrl.sharding.split_mesh import Half
 
-MODEL = ModelConfig(
-    family="qwen2",
-    vocab_size=72,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,  # over four of eight devices
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=False,
-)
+MODEL = uneven(4, 2, "qwen2", vocab_size=72, hidden_size=32, intermediate_size=48)  # heads over four of eight devices
 
 
 def mesh_of(count: int) -> Mesh:
     return make_mesh(jax.devices()[:count])
 
 
-def made(shardings: Any) -> Any:
-    """Every weight with numbers of its own, in its place."""
-    shapes, number = MODEL.weights(), iter(range(1000))
-
-    def one(weight: Any, sharding: NamedSharding) -> jax.Array:
-        values = np.random.default_rng(next(number)).normal(size=weight.shape).astype(np.float32)
-        return jax.device_put(values, sharding)
-
-    return jax.tree.map(one, shapes, shardings, is_leaf=lambda x: hasattr(x, "dims"))
-
-
 @pytest.mark.parametrize(("count", "index"), [(2, 1), (4, 0), (8, 0), (8, 1)])
 def test_weights_go_to_a_half_and_come_back(count: int, index: int):
     half = Half(mesh_of(count), index)
     here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh)
-    params = made(here)
+    params = placed(normal_params(MODEL, "float32"), MODEL, half.whole)
     before = jax.tree.map(np.asarray, params)
     lent = half.lend(params, there)
     assert half.mesh.devices.ravel().tolist() == half.whole.devices.ravel().tolist()[index * count // 2 :][: count // 2]
@@ -76,7 +53,7 @@ def test_scalars_and_arrays_that_nothing_splits():
 def test_the_other_half_holds_nothing_more():
     half = Half(mesh_of(8), 0)
     here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh)
-    params = made(here)
+    params = placed(normal_params(MODEL, "float32"), MODEL, half.whole)
     other, own = half.other.devices.ravel().tolist(), half.mesh.devices.ravel().tolist()
     before = bytes_on(other), bytes_on(own)
     lent = half.lend(params, there)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from adaptive_runs import LARGE, config, requests, run
+from adaptive_runs import LARGE, TASK, config, requests, run
 from sim_machine import STOP, ConstantCost, sizes
+from simulated_runs import samples_of
 
 from jaxrl.commands.simulate import simulate
-from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config import ConfigError
 from jaxrl.record.layouts import read_layouts
-from jaxrl.record.state import load_state
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
@@ -137,9 +136,7 @@ def run_once(**layout: Any) -> Any:
 def test_a_run_that_switches_gains_time_and_changes_nothing_else():
     _, fixed, still, _ = run_once()
     _, adaptive, moved, saved = run_once(switch=True)
-    assert [(s.key, s.token_ids.tolist(), s.reward) for s in moved] == [
-        (s.key, s.token_ids.tolist(), s.reward) for s in still
-    ]
+    assert samples_of(moved) == samples_of(still)
     assert all(1 <= step["rollout/layout/switches"] <= 3 for step in adaptive.values())
     for step, measured in adaptive.items():
         assert measured["timing_s/gen"] < 0.9 * fixed[step]["timing_s/gen"]
@@ -172,13 +169,6 @@ def test_layouts_that_adapt_leave_rows_in_lockstep(layout: dict[str, Any]):
     assert batches[1] <= batches[0] + switches
 
 
-def test_what_history_says_is_part_of_a_checkpoint():
-    _, metrics, _, saved = run_once(switch=True, bound="expected")
-    _, again, _, _ = run(config(switch=True, bound="expected"), saved[2])
-    assert {step: again[step] for step in (3, 4)} == {step: metrics[step] for step in (3, 4)}
-    assert load_state(saved[2], "test")["layouts"]["lengths"]
-
-
 def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(tmp_path: Path):
     cost = CostModel(LARGE, H100)
     file = tmp_path / "profile.json"
@@ -208,25 +198,11 @@ def test_the_planner_chooses_where_rounds_start():
     assert rounds[first + 1][1] == 2 * rounds[first][1]
 
 
-def test_the_confident_planner_is_part_of_a_checkpoint():
-    tight = config(planner=True, planner_rule="confident")
-    tight = replace(tight, rollout=replace(tight.rollout, num_blocks=300, max_num_seqs=4))
-    _, metrics, _, saved = run(tight)
-    _, again, _, _ = run(tight, saved[2])
-    assert any(measured["rollout/preemptions"] > 0 for measured in metrics.values())
-    assert {step: again[step] for step in (3, 4)} == {step: metrics[step] for step in (3, 4)}
-
-
 def test_a_simulated_run_directory_shows_its_switches(tmp_path: Path):
-    values = {
-        "model": {"path": "Llama-3.1-8B"},
-        "data": {"task": "none", "train_batch_size": 4, "max_prompt_length": 100, "max_response_length": 4096},
-        "rollout": {"n": 8, "dtype": "bfloat16", "decode_steps": 64, "layout": {"switch": True, "profile": "modelled"}},
-        "actor": {"offload_optimizer": True, "ppo_max_token_len_per_gpu": 8192},
-        "trainer": {"total_training_steps": 2, "run_dir": str(tmp_path / "run"), "num_devices": 8},
-        "simulate": {"num_prompts": 100, "task": {"response": {"median": 400, "sigma": 1.2}}},
-    }
-    outcome = simulate(from_mapping(yaml.safe_load(yaml.safe_dump(values))), say=lambda _: None)
+    made = config(switch=True)
+    made = replace(made, data=replace(made.data, task="none"), simulate=replace(made.simulate, task=TASK))
+    trainer = replace(made.trainer, total_training_steps=2, run_dir=str(tmp_path / "run"))
+    outcome = simulate(replace(made, trainer=trainer), say=lambda _: None)
     rounds = read_layouts(tmp_path / "run-simulated")
     assert [(each["step"], each["source"]) for each in rounds] == [(1, "synthetic"), (2, "synthetic")]
     assert all(each["switches"] for each in rounds)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from keyword_options import with_options
 from simulate_options import TRAINING, config
 
-from jaxrl.config import ConfigError, from_mapping, to_mapping
+from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.config.hosts import HostsSection
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
@@ -31,6 +32,16 @@ from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import SampleKey
 
 
+def training(**options: Any) -> Config:
+    """With options of any section, as `section__option`."""
+    return with_options(yaml.safe_load(TRAINING), options)
+
+
+def written(folder: Path, profile: Profile) -> str:
+    (folder / "profile.json").write_text(json.dumps(profile.to_json()))
+    return str(folder / "profile.json")
+
+
 def test_how_many_hosts_and_devices():
     assert num_devices_of(with_simulated_hosts(config(num_hosts=4))) == 32, "eight of each"
     assert num_devices_of(with_simulated_hosts(config(num_hosts=4, num_devices=8))) == 8
@@ -46,7 +57,7 @@ def test_how_many_hosts_and_devices():
 def test_devices_and_blocks():
     plain = config()
     assert num_devices_of(plain) == 8
-    assert num_devices_of(from_mapping(yaml.safe_load(TRAINING) | {"trainer": {"num_devices": 4}})) == 4
+    assert num_devices_of(training(trainer__num_devices=4)) == 4
     cost, _ = cost_model(plain)
     sizes = machine_sizes(plain, cost, model_sizes(plain))
     assert (sizes.num_groups, sizes.num_slots, sizes.block_size) == (4, 8, 16)
@@ -56,33 +67,26 @@ def test_devices_and_blocks():
 @pytest.mark.parametrize(("model", "tokens", "is_full"), [("tiny", 96, False), ("Qwen2.5-7B", 800_000, True)])
 def test_a_worker_has_its_share_of_the_devices_and_the_same_pools(model: str, tokens: int, is_full: bool):
     """Training state is split over all devices, however many workers they are cut into."""
-    values = yaml.safe_load(TRAINING)
-    values["model"]["path"], values["data"]["max_response_length"] = model, tokens
-    values["actor"]["ppo_max_token_len_per_gpu"] = 2 * tokens
-    one, two = (from_mapping(values | {"rollout": values["rollout"] | {"num_workers": n}}) for n in (1, 2))
+    long = {"data__max_response_length": tokens, "actor__ppo_max_token_len_per_gpu": 2 * tokens}
+    one, two, three = (training(model__path=model, rollout__num_workers=n, **long) for n in (1, 2, 3))
     cost, _ = cost_model(one)
     whole, half = (machine_sizes(each, cost, model_sizes(each)) for each in (one, two))
     assert half == replace(whole, num_devices=whole.num_devices // 2)
     assert (whole.num_blocks < 8 * (64 + tokens) // 16) == is_full, "the memory sets the pool"
-    three = from_mapping(values | {"rollout": values["rollout"] | {"num_workers": 3}})
     with pytest.raises(ConfigError, match=r"rollout\.num_workers \(3\) must cut simulate\.num_devices \(8\)"):
         machine_sizes(three, cost, model_sizes(three))
 
 
 def test_a_pool_that_training_state_leaves_too_little_for():
-    values = yaml.safe_load(TRAINING)
-    values["model"]["path"] = "Qwen2.5-32B"
-    tight = from_mapping(values | {"simulate": {"hardware": "A40", "num_devices": 8}})
-    cost, _ = cost_model(tight)
-    with pytest.raises(ValueError, match=r"rollout\.memory_fraction \(0\.85\) of a A40"):
-        machine_sizes(tight, cost, model_sizes(tight))
-    values["data"]["max_response_length"] = 2_000_000
-    values["actor"]["ppo_max_token_len_per_gpu"] = 4_000_000
-    values["model"]["path"] = "Qwen2.5-7B"
-    long = from_mapping(values | {"simulate": {"hardware": "A40", "num_devices": 8}})
-    cost, _ = cost_model(long)
-    with pytest.raises(ConfigError, match=r"one request of 2000064 tokens needs 125004 .* actor\.offload_optimizer"):
-        machine_sizes(long, cost, model_sizes(long))
+    a40 = {"simulate": {"hardware": "A40", "num_devices": 8}}
+    long = {"data__max_response_length": 2_000_000, "actor__ppo_max_token_len_per_gpu": 4_000_000}
+    for made, match in (
+        (training(model__path="Qwen2.5-32B", **a40), r"rollout\.memory_fraction \(0\.85\) of a A40"),
+        (training(model__path="Qwen2.5-7B", **a40, **long), r"2000064 tokens needs 125004 .* actor\.offload_optimizer"),
+    ):
+        cost, _ = cost_model(made)
+        with pytest.raises(ValueError, match=match):
+            machine_sizes(made, cost, model_sizes(made))
 
 
 def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
@@ -94,9 +98,8 @@ def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
         assert (found.vocab_size, found.hidden_size) == (260, 32)
     with pytest.raises(ConfigError, match=r"simulate\.model \(Qwen9-1T\) must be a folder .* Qwen2\.5-32B"):
         model_sizes(config(model="Qwen9-1T"))
-    gguf = from_mapping(yaml.safe_load(TRAINING) | {"model": {"path": "package:some.gguf"}})
     with pytest.raises(ConfigError, match=r"model\.path .*set simulate\.model where"):
-        model_sizes(gguf)
+        model_sizes(training(model__path="package:some.gguf"))
 
 
 def test_cost_models_and_their_sources(tmp_path: Path):
@@ -105,18 +108,15 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
     assert isinstance(cost, CostModel)
     assert cost.number_bytes == 2
-    values = yaml.safe_load(TRAINING)
-    values["rollout"]["dtype"] = "float32"
-    wide, _ = cost_model(from_mapping(values))
+    wide, _ = cost_model(training(rollout__dtype="float32"))
     assert isinstance(wide, CostModel)
     assert wide.number_bytes == 4
 
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
     points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))
     profile = Profile(identity, points, points, source="synthetic")
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(profile.to_json()))
-    cost, source = cost_model(config(cost="table", profile=str(file)))
+    file = written(tmp_path, profile)
+    cost, source = cost_model(config(cost="table", profile=file))
     assert source.startswith(f"synthetic table {file} (tiny on cpu) for decode and prefill; the rest: roofline of H100")
     assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
 
@@ -145,10 +145,7 @@ def test_a_calibration_gives_the_factors(tmp_path: Path):
         ({"efficiency": {"mfu": "high"}}, r"^simulate\.efficiency\.mfu must be a number, found 'high' \(text\)$"),
         ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\.0\) must be a share"),
         ({"cost": "table"}, r"^simulate\.profile is missing: simulate\.cost is table, which needs a file of"),
-        (
-            {"cost": "table", "profile": "{file}"},
-            r"training\.yaml: not valid JSON \(Expecting value, line 2",
-        ),
+        ({"cost": "table", "profile": "{file}"}, r"training\.yaml: not valid JSON \(Expecting value, line 2"),
         ({"calibration": "c.json"}, r"simulate\.calibration_of need each other"),
         ({"calibration": "missing.json", "calibration_of": "x"}, r"no such calibration file"),
     ],
@@ -163,10 +160,9 @@ def test_cost_models_that_cannot_be(options: dict[str, Any], match: str, tmp_pat
 
 def test_a_table_without_the_degree_is_refused(tmp_path: Path):
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(Profile(identity, (Measurement(1, 1, 1, 1e-3),)).to_json()))
+    file = written(tmp_path, Profile(identity, (Measurement(1, 1, 1, 1e-3),)))
     with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size \(2\) must be a degree"):
-        cost_model(config(cost="table", profile=str(file)))
+        cost_model(config(cost="table", profile=file))
 
 
 def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
@@ -175,13 +171,10 @@ def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
     identity = ProfileIdentity("tiny", "f", "cpu", 4, "0", "bfloat16")
     prefill = tuple(Measurement(tp, 1, 64, 0.1) for tp in (2, 4))
     switches = tuple(SwitchCost(a, b, 0.1, 0.0, 0.0) for a, b in ((2, 4), (4, 2)))
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(Profile(identity, points, prefill, switches).to_json()))
-    values = yaml.safe_load(TRAINING)
-    values["model"]["path"] = "Qwen2.5-7B"
-    values["rollout"] |= {"tensor_model_parallel_size": "auto", "num_blocks": 100}
-    values["simulate"] = {"cost": "table", "profile": str(file), "num_devices": 8}
-    chosen, said = with_degree(from_mapping(values))
+    file = written(tmp_path, Profile(identity, points, prefill, switches))
+    auto = {"rollout__tensor_model_parallel_size": "auto", "rollout__num_blocks": 100}
+    table = {"cost": "table", "profile": file, "num_devices": 8}
+    chosen, said = with_degree(training(model__path="Qwen2.5-7B", simulate=table, **auto))
     assert chosen.rollout.tp == 2
     assert "at tp 2, " in said
     assert "tp 1" not in said
@@ -213,10 +206,7 @@ def test_a_modelled_workload_reads_its_options():
         ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]\.correlation must be in \[0, 1\], found 2"),
         ({"task": {"response": {"shortest": 97}}}, r"response\.shortest \(97\) .* data\.max_response_length \(96\)"),
         ({"workload": "recorded", "task": {"scoring": {"sigma": -1}}, "recorded_run": "nowhere"}, r"scoring\.sigma"),
-        (
-            {"tasks": [{}, {}]},
-            r"simulate\.tasks: names \(\['simulated', 'simulated'\]\) must .* differ",
-        ),
+        ({"tasks": [{}, {}]}, r"simulate\.tasks: names \(\['simulated', 'simulated'\]\) must .* differ"),
     ],
 )
 def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
@@ -225,13 +215,11 @@ def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
 
 
 def test_scoring_that_hangs_needs_a_limit():
-    values = yaml.safe_load(TRAINING) | {"simulate": {"task": {"scoring": {"hang_share": 1.0}}}}
-    values["reward"]["timeout_s"] = 3.0
-    workload, _ = workload_of(from_mapping(values))
+    hangs = {"task": {"scoring": {"hang_share": 1.0}}}
+    workload, _ = workload_of(training(simulate=hangs, reward__timeout_s=3.0))
     assert workload.reward_s(SampleKey(0, 0, 0)) == 3.0
-    values["reward"]["timeout_s"] = 0.0
     with pytest.raises(ConfigError, match=r"simulate\.task: scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
-        workload_of(from_mapping(values))
+        workload_of(training(simulate=hangs, reward__timeout_s=0.0))
 
 
 def test_the_section_is_part_of_the_configuration():

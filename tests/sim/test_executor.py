@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_samples import KnownSample, KnownWorkload
 from papers.closed_form import drain
-from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, sizes
+from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, recorded, sizes
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -19,10 +18,10 @@ from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import CostModel, Efficiency, TrainLoad
+from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.executor import SimulatedExecutor, decode_s
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.prompts import SimulatedPrompts
@@ -43,23 +42,6 @@ def test_fillers_of_a_whole_response_are_those_of_its_positions(length: int, sto
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
         request = Request(0, SampleKey(2, 4321, 7, attempt=1), (0,), params)
         assert fillers(request, length).tolist() == [filler(request, i, length) for i in range(length)]
-
-
-class Recording:
-    """An executor's results, plan by plan."""
-
-    def __init__(self, executor: Any) -> None:
-        self.results: list[tuple] = []
-        submit = executor.submit
-
-        def recorded(plan: Plan) -> Any:
-            ticket = submit(plan)
-            result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
-            rows = {i: (row.token_ids.tolist(), row.stopped) for i, row in result.rows.items() if len(row.token_ids)}
-            self.results.append((result.index, result.num_steps, result.policy_version, rows))
-            return ticket
-
-        executor.submit = recorded
 
 
 def requests(seed: int, count: int) -> list[Request]:
@@ -86,10 +68,11 @@ def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
     stepping = ReplayExecutor(lengths, 2, 5, 21, 4, 24)
     outcomes = []
     for executor in (jumping, stepping):
-        recording, trace = Recording(executor), []
+        plans, trace = recorded(executor), []
         engine = Engine(executor, BatcherConfig(decode_steps=4, leave_after=leave_after), trace=trace.append)
         samples = engine.generate(wanted)
-        outcomes.append((recording.results, trace, [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]))
+        ends = [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]
+        outcomes.append(([brought for _, brought in plans], trace, ends))
     assert outcomes[0] == outcomes[1]
     if leave_after == 1:
         assert any(isinstance(event, Preempted) for event in outcomes[0][1]), "pools were to run dry"
@@ -155,25 +138,6 @@ def batch(lengths: list[int]) -> TrainBatch:
         sample.token_ids = np.zeros(length, np.int32)
         samples.append(sample)
     return TrainBatch([prompt(i, 10) for i in range(len(lengths))], samples, [np.zeros(n, np.float32) for n in lengths])
-
-
-def test_a_weight_sync_takes_its_time_and_brings_a_version():
-    clock = SimulatedClock()
-    executor = SimulatedExecutor(sizes(), lambda *_: 1, ConstantCost(), clock, sync_s=2.5)
-    executor.sync_weights(None, 3)
-    assert (clock.now_s, executor.policy_version, executor.recompiles) == (2.5, 3, 0)
-    engine = Engine(executor, BatcherConfig())
-    (sample,) = engine.generate([requests(0, 1)[0]])
-    assert sample.versions.tolist() == [3]
-
-
-def test_the_devices_take_their_time_to_wake_up():
-    clock = SimulatedClock()
-    executor = SimulatedExecutor(sizes(), lambda *_: 1, ConstantCost(), clock, sync_s=2.5, wake_s=4.0)
-    executor.sync_weights(None, 1)
-    executor.allocate()
-    assert clock.now_s == 6.5
-    assert CostModel(SMALL, H100, Efficiency(rollout_fixed_s=4.0)).rollout_fixed_s() == 4.0
 
 
 def test_a_training_step_is_charged_once_however_it_is_cut():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,10 @@ from typing import Any
 
 import pytest
 from adaptive_runs import LARGE, WORKLOAD, config, requests, run
+from checked_workers import run as run_all
 from known_samples import KnownSample, KnownWorkload
-from sim_machine import STOP, ConstantCost, key, play, prompt, sizes
+from sim_machine import STOP, ConstantCost, drawn, key, play, prompt, sizes
+from simulated_runs import samples_of
 
 from jaxrl.loop import Hooks
 from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
@@ -41,7 +42,7 @@ from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.scoring import ScoringWorkers
-from jaxrl.types import Sample, SampleKey, SamplingParams
+from jaxrl.types import SampleKey, SamplingParams
 
 
 def with_workers(made: Any, num_workers: int, deal: str = "tokens") -> Any:
@@ -125,13 +126,6 @@ def test_roofline_sends_the_kv_of_a_group_between_workers():
 
 
 # ---------------------------------------------------------------- time
-
-
-def run_all(workers: LocalWorkers) -> list[Finished]:
-    told: list[Finished] = []
-    while not workers.is_idle:
-        told += workers.step()
-    return told
 
 
 def constant_ticks(_: int, times: PlanTimes) -> int:
@@ -235,19 +229,19 @@ def test_the_host_is_shared():
 
 def test_each_worker_has_a_track():
     """Both have a plan that is drawn at any time, though the host waits for one of them."""
-    machine, drawn = Machine({key(0): 30, key(1): 21}, 2), list[str]()
+    machine, lines = Machine({key(0): 30, key(1): 21}, 2), list[str]()
 
     @contextmanager
     def span(track: str, name: str, **args: Any) -> Iterator[None]:
-        drawn.append(f"{track}, {name} {args['index']} begins")
+        lines.append(f"{track}, {name} {args['index']} begins")
         yield
-        drawn.append(f"{track}, {name} {args['index']} ends")
+        lines.append(f"{track}, {name} {args['index']} ends")
 
     machine.backend._plans.plan_tracks = PlanTracks(
         machine.backend.engine.engines, SimpleNamespace(span=span, counter=None)
     )
     machine.round(2, 1)
-    assert drawn[:8] == [
+    assert lines[:8] == [
         "engine 0, plan 0 begins",
         "engine 1, plan 0 begins",
         "engine 0, plan 0 ends",
@@ -257,15 +251,11 @@ def test_each_worker_has_a_track():
         "engine 0, plan 1 ends",
         "engine 0, plan 2 begins",
     ]
-    begun = [line.removesuffix(" begins") for line in drawn if line.endswith("begins")]
-    assert sorted(begun) == sorted(line.removesuffix(" ends") for line in drawn if line.endswith("ends"))
+    begun = [line.removesuffix(" begins") for line in lines if line.endswith("begins")]
+    assert sorted(begun) == sorted(line.removesuffix(" ends") for line in lines if line.endswith("ends"))
 
 
 # ---------------------------------------------------------------- runs
-
-
-def trained(samples: Sequence[Sample]) -> list[Any]:
-    return [(s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for s in samples]
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 8])
@@ -274,7 +264,7 @@ def test_a_run_of_several_workers_trains_the_same_in_about_the_same_time(num_wor
     """Eight groups of one device: whether they run in lockstep or by themselves, the longest response sets the time."""
     _, one, alone, _ = fixed_run(1, "tokens")
     simulation, several, samples, _ = fixed_run(num_workers, deal)
-    assert trained(samples) == trained(alone)
+    assert samples_of(samples) == samples_of(alone)
     assert simulation.workers.num_open == num_workers
     for step, measured in several.items():
         assert measured["timing_s/gen"] == pytest.approx(one[step]["timing_s/gen"], rel=0.06)
@@ -295,7 +285,7 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
     _, _, alone, _ = fixed_run(1, "tokens")
     _, fixed, _, _ = fixed_run(2, "tokens")
     simulation, adaptive, samples, saved = run(made)
-    assert trained(samples) == trained(alone)
+    assert samples_of(samples) == samples_of(alone)
     assert len(simulation.mechanism(LayoutSessions).sessions) == 2
     if "switch" in layout:
         switches = [
@@ -318,7 +308,7 @@ def test_workers_on_devices_of_the_rollouts_own():
     _, one, alone, _ = run(made)
     simulation, two, samples, _ = run(with_workers(made, 2))
     assert [each.sizes.num_devices for each in simulation.executors.executors] == [2, 2]
-    assert trained(samples) == trained(alone)
+    assert samples_of(samples) == samples_of(alone)
     for step, measured in two.items():
         assert measured["timing_s/step"] == pytest.approx(one[step]["timing_s/step"], rel=0.06)
 
@@ -339,12 +329,10 @@ def test_the_log_names_the_worker(tmp_path: Path):
     page = layouts_section(rounds)
     assert "Step 1, worker 0" in page
     assert "<td>4, worker 1</td>" in page
-    events = json.loads((tmp_path / "timeline.json").read_text())
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    plans = {name: [e for e in events if e["name"] == "plan" and tracks[e["tid"]] == name] for name in tracks.values()}
+    plans: dict[str, list[tuple[float, float]]] = {}
+    for track, name, *span in drawn(tmp_path / "timeline.json"):
+        plans.setdefault(track, []).extend([tuple(span)] if name == "plan" else [])
     left, right = plans["engine 0"], plans["engine 1"]
-    overlap = sum(
-        max(min(a["ts"] + a["dur"], b["ts"] + b["dur"]) - max(a["ts"], b["ts"]), 0) for a in left for b in right
-    )
-    assert overlap > 0.5 * min(sum(e["dur"] for e in side) for side in (left, right)), "side by side"
+    overlap = sum(max(min(a[1], b[1]) - max(a[0], b[0]), 0) for a in left for b in right)
+    assert overlap > 0.5 * min(sum(end - begin for begin, end in side) for side in (left, right)), "side by side"
     assert {"layout 0", "layout 1"} <= plans.keys()

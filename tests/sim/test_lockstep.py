@@ -115,19 +115,19 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_lockstep_decides_what_the_batcher_decides(pool: str):
+    stories: list[Story] = []
     for seed in range(12):
         plain, lockstep = (live(each, seed, POOLS[pool]) for each in (Batcher, LockstepBatcher))
+        stories.append(lockstep)
         assert lockstep.plans == plain.plans
         assert lockstep.trace == plain.trace
         assert lockstep.told == plain.told
         assert lockstep.looks == plain.looks
         assert lockstep.counters == plain.counters
         assert lockstep.time_ns == plain.time_ns
-
-
-def test_the_stories_above_hold_what_they_are_about():
-    stories = [live(LockstepBatcher, seed, num_blocks) for seed in range(5) for num_blocks in POOLS.values()]
-    assert any(isinstance(event, Preempted) for story in stories for event in story.trace)
+    # and these stories hold what they are about
+    preempted = any(isinstance(event, Preempted) for story in stories for event in story.trace)
+    assert preempted == (pool == "scarce blocks")
     assert sum(story.counters["dropped_tokens"] for story in stories) > 0
     plans = sum(len(story.plans) for story in stories)
     assert 0.2 * plans < sum(story.num_lockstep for story in stories) < 0.95 * plans

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from known_samples import KnownSample, KnownWorkload
-from sim_machine import key, known, prompt
+from sim_machine import drawn, key, known, prompt
 
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import Verdict
@@ -148,13 +147,10 @@ def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
     bench.phases.begin()
     bench.submit(key(0), key(1), key(2))
     bench.phases.close()
-    events = json.loads((tmp_path / "timeline.json").read_text())
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    drawn = [(tracks[e["tid"]], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["name"] == "score"]
-    assert sorted(drawn) == [
-        ("reward worker 0", 0.0, 5.0),
-        ("reward worker 1", 0.0, 1.0),
-        ("reward worker 1", 1.0, 2.0),
+    assert sorted(drawn(tmp_path / "timeline.json")) == [
+        ("reward worker 0", "score", 0.0, 5.0),
+        ("reward worker 1", "score", 0.0, 1.0),
+        ("reward worker 1", "score", 1.0, 3.0),
     ]
 
 

@@ -9,11 +9,9 @@ import pytest
 from keyword_options import with_options
 from known_samples import KnownWorkload
 from sim_machine import SMALL, TINY, ConstantCost, key
+from simulated_runs import played
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.loop import Hooks
-from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload, Workload
@@ -46,29 +44,9 @@ MIXED = ModelledWorkload(
 )
 
 
-def run_loop(
-    made: Config, state: str | None = None, cost: CostModel | None = None, workload: Workload = MIXED
-) -> tuple[Simulation, dict[int, dict[str, float]], dict[int, list[Group]], dict[int, str]]:
-    metrics: dict[int, dict[str, float]] = {}
-    groups: dict[int, list[Group]] = {}
-    saved: dict[int, str] = {}
-
-    def on_step(step: int, measured: dict[str, float], some: Any) -> None:
-        metrics[step], groups[step] = measured, list(some)
-
-    hooks = Hooks(
-        on_phase=lambda *_: None,
-        on_step=on_step,
-        on_eval=lambda step, measured, _: metrics.__setitem__(-step, measured),
-        save=lambda step, host: saved.__setitem__(step, dump_state(host)),
-        stop=lambda: False,
-    )
-    cost = CostModel(SMALL, H100) if cost is None else cost
-    simulation = build(made, cost, workload, hooks)
-    if state is not None:
-        simulation.loop.load_host_state(load_state(state, "test"))
-    assert simulation.loop.run()
-    return simulation, metrics, groups, saved
+def run_loop(made: Config, state: str | None = None, cost: CostModel | None = None, workload: Workload = MIXED) -> Any:
+    """As `simulated_runs.played`."""
+    return played(made, CostModel(SMALL, H100) if cost is None else cost, workload, state)
 
 
 def identities(groups: dict[int, list[Group]]) -> dict[int, list[tuple]]:
@@ -137,13 +115,6 @@ def test_a_run_resumed_from_its_state_goes_on_as_if_never_stopped(after: int):
     _, metrics_again, groups_again, _ = run_loop(config(), state=saved[after])
     assert metrics_again == {step: values for step, values in metrics.items() if abs(step) > after}
     assert identities(groups_again) == {step: some for step, some in identities(groups).items() if step > after}
-
-
-def test_policy_versions_count_syncs():
-    _, metrics, groups, _ = run_loop(config())
-    for step, some in groups.items():
-        assert {int(v) for group in some for s in group.samples for v in s.versions} == {step - 1}
-        assert metrics[step]["training/off_policy/share"] == 0.0
 
 
 def test_lengths_grow_with_the_step():

@@ -62,22 +62,20 @@ def act(workers: TimedWorkers) -> bool:
     return True
 
 
-def run_dry(workers: TimedWorkers) -> float:
-    """Acts until it waits; the time."""
+def waiting(slowness: float = 1.0) -> tuple[TimedWorkers, int]:
+    """Workers that have run ahead by the lookahead, and the low watermark that they wait for."""
+    workers = workers_of(TimedWorkers, slowness=slowness)
+    workers.launch(request(0), 0)
     while act(workers):
         pass
-    return workers._clock.now_s
-
-
-def test_a_wait_for_the_low_watermark_counts_from_when_the_devices_ran_dry():
-    workers = workers_of(TimedWorkers)
-    workers.launch(request(0), 0)
-    at_s = run_dry(workers)
-    assert at_s > 0, "it runs ahead by the lookahead"
-    assert workers.turn is None
     wanted = workers.needed_low_watermark()
     assert wanted is not None
     assert wanted > workers.low_watermark
+    return workers, wanted
+
+
+def test_a_wait_for_the_low_watermark_counts_from_when_the_devices_ran_dry():
+    workers, wanted = waiting()
     free_s = workers.engines[0].executor.free_ns / 1e9  # type: ignore[attr-defined]
     workers._clock.reach(round((free_s + 3) * 1e9))
     assert workers.turn is None, "it waits, and none of that counts before it goes on"
@@ -88,11 +86,7 @@ def test_a_wait_for_the_low_watermark_counts_from_when_the_devices_ran_dry():
 
 
 def test_a_wait_that_the_devices_do_not_notice_is_none():
-    workers = workers_of(TimedWorkers)
-    workers.launch(request(0), 0)
-    run_dry(workers)
-    wanted = workers.needed_low_watermark()
-    assert wanted is not None
+    workers, wanted = waiting()
     assert workers.engines[0].num_in_flight == 1, "a plan is behind"
     workers.raise_low_watermark(wanted)
     assert act(workers)
@@ -100,12 +94,8 @@ def test_a_wait_that_the_devices_do_not_notice_is_none():
 
 
 def test_a_slow_host_takes_longer_by_its_share():
-    times: list[float] = []
-    for slowness in (1.0, 1.25):
-        workers = workers_of(TimedWorkers, slowness=slowness)
-        workers.launch(request(0), 0)
-        times.append(run_dry(workers))
-    assert times[1] == pytest.approx(1.25 * times[0])
+    times = [waiting(slowness)[0]._clock.now_s for slowness in (1.0, 1.25)]
+    assert 0 < times[1] == pytest.approx(1.25 * times[0])
 
 
 @pytest.mark.parametrize("made", [TimedWorkers, UnsynchronizedWorkers])
@@ -119,12 +109,7 @@ def test_a_listener_is_called_with_what_is_commanded_and_completes(made: type[Ti
         if not act(workers):
             workers.raise_low_watermark(workers.needed_low_watermark() or 0)
     workers.deliver(completions[0])
-    assert calls.all == [
-        ("launched", 0, 0, 0),
-        ("launched", 1, 1, 0),
-        ("aborted", {1: 1}, False, 0),
-        ("completed", 0),
-    ]
+    assert calls.all == [("launched", 0, 0, 0), ("launched", 1, 1, 0), ("aborted", {1: 1}, False, 0), ("completed", 0)]
 
 
 def test_unsynchronized_workers_wait_for_nobody_and_obey_at_once():

@@ -6,17 +6,15 @@ import random
 from typing import Any
 
 from sim_machine import STOP
+from simulated_runs import played
 
 from jaxrl.config import SimulatedLengths, SimulatedTask, from_mapping
-from jaxrl.loop import Hooks
 from jaxrl.models.shapes import named_shape
-from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload
-from jaxrl.types import Sample, SampleKey, SamplingParams
+from jaxrl.types import SampleKey, SamplingParams
 
 LARGE = named_shape("Llama-3.1-8B")
 TASK = SimulatedTask("t", response=SimulatedLengths(400, 1.2), prompt_median=60, prompt_sigma=0.3)
@@ -43,26 +41,9 @@ def config(**layout: Any) -> Any:
     )
 
 
-def run(
-    made: Any, state: str | None = None
-) -> tuple[Simulation, dict[int, dict[str, float]], list[Sample], dict[int, str]]:
-    metrics: dict[int, dict[str, float]] = {}
-    samples: list[Sample] = []
-    saved: dict[int, str] = {}
-
-    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
-        metrics[step] = measured
-        samples.extend(sample for group in groups for sample in group.samples)
-
-    def save(step: int, host: Any) -> None:
-        saved[step] = dump_state(host)
-
-    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
-    simulation = build(made, CostModel(LARGE, H100), WORKLOAD, hooks)
-    if state is not None:
-        simulation.loop.load_host_state(load_state(state, "test"))
-    assert simulation.loop.run()
-    return simulation, metrics, samples, saved
+def run(made: Any, state: str | None = None) -> Any:
+    """As `simulated_runs.played`."""
+    return played(made, CostModel(LARGE, H100), WORKLOAD, state)
 
 
 def requests(seed: int) -> tuple[list[Request], dict[SampleKey, int]]:

@@ -21,6 +21,23 @@ def build(
     return LocalWorkers([engine for engine, _ in pairs], deal), [executor for _, executor in pairs]
 
 
+def asked(count: int, num_prompt: int = 3) -> list[Request]:
+    """Requests of prompts of their own, which may have 60 tokens."""
+    return [make_request(i, num_prompt, max_tokens=60, prompt=i) for i in range(count)]
+
+
+def started(
+    requests: Sequence[Request], lengths: Sequence[int], steps: int = 0, num_workers: int = 2, **more: Any
+) -> LocalWorkers:
+    """Workers with these requests that have made so many steps."""
+    workers, _ = build(requests, lengths, num_workers, **more)
+    for request in requests:
+        workers.add(request)
+    for _ in range(steps):
+        workers.step()
+    return workers
+
+
 def run(workers: LocalWorkers | Engine) -> list[Finished]:
     delivered: list[Finished] = []
     while not workers.is_idle:

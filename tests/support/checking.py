@@ -273,6 +273,15 @@ def make_engine(
     return Engine(executor, config or BatcherConfig(decode_steps=4), **more), executor
 
 
+def engine_in(
+    tp: int, lengths: dict[SampleKey, int], layouts: dict[int, Capacity], config: BatcherConfig | None = None, **more
+) -> tuple[Engine, CheckingExecutor]:
+    """An engine that may change its layout, in that of `tp`."""
+    own = layouts[tp]
+    sizes = (own.num_groups, own.num_slots, own.num_blocks, own.block_size, own.max_prefill_tokens)
+    return make_engine(lengths, config, *sizes, layouts=layouts, tp=tp, **more)
+
+
 def assert_whole(sample: Sample, request: Request, length: int) -> None:
     """A sample has exactly the tokens that its identity says."""
     length = min(length, request.params.max_tokens)

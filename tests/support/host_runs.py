@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
-from runs import PATIENCE_S, Runs, assert_same_end
+from runs import PATIENCE_S, WIDE, Runs, assert_same_end
 from watched_run import FOLDER, KEEPS, Fault
 
 PROGRAM = Path(__file__).with_name("watched_run.py")
-WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
 SMALL = (
     *("data.max_prompt_length=20", "data.max_response_length=12", "actor.ppo_max_token_len_per_gpu=32"),
     *("rollout.block_size=32", "rollout.num_blocks=9"),

@@ -7,6 +7,7 @@ stderr, the sentence, and leave every file that was there before as it was, with
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import traceback
@@ -21,6 +22,12 @@ from jaxrl.cli import main
 
 def nothing(folder: Path) -> None:
     """Prepares nothing."""
+
+
+def problems(folder: Path) -> None:
+    """Prepares four problems to train on, in `train.jsonl`."""
+    rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @dataclass(frozen=True, slots=True)

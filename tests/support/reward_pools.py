@@ -1,6 +1,7 @@
 """A reward pool over a scorer that does what a response says: sleeps, dies, hangs, leaks, answers."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(value or 0)
 """
 TIMEOUT_S = 1.5
+Opened = Callable[..., RewardPool]
 
 
-def make(folder: Path, kind: str = "process", source: str = SCORER, **reward: Any) -> RewardPool:
+def make(
+    folder: Path, kind: str = "process", source: str = SCORER, log: Path | None = None, **reward: Any
+) -> RewardPool:
     path = folder / "reward.py"
     path.write_text(source)
     options = {"kind": "custom", "path": str(path), "pool": kind, "timeout_s": TIMEOUT_S, "num_workers": 2, **reward}
     config = from_mapping({"model": {"path": "x"}, "reward": options})
-    return build_pool(config, build_scorer(config))
+    return build_pool(config, build_scorer(config), log=log)
 
 
 def submit(pool: RewardPool, *responses: str, source: str = "test", first: int = 0) -> None:

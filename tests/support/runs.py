@@ -62,6 +62,15 @@ def judged(model: Path) -> dict[str, Any]:
     }
 
 
+PLAIN_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(solution_str.encode()) % 7 / 6
+"""
+STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that differ: one token in twenty ends a response
+WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
+MADE_UP_PROFILE = str(ROOT / "scripts" / "made_up_profile.py")
+
+
 class Runs:
     """Starts runs that share a model, data, and a compilation cache."""
 
@@ -121,6 +130,13 @@ class Runs:
         """Runs to the end; returns what it printed."""
         with self.start(run_dir, *overrides, devices=devices) as process:
             return end(process)
+
+    def kill_after(self, steps: int, run_dir: Path, *overrides: str, devices: int = 1, later_s: float = 0.0) -> None:
+        """Leaves what a SIGKILL leaves, so many seconds after so many steps."""
+        with self.start(run_dir, *overrides, devices=devices) as process:
+            wait_for_steps(process, run_dir, steps)
+            time.sleep(later_s)
+            kill(process)
 
     def start_as_here(self, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
         """A process whose programs are those of `here`, so that its numbers are, too: to be killed or stopped."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, TrainLoad
@@ -124,6 +127,35 @@ class Machine:
         self.backend.begin(RoundInfo(version + 1), SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)))
         assert isinstance(self.backend.wait(), RoundStarted)
         return self.backend
+
+
+def drawn(timeline: Path) -> list[tuple[str, str, float, float]]:
+    """(track, name, begin, end) of every span, in seconds."""
+    events = json.loads(timeline.read_text())
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [e for e in events if e["ph"] == "X"]
+    return [(tracks[e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in spans]
+
+
+def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
+    """Plans and what each brought, as they come."""
+    plans: list[tuple[Plan, tuple]] = []
+    submit = executor.submit
+
+    def recording(plan: Plan) -> Any:
+        ticket = submit(plan)
+        result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
+        rows = {
+            i: (row.token_ids.tolist(), row.stopped, row.verified)
+            for i, row in result.rows.items()
+            if len(row.token_ids)
+        }
+        named = [(row.request_id, row.dp_group, row.slot, row.max_new) for row in plan.decode]
+        plans.append((plan, (result.index, result.num_steps, result.policy_version, named, rows)))
+        return ticket
+
+    executor.submit = recording
+    return plans
 
 
 def prompt(index: int, length: int = 4) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.workload import ModelledWorkload
+from jaxrl.sim.workload import ModelledWorkload, Workload
 from jaxrl.types import Group
 
 Metrics = dict[str, float]
@@ -64,6 +65,48 @@ def make_workload(
         pass_spread=1.0,
     )
     return ModelledWorkload(seed, (task,), max_response_length=40, max_prompt_length=16, timeout_s=timeout_s)
+
+
+def played(
+    config: Config,
+    cost: CostModel,
+    workload: Workload,
+    state: str | None = None,
+    each_step: Callable[[Simulation], None] = lambda _: None,
+    **more: Any,
+) -> tuple[Simulation, dict[int, Metrics], dict[int, list[Group]], dict[int, str]]:
+    """A run of one process, and by step its metrics (those of an evaluation by -step), its groups, and its state.
+
+    `state`: that it goes on from; `more`: of `build`.
+    """
+    metrics: dict[int, Metrics] = {}
+    groups: dict[int, list[Group]] = {}
+    saved: dict[int, str] = {}
+
+    def on_step(step: int, measured: Metrics, batch: Sequence[Group]) -> None:
+        metrics[step], groups[step] = measured, list(batch)
+        each_step(simulation)
+
+    hooks = Hooks(
+        on_phase=lambda *_: None,
+        on_step=on_step,
+        on_eval=lambda step, measured, _: metrics.__setitem__(-step, measured),
+        save=lambda step, host: saved.__setitem__(step, dump_state(host)),
+        stop=lambda: False,
+    )
+    simulation = build(config, cost, workload, hooks, **more)
+    if state is not None:
+        simulation.loop.load_host_state(load_state(state, "test"))
+    assert simulation.loop.run()
+    return simulation, metrics, groups, saved
+
+
+def samples_of(groups: dict[int, list[Group]]) -> dict[int, list[tuple[Any, ...]]]:
+    """The samples of each step, by what an update sees of them."""
+    return {
+        step: [(s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for each in of_step for s in each.samples]
+        for step, of_step in groups.items()
+    }
 
 
 class Counting:

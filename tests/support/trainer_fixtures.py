@@ -22,7 +22,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.packing import Shape, TokenBatch, microbatch_shapes
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
+from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 
 @pytest.fixture
@@ -122,6 +122,14 @@ def make_trainer() -> Callable[..., Trainer]:
         return Trainer(config, model, weights, make_mesh(jax.devices()[:devices]), **own)
 
     return make
+
+
+def group_of(lengths: Sequence[int], rewards: Sequence[float | None], index: int = 0) -> Group:
+    """Samples of these lengths and rewards, of a prompt of one token."""
+    samples = [Sample.empty(SampleKey(0, index, i)) for i in range(len(lengths))]
+    for sample, length, reward in zip(samples, lengths, rewards, strict=True):
+        sample.token_ids, sample.reward = np.zeros(length, np.int32), reward
+    return Group(Prompt(0, index, (1,), "", ""), samples)
 
 
 def padded(batch: TrainBatch, width: int = 48) -> TokenBatch:

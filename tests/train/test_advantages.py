@@ -4,24 +4,18 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from trainer_fixtures import group_of
 
 from jaxrl.config import AlgorithmSection
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.train import advantages
-from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
 def group(rewards, lengths=None, index=0):
-    samples = []
-    for i, (reward, length) in enumerate(zip(rewards, lengths or [2] * len(rewards), strict=True)):
-        sample = Sample.empty(SampleKey(0, index, i))
-        sample.token_ids, sample.reward = np.zeros(length, np.int32), reward
-        samples.append(sample)
-    return Group(Prompt(0, index, (1,), "", ""), samples)
+    return group_of(lengths or [2] * len(rewards), rewards, index)
 
 
-ROOT3 = 3**0.5
 TABLE = [
     # (estimator, options, rewards, advantages): each sample has two tokens
     # rewards 0, 0, 0, 1: mean 1/4, unbiased variance 1/4
@@ -58,26 +52,6 @@ def test_groups_are_separate_and_lengths_ragged():
     assert [a.tolist() for a in found] == [[-0.5], [0.5] * 3, [-1, -1], [], [2]]
 
 
-def test_kl_in_reward():
-    # penalties 0.1 · (lp - ref): sample 0 loses 0.3 in all, sample 1 nothing
-    algorithm = AlgorithmSection(adv_estimator="dr_grpo", use_kl_in_reward=True, kl_coef=0.1)
-    ours, ref = [np.array([0.0, -1.0]), np.array([-1.0, -1.0])], [np.array([-2.0, -2.0]), np.array([-1.0, -1.0])]
-    found, _ = advantages.compute([group([1, 0])], algorithm, logprobs=ours, ref_logprobs=ref)
-    np.testing.assert_allclose(found, [[0.35, 0.35], [-0.35, -0.35]], rtol=1e-6)
-    with pytest.raises(ValueError, match="use_kl_in_reward needs"):
-        advantages.compute([group([1, 0])], algorithm)
-
-
-def test_reinforce_plus_plus_discounts_nothing_and_adds_up_penalties():
-    algorithm = AlgorithmSection(adv_estimator="reinforce_plus_plus", use_kl_in_reward=True, kl_coef=1.0)
-    ours, ref = [np.array([0.5, 0.25])], [np.zeros(2)]
-    found, _ = advantages.compute([group([1])], algorithm, logprobs=ours, ref_logprobs=ref)
-    returns = np.array([1 - 0.75, 1 - 0.25])
-    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
-    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
-    assert "reinforce_plus_plus" in NEEDS_WHOLE_BATCH
-
-
 def test_reinforce_plus_plus_whitens_over_the_tokens_that_are_learnt_from():
     """verl's `masked_whiten`: masked tokens enter neither mean nor variance, and get no advantage."""
     algorithm = AlgorithmSection(adv_estimator="reinforce_plus_plus")
@@ -85,6 +59,7 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_that_are_learnt_from():
     found, _ = advantages.compute([group([4, 100, 1], [3, 2, 1])], algorithm, loss_masks=masks)
     learnt = np.array([4.0, 4.0, 1.0])  # mean 3, unbiased variance 3
     expected = (learnt - 3) / np.sqrt(3 + 1e-8)
+    assert "reinforce_plus_plus" in NEEDS_WHOLE_BATCH
     np.testing.assert_allclose(found[0], [0, *expected[:2]], rtol=1e-6)
     np.testing.assert_array_equal(found[1], [0, 0])
     np.testing.assert_allclose(found[2], expected[2:], rtol=1e-6)
@@ -97,6 +72,8 @@ def test_reinforce_plus_plus_with_one_token_or_none_to_learn_from():
         np.testing.assert_array_equal(found, np.zeros((2, 2)))
 
 
-def test_unscored_is_an_error():
+def test_what_is_missing():
     with pytest.raises(ValueError, match="has no reward"):
         advantages.compute([group([1, None])], AlgorithmSection())
+    with pytest.raises(ValueError, match="use_kl_in_reward needs"):
+        advantages.compute([group([1, 0])], AlgorithmSection(use_kl_in_reward=True))

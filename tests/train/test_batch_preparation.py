@@ -34,13 +34,8 @@ MIXED = [group(4, [1, 2], [2, 2]), group(5, [2, 2], [0, 1, 2])]
 
 
 def config(stale_tokens: str = "recorded", old: str = "recompute", kl: bool = False) -> Config:
-    values: dict[str, Any] = {
-        "model": {"path": "m"},
-        "rollout": {"stale_tokens": stale_tokens},
-        "actor": {"old_logprobs": old},
-        "algorithm": {"use_kl_in_reward": kl},
-    }
-    return from_mapping(values)
+    sections = {"actor": {"old_logprobs": old}, "algorithm": {"use_kl_in_reward": kl}}
+    return from_mapping({"model": {"path": "m"}, "rollout": {"stale_tokens": stale_tokens}, **sections})
 
 
 def logprobs(batch: TrainBatch, shift: float) -> list[np.ndarray]:
@@ -79,6 +74,7 @@ def test_denominators_by_version():
     np.testing.assert_allclose(old, first.rollout_logprobs + np.array([0, 0.5]), rtol=1e-6)
     np.testing.assert_allclose(other, second.rollout_logprobs + 0.5, rtol=1e-6)
     assert prepared(config(), STALE).old_logprobs is None
+    assert batch_preparation.joined(STALE, [prepared(config(), [each]) for each in STALE]).old_logprobs is None
     masks = prepared(config("mask"), MIXED[:1]).loss_masks
     assert masks is not None
     assert [mask.tolist() for mask in masks] == [[0, 1], [1, 1]]
@@ -102,18 +98,11 @@ def test_parts_are_the_whole(stale_tokens: str, old: str, kl: bool):
                 np.testing.assert_array_equal(a, b)
 
 
-def test_all_tokens_are_stale():
-    groups = STALE
-    found = batch_preparation.joined(groups, [prepared(config(), [each]) for each in groups])
-    assert found.old_logprobs is None
-
-
 def test_a_sample_in_two_parts_or_in_none():
     part = prepared(config(), FRESH)
-    with pytest.raises(AssertionError, match="each sample is in one part"):
-        batch_preparation.joined(FRESH, [part, part])
-    with pytest.raises(AssertionError, match="each sample is in one part"):
-        batch_preparation.joined(FRESH[:1], [part])
+    for groups, parts in ((FRESH, [part, part]), (FRESH[:1], [part])):
+        with pytest.raises(AssertionError, match="each sample is in one part"):
+            batch_preparation.joined(groups, parts)
     with pytest.raises(KeyError):
         batch_preparation.joined([*FRESH, *STALE], [part])
 

@@ -22,10 +22,6 @@ from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params
 from jaxrl.train.steps import whole_step
 
 
-def host_copy(tree):
-    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
-
-
 def assert_same(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
 
@@ -35,7 +31,7 @@ def test_round_trip_onto_other_meshes(tmp_path, make_config, make_batch, make_tr
     trainer = make_trainer(config, devices=8)
     trainer.accumulate(batch)
     trainer.apply()
-    want = host_copy(trainer.state())
+    want = jax.tree.map(lambda x: np.array(x, copy=True), trainer.state())
     host = HostState({"cursor": [1, 2]}, {"queue": np.arange(5), "empty": np.zeros((0,), np.int32)})
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, trainer.state(), host)

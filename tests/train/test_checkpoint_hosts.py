@@ -27,22 +27,12 @@ def saved(folder: Path, num_processes: int) -> dict[str, np.ndarray]:
     return hosts[0]
 
 
-def restored(folder: Path, num_processes: int, expected: dict[str, np.ndarray]) -> None:
-    hosts = run_world(
-        "restore",
-        folder / f"restore {num_processes}",
-        num_processes,
-        SIZES[num_processes],
-        folder=str(folder / "checkpoints"),
-    )
-    for found in hosts:
-        assert_same_bits(found, of(expected, "state"))
-        assert found["host"].tolist() == [1, 2, 0, 1, 0], "the cursor, the queue, and who wrote them"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", SIZES)
 def test_in_every_direction(tmp_path: Path, num_processes: int):
     expected = saved(tmp_path, num_processes)
-    for reading in SIZES:
-        restored(tmp_path, reading, expected)
+    checkpoints = str(tmp_path / "checkpoints")
+    for reading, devices in SIZES.items():
+        for found in run_world("restore", tmp_path / f"restore {reading}", reading, devices, folder=checkpoints):
+            assert_same_bits(found, of(expected, "state"))
+            assert found["host"].tolist() == [1, 2, 0, 1, 0], "the cursor, the queue, and who wrote them"

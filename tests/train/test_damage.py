@@ -1,8 +1,9 @@
-"""Damaged checkpoints are found before anything is taken from them; the newest whole one is used, the others kept."""
+"""Damaged checkpoints are found before anything is taken from them; the newest whole one is used, the others kept.
 
-import builtins
+`tests/refusals/test_checkpoints.py` has what is said of each kind of damage.
+"""
+
 import errno
-import io
 import os
 import random
 import re
@@ -40,34 +41,6 @@ def test_a_flip_or_a_cut_in_any_file_is_found_and_the_older_checkpoint_used(tmp_
     assert_restores(folder, 4)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda step: shutil.rmtree(step / "state"), r"state/.* is missing \(and \d+ more\)"),
-        (lambda step: (step / "commit_success.txt").unlink(), "commit_success.txt is missing"),
-        (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda step: (step / "host" / "notes.txt").write_text("mine"), "host/notes.txt does not belong to it"),
-        (lambda step: step.rename(step.with_name("9")), "its manifest.json is that of step 4"),
-        (lambda step: cut(step / "host" / "metadata", 3), r"host/metadata has 3 bytes and must have \d+"),
-        (lambda step: flip(step / "host" / "metadata"), "host/metadata has changed since it was written"),
-        (lambda step: flip(step / "manifest.json", 40), "manifest.json has changed since it was written"),
-        (lambda step: (shutil.rmtree(step), step.mkdir()), "it is empty"),
-        (lambda step: (shutil.rmtree(step), step.write_text("")), "it is a file, not a folder"),
-    ],
-)
-def test_what_is_wrong_is_said(tmp_path, damage, words):
-    folder = saved(tmp_path / "checkpoints", 2, 4)
-    damage(folder / "4")
-    chosen = choose(folder)
-    assert chosen is not None
-    assert chosen.step == 2
-    ((step, fault),) = chosen.faults.items()
-    assert step == (9 if "step 4" in words else 4)
-    assert re.fullmatch(words, fault)
-    assert chosen.notes() == [f"checkpoint {step} is damaged and is passed over: {fault}"]
-    assert_restores(folder, 2)
-
-
 def test_comparing_and_hashing_tell_their_progress(tmp_path):
     told, folder = [], saved(tmp_path / "checkpoints", 2)
     (folder / "2" / "large").write_bytes(bytes(5 << 20))
@@ -98,15 +71,6 @@ def test_a_save_that_is_waited_for_makes_progress_while_it_grows(tmp_path, monke
     assert grows or not told
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hold_the_check(tmp_path):
-    folder = saved(tmp_path / "checkpoints", 2, 4)
-    (folder / "4" / "host" / "metadata").unlink()
-    os.mkfifo(folder / "4" / "host" / "metadata")
-    chosen = choose(folder)
-    assert chosen is not None
-    assert chosen.faults == {4: "host/metadata is not a file"}
-
-
 def test_files_of_others_are_no_damage(tmp_path):
     """A file manager's, those of a network's file system, and notes beside the items."""
     folder = saved(tmp_path / "checkpoints", 2, 4)
@@ -124,8 +88,7 @@ def test_files_of_others_are_no_damage(tmp_path):
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENOMEM, errno.EACCES])
 def test_a_system_that_cannot_read_now_is_no_damage(tmp_path, monkeypatch, name, number):
     folder = saved(tmp_path / "checkpoints", 2, 4)
-    monkeypatch.setattr("builtins.open", failing(folder / "4" / name, number, builtins.open))
-    monkeypatch.setattr("io.open", failing(folder / "4" / name, number, io.open))
+    refuse(monkeypatch, folder / "4" / name, number)
     with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
         choose(folder)
     assert (caught.value.errno, caught.value.filename) == (number, str(folder / "4" / name))
@@ -134,22 +97,23 @@ def test_a_system_that_cannot_read_now_is_no_damage(tmp_path, monkeypatch, name,
 @pytest.mark.parametrize("name", ["manifest.json", "host/metadata"])
 def test_a_disk_that_has_lost_a_block_is_damage(tmp_path, monkeypatch, name):
     folder = saved(tmp_path / "checkpoints", 2, 4)
-    monkeypatch.setattr("builtins.open", failing(folder / "4" / name, errno.EIO, builtins.open))
-    monkeypatch.setattr("io.open", failing(folder / "4" / name, errno.EIO, io.open))
+    refuse(monkeypatch, folder / "4" / name, errno.EIO)
     chosen = choose(folder)
     assert chosen is not None
     assert (chosen.step, list(chosen.faults)) == (2, [4])
 
 
-def failing(place, number, really):
-    """`open`, which the system refuses for one file."""
+def refuse(monkeypatch, place, number):
+    """The system cannot open one file."""
+    really = open
 
     def opened(path, *arguments, **options):
         if str(path) == str(place):
             raise OSError(number, os.strerror(number), str(path))
         return really(path, *arguments, **options)
 
-    return opened
+    for name in ("builtins.open", "io.open"):
+        monkeypatch.setattr(name, opened)
 
 
 @pytest.mark.parametrize(("number", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
@@ -209,23 +173,14 @@ def test_parameters_alone_are_compared_as_well(tmp_path):
 
 
 def test_another_model_is_refused_by_name_and_shape(tmp_path):
-    folder = saved(tmp_path / "checkpoints", 2)
-    wide = {"a": jax.ShapeDtypeStruct((41,), np.float64)}
-    rule = r"checkpoint .*/2 does not fit this model and optimizer: params/a is of shape \(40,\) there and of shape"
-    with Checkpointer(folder) as checkpoints, pytest.raises(ValueError, match=rule):
-        checkpoints.restore(ABSTRACT | {"params": wide})
-    with pytest.raises(ValueError, match=rule):
-        restore_params(whole_step(folder), wide)
-    more = {"params": ABSTRACT["params"] | {"b": wide["a"]}}
-    with Checkpointer(folder) as checkpoints, pytest.raises(ValueError, match="params/b is missing there and of shape"):
-        checkpoints.restore(ABSTRACT | more)
-
-
-def test_a_later_version_is_refused_and_not_passed_over(tmp_path):
-    folder = saved(tmp_path / "checkpoints", 2, 4)
-    manifest.write(folder / "4", schema_version=3, step=4)
-    with pytest.raises(ValueError, match=r"/4 has schema version 3; this jaxrl reads up to 2: update jaxrl"):
-        choose(folder)
+    folder, other = saved(tmp_path / "checkpoints", 2), jax.ShapeDtypeStruct((41,), np.float64)
+    rule = "checkpoint .*/2 does not fit this model and optimizer: params/"
+    for name, words in (("a", r"a is of shape \(40,\) there and of shape"), ("b", "b is missing there and of shape")):
+        params = ABSTRACT["params"] | {name: other}
+        with pytest.raises(ValueError, match=rule + words), Checkpointer(folder) as checkpoints:
+            checkpoints.restore(ABSTRACT | {"params": params})
+    with pytest.raises(ValueError, match=f"{rule}b is missing"):
+        restore_params(whole_step(folder), params)
 
 
 # -- saves that fail ---------------------------------------------------------------------------------------------------

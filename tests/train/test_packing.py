@@ -97,25 +97,6 @@ def test_every_token_once(groups, shapes, devices, share):
     check(packed, batch)
 
 
-def test_a_prompt_is_written_once_per_row():
-    batch = batch_of([(9, [4, 3, 2]), (1, [3, 3])])
-    (micro,) = pack(batch, max_model_length=32, shapes=[Shape(1, 32)]).microbatches
-    assert micro.tokens.shape == (1, 32)
-    assert micro.segment_ids[0].tolist() == [1] * 8 + [2] * 5 + [3] * 4 + [4] * 3 + [5] * 4 + [6] * 4 + [0] * 4
-    assert micro.prefix_ids[0].tolist() == [1] * 20 + [5] * 4 + [6] * 4 + [0] * 4
-    assert micro.positions[0, :15].tolist() == [*range(8), *range(8, 13), 8, 9]
-    assert micro.num_sequences.tolist() == [5]
-
-
-def test_a_group_that_does_not_fit_is_split():
-    batch = batch_of([(10, [6] * 8)])
-    packed = pack(batch, max_model_length=16, shapes=[Shape(1, 32)])
-    assert [m.tokens.shape for m in packed.microbatches] == [(1, 32)] * 3
-    prefixes = [(m.positions == 0) & (m.segment_ids > 0) for m in packed.microbatches]
-    assert [int(p.sum()) for p in prefixes] == [1, 1, 1]
-    check(packed, batch)
-
-
 def test_prompts_are_the_same_if_key_and_tokens_are():
     def filled(first, second):
         batch = batch_of([(6, [4]), (6, [4])])
@@ -143,16 +124,6 @@ def test_is_deterministic_and_level():
         assert per_device.max() <= 1.2 * per_device.min()
     filled = sum((m.segment_ids > 0).sum() for m in packed.microbatches)
     assert filled > 0.85 * sum(m.tokens.size for m in packed.microbatches)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_sharing_saves(share):
-    """A quickstart-like step: 40 of 60 tokens are prompt."""
-    random = np.random.default_rng(0)
-    batch = batch_of([(40, random.integers(10, 31, 4).tolist()) for _ in range(6)])
-    packed = pack(batch, max_model_length=96, shapes=one_row(1024), share_prompts=share)
-    tokens = sum(m.tokens.size for m in packed.microbatches)
-    assert tokens <= 768 if share else tokens >= 1440
 
 
 @pytest.mark.parametrize("shapes", [one_row(1024), (Shape(3, 96), Shape(5, 96), Shape(8, 96), Shape(10, 96))])

@@ -1,7 +1,6 @@
 """The trainer: packed, chunked, accumulated, sharded gradients are those of the padded whole batch."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
@@ -95,42 +94,30 @@ def check_gradient(trainer, batch, tolerance):
         trainer.discard()
 
 
+MODES = [("token", "token-mean"), ("token", "seq-mean-token-sum"), ("sequence", "token-mean")]
+
+
 @pytest.mark.parametrize(
-    ("devices", "options"),
+    ("devices", "level", "mode"),
     [
-        (1, {}),
-        (8, {}),
-        *(
-            pytest.param(devices, {"algorithm__loss_agg_mode": mode, "actor__ratio_level": level}, marks=SLOW)
-            for devices in (1, 8)
-            for level, mode in (("token", "token-mean"), ("token", "seq-mean-token-sum"), ("sequence", "token-mean"))
-        ),
+        *((devices, "sequence", "seq-mean-token-mean") for devices in (1, 8)),
+        *(pytest.param(8, *each, marks=SLOW) for each in MODES),
     ],
-    ids=str,
 )
-def test_gradients_float64(x64, devices, options, make_config, make_batch, make_trainer):
+def test_gradients_float64(x64, devices, level, mode, make_config, make_batch, make_trainer):
     rows = (Shape(1, 48), *LONG) if devices == 1 else LONG
-    check_gradient(make_trainer(make_config(**EXACT | options), devices, ODD, rows), make_batch(), 1e-12)
+    options = EXACT | {"algorithm__loss_agg_mode": mode, "actor__ratio_level": level}
+    check_gradient(make_trainer(make_config(**options), devices, ODD, rows), make_batch(), 1e-12)
 
 
-@pytest.mark.parametrize(
-    "mode", ["token-mean", *(pytest.param(mode, marks=SLOW) for mode in ("seq-mean-token-mean", "seq-mean-token-sum"))]
-)
-def test_gradients_float32(mode, make_config, make_batch, make_trainer):
-    config = make_config(**OF_KERNELS, algorithm__loss_agg_mode=mode)
+def test_gradients_float32(make_config, make_batch, make_trainer):
+    config = make_config(**OF_KERNELS, algorithm__loss_agg_mode="token-mean")
     check_gradient(make_trainer(config, 2, WIDE_HEADS, LONG), make_batch(), 1e-5)
 
 
 # 96 tokens: one row a microbatch; 256: several. All are long enough for tiles, and groups are split over rows.
 @pytest.mark.parametrize(
-    ("level", "budget", "devices"),
-    [
-        ("sequence", 96, 1),
-        pytest.param("token", 96, 1, marks=SLOW),
-        pytest.param("sequence", 256, 1, marks=SLOW),
-        pytest.param("token", 256, 8, marks=SLOW),
-        pytest.param("sequence", 256, 8, marks=SLOW),
-    ],
+    ("level", "budget", "devices"), [("sequence", 96, 1), pytest.param("token", 256, 8, marks=SLOW)]
 )
 def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config, make_batch, make_trainer):
     options = EXACT | {"actor__ratio_level": level, "actor__ppo_max_token_len_per_gpu": budget}
@@ -325,9 +312,7 @@ def test_weights_that_are_not_finite_end_the_run(make_config, make_batch, make_t
     optim = dataclasses.replace(config.actor.optim, lr=3e38, weight_decay=10.0)  # past what the options allow
     trainer = make_trainer(dataclasses.replace(config, actor=dataclasses.replace(config.actor, optim=optim)))
     trainer.accumulate(make_batch())
-    with pytest.raises(
-        RunFailed, match=r"update 1 of the actor has made weights that are NaN or infinite.*learning rate 3e\+38"
-    ):
+    with pytest.raises(RunFailed, match=r"1 of the actor has made weights that are NaN .* learning rate 3e\+38"):
         trainer.apply()
 
 
@@ -402,45 +387,3 @@ def test_schedules():
     np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(20)], [1, 0.55, 0.1, 0.1], rtol=1e-6)
     with pytest.raises(ConfigError, match="total_training_steps"):
         optimizers.schedule(OptimSection(lr_scheduler_type="cosine"))
-
-
-def test_programs_are_compiled_without_weights_and_by_another_thread(make_config, make_batch, make_trainer):
-    """What was compiled ahead is what the trainer runs: nothing is compiled again, and numbers are the same."""
-    config, batch = make_config(), make_batch(size=8)
-    programs = TrainPrograms(config, TRAINED, make_mesh(jax.devices()[:1]))
-    plain = make_trainer(config, rows=programs.microbatches)
-    shape = plain._passes.pack(batch).microbatches[0].tokens.shape
-    with ThreadPoolExecutor(1) as pool:
-        for kind, *sizes in (("accumulate", *shape), ("zeros", 0, 0), ("init", 0, 0), ("update", 0, 0)):
-            pool.submit(programs.program, (kind, *sizes))
-    programs.is_warm = True
-    trainers = plain, make_trainer(plain.config, programs=programs)
-    for trainer in trainers:
-        trainer.accumulate(batch)
-    gradients = [jax.tree.map(np.asarray, trainer.gradients()) for trainer in trainers]
-    jax.tree.map(np.testing.assert_array_equal, *gradients)
-    others = {each.tokens.shape for each in plain._passes.pack(batch).microbatches} - {shape}
-    assert programs.recompiles == len(others)
-    metrics = [trainer.apply() for trainer in trainers]
-    assert [each.pop("actor/recompiles") for each in metrics] == [0, len(others)]
-    assert metrics[0] == metrics[1]
-
-
-@SLOW  # of bfloat16 tests/kernels/test_packed_pallas.py holds the kernels
-def test_gradients_of_the_kernels_are_those_of_float64(make_config, make_batch, make_trainer):
-    """The GPU kernels (interpreted) in the trainer, shared prompts included, on two devices; by norm."""
-    batch, weights = make_batch(size=24, same=True), weights_of(WIDE_HEADS, "float32")
-
-    def gradients(**options):
-        programs = programs_of(make_config(**OF_KERNELS | options), WIDE_HEADS, 2, LONG, interpret=True)
-        trainer = Trainer(programs.config, WIDE_HEADS, weights, programs.mesh, programs=programs)
-        assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._passes.pack(batch).microbatches)
-        trainer.accumulate(batch)
-        return jax.tree.map(np.asarray, trainer.gradients())
-
-    with jax.enable_x64(True):
-        expected = gradients(**WIDE)
-    for dtype, limit in (("float32", 1e-5), ("bfloat16", 5e-2)):
-        off = distance(gradients(actor__dtype=dtype, actor__attention="pallas"), expected)
-        print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")
-        assert 0 < off <= limit

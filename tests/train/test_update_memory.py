@@ -20,14 +20,9 @@ from jaxrl.train.update_memory import device_numbers, plan_remat, update_phases
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    "model",
-    [replace(TINY, tie_word_embeddings=True), pytest.param(TINY, marks=pytest.mark.slow)],
-    ids=["tied", "untied"],
-)
-def test_what_a_critics_gradient_takes_beside_the_policys(model):
+def test_what_a_critics_gradient_takes_beside_the_policys():
     """The plan has the policy's alone: the critic's temporaries must not be more."""
-    taken = {}
+    taken, model = {}, replace(TINY, tie_word_embeddings=True)
     for name, own in (("actor", model), ("critic", replace(model, scalar_head=True))):
         programs = TrainPrograms(config(), own, make_mesh(jax.devices()[:1]))
         rows, tokens = programs.microbatches[-1]

@@ -10,12 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trainer_fixtures import group_of
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.train import advantages, losses
 from jaxrl.train.kl import kl_estimate
 from jaxrl.train.packing import TokenBatch
-from jaxrl.types import Group, Prompt, Sample, SampleKey
+from jaxrl.types import Group
 
 GROUP_SIZE = 4
 BATCHES = json.loads((Path(__file__).parent / "data" / "verl.json").read_text(encoding="utf-8"))["batches"]
@@ -33,15 +34,8 @@ def names(start: str) -> list[str]:
 
 
 def groups_of(given: dict[str, np.ndarray]) -> list[Group]:
-    samples = []
-    for i, (length, reward) in enumerate(zip(given["lengths"], given["rewards"], strict=True)):
-        sample = Sample.empty(SampleKey(0, i // GROUP_SIZE, i % GROUP_SIZE))
-        sample.token_ids, sample.reward = np.zeros(length, np.int32), float(reward)
-        samples.append(sample)
-    return [
-        Group(Prompt(0, first // GROUP_SIZE, (1,), "", ""), samples[first : first + GROUP_SIZE])
-        for first in range(0, len(samples), GROUP_SIZE)
-    ]
+    lengths, rewards = (given[name].reshape(-1, GROUP_SIZE).tolist() for name in ("lengths", "rewards"))
+    return [group_of(*each, index) for index, each in enumerate(zip(lengths, rewards, strict=True))]
 
 
 def ragged(given: dict[str, np.ndarray], name: str) -> list[np.ndarray]:
@@ -136,6 +130,17 @@ def test_gspos_loss(case):
 @pytest.mark.parametrize("name", names("value "))
 def test_critics_losses(case, name: str):
     given, expected = case
-    critic = config_of(critic={"cliprange_value": 0.5, "loss_agg_mode": name.split()[1]}).critic
-    new = jnp.asarray(given["new_values"], jnp.float32)
-    compare(losses.compute_values(new, token_batch(given), critic), expected[name])
+    new, batch = jnp.asarray(given["new_values"], jnp.float32), token_batch(given)
+    for reach in (0.5, np.inf):
+        critic = config_of(critic={"cliprange_value": reach, "loss_agg_mode": name.split()[1]}).critic
+        terms = losses.compute_values(new, batch, critic)
+        if reach == np.inf:  # verl has no such value
+            assert terms.means["critic/vf_clipfrac"].total == 0
+        else:
+            compare(terms, expected[name])
+    assert terms.means["critic/vf_loss"] == (terms.total, terms.denominator)
+    learnt = given["learnt"]
+    mean, errors = terms.means["critic/vpred_mean"], (given["new_values"] - given["returns"])[learnt > 0] ** 2
+    assert float(mean.total / mean.denominator) == pytest.approx(given["new_values"][learnt > 0].mean(), rel=1e-5)
+    if name == "value token-mean":
+        assert float(terms.total / terms.denominator) == pytest.approx(0.5 * errors.mean(), rel=1e-5)

@@ -7,8 +7,6 @@ from statistics import median
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner, _normal_of_t, risen
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
@@ -166,43 +164,6 @@ def test_kinds_of_rounds_are_compared_with_their_like():
     assert planner.observe(179, "short") == 2
     assert planner.observe(179, "long") == 4
     assert (planner.degree("short"), planner.degree("other")) == (2, 2)
-
-
-# ---------------------------------------------------------------- state
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from(["short", "long"]), st.sampled_from([0, 1, 40, 50, 200])), max_size=40),
-    st.integers(0, 40),
-)
-def test_state_is_saved_and_a_step_is_one_degree(rounds: list[tuple[str, int]], cut: int):
-    whole, first, second = (make_planner(trial_rounds=2) for _ in range(3))
-    for kind, count in rounds:
-        before = whole.degree(kind)
-        assert abs(DEGREES.index(whole.observe(count, kind)) - DEGREES.index(before)) <= 1
-    for kind, count in rounds[:cut]:
-        first.observe(count, kind)
-    second.load_state_dict(first.state_dict())
-    for kind, count in rounds[cut:]:
-        second.observe(count, kind)
-    found, expected = second.state_dict(), whole.state_dict()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value)
-
-
-def test_restored_with_other_degrees():
-    planner = make_planner()
-    for count in (100, 100, 1000, 300, 300, 3000):
-        planner.observe(count)
-    assert planner.degree() == 8
-    smaller = make_planner((1, 2, 4), 1)
-    smaller.load_state_dict(planner.state_dict())
-    assert smaller.degree() == 4
-    smaller.observe(5)
-    with pytest.raises(ValueError, match=r"confident tp planner of schema 4: this version reads 1"):
-        smaller.load_state_dict({**planner.state_dict(), "schema": 4})
 
 
 def test_the_rule_may_be_changed_at_a_resume():

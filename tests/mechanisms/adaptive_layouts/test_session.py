@@ -136,12 +136,15 @@ class Control:
         self.heard.append(state)
 
 
-def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
+def sessions_of(controls: Sequence[Control], process: int = 0, num_processes: int = 1) -> LayoutSessions:
+    """Sessions of one of several processes with as many workers each."""
     drawing: Any = None
     found: list[Any] = list(controls)
-    return LayoutSessions(
-        [LayoutSession(each, lambda: 0.0, drawing, None, None, (i, len(found))) for i, each in enumerate(found)]
-    )
+    first, count = process * len(found), num_processes * len(found)
+    sessions = [
+        LayoutSession(each, lambda: 0.0, drawing, None, None, (first + i, count)) for i, each in enumerate(found)
+    ]
+    return LayoutSessions(sessions, first, count)
 
 
 def ended(sessions: LayoutSessions, *preemptions: int) -> dict[str, float]:
@@ -186,17 +189,6 @@ def test_a_checkpoint_goes_to_as_many_workers_as_there_are(before: int, after: i
     assert [each.heard for each in controls] == [[{"of": name}] for name in expected]
 
 
-def of_process(process: int, controls: Sequence[Control], num_processes: int = 2) -> LayoutSessions:
-    """Sessions of one of several processes with as many workers each."""
-    drawing: Any = None
-    found: list[Any] = list(controls)
-    first, count = process * len(found), num_processes * len(found)
-    sessions = [
-        LayoutSession(each, lambda: 0.0, drawing, None, None, (first + i, count)) for i, each in enumerate(found)
-    ]
-    return LayoutSessions(sessions, first, count)
-
-
 def stateful(name: str) -> Control:
     """Of a worker whose planner is at `name`, with what all workers have alike."""
     return Control({}, {"planner": {"at": name, "counts": np.asarray([[1, 2]])}, "likely": "short", "lengths": [3, 4]})
@@ -204,7 +196,7 @@ def stateful(name: str) -> Control:
 
 def test_a_checkpoint_of_one_process_has_every_workers_state():
     """After the first round each process has told the others; until then all workers begin alike."""
-    one, other = (of_process(process, [stateful(name) for name in names]) for process, names in ((0, "ab"), (1, "cd")))
+    one, other = (sessions_of([stateful(name) for name in names], i, 2) for i, names in enumerate(("ab", "cd")))
     before = one.state_dict()["workers"]
     assert [before[str(worker)]["planner"]["at"] for worker in range(4)] == ["a", "b", "a", "a"]
     told = json.loads(json.dumps([sessions.counts([Counters(), Counters()]) for sessions in (one, other)]))
@@ -223,7 +215,7 @@ def test_a_checkpoint_of_one_process_has_every_workers_state():
 def test_each_process_goes_on_with_the_states_of_its_own_workers(before: str, expected: str):
     saved = sessions_of([stateful(name) for name in before]).state_dict()
     controls = [stateful("x") for _ in expected]
-    resumed = of_process(1, controls)
+    resumed = sessions_of(controls, 1, 2)
     resumed.load_state_dict(saved)
     assert [each.heard[0]["planner"]["at"] for each in controls] == list(expected)
     again = resumed.state_dict()["workers"]

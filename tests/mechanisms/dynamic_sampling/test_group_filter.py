@@ -31,6 +31,11 @@ def kept(rule: BatchRule, *verdicts: Verdict) -> bool:
     return current.done
 
 
+def configured(**options: Any) -> BatchRule:
+    values = {"model": {"path": "x"}, "data": {"train_batch_size": 1}, "rollout": {"n": 2}}
+    return batch_rule(from_mapping(values | {"algorithm": {"filter_groups": {"enable": True, **options}}}))
+
+
 def by_metric(metric: str) -> BatchRule:
     return fresh_batches(1, 2, **filtering(metric=metric))
 
@@ -63,29 +68,13 @@ def test_a_metric_that_the_scorer_did_not_return_is_named():
     ):
         kept(by_metric("acc"), said(key(0, 0), 0.0, extracted=1, mark="x"), said(key(0, 1), 1.0, acc=1))
     with pytest.raises(ConfigError, match="must not be seq_final_reward"):
-        batch_rule(
-            from_mapping(
-                {
-                    "model": {"path": "x"},
-                    "algorithm": {"filter_groups": {"enable": True, "metric": "seq_final_reward"}},
-                }
-            )
-        )
+        configured(metric="seq_final_reward")
 
 
 def own(folder: Path, source: str, **options: Any) -> BatchRule:
     file = folder / "filters.py"
     file.write_text(source)
-    return batch_rule(
-        from_mapping(
-            {
-                "model": {"path": "x"},
-                "data": {"train_batch_size": 1},
-                "rollout": {"n": 2},
-                "algorithm": {"filter_groups": {"enable": True, "path": str(file), **options}},
-            }
-        )
-    )
+    return configured(path=str(file), **options)
 
 
 SEES = f"def keep_group({', '.join(FILTER_ARGUMENTS)}):\n    "
@@ -119,10 +108,8 @@ def test_a_file_or_function_that_is_not_there_is_refused_before_the_run(tmp_path
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match=r"must take \(data_source, rewards, infos, responses, extra_info\)"):
         own(tmp_path / "b", "def keep_group(rewards): return True")
-    options = {"algorithm": {"filter_groups": {"enable": True, "path": str(tmp_path / "none.py")}}}
-    missing = from_mapping({"model": {"path": "x"}, **options})
     with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.path: no such file"):
-        batch_rule(missing)
+        configured(path=str(tmp_path / "none.py"))
     with pytest.raises(ConfigError, match=r"path and algorithm\.filter_groups\.metric \(acc\) exclude each other"):
         own(tmp_path, SEES + "return True", metric="acc")
 

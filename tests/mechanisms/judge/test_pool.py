@@ -28,6 +28,7 @@ from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PROMPT = Prompt(0, 3, (1,), "?", "s")
+RISING = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}  # each longer than the last
 
 
 class Reads:
@@ -194,8 +195,7 @@ class Timed(ReplayExecutor):
 
 
 def test_a_plan_that_is_in_flight_during_a_turn_takes_its_own_time():
-    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
-    executor = Timed(lengths, 1, 4, 400, 4, 64)
+    executor = Timed(RISING, 1, 4, 400, 4, 64)
     actor = Engine(executor, BatcherConfig(decode_steps=2))
     times: list[PlanTimes] = []
     actor.watchers.append(times.append)
@@ -231,16 +231,19 @@ class ActorWorker:
 
 
 def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
-    """A round of 8 responses, of which each is longer than the one before, on 4 rows."""
-    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
-    return run_round(Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
+    """A round on 4 rows."""
+    return run_round(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
+
+
+def begun(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[RolloutBackend, Round]:
+    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [JudgeSession(judge)])
+    backend.enter_rollout(0)
+    backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
+    return backend, Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
 
 
 def run_round(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
-    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [JudgeSession(judge)])
-    backend.enter_rollout(0)
-    current = Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
-    backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
+    backend, current = begun(actor, judge)
     while not current.done:
         for command in current.handle(backend.wait()):
             backend.apply(command)
@@ -260,9 +263,8 @@ def test_gaps_and_after_give_the_same_rewards():
 
 
 def test_two_workers_give_the_same_rewards_as_one():
-    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
     one, _ = round_with(pool("after"))
-    engines = [Engine(ReplayExecutor(lengths, 1, 2, 400, 4, 64), BatcherConfig(decode_steps=2)) for _ in range(2)]
+    engines = [Engine(ReplayExecutor(RISING, 1, 2, 400, 4, 64), BatcherConfig(decode_steps=2)) for _ in range(2)]
     two, measured = run_round(LocalWorkers(engines), pool("gaps", share=1.0))
     assert two == one
     assert measured["reward/judge/gap_turns"] > 0
@@ -270,12 +272,7 @@ def test_two_workers_give_the_same_rewards_as_one():
 
 def test_a_round_that_is_dropped_leaves_nothing_to_judge():
     judge = pool("after")
-    lengths = {SampleKey(0, 0, s): 2 + 40 * s for s in range(2)}
-    actor = Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2))
-    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x", lambda: None, [JudgeSession(judge)])
-    backend.enter_rollout(0)
-    current = Round([Prompt(0, 0, (1, 2), "?", "s")], 2)
-    backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
+    backend, current = begun(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
     while not judge.num_pending:
         for command in current.handle(backend.wait()):
             backend.apply(command)

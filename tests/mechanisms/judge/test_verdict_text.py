@@ -113,27 +113,16 @@ def test_the_default_pattern_is_linear(verdict: str):
 ENDPOINT = {"endpoint": "http://localhost:8000/v1", "endpoint_model": "m"}
 
 
-def test_a_right_section():
-    config = from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": ENDPOINT}})
-    assert config.reward.judge.endpoint_model == "m"
-
-
 @pytest.mark.parametrize(
     ("judge", "sentence"),
     [
         ({}, "reward.kind=judge needs one of reward.judge.model and reward.judge.endpoint, found neither"),
         ({**ENDPOINT, "model": "m"}, "needs one of reward.judge.model and reward.judge.endpoint, found both"),
-        (
-            {"model": "m", "api_key_env": "K"},
-            "reward.judge.api_key_env (K) needs reward.judge.endpoint, which is empty",
-        ),
+        ({"model": "m", "api_key_env": "K"}, "api_key_env (K) needs reward.judge.endpoint, which is empty"),
         ({**ENDPOINT, "endpoint_model": ""}, "reward.judge.endpoint_model is missing"),
-        (
-            {**ENDPOINT, "endpoint": "localhost:8000"},
-            "must be a URL such as http://localhost:8000/v1, found 'localhost",
-        ),
-        ({**ENDPOINT, "endpoint": "http://"}, "must be a URL such as http://localhost:8000/v1, found 'http://'"),
-        ({**ENDPOINT, "endpoint": "http://h:99999/v1"}, "must be a URL such as http://localhost:8000/v1, found 'http"),
+        ({**ENDPOINT, "endpoint": "localhost:8000"}, "must be a URL such as http://localhost:8000/v1, found 'localh"),
+        ({**ENDPOINT, "endpoint": "http://"}, "found 'http://'"),
+        ({**ENDPOINT, "endpoint": "http://h:99999/v1"}, "found 'http://h:99999/v1'"),
         ({**ENDPOINT, "endpoint": "http://h/a b"}, "found 'http://h/a b'"),
         ({**ENDPOINT, "endpoint": "http://me:secret@h/v1"}, "found one with a name or password in it"),
         ({**ENDPOINT, "endpoint": "http://h/v1?a=b"}, "without a query and a fragment"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, make_sample, through_disk
-from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, verdict
+from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, run_steps, verdict
 
 from jaxrl.mechanisms.partial_rollout.buffer_filter import WaitingGroup
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
@@ -36,25 +36,16 @@ FIRST_ROUND: Table = [
     (finish(key(1, 0), [0]), []),
     (finish(key(1, 1), [0, 0]), [("score", key(1, 0)), ("score", key(1, 1))]),
     (verdict(key(1, 0)), []),
-    (
-        finish(key(0, 1), [0, 0]),
-        [("score", key(0, 0)), ("score", key(0, 1)), ("stop", key(2, 0), key(2, 1))],
-    ),
+    (finish(key(0, 1), [0, 0]), [("score", key(0, 0)), ("score", key(0, 1)), ("stop", key(2, 0), key(2, 1))]),
     (finish(key(2, 0), [0, 0]), []),  # it ended in the plan in flight
     *verdicts(key(1, 1), key(0, 0), key(0, 1)),
     (aborted(key(2, 1), [0, 0, 0]), []),
 ]
 NEXT_ROUND: Table = [
-    (
-        START,
-        [("launch", 2, key(2, 1), ("has", key(2, 0)), ("on", key(2, 1), [0, 0, 0])), launch(3), launch(4)],
-    ),
+    (START, [("launch", 2, key(2, 1), ("has", key(2, 0)), ("on", key(2, 1), [0, 0, 0])), launch(3), launch(4)]),
     (finish(key(3, 0), [1, 1]), []),
     (finish(key(3, 1), [1, 1]), [("score", key(3, 0)), ("score", key(3, 1))]),
-    (
-        finish(key(2, 1), [0, 0, 0, 1, 1]),
-        [("score", key(2, 0)), ("score", key(2, 1)), ("stop", key(4, 0), key(4, 1))],
-    ),
+    (finish(key(2, 1), [0, 0, 0, 1, 1]), [("score", key(2, 0)), ("score", key(2, 1)), ("stop", key(4, 0), key(4, 1))]),
     (aborted(key(4, 0), [1]), []),
     (aborted(key(4, 1), []), []),
     *verdicts(key(3, 0), key(3, 1), key(2, 0), key(2, 1)),
@@ -132,9 +123,7 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     def length(k: SampleKey) -> int:
         return (1000 if k.attempt == 0 else 40) if k.prompt_index == 0 else 3
 
-    rule = partial_rollout(1, 1, max_staleness=1)
-    training = FakeTraining(rule, FakePrompts(50), FakeRollout(length), None)
-    results = [training.run_step() for _ in range(6)]
+    _, results = run_steps(partial_rollout(1, 1, max_staleness=1), length, 6)
     assert [result.groups[0].prompt.index for result in results] == [1, 2, 3, 0, 4, 5]
     # in each round the long one gets 3 tokens, and one more from the plan in flight
     assert [result.metrics["rollout/thrown_tokens"] for result in results] == [0, 0, 8, 0, 0, 0]
@@ -144,15 +133,6 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     assert version_spans(waited_for.versions) == [(2, 0, 4), (3, 4, 40)]
     assert results[3].metrics["rollout/surplus_prompts"] == 1
     assert results[4].metrics["rollout/launched_samples"] == 0
-
-
-def test_without_restarts_the_round_waits_before_tokens_are_over_the_cap():
-    rule = partial_rollout(1, 1, max_staleness=1, max_restarts=0)
-    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 30), None)
-    results = [training.run_step() for _ in range(4)]
-    assert [result.groups[0].prompt.index for result in results] == [1, 0, 2, 3]
-    assert all(result.metrics["rollout/thrown_tokens"] == 0 for result in results)
-    assert results[1].groups[0].samples[0].key.attempt == 0
 
 
 def test_the_pipelines_lag_counts_against_the_same_cap():
@@ -169,20 +149,17 @@ def test_the_pipelines_lag_counts_against_the_same_cap():
 def test_rounds_wait_early_enough_for_more_groups_than_a_batch_takes():
     """N = 1 of 3, no restarts. Prompts 0 and 1 must be in a batch up to step 3, so step 2 waits for one of them."""
     rule = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
-    rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
-    training = FakeTraining(rule, FakePrompts(50), rollout, None)
-    results = [training.run_step() for _ in range(3)]
+    _, results = run_steps(rule, lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3), 3)
     assert [result.groups[0].prompt.index for result in results] == [2, 0, 1]
     assert [result.groups[0].samples[0].key.attempt for result in results] == [0, 0, 0]
-    assert all(result.metrics["rollout/restarted_samples"] == 0 for result in results)
+    for name in ("restarted_samples", "thrown_tokens"):
+        assert [result.metrics[f"rollout/{name}"] for result in results] == [0, 0, 0]
 
 
 def test_a_buffer_that_a_larger_cap_has_filled_keeps_to_the_smaller_one():
     """More groups than one batch takes are at once over the new cap: it comes first, whatever `max_restarts` says."""
     rule = partial_rollout(1, 1, over_provision=3.0, max_restarts=0)
-    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 300 if k.prompt_index < 2 else 3), None)
-    for _ in range(4):
-        training.run_step()
+    training, _ = run_steps(rule, lambda k: 300 if k.prompt_index < 2 else 3, 4)
     state = training.state()
     smaller = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
     training = FakeTraining(smaller, FakePrompts(50), training.rollout, None)
@@ -196,9 +173,8 @@ def test_a_buffer_that_a_larger_cap_has_filled_keeps_to_the_smaller_one():
 @pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
 def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
     rule = partial_rollout(2, 2, at_end=at_end)
-    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), 4)
-    for _ in range(4):
-        assert len(training.run_step().groups) == 2
+    training, results = run_steps(rule, lambda k: 5 + 3 * k.prompt_index, 4, total=4)
+    assert [len(result.groups) for result in results] == [2] * 4
     assert (rule.num_carried, training.prompts.position) == (carried, drawn)
 
 
@@ -304,15 +280,8 @@ def test_stretches_of_one_version():
     ("options", "message"),
     [
         ({"over_provision": float("inf")}, r"over_provision \(inf\) must be a finite number"),
-        (
-            {"max_staleness": 0},
-            r"max_staleness \(0 versions\) must be >= 1, or -1 for no cap: 4 prompts are under way \(over_provision "
-            r"2\.0\) and a batch takes 2$",
-        ),
-        (
-            {"max_staleness": 1, "shared": {"version_lag": 1}},
-            r"max_staleness \(1 versions\) must be >= 2, .* and one-step-off adds one version to every token$",
-        ),
+        ({"max_staleness": 0}, r"\(0 versions\) must be >= 1, or -1 for no cap: 4 prompts .* and a batch takes 2$"),
+        ({"max_staleness": 1, "shared": {"version_lag": 1}}, r"must be >= 2, .* and one-step-off adds one version"),
         ({"max_staleness": 2, "over_provision": 3.25}, r"must be >= 3, .*: 7 prompts are under way"),
         ({"shared": {"max_active_requests": 1}}, "max_active_requests"),
     ],
@@ -332,23 +301,19 @@ def test_the_smallest_caps_that_can_be_kept(staleness: int, over_provision: floa
 def test_samples_that_are_too_long_for_a_resumed_run_are_refused():
     """A sample that ended may be as long as the limit, one that goes on must be shorter."""
     rule = partial_rollout(2, 2)
-    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 + 4 * k.prompt_index), None)
-    training.run_step()
+    run_steps(rule, lambda k: 3 + 4 * k.prompt_index, 1)
     held = [(len(s), s.finish_reason) for group in rule.buffer for s in group.samples]
     assert held == [(8, "abort")] * 4
     for limit in (0, 9):
         partial_rollout(2, 2, shared={"max_response_length": limit}).load_state_dict(rule.state_dict())
-    with pytest.raises(
-        ValueError,
-        match=r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples in the buffer of",
-    ):
+    message = r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples in the buffer of"
+    with pytest.raises(ValueError, match=message):
         partial_rollout(2, 2, shared={"max_response_length": 8}).load_state_dict(rule.state_dict())
 
 
 def test_states_of_another_make_are_refused():
     rule = partial_rollout(2, 2)
-    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), None)
-    training.run_step()
+    run_steps(rule, lambda k: 5 + 3 * k.prompt_index, 1)
     state = rule.state_dict()
     with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
         rule.load_state_dict({**state, "schema": 9})

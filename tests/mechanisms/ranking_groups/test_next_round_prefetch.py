@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sim_machine import SMALL
-from simulated_runs import House, check, make_config, make_workload, whole
+from simulated_runs import House, check, make_config, make_workload, samples_of, whole
 
 from jaxrl.mechanisms.one_step_off.concurrent_phases import ConcurrentPhases
 from jaxrl.mechanisms.ranking_groups.session import RankingSession
@@ -55,13 +55,6 @@ class Lengths:
         return int(min(length * (4 if key.epoch and draw.random() < 0.1 else 1), 600))
 
 
-def samples(house: House) -> Any:
-    return {
-        step: [(s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for g in groups for s in g.samples]
-        for step, groups in house.groups.items()
-    }
-
-
 def summed(house: House, name: str) -> float:
     return sum(line.get(f"rollout/ranking/{name}", 0.0) for line in house.metrics.values())
 
@@ -80,7 +73,7 @@ def test_a_head_start_changes_no_number(plain: House, ranked: House):
     """Every prompt runs once, with the tokens and versions that it has without."""
     house = ranked
     check(house)
-    assert samples(house) == samples(plain)
+    assert samples_of(house.groups) == samples_of(plain.groups)
     assert summed(house, "head_start_s") > 0
     assert summed(house, "moved_share") > 0
     first, later = house.metrics[1], house.metrics[5]
@@ -102,7 +95,7 @@ def test_a_head_start_changes_no_number(plain: House, ranked: House):
 )
 def test_whatever_goes_with_it(plain: House, more: dict[str, Any]):
     house = whole(make_config(BASE, **more), Lengths(), COST)
-    assert samples(house) == samples(plain)
+    assert samples_of(house.groups) == samples_of(plain.groups)
     assert summed(house, "head_start_s") > 0
 
 
@@ -162,7 +155,7 @@ def test_a_run_that_goes_on_draws_the_same(plain: House, ranked: House, how: Any
         num_begun += len(house.state["rule"]["state"].get("begun", ())) if house.saved else 0
         assert house.run()
         check(house)
-        assert samples(house) == samples(plain)
+        assert samples_of(house.groups) == samples_of(plain.groups)
     assert num_begun, "some boundary was left with prompts drawn ahead"
 
 

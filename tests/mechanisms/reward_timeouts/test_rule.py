@@ -41,17 +41,7 @@ def taught(*infos: dict[str, Any], **options: Any) -> AdaptiveTimeouts:
 
 @pytest.mark.parametrize(
     ("anchor_s", "limit_s"),
-    [
-        (None, 30.0),
-        (0.0, 2.0),
-        (0.1, 2.0),
-        (1.3, 2.0),
-        (4 / 3, 2.0),
-        (2.0, 3.0),
-        (10.0, 15.0),
-        (20.0, 30.0),
-        (25.0, 30.0),
-    ],
+    [(None, 30.0), (0.0, 2.0), (1.3, 2.0), (4 / 3, 2.0), (2.0, 3.0), (20.0, 30.0), (25.0, 30.0)],
 )
 def test_the_papers_formula(anchor_s: float | None, limit_s: float):
     assert TimeoutRule.of(CodeSection()) == TimeoutRule()

@@ -22,9 +22,7 @@ SIZES = {1: (4, 8)}
 
 def config(profile: str = "", **speculation: Any) -> Config:
     rollout = {"n": 3, "max_num_seqs": 5, "speculation": speculation, "layout": {"profile": profile}}
-    return from_mapping(
-        {"model": {"path": "models/tiny"}, "data": {"max_response_length": 50}, "rollout": rollout},
-    )
+    return from_mapping({"model": {"path": "models/tiny"}, "data": {"max_response_length": 50}, "rollout": rollout})
 
 
 def executor(tp: int = 1, widths: dict[int, int] | None = None) -> Any:
@@ -55,18 +53,12 @@ def test_what_an_executor_is_built_for():
     assert each_row.total % 5 == 0, "one for each row"
 
 
-def test_a_profile_is_asked_where_nothing_else_decides():
-    assert asks_profile(config("p.json", enable=True))
-    assert not asks_profile(config("p.json"))
-    assert not asks_profile(config("", enable=True))
-    assert not asks_profile(config("p.json", enable=True, max_batch=4))
-
-
-def test_a_start_says_that_nothing_tells_whether_drafts_pay():
-    assert "rollout.layout.profile" in (unmeasured_note(config("", enable=True)) or "")
-    assert unmeasured_note(config("p.json", enable=True)) is None
-    assert unmeasured_note(config("", enable=True, max_batch=4)) is None
-    assert unmeasured_note(config("")) is None
+@pytest.mark.parametrize("profile_file", ["p.json", ""])
+@pytest.mark.parametrize("options", [{}, {"enable": True}, {"enable": True, "max_batch": 4}])
+def test_a_profile_is_asked_where_nothing_else_decides_and_missed_there(profile_file: str, options: dict[str, Any]):
+    made, decides = config(profile_file, **options), options == {"enable": True}
+    assert asks_profile(made) == (decides and bool(profile_file))
+    assert ("rollout.layout.profile" in (unmeasured_note(made) or "")) == (decides and not profile_file)
 
 
 def test_costs_are_those_of_the_layout_in_use():

@@ -84,31 +84,6 @@ def test_the_longest_context_wins_and_shorter_ones_down_to_three_are_found():
     assert index.find([0, 0, 0, 0, 0, 5, 6]) == (-1, 0)
 
 
-def test_a_response_is_drafted_from_its_first_token():
-    assert build([1, 2, 3]).draft([], 2).tolist() == [1, 2]
-    assert build([1, 2, 3]).draft([1], 32).tolist() == [2, 3]
-    assert build([]).draft([], 2).tolist() == []
-    assert DraftIndex.build([], []).find([1, 2, 3]) == (-1, 0)
-
-
-@pytest.mark.parametrize(
-    ("weights", "followed"),
-    [
-        ([1, 0, 0], 5),  # the reward
-        ([1, 1, 1], 6),  # twice 6: its sum
-        ([0, 0, 0], 6),  # a tie: what occurs more often
-        ([-1, -1, 0], 6),  # -1 on both sides: what occurs more often
-        ([-1, -1, -1], 6),  # the same with any sign
-        ([-1, -2, -2], 6),
-        ([1, 1, -2], 6),  # what is below zero takes nothing away: a tie
-        ([1, 0.5, 0.4], 5),
-    ],
-)
-def test_rewards_decide_between_branches(weights: list[float], followed: int):
-    index = build([1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 6], weights=weights)
-    assert index.draft([1, 2, 3], 4).tolist() == [followed]
-
-
 SIGNED = st.sampled_from([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 2.0])
 
 

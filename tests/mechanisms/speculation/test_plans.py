@@ -30,6 +30,11 @@ STEPS = 4
 HISTORY = DraftIndex.build([np.arange(3, 9, dtype=np.int32)], [1.0])
 
 
+def drafting(verify_tokens: int = 64, costs: StepCosts | None = None) -> BatcherConfig:
+    rule = partial(DraftRule, DraftConfig(Window(), verify_tokens, costs=costs))
+    return BatcherConfig(STEPS, verify_rule=rule)
+
+
 @dataclass
 class Ticket:
     index: int
@@ -100,9 +105,8 @@ class Accepting:
 @pytest.mark.parametrize(("num_slots", "num_blocks"), [(4, 200), (3, 16)], ids=["room", "preempting"])
 def test_a_row_never_gets_more_than_its_plan_has_blocks_for(seed: int, num_slots: int, num_blocks: int):
     executor = Accepting(num_slots, num_blocks, seed)
-    config = BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=16)))
     trace: list[TraceEvent] = []
-    engine = Engine(executor, config, trace=trace.append)
+    engine = Engine(executor, drafting(verify_tokens=16), trace=trace.append)
     chance = random.Random(seed)
     requests = [
         Request(
@@ -126,18 +130,15 @@ def test_a_row_never_gets_more_than_its_plan_has_blocks_for(seed: int, num_slots
     counters = engine.counters
     assert 0 < counters.verifying_plans <= sum(plan.verifies for plan in executor.plans)  # some found all ended
     assert 0 < counters.busy_row_steps < sum(map(len, samples))
-    assert counters.accepted_tokens + counters.busy_row_steps + len(
-        [c for p in executor.plans for c in p.prefill if c.is_last]
-    ) == sum(map(len, samples))
+    num_first = sum(chunk.is_last for plan in executor.plans for chunk in plan.prefill)  # each with a prefill
+    assert counters.accepted_tokens + counters.busy_row_steps + num_first == sum(map(len, samples))
     assert counters.matched_tokens == 7 * counters.proposed_row_steps
 
 
 def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else():
     """A row's room for drafts never takes what another may want in the next plan."""
     executor = Accepting(2, 9, seed=0)
-    engine = Engine(
-        executor, BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=64)))
-    )
+    engine = Engine(executor, drafting())
     requests = [Request(i, SampleKey(0, i, 0), (1,), SamplingParams(max_tokens=30), history=HISTORY) for i in range(2)]
     engine.generate(requests)
     given = [row.max_new for plan in executor.plans for row in plan.decode]
@@ -147,24 +148,17 @@ def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else()
 
 def test_without_history_no_plan_speculates():
     executor = Accepting(4, 200, seed=1)
-    engine = Engine(
-        executor, BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=64)))
-    )
-    request = Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(max_tokens=40))
-    engine.add(request)
-    while not engine.is_idle:
-        engine.step()
+    Engine(executor, drafting()).generate([Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(max_tokens=40))])
     assert not any(plan.verifies for plan in executor.plans)
 
 
 def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
     """So a run that is resumed at a boundary plans as one that went on."""
     costs = StepCosts(lambda rows, context: 1.0, lambda rows, context: 3.0)
-    config = BatcherConfig(STEPS, verify_rule=partial(DraftRule, DraftConfig(Window(), verify_tokens=64, costs=costs)))
 
     def rounds(count: int) -> list[list[bool]]:
         executor = Accepting(4, 200, seed=1)
-        workers, found = LocalWorkers([Engine(executor, config)]), []
+        workers, found = LocalWorkers([Engine(executor, drafting(costs=costs))]), []
         for index in range(count):
             params = SamplingParams(max_tokens=80)
             workers.add(Request(index, SampleKey(0, index, 0), (1,), params, history=HISTORY))

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_machine import SMALL, STOP, ConstantCost, sizes
+from sim_machine import SMALL, STOP, ConstantCost, recorded, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
@@ -25,7 +24,7 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request
+from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PrefillChunk, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import CostModel, TableCost
@@ -106,33 +105,29 @@ def steps_of(right: Sequence[int], width: int = 8, num_steps: int = 99, max_new:
     return [steps, drafted, accepted, proposing_steps, int(found.gained[0])], int(found.windows[0])
 
 
-def test_drafts_that_are_right_open_the_window():
-    """2, 4, 6 and 8 drafted tokens, each with one more, then 8 again, and what is left."""
-    right = list(range(40, 0, -1))  # 3 + 5 + 7 + 9 + 9 = 33, and 6 of 7 tokens
-    assert steps_of(right) == ([6, 34, 34, 6, 40], 8)
-    assert steps_of(right, width=3)[0] == [11, 29, 29, 10, 40]  # 3, then nine times 4; the last token has no draft
+ALL_RIGHT = list(range(40, 0, -1))
 
 
-def test_drafts_that_are_wrong_bring_a_token_a_step():
-    assert steps_of([0] * 10) == ([10, 2 * 8 + 1, 0, 9, 10], 2)  # no draft for the last token, one for that before
-
-
-def test_a_wrong_token_in_the_middle_closes_the_window():
-    """Stretches of 8 and of 7 tokens, and a wrong one between them: 3 tokens; 5, and the last of them is right; at the
-    wrong token 6 are drafted and none accepted; then 2, 4 and the last."""
-    right = [*range(8, -1, -1), *range(7, 0, -1)]
-    assert steps_of(right) == ([5, 2 + 4 + 6 + 2 + 3, 2 + 4 + 0 + 2 + 3, 5, 16], 6)
-
-
-def test_where_nothing_is_found_the_window_stays():
-    """3 tokens, which open the window to 4; two without a draft; then 3 of 4, which is all that is left."""
-    assert steps_of([2, 1, 0, -1, -1, 3, 2, 1, 0]) == ([4, 2 + 3, 2 + 3, 2, 9], 6)
-
-
-def test_a_plan_ends_a_row_at_its_room():
-    right = list(range(40, 0, -1))
-    assert steps_of(right, max_new=7)[0] == [2, 2 + 3, 2 + 3, 2, 7]
-    assert steps_of(right, num_steps=2)[0] == [2, 2 + 4, 2 + 4, 2, 8]
+@pytest.mark.parametrize(
+    ("right", "limits", "counts", "window"),
+    [
+        # 2, 4, 6 and 8 drafted tokens, each with one more, then 8 again, and what is left: 3 + 5 + 7 + 9 + 9 = 33, and
+        # 6 of 7 tokens
+        (ALL_RIGHT, {}, [6, 34, 34, 6, 40], 8),
+        (ALL_RIGHT, {"width": 3}, [11, 29, 29, 10, 40], 8),  # 3, then nine times 4; the last token has no draft
+        (ALL_RIGHT, {"max_new": 7}, [2, 2 + 3, 2 + 3, 2, 7], 6),  # a plan ends a row at its room
+        (ALL_RIGHT, {"num_steps": 2}, [2, 2 + 4, 2 + 4, 2, 8], 6),
+        # drafts that are wrong bring a token a step; no draft for the last token, one for that before
+        ([0] * 10, {}, [10, 2 * 8 + 1, 0, 9, 10], 2),
+        # stretches of 8 and of 7 tokens, and a wrong one between them: 3 tokens; 5, and the last of them is right; at
+        # the wrong token 6 are drafted and none accepted, which closes the window; then 2, 4 and the last
+        ([*range(8, -1, -1), *range(7, 0, -1)], {}, [5, 2 + 4 + 6 + 2 + 3, 2 + 4 + 0 + 2 + 3, 5, 16], 6),
+        # 3 tokens, which open the window to 4; two without a draft, so that it stays; then 3 of 4, all that is left
+        ([2, 1, 0, -1, -1, 3, 2, 1, 0], {}, [4, 2 + 3, 2 + 3, 2, 9], 6),
+    ],
+)
+def test_a_rows_steps_by_hand(right: list[int], limits: dict[str, int], counts: list[int], window: int):
+    assert steps_of(right, **limits) == (counts, window)
 
 
 # ---------------------------------------------------------------- plans
@@ -152,27 +147,6 @@ def requests(seed: int, count: int) -> list[Request]:
 def drafting(verify_tokens: int) -> SimulatedDrafts:
     options = SimulatedHistory(4.0, 1.5, 0.5)
     return SimulatedDrafts(AcceptanceModel(1, lambda _: options, 3, 7), DraftConfig(WINDOW, verify_tokens))
-
-
-def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
-    """Plans and what each brought, as they come."""
-    plans: list[tuple[Plan, tuple]] = []
-    submit = executor.submit
-
-    def recording(plan: Plan):
-        ticket = submit(plan)
-        result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
-        rows = {
-            i: (row.token_ids.tolist(), row.stopped, row.verified)
-            for i, row in result.rows.items()
-            if len(row.token_ids)
-        }
-        named = [(row.request_id, row.dp_group, row.slot, row.max_new) for row in plan.decode]
-        plans.append((plan, (result.index, result.num_steps, named, rows)))
-        return ticket
-
-    executor.submit = recording
-    return plans
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -213,12 +187,9 @@ def test_lockstep_makes_the_plans_of_a_batcher(share: float):
     on = partial(DraftRule, DraftConfig(WINDOW, 64))
     for batcher, drafts in ((Batcher, on), (LockstepBatcher, on), (Batcher, None)):
         rng = random.Random(1)
-        wanted = [
-            Request(i, SampleKey(1, i, 0), (0,) * 5, SamplingParams(max_tokens=90), history=HISTORY)
-            if rng.random() < share
-            else Request(i, SampleKey(1, i, 0), (0,) * 5, SamplingParams(max_tokens=90))
-            for i in range(12)
-        ]
+        histories = [HISTORY if rng.random() < share else None for _ in range(12)]
+        params = SamplingParams(max_tokens=90)
+        wanted = [Request(i, SampleKey(1, i, 0), (0,) * 5, params, history=each) for i, each in enumerate(histories)]
         shape = sizes(num_slots=8, num_blocks=400)
         clock = SimulatedClock()
         executor = SimulatedExecutor(

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import jax
 import numpy as np
 import pytest
+import streamed_runs
 from keyword_options import with_options
 from live_arrays import bytes_on
 from small_models import TRAINED
@@ -83,14 +84,7 @@ def groups_of(batch: TrainBatch) -> list[Group]:
 
 def prepared(trainer: Trainer, groups: Sequence[Group]) -> TrainBatch:
     """What the loop makes of a batch before its gradients."""
-    config, batch = trainer.config, TrainBatch.of(groups)
-    current = trainer.token_logprobs(batch) if batch_preparation.needs_policy(config, batch, STEP) else None
-    batch.old_logprobs = batch_preparation.old_logprobs(config, batch, STEP, current)
-    if config.needs_ref:
-        batch.ref_logprobs = trainer.token_logprobs(batch, "ref")
-    batch.loss_masks = batch_preparation.loss_masks(config, batch, STEP)
-    batch_preparation.set_advantages(config, groups, batch)
-    return batch
+    return streamed_runs.prepared(trainer.config, trainer, groups, STEP)
 
 
 def stream_of(trainer: Trainer, index: int = 0) -> TrainStream:

@@ -221,12 +221,9 @@ def test_no_more_prompts_begin_together_than_may():
 @pytest.mark.parametrize(
     ("kind", "options", "frees"),
     [
-        ("plain", {}, True),
-        ("long", {}, True),
-        ("partial", {}, True),
-        ("short", {}, False),
+        *((kind, {}, True) for kind in ("plain", "long", "partial")),
+        *((kind, {}, False) for kind in ("short", "eval")),
         ("short", {"short_rounds": True}, True),
-        ("eval", {}, False),
     ],
 )
 def test_in_which_rounds_workers_are_freed(kind: str, options: dict[str, Any], frees: bool):

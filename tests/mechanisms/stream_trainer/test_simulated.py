@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,13 @@ import pytest
 from adaptive_runs import LARGE, WORKLOAD
 from adaptive_runs import config as large_config
 from known_samples import KnownSample, KnownWorkload
-from sim_machine import ConstantCost, key
+from sim_machine import ConstantCost, drawn, key
+from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.loop import Hooks
 from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
 from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
-from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel
@@ -106,32 +105,16 @@ def test_verdicts_on_the_freed_devices_by_hand():
 # ---------------------------------------------------------------- runs
 
 
-def simulated(
-    made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any
-) -> tuple[Simulation, dict[int, dict[str, float]], dict[int, list[tuple[Any, ...]]], dict[int, str]]:
-    """A run, and by step its metrics, its samples, and the state after it."""
-    metrics: dict[int, dict[str, float]] = {}
-    trained: dict[int, list[tuple[Any, ...]]] = {}
-    saved: dict[int, str] = {}
+def simulated(made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any) -> Any:
+    """As `simulated_runs.played`, with what was trained for the groups."""
 
-    def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-        metrics[step] = measured
-        trained[step] = [
-            (s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for g in groups for s in g.samples
-        ]
+    def check(simulation: Simulation) -> None:
         if any(isinstance(each, StreamSession) for each in simulation.mechanisms):
             assert sum(bool(decision.freed) for decision in simulation.mechanism(StreamSession).decisions) <= 1
             assert simulation.workers.num_open == made.rollout.num_workers
 
-    def save(step: int, host: dict[str, Any]) -> None:
-        saved[step] = dump_state(host)
-
-    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
-    simulation = build(made, cost, workload, hooks, **more)
-    if state is not None:
-        simulation.loop.load_host_state(load_state(state, "test"))
-    assert simulation.loop.run()
-    return simulation, metrics, trained, saved
+    simulation, metrics, groups, saved = played(made, cost, workload, state, check, **more)
+    return simulation, metrics, samples_of(groups), saved
 
 
 def streaming(made: Config, num_workers: int = 2, **options: Any) -> Config:
@@ -140,26 +123,16 @@ def streaming(made: Config, num_workers: int = 2, **options: Any) -> Config:
     return replace(made, trainer=replace(made.trainer, stream=stream))
 
 
+LIMITS = {"max_prompt_length": 16, "max_response_length": 40}
+POOLS = {"block_size": 4, "num_blocks": 60, "max_num_seqs": 8}
+
+
 def by_hand(**stream: Any) -> Config:
     return from_mapping(
         {
             "model": {"path": "tiny"},
-            "data": {
-                "train_batch_size": 4,
-                "max_prompt_length": 16,
-                "max_response_length": 40,
-                "shuffle": False,
-                "val_size": 0,
-            },
-            "rollout": {
-                "n": 2,
-                "block_size": 4,
-                "num_blocks": 60,
-                "max_num_seqs": 8,
-                "decode_steps": 2,
-                "num_workers": 2,
-                "deal": "prompts",
-            },
+            "data": {"train_batch_size": 4, "shuffle": False, "val_size": 0} | LIMITS,
+            "rollout": {"n": 2, "decode_steps": 2, "num_workers": 2, "deal": "prompts"} | POOLS,
             "trainer": {"total_training_steps": 1, "save_freq": 0, "num_devices": 2, "stream": {"pace": 1.0} | stream},
             "simulate": {"num_prompts": 4},
         }
@@ -332,9 +305,7 @@ def test_gradients_have_a_lane(tmp_path: Path):
     simulation.phases.begin()
     assert simulation.loop.run()
     simulation.phases.close()
-    events = json.loads((tmp_path / "timeline.json").read_text())
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans = [(tracks[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    spans = drawn(tmp_path / "timeline.json")
     parts = [span for span in spans if span[0].startswith("gradients ")]
     plans = [span for span in spans if span[0].startswith("engine") and span[1] == "plan"]
     assert parts

@@ -55,12 +55,7 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
             (finish(key(2, 1), 6), [("score", key(2, 1))]),
             (
                 finish(key(0, 2), 7),
-                [
-                    ("score", key(0, 2)),
-                    ("abort", key(0, 1)),
-                    ("abort", key(2, 0), key(2, 2)),
-                    ("cancel", key(2, 1)),
-                ],
+                [("score", key(0, 2)), ("abort", key(0, 1)), ("abort", key(2, 0), key(2, 2)), ("cancel", key(2, 1))],
             ),
             (verdict(key(0, 0)), []),
             (aborted(key(0, 1), 7), []),
@@ -253,17 +248,11 @@ def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str
         make()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: tail_batching(4, 4, prompt_factor=0.5),
-        lambda: tail_batching(4, 4, response_factor=0.5),
-        lambda: tail_batching(4, 4, shared={"score_when": "rollout", **filtering()}),
-    ],
-)
-def test_limits_that_no_configuration_gives_are_refused_by_assertion(make: Callable[[], Any]):
-    with pytest.raises(AssertionError):
-        make()
+def test_limits_that_no_configuration_gives_are_refused_by_assertion():
+    late: dict[str, Any] = {"shared": {"score_when": "rollout", **filtering()}}
+    for options in ({"prompt_factor": 0.5}, {"response_factor": 0.5}, late):
+        with pytest.raises(AssertionError):
+            tail_batching(4, 4, **options)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

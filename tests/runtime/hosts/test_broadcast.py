@@ -7,33 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxrl.runtime.hosts import broadcast
 from jaxrl.runtime.hosts.broadcast import broadcast_from_rank0, local_broadcast
+from jaxrl.runtime.hosts.key_value_store import MemoryStore
 from jaxrl.train.steps import Choice
 from jaxrl.types import RunFailed
 
 
-class Wall:
-    """A store of threads."""
-
-    def __init__(self, process: int, values: dict[str, bytes], written: threading.Condition) -> None:
-        self.process, self._values, self._written = process, values, written
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._written:
-            assert key not in self._values
-            self._values[key] = value
-            self._written.notify_all()
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        with self._written:
-            self._written.wait_for(lambda: key in self._values, min(timeout_s, 0.05))
-            return self._values.get(key)
-
-
 @pytest.mark.parametrize("error", [None, ValueError, RunFailed])
-def test_all_hear_the_same(error: type[Exception] | None):
-    values: dict[str, bytes] = {}
-    written, asked, beats, go = threading.Condition(), [], [], threading.Event()
+def test_all_hear_the_same(error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(broadcast, "_LOOK_S", 0.05)
+    asked, beats, go = [], [], threading.Event()
 
     def found() -> str:
         asked.append(1)
@@ -47,10 +31,7 @@ def test_all_hear_the_same(error: type[Exception] | None):
         go.set()  # the others wait before it is there
 
     with ThreadPoolExecutor(3) as threads:
-        jobs = [
-            threads.submit(broadcast_from_rank0(Wall(process, values, written), beat), "a checkpoint", found)
-            for process in range(3)
-        ]
+        jobs = [threads.submit(broadcast_from_rank0(store, beat), "a checkpoint", found) for store in MemoryStore.of(3)]
         for job in jobs:
             if error is None:
                 assert job.result() == "step 7"

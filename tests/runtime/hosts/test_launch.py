@@ -4,12 +4,11 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from runs import Runs, assert_same_end, end, num_steps
+from runs import Runs, assert_same_end, end, wait_for_steps
 
 from jaxrl.cli import main
 from jaxrl.config.hosts import HostsSection
@@ -154,11 +153,7 @@ def test_a_real_run_whose_process_is_killed(tmp_path: Path, tiny_model: Path):
     runs.finish(tmp_path / "undisturbed")
     options = ("hosts.launcher=local", "hosts.num=1", "hosts.devices_per_host=1")
     process = runs.start(tmp_path / "run", *options)
-    deadline = time.monotonic() + 200
-    while num_steps(tmp_path / "run") < 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_steps(process, tmp_path / "run", 3)
     below = descendants(process.pid)
     (victim,) = [pid for pid in below if b"jaxrl\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(victim, signal.SIGKILL)
@@ -173,10 +168,7 @@ def test_a_real_run_whose_process_is_killed(tmp_path: Path, tiny_model: Path):
 def test_a_real_run_that_is_stopped(tmp_path: Path, tiny_model: Path):
     runs = Runs(tmp_path, tiny_model)
     process = runs.start(tmp_path / "run", "hosts.launcher=local", "hosts.num=1")
-    deadline = time.monotonic() + 200
-    while num_steps(tmp_path / "run") < 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_steps(process, tmp_path / "run", 1)
     process.send_signal(signal.SIGINT)
     output = end(process)
     assert "the run saves its state and ends" in output

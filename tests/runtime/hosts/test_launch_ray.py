@@ -6,16 +6,16 @@ Most are slow: a cluster takes its time to start, and a world some seconds.
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import BITS, Launched
+from worlds import free_port
 
 from jaxrl.config.hosts import HostsSection
 from jaxrl.processes.process_tree import descendants, kill
@@ -145,6 +145,13 @@ def hanging(folder: Path, cluster: Any, **options: Any) -> Launched:
     return run
 
 
+def until_gone(run: Launched, old: Collection[int], until_s: float) -> None:
+    """Until none of the run's processes of before is left."""
+    while any("stand_in" in command for pid, command in run.living().items() if pid in old):
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
 def of_ray(pid: int) -> bool:
     return "ray::HostActor" in Path(f"/proc/{pid}/cmdline").read_text()
 
@@ -170,9 +177,7 @@ def test_whoever_is_killed_nothing_is_left(tmp_path: Path, cluster: Any, victim:
         assert time.monotonic() - began < DETECTION_S
         run.again()
     else:
-        while any("stand_in" in command for pid, command in run.living().items() if pid in old):
-            assert time.monotonic() - began < DETECTION_S + 5
-            time.sleep(0.02)
+        until_gone(run, old, began + DETECTION_S + 5)
     status, _, err = run.end(PATIENCE_S)
     assert (status, run.bits) == (0, BITS), err
 
@@ -186,9 +191,7 @@ def test_a_node_that_is_lost_is_replaced(tmp_path: Path):
         old = run.living()
         began = time.monotonic()
         cluster.remove_node(cluster.workers[0], allow_graceful=False)
-        while any("stand_in" in command for pid, command in run.living().items() if pid in old):
-            assert time.monotonic() - began < 2 * DETECTION_S + 1
-            time.sleep(0.02)
+        until_gone(run, old, began + 2 * DETECTION_S + 1)
         cluster.add_node(num_cpus=1)
         status, _, err = run.end(PATIENCE_S)
         assert (status, run.bits) == (0, BITS), err
@@ -207,12 +210,6 @@ def test_a_cluster_without_room_is_an_end_with_what_is_missing(tmp_path: Path, c
     assert over.startswith(f"jaxrl: hosts.launcher=ray: {missing}")
     assert over.endswith("), for 7 s")
     assert status == 1
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @needs_ray

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,12 +110,6 @@ def test_move_and_recompute_by_the_equations():
     # Equation 4: batch 4 at 173.205: 0.2 + 0.73205 x 0.5
     assert predictor.recompute_s(4, lengths) == pytest.approx(0.2 + 0.5 * (math.sqrt(30_000) - 100) / 100)
     assert predictor.recompute_s(4, ()) == 0.0
-
-
-def test_a_move_takes_its_measured_time_per_token():
-    # PAT §5.4: nine rows at 12 K in LLaMA3.1-8B took 2.36 s.
-    profile = replace(PROFILE, switches=(SwitchCost(2, 4, 0.0, 2.36 / (9 * 12_288), 0.0),))
-    assert LatencyPredictor(profile).move_s(2, 4, 9 * 12_288) == pytest.approx(2.36)
 
 
 # Properties
@@ -225,11 +220,7 @@ def test_correction_by_hand():
     # tp 4 goes on from there. Predicted 8 ms, real 8: log sqrt(2.2) / 2.
     assert predictor.observe(4, 1, 100, 0.008) == pytest.approx(2.2**0.25)
     assert predictor.ratio(2) == pytest.approx(math.sqrt(2.2)), "each degree has its own"
-
-
-def test_no_correction_with_weight_zero():
-    predictor = LatencyPredictor(PROFILE, LayoutSection(correction_weight=0.0))
-    assert predictor.observe(2, 2, 200, 1.0) == 1.0
+    assert LatencyPredictor(PROFILE, LayoutSection(correction_weight=0.0)).observe(2, 2, 200, 1.0) == 1.0
 
 
 @settings(deadline=None, max_examples=40)
@@ -248,13 +239,6 @@ def test_correction_is_clamped_deterministic_and_saved(steps: list[tuple[int, fl
     assert [second.ratio(tp) for tp in (2, 4)] == [first.ratio(tp) for tp in (2, 4)]
 
 
-def test_correction_converges_on_a_slower_machine():
-    predictor = LatencyPredictor(PROFILE)
-    for _ in range(100):
-        predictor.observe(2, 4, 500, 0.023 * 1.3)
-    assert predictor.decode_step_s(2, 4, 800) == pytest.approx(0.032 * 1.3, rel=1e-3)
-
-
 def test_correction_of_another_profile_is_dropped():
     old = LatencyPredictor(PROFILE)
     old.observe(2, 2, 200, 0.02)
@@ -269,37 +253,21 @@ def test_correction_of_another_profile_is_dropped():
 # The table
 
 
-def test_json_round_trip():
-    text = json.dumps(PROFILE.to_json())
-    assert Profile.from_json(json.loads(text)) == PROFILE
-    synthetic = replace(PROFILE, source="synthetic")
-    assert Profile.from_json(synthetic.to_json()).source == "synthetic"
-    assert synthetic.digest != PROFILE.digest == Profile.from_json(json.loads(text)).digest
-    assert Profile.from_json(json.loads(json.dumps(VERIFY_PROFILE.to_json()))) == VERIFY_PROFILE
-
-
 @settings(deadline=None, max_examples=40)
-@given(profiles())
-def test_any_profile_survives_json(profile: Profile):
-    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+@given(profiles(), st.sampled_from(["measured", "synthetic"]))
+def test_any_profile_survives_json(drawn: Profile, source: Any):
+    profile = replace(VERIFY_PROFILE, decode=drawn.decode, prefill=drawn.prefill, source=source)
+    again = Profile.from_json(json.loads(json.dumps(profile.to_json())))
+    assert (again, again.digest) == (profile, profile.digest)
+    assert (profile.digest == replace(profile, source="measured").digest) == (source == "measured")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("model", "big", "model is 'tiny' there and 'big' here: make a new one with `jaxrl profile`"),
-        ("fingerprint", "xyz", "fingerprint is 'abc' there and 'xyz' here"),
-        ("device_kind", "H100", "device_kind is 'cpu' there and 'H100' here"),
-        ("device_count", 4, "device_count is 8 there and 4 here"),
-        ("jax_version", "0.11.2", "jax_version is '0.10.2' there and '0.11.2' here"),
-        ("dtype", "bfloat16", "dtype is 'float32' there and 'bfloat16' here"),
-    ],
-)
-def test_a_foreign_table_is_refused(field: str, value: object, message: str):
+@pytest.mark.parametrize("field", [each.name for each in fields(ProfileIdentity)])
+def test_a_foreign_table_is_refused(field: str):
     PROFILE.check(IDENTITY)
-    with pytest.raises(ValueError, match="something else") as error:
-        PROFILE.check(replace(IDENTITY, **{field: value}))
-    assert message in str(error.value)
+    with pytest.raises(ValueError, match=r"something else.* make a new one with `jaxrl profile`") as error:
+        PROFILE.check(replace(IDENTITY, **{field: "other"}))
+    assert f"{field} is {getattr(IDENTITY, field)!r} there and 'other' here" in str(error.value)
     assert str(error.value).count(" there and ") == 1
 
 
@@ -458,11 +426,11 @@ def test_points_fit_and_are_resumed(max_batch: int, budget: int, degrees: set[in
 
 
 def test_impossible_points_are_refused():
-    with pytest.raises(ValueError, match=r"tp \(3\) must divide the number of devices \(8\)"):
-        profile_points(8, 1 << 20, (3,), 8, 1024)
-    with pytest.raises(ValueError, match=r"budget of 64 leaves 8 tokens per dp group at tp 1"):
-        profile_points(8, 64, (1,), 8, 1024)
-    with pytest.raises(ValueError, match=r"two contexts \(\[8, 16\]\) of 4 rows must fit"):
-        profile_points(8, 256, (1,), 8, 1024, row_sizes={1: (4,)})
-    with pytest.raises(ValueError, match=r"contexts from 8 to 8"):
-        profile_points(8, 1 << 20, (1,), 8, 8)
+    for budget, tp, longest, row_sizes, message in [
+        (1 << 20, 3, 1024, None, r"tp \(3\) must divide the number of devices \(8\)"),
+        (64, 1, 1024, None, r"budget of 64 leaves 8 tokens per dp group at tp 1"),
+        (256, 1, 1024, {1: (4,)}, r"two contexts \(\[8, 16\]\) of 4 rows must fit"),
+        (1 << 20, 1, 8, None, r"contexts from 8 to 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            profile_points(8, budget, (tp,), 8, longest, row_sizes=row_sizes)

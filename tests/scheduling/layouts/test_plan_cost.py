@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from checking import make_engine, make_request
+from checking import engine_in, make_request
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
@@ -31,17 +31,7 @@ def profile(kv_s_per_token: float = 0.001, switches: bool = True) -> Profile:
 
 
 def engine(tp: int, lengths: dict) -> Engine:
-    own = CAPACITIES[tp]
-    made, _ = make_engine(
-        lengths,
-        num_groups=own.num_groups,
-        num_slots=own.num_slots,
-        num_blocks=own.num_blocks,
-        max_prefill_tokens=own.max_prefill_tokens,
-        layouts=CAPACITIES,
-        tp=tp,
-    )
-    return made
+    return engine_in(tp, lengths, CAPACITIES)[0]
 
 
 @pytest.mark.parametrize(

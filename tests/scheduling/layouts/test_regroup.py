@@ -36,15 +36,6 @@ def far(groups: Sequence[Rows], now: Sequence[Rows]) -> int:
     )
 
 
-def test_merged_groups_are_balanced():
-    """12, 10, 1 and 1 rows: merged by neighbours alone, 22 and 2. The ten shortest of the 22 change their home."""
-    groups = rows_of(range(1, 13), range(101, 111), [50], [60])
-    now = regroup(groups, 2)
-    assert [len(rows) for rows in now] == [12, 12]
-    assert sorted(lengths_of(now)[0]) == [11, 12, *range(101, 111)]
-    assert sorted(lengths_of(now)[1]) == [*range(1, 11), 50, 60]
-
-
 @pytest.mark.parametrize(
     ("before", "dp", "after"),
     [
@@ -62,14 +53,6 @@ def test_merged_groups_are_balanced():
 )
 def test_table(before: list[list[int]], dp: int, after: list[list[int]]):
     assert lengths_of(regroup(rows_of(*before), dp)) == after
-
-
-def test_rows_that_are_there_already_count():
-    held = rows_of([30, 30, 30], [5], first_id=1000)
-    now = regroup(rows_of([9, 8], [7]), 2, held)
-    assert lengths_of(now) == [[9], [7, 8]], "three there and one here: up to three each, then one more"
-    assert lengths_of(regroup(rows_of([9, 8, 3], [7]), 2, held)) == [[9], [7, 8, 3]]
-    assert lengths_of(regroup(rows_of([], [7]), 2, held)) == [[], [7]]
 
 
 @settings(deadline=None, max_examples=100)

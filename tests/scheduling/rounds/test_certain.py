@@ -33,14 +33,22 @@ def is_scored(group: Group) -> bool:
     return all(sample.reward is not None for sample in group.samples)
 
 
-def check(current: Round, told: Told) -> None:
-    """After each event so many prompts are certain; the round ends with the last one, and yields those."""
+def follow(current: Round, told: Told) -> None:
+    """After each event these prompts are certain and scored."""
     for event, expected in told:
         assert not current.done
         current.handle(event)
         assert [group.prompt.index for group in current.certain() if is_scored(group)] == expected, event
+
+
+def check(current: Round, told: Told, aborts_rest: bool = False) -> None:
+    """The same; the round ends with the last event, or when what it aborts then has ended, and yields those."""
+    follow(current, told)
+    for k in list(current.ledger.aborting) if aborts_rest else ():
+        current.handle(aborted(k))
     assert current.done
     assert current.certain() == current.groups()
+    assert [group.prompt.index for group in current.groups()] == told[-1][1]
 
 
 def plain(score_when: Any) -> Round:
@@ -160,13 +168,7 @@ def test_a_group_that_is_due_may_be_filtered():
         *scored(0, 1.0, [1], [1, 2]),  # filtered: there are two others
         *((aborted(key(3, i)), [1, 2]) for i in (0, 1)),
     ]
-    for event, expected in told:
-        current.handle(event)
-        assert [group.prompt.index for group in current.certain() if is_scored(group)] == expected, event
-    for k in list(current.ledger.aborting):
-        current.handle(aborted(k))
-    assert current.done
-    assert [group.prompt.index for group in current.groups()] == [1, 2]
+    check(current, told, aborts_rest=True)
 
 
 def test_with_dynamic_sampling_the_first_in_the_order_of_launch():
@@ -177,17 +179,9 @@ def test_with_dynamic_sampling_the_first_in_the_order_of_launch():
         *scored(3, None, [], []),  # 1 and 2 were launched before it
         *scored(2, None, [], [2]),  # at most 1 comes before it
     ]
-    for event, expected in told:
-        current.handle(event)
-        assert [group.prompt.index for group in current.certain() if is_scored(group)] == expected, event
+    follow(current, told)
     assert {k.prompt_index for k in current.ledger.launched} >= {0, 1, 2, 3}
-    for event, expected in scored(1, 1.0, [2], [2, 3]):  # filtered
-        current.handle(event)
-        assert [group.prompt.index for group in current.certain() if is_scored(group)] == expected, event
-    for k in list(current.ledger.aborting):
-        current.handle(aborted(k))
-    assert current.done
-    assert [group.prompt.index for group in current.groups()] == [2, 3]
+    check(current, scored(1, 1.0, [2], [2, 3]), aborts_rest=True)  # filtered
 
 
 @pytest.mark.parametrize("eager", [False, True])

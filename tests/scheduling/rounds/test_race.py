@@ -70,10 +70,7 @@ def test_rewards_after_the_rollout():
         (finish(key(1, 0)), []),
         (finish(key(1, 1)), []),
         (finish(key(2, 0)), []),
-        (
-            finish(key(2, 1)),
-            [*(("score", key(p, i)) for p in (1, 2) for i in (0, 1)), ("await", key(1, 1))],
-        ),
+        (finish(key(2, 1)), [*(("score", key(p, i)) for p in (1, 2) for i in (0, 1)), ("await", key(1, 1))]),
         (verdict(key(1, 0)), []),
         (verdict(key(1, 1)), [("cancel", key(2, 0), key(2, 1))]),
     ]

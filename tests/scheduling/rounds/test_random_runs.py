@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,22 +54,36 @@ def random_rewards(seed: int) -> Callable[[SampleKey], Any]:
     return reward
 
 
-def random_rollout(seed: int, num_slots: int, plan_tokens: int, slow: int, eager: bool = False) -> FakeRollout:
-    """`slow` ticks times 0 to 4 until a verdict is there."""
-    return FakeRollout(
-        tail_lengths(seed),
-        random_rewards(seed),
-        num_slots,
-        plan_tokens,
-        delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
-        eager=eager,
-    )
+@dataclass(frozen=True)
+class World:
+    """Prompts, the machine that they run on, and the steps in or after which a process is killed."""
+
+    seed: int
+    num_prompts: int
+    num_slots: int
+    plan_tokens: int
+    crashes: dict[int, Any]
+
+    def rollout(self, slow: int, eager: bool = False) -> FakeRollout:
+        """`slow` ticks times 0 to 4 until a verdict is there."""
+        return FakeRollout(
+            tail_lengths(self.seed),
+            random_rewards(self.seed),
+            self.num_slots,
+            self.plan_tokens,
+            delay=lambda k: slow * (tangled(self.seed, k.prompt_index, k.sample_index) % 5),
+            eager=eager,
+        )
 
 
-def crashes_until(step: int) -> st.SearchStrategy[dict[int, Any]]:
-    return st.dictionaries(st.integers(1, step), st.sampled_from(["boundary", "round"]))
-
-
+worlds = st.builds(
+    World,
+    st.integers(0, 1000),
+    st.integers(1, 12),
+    st.integers(2, 20),
+    st.integers(1, 4),
+    st.dictionaries(st.integers(1, 9), st.sampled_from(["boundary", "round"])),
+)
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
 sampling_options = st.builds(
     FilterGroupsSection, st.just(True), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
@@ -99,34 +113,18 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
     return batch, replace(options, max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda a: a and max(a, least))))
 
 
-@given(
-    configuration=tail_batchings(),
-    seed=st.integers(0, 1000),
-    num_prompts=st.integers(1, 12),
-    num_slots=st.integers(2, 20),
-    plan_tokens=st.integers(1, 4),
-    total=st.integers(1, 7),
-    steps_per_version=st.integers(1, 3),
-    crashes=crashes_until(9),
-)
+@given(configuration=tail_batchings(), world=worlds, total=st.integers(1, 7), steps_per_version=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_random_runs_of_tail_batching_keep_the_book(
-    configuration: tuple[BatchSettings, TailBatchingSection],
-    seed: int,
-    num_prompts: int,
-    num_slots: int,
-    plan_tokens: int,
-    total: int,
-    steps_per_version: int,
-    crashes: Any,
+    configuration: tuple[BatchSettings, TailBatchingSection], world: World, total: int, steps_per_version: int
 ):
     batch, options = configuration
 
     def make(slow: int, eager: bool = False) -> FakeTraining:
-        rollout = random_rollout(seed, num_slots, plan_tokens, slow, eager)
-        return FakeTraining(TailBatching(batch, options), FakePrompts(num_prompts), rollout, total, steps_per_version)
+        rule = TailBatching(batch, options)
+        return FakeTraining(rule, FakePrompts(world.num_prompts), world.rollout(slow, eager), total, steps_per_version)
 
-    training = run_with_crashes_and_queue_checks(lambda: make(0), total, crashes)
+    training = run_with_crashes_and_queue_checks(lambda: make(0), total, world.crashes)
     for result in training.results:
         assert len(result.groups) == batch.num_groups
         assert all(len(group.samples) == batch.group_size for group in result.groups)
@@ -193,33 +191,18 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSect
     return batch, replace(options, max_staleness=draw(st.just(-1) | st.integers(least, least + 2)))
 
 
-@given(
-    configuration=partial_rollouts(),
-    seed=st.integers(0, 1000),
-    num_prompts=st.integers(1, 12),
-    num_slots=st.integers(2, 20),
-    plan_tokens=st.integers(1, 4),
-    total=st.integers(1, 8),
-    crashes=crashes_until(8),
-)
+@given(configuration=partial_rollouts(), world=worlds, total=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
 def test_random_runs_of_partial_rollout_keep_the_book(
-    configuration: tuple[BatchSettings, PartialRolloutSection],
-    seed: int,
-    num_prompts: int,
-    num_slots: int,
-    plan_tokens: int,
-    total: int,
-    crashes: Any,
+    configuration: tuple[BatchSettings, PartialRolloutSection], world: World, total: int
 ):
     batch, options = configuration
 
     def make(slow: int, eager: bool = False) -> FakeTraining:
-        rollout = random_rollout(seed, num_slots, plan_tokens, slow, eager)
-        rule = PartialRollout(batch, options)
-        return FakeTraining(rule, FakePrompts(num_prompts), rollout, total, version_lag=batch.version_lag)
+        rule, prompts = PartialRollout(batch, options), FakePrompts(world.num_prompts)
+        return FakeTraining(rule, prompts, world.rollout(slow, eager), total, version_lag=batch.version_lag)
 
-    training = run_with_crashes(lambda: make(0), total, crashes)
+    training = run_with_crashes(lambda: make(0), total, world.crashes)
     for trained_version, result in enumerate(training.results):
         assert len(result.groups) == batch.num_groups
         if not (batch.group_filter and options.max_staleness < 0):
@@ -229,7 +212,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
         for group in result.groups:
             assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
             for sample in group.samples:
-                check_trained(sample, trained_version, batch.version_lag, options, tail_lengths(seed))
+                check_trained(sample, trained_version, batch.version_lag, options, tail_lengths(world.seed))
     if options.at_end == "flush":
         assert training.rule.num_carried == 0
         assert training.departures.counts["trained"] == total * batch.num_groups
@@ -307,25 +290,20 @@ def test_no_sample_starts_again_too_often(
 
 
 @given(
-    factor=factors,
-    responses=factors,
-    seed=st.integers(0, 1000),
+    options=st.builds(OverProvisioningSection, st.just(True), factors, factors),
     sampling=st.none() | st.builds(DynamicSampling, sampling_options),
-    num_slots=st.integers(2, 20),
+    world=worlds,
     slow=st.integers(0, 4),
-    crashes=crashes_until(5),
 )
 @settings(max_examples=20, deadline=None)
 def test_random_runs_of_the_baselines_keep_the_book(
-    factor: float, responses: float, seed: int, sampling: Any, num_slots: int, slow: int, crashes: Any
+    options: OverProvisioningSection, sampling: Any, world: World, slow: int
 ):
     def make(delay: int) -> FakeTraining:
-        batch = BatchSettings(3, 2, group_filter=sampling)
-        rule = OverProvisioning(batch, OverProvisioningSection(True, factor, responses))
-        rollout = random_rollout(seed, num_slots, 2, delay)
-        return FakeTraining(rule, FakePrompts(7), rollout, None)
+        rule = OverProvisioning(BatchSettings(3, 2, group_filter=sampling), options)
+        return FakeTraining(rule, FakePrompts(world.num_prompts), world.rollout(delay), None)
 
-    training, other = run_with_crashes(lambda: make(0), 5, crashes), make(slow)
+    training, other = run_with_crashes(lambda: make(0), 5, world.crashes), make(slow)
     for result in training.results:
         assert [len(group.samples) for group in result.groups] == [2, 2, 2]
         assert fingerprint(other.run_step()) == fingerprint(result)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import pytest
+from fake_rollout import make_sample as sample_of_versions
 from hypothesis import given
 from hypothesis import strategies as st
+from rounds import START, aborted, finish, names, verdict
 
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -16,7 +16,6 @@ from jaxrl.scheduling.rounds.events import (
     Command,
     Event,
     Launch,
-    RoundStarted,
     SampleAborted,
     SampleFinished,
     Score,
@@ -24,8 +23,6 @@ from jaxrl.scheduling.rounds.events import (
 )
 from jaxrl.scheduling.rounds.round import Departures, Round, RoundLedger
 from jaxrl.types import FinishReason, Prompt, Sample, SampleKey
-
-START = RoundStarted(0.0)
 
 
 def make_prompt(index: int, epoch: int = 0) -> Prompt:
@@ -37,34 +34,7 @@ def key(index: int, i: int = 0, epoch: int = 0) -> SampleKey:
 
 
 def make_sample(k: SampleKey, reason: FinishReason | None = "stop") -> Sample:
-    ids, logprobs = np.asarray([5, 6], np.int32), np.zeros((2,), np.float32)
-    return Sample(k, ids, logprobs, logprobs, ids * 0, reason)
-
-
-def finish(k: SampleKey) -> SampleFinished:
-    return SampleFinished(1.0, make_sample(k), dispatch=3)
-
-
-def aborted(k: SampleKey) -> SampleAborted:
-    return SampleAborted(1.0, make_sample(k, "abort"), dispatch=3)
-
-
-def verdict(k: SampleKey, reward: float = 1.0) -> Verdict:
-    return Verdict(2.0, k, reward)
-
-
-def names(commands: Iterable[Command]) -> list[tuple]:
-    """Commands as plain tuples: (name, keys)."""
-    out = []
-    for command in commands:
-        match command:
-            case Launch(prompt=prompt, keys=keys):
-                out.append(("launch", prompt.index, *keys))
-            case Score(sample=sample):
-                out.append(("score", sample.key))
-            case Abort(keys=keys):
-                out.append(("abort", *keys))
-    return out
+    return sample_of_versions(k, [0, 0], reason)
 
 
 def test_the_synchronous_round_from_start_to_end():
@@ -150,42 +120,45 @@ def test_groups_do_not_depend_on_the_order_of_events(data: st.DataObject):
     assert all(sample.reward == group.prompt.index for group in groups for sample in group.samples)
 
 
-class FirstOnly:
-    """A rule that keeps the first response of every prompt and aborts the others: Round composes with any."""
+class Told:
+    """A rule that answers each event with what it was told to."""
 
-    def start(self, ledger: RoundLedger) -> list[Command]:
-        return [Launch(p, (key(p.index, 0), key(p.index, 1))) for p in ledger.prompts.values()]
+    def __init__(self, *answers: list[Command]) -> None:
+        self.answers = list(answers)
 
-    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        prompt = ledger.launched[sample.key]
-        rest = tuple(k for k, p in ledger.launched.items() if p is prompt and k not in ledger.finished)
-        return [Score(prompt, sample), Abort(rest)]
+    def start(self, *_: object) -> list[Command]:
+        return self.answers.pop(0)
 
-    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        return []
-
-    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
-        return []
+    after_finish = after_abort = after_verdict = start
 
     def is_done(self, ledger: RoundLedger) -> bool:
-        return len(ledger.verdicts) == len(ledger.prompts) and not ledger.aborting
+        return not self.answers
 
     def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
         return list(ledger.verdicts)
 
 
 def test_a_rule_decides_what_is_launched_aborted_and_chosen():
-    round = Round([make_prompt(0), make_prompt(1)], group_size=1, rule=FirstOnly(), kind="short")
+    """One that keeps the first response of every prompt and aborts the others."""
+    prompts, first, second = [make_prompt(0), make_prompt(1)], make_sample(key(0, 1)), make_sample(key(1, 0))
+    rule = Told(
+        [Launch(p, (key(p.index, 0), key(p.index, 1))) for p in prompts],
+        [Score(prompts[0], first), Abort((key(0, 0),))],
+        [],
+        [Score(prompts[1], second), Abort((key(1, 1),))],
+        *[[]] * 3,
+    )
+    round = Round(prompts, group_size=1, rule=rule, kind="short")
     assert round.kind == "short"
     round.handle(START)
-    assert names(round.handle(finish(key(0, 1)))) == [("score", key(0, 1)), ("abort", key(0, 0))]
+    assert names(round.handle(SampleFinished(1.0, first, 1))) == [("score", key(0, 1)), ("abort", key(0, 0))]
     with pytest.raises(ValueError, match="nor aborted"):
         round.handle(finish(key(0, 0)))
     round.handle(aborted(key(0, 0)))
     for event in (aborted(key(0, 0)), finish(key(0, 0))):
         with pytest.raises(ValueError, match=r"ended before|nor aborted"):
             round.handle(event)
-    round.handle(finish(key(1, 0)))
+    round.handle(SampleFinished(1.0, second, 1))
     round.handle(verdict(key(0, 1)))
     round.handle(verdict(key(1, 0)))
     assert not round.done  # it has not been told of the second abort
@@ -195,31 +168,6 @@ def test_a_rule_decides_what_is_launched_aborted_and_chosen():
     assert round.done
     assert list(round.ledger.aborted) == [key(0, 0), key(1, 1)]
     assert [[s.key for s in group.samples] for group in round.groups()] == [[key(0, 1)], [key(1, 0)]]
-
-
-class Told:
-    """A rule that answers each event with what it was told to."""
-
-    def __init__(self, *answers: list[Command]) -> None:
-        self.answers = list(answers)
-
-    def start(self, ledger: RoundLedger) -> list[Command]:
-        return self.answers.pop(0)
-
-    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        return self.answers.pop(0)
-
-    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        return self.answers.pop(0)
-
-    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
-        return self.answers.pop(0)
-
-    def is_done(self, ledger: RoundLedger) -> bool:
-        return not self.answers
-
-    def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
-        return list(ledger.verdicts)
 
 
 def test_prompts_and_finished_responses_come_in_with_launches():

@@ -27,8 +27,7 @@ def test_it_is_what_the_options_say():
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"),
-    [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.1), (90, -1.0), (95, -1.5), (100, -2.0)],
+    ("length", "expected"), [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.1), (90, -1.0), (95, -1.5), (100, -2.0)]
 )
 def test_equation_13(length: int, expected: float):
     """With L_max 100 and L_cache 20, ((L_max - L_cache) - y) / L_cache behind token 80; times the factor of 2."""

@@ -68,14 +68,9 @@ def decoding(plan: Plan) -> list[int]:
     return [row.request_id for row in plan.decode]
 
 
-def test_a_plan_from_an_empty_batcher_is_none():
-    batcher, _ = make_batcher()
-    assert batcher.schedule() is None
-    assert batcher.is_idle
-
-
 def test_first_come_first_served_and_lowest_slot_first():
     batcher, _ = make_batcher()
+    assert batcher.schedule() is None
     for i in range(3):
         batcher.add(make_request(i))
     plan = plan_of(batcher)

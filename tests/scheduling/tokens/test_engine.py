@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +18,6 @@ from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
 from jaxrl.types import Sample, SampleKey, SamplingParams
-
-
-def test_generate_returns_samples_in_the_order_of_requests():
-    requests = [make_request(i, prompt=i) for i in range(7)]
-    lengths = {r.key: n for r, n in zip(requests, [9, 1, 30, 4, 5, 20, 2], strict=True)}
-    engine, _ = make_engine(lengths)
-    samples = engine.generate(requests)
-    assert [s.key for s in samples] == [r.key for r in requests]
-    for request, sample in zip(requests, samples, strict=True):
-        assert_whole(sample, request, lengths[request.key])
-    assert_empty(engine)
-    assert engine.counters.admissions == 7
-    assert engine.counters.prefill_tokens == 21
 
 
 def test_stream_yields_as_they_finish_and_closing_aborts():
@@ -73,18 +62,6 @@ def test_drain_shows_all_the_device_knows():
     assert_empty(engine)
 
 
-def test_finished_come_by_group_and_slot():
-    requests = [make_request(i, prompt=i) for i in range(6)]
-    engine, _ = make_engine(dict.fromkeys((r.key for r in requests), 3), num_groups=2)
-    for request in requests:
-        engine.add(request)
-    engine.step()
-    finished = engine.drain()
-    places = [(f.dispatch, f.dp_group, f.slot) for f in finished]
-    assert places == sorted(places)
-    assert [f.request_id for f in finished] == [0, 2, 4, 1, 3, 5]
-
-
 def test_samples_of_a_prompt_share_its_blocks():
     requests = [make_request(i, num_prompt=10, sample=i, share=True) for i in range(4)]
     engine, executor = make_engine(dict.fromkeys((r.key for r in requests), 4))
@@ -110,7 +87,7 @@ def test_preempted_requests_keep_their_tokens():
     engine, _ = make_engine(
         dict.fromkeys((r.key for r in requests), 12), BatcherConfig(decode_steps=2), num_blocks=7, trace=trace.append
     )
-    for request, sample in zip(requests, engine.generate(requests), strict=True):
+    for request, sample in zip(requests, engine.generate(requests), strict=True):  # in the order of requests
         assert_whole(sample, request, 12)
     assert engine.counters.preemptions == sum(isinstance(e, Preempted) for e in trace) > 0
     assert engine.counters.admissions == sum(isinstance(e, Admitted) for e in trace)
@@ -144,21 +121,6 @@ def test_abort_and_resume():
     assert_empty(engine)
 
 
-def test_abort_in_the_middle_of_a_prefill():
-    request, other = make_request(0, num_prompt=20, share=True), make_request(1, num_prompt=20, sample=1, share=True)
-    lengths = {request.key: 3, other.key: 4}
-    engine, _ = make_engine(lengths, max_prefill_tokens=8)
-    engine.add(request)
-    engine.add(other)
-    engine.step()
-    assert [len(s) for s in engine.abort([0])] == [0]
-    samples = []
-    while not engine.is_idle:
-        samples += [f.sample for f in engine.step()]
-    assert_whole(samples[0], other, 4)
-    assert_empty(engine)
-
-
 def test_a_stop_string_ends_a_row_on_the_host():
     params = SamplingParams(max_tokens=20, stop_strings=("seven",))
     request = Request(0, SampleKey(0, 0, 0), (1, 2), params)
@@ -180,34 +142,33 @@ def test_a_stop_string_ends_a_row_on_the_host():
 
 def test_malformed_requests_are_refused_and_change_nothing():
     engine, _ = make_engine({}, BatcherConfig(max_model_len=40), num_blocks=9)
-    with pytest.raises(ValueError, match=r"rollout\.num_blocks \(9\)"):
-        engine.add(make_request(0, num_prompt=13))
-    with pytest.raises(ValueError, match=r"rollout\.max_model_len \(40\)"):
-        engine.add(make_request(0, num_prompt=21))
-    with pytest.raises(ValueError, match="at least one token"):
-        engine.add(make_request(0, num_prompt=0))
-    with pytest.raises(ValueError, match="stop_check"):
-        engine.add(Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(stop_strings=("x",))))
-    with pytest.raises(ValueError, match="log-probabilities"):
-        engine.add(Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(max_tokens=4), generated=(5,)))
+    key, four = SampleKey(0, 0, 0), SamplingParams(max_tokens=4)
     seven = np.full((20,), 7, np.int32)
-    done = Sample(SampleKey(0, 0, 0), seven, seven, seven, seven)
-    with pytest.raises(ValueError, match="finished already"):
-        engine.add(resume(make_request(0), done))
-    with pytest.raises(ValueError, match="not of this request"):
-        resume(make_request(0, sample=1), done)
-    with pytest.raises(ValueError, match="not live"):
-        engine.abort([3])
+    done = Sample(key, seven, seven, seven, seven)
+    idle: list[tuple[Callable[[], Any], str]] = [
+        (lambda: engine.add(make_request(0, num_prompt=13)), r"rollout\.num_blocks \(9\)"),
+        (lambda: engine.add(make_request(0, num_prompt=21)), r"rollout\.max_model_len \(40\)"),
+        (lambda: engine.add(make_request(0, num_prompt=0)), "at least one token"),
+        (lambda: engine.add(Request(0, key, (1,), SamplingParams(stop_strings=("x",)))), "stop_check"),
+        (lambda: engine.add(Request(0, key, (1,), four, generated=(5,))), "log-probabilities"),
+        (lambda: engine.add(resume(make_request(0), done)), "finished already"),
+        (lambda: resume(make_request(0, sample=1), done), "not of this request"),
+        (lambda: engine.abort([3]), "not live"),
+    ]
+    for act, message in idle:
+        with pytest.raises(ValueError, match=message):
+            act()
     assert_empty(engine)
     engine.add(make_request(0, share=True))
-    with pytest.raises(ValueError, match="is live"):
-        engine.add(make_request(0, share=True))
-    with pytest.raises(ValueError, match="another prompt"):
-        engine.add(Request(1, SampleKey(0, 1, 0), (1,), SamplingParams(max_tokens=4), share=("prompt", 0)))
-    with pytest.raises(ValueError, match="idle engine"):
-        engine.generate([make_request(2)])
-    with pytest.raises(ValueError, match="named once"):
-        engine.abort([0, 0])
+    busy: list[tuple[Callable[[], Any], str]] = [
+        (lambda: engine.add(make_request(0, share=True)), "is live"),
+        (lambda: engine.add(Request(1, SampleKey(0, 1, 0), (1,), four, share=("prompt", 0))), "another prompt"),
+        (lambda: engine.generate([make_request(2)]), "idle engine"),
+        (lambda: engine.abort([0, 0]), "named once"),
+    ]
+    for act, message in busy:
+        with pytest.raises(ValueError, match=message):
+            act()
     assert engine.unfinished() == (0,)
     engine.abort([0])
     with pytest.raises(ValueError, match="is live"):
@@ -272,6 +233,8 @@ def run_scenario(scenario: Scenario, trace: list[TraceEvent]) -> tuple[Engine, d
     done: dict[int, Sample] = {}
 
     def take(finished: list[Finished]) -> None:
+        places = [(f.dispatch, f.dp_group, f.slot) for f in finished]
+        assert places == sorted(places)
         for f in finished:
             assert f.request_id not in done
             done[f.request_id] = f.sample

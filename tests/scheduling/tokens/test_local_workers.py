@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
-from checked_workers import SMALL, build, by_worker, requests_of, run
+from checked_workers import SMALL, asked, build, by_worker, requests_of, run, started
 from checking import assert_empty, assert_whole, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,21 +16,18 @@ from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.event_merger import Deal
 from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, LocalWorkers, step_ticks
-from jaxrl.scheduling.tokens.plan import resume
+from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import PlanTimes
 
 # ---------------------------------------------------------------- dealing
 
 
 @pytest.mark.parametrize(
-    ("deal", "expected"),
-    [("tokens", [(0, 2, 4), (1, 3, 5)]), ("prompts", [(0, 1, 4, 5), (2, 3)])],
+    ("deal", "expected"), [("tokens", [(0, 2, 4), (1, 3, 5)]), ("prompts", [(0, 1, 4, 5), (2, 3)])]
 )
 def test_requests_are_dealt(deal: Deal, expected: list[tuple[int, ...]]):
     requests = [make_request(i, prompt=i // 2, sample=i % 2, share=True) for i in range(6)]
-    workers, _ = build(requests, [5] * 6, deal=deal)
-    for request in requests:
-        workers.add(request)
+    workers = started(requests, [5] * 6, deal=deal)
     assert by_worker(workers) == expected
     assert workers.unfinished() == (0, 1, 2, 3, 4, 5)
 
@@ -101,11 +98,11 @@ def test_a_worker_that_has_nothing_more_to_plan_is_not_asked_again_until_somethi
     workers, executors = build(requests, [3] * 3)
     for request in requests[:2]:
         workers.add(request)
-    asked = count_schedules(workers)
+    counts = count_schedules(workers)
     while workers.makes_plan(workers.turn or 0):
         workers.step()
     assert [len(executor.plans) for executor in executors] == [1, 1]
-    assert asked == [2, 2], "once for the plan, and once in vain"
+    assert counts == [2, 2], "once for the plan, and once in vain"
     assert not workers.makes_plan(0)
     workers.add(requests[2])
     assert by_worker(workers) == [(0, 2), (1,)]
@@ -117,15 +114,15 @@ def test_a_worker_that_has_nothing_more_to_plan_is_not_asked_again_until_somethi
 
 def count_schedules(workers: LocalWorkers) -> list[int]:
     """How often each worker's batcher has been asked for a plan."""
-    asked = [0] * len(workers.engines)
+    counts = [0] * len(workers.engines)
     for worker, engine in enumerate(workers.engines):
 
         def schedule(worker: int = worker, own: Callable[[], Any] = engine.batcher.schedule) -> Any:
-            asked[worker] += 1
+            counts[worker] += 1
             return own()
 
         engine.batcher.schedule = schedule
-    return asked
+    return counts
 
 
 def test_the_worker_whose_plan_should_end_first_is_served():
@@ -150,11 +147,7 @@ def test_the_worker_whose_plan_should_end_first_is_served():
 
 def test_an_end_is_held_until_no_worker_can_bring_an_earlier_one():
     """Worker 1 is served less often: what ends in worker 0 waits until worker 1 has come as far."""
-    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(2)]
-    of = {requests[0].key: 6, requests[1].key: 11}
-    workers = LocalWorkers([make_engine(of)[0] for _ in range(2)])
-    for request in requests:
-        workers.add(request)
+    workers = started(asked(2), [6, 11])
     delivered: list[tuple[int, int, int]] = []
     while not workers.is_idle:
         delivered += [(one.request_id, workers.tick(0), workers.tick(1)) for one in workers.step()]
@@ -189,7 +182,7 @@ def test_ends_are_told_by_tick_then_worker(drawn: list[tuple[int, int, int]]):
 
 
 def test_an_idle_worker_starts_where_the_others_are():
-    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(3)]
+    requests = asked(3)
     workers, _ = build(requests, [50, 2, 40])
     workers.add(requests[0])
     workers.add(requests[1])
@@ -211,11 +204,19 @@ def test_an_idle_worker_starts_where_the_others_are():
 # ---------------------------------------------------------------- aborts, moves, closing
 
 
+def check_rest(workers: LocalWorkers, requests: Sequence[Request], length: int) -> None:
+    """All requests end once, whole."""
+    delivered = run(workers)
+    assert sorted(one.request_id for one in delivered) == list(range(len(requests)))
+    for one in delivered:
+        assert_whole(one.sample, requests[one.request_id], length)
+    for engine in workers.engines:
+        assert_empty(engine)
+
+
 def test_an_end_that_was_not_told_is_aborted():
-    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(2)]
-    workers, _ = build(requests, [2, 50])
-    for request in requests:
-        workers.add(request)
+    requests = asked(2)
+    workers = started(requests, [2, 50])
     while 0 in workers.engines[0].unfinished():
         assert workers.step() == []
     assert workers.unfinished() == (1,)
@@ -229,12 +230,8 @@ def test_an_end_that_was_not_told_is_aborted():
 
 
 def test_an_abort_after_a_drain_keeps_all_tokens():
-    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(4)]
-    workers, _ = build(requests, [50] * 4)
-    for request in requests:
-        workers.add(request)
-    for _ in range(8):
-        workers.step()
+    requests = asked(4)
+    workers = started(requests, [50] * 4, steps=8)
     assert workers.drain() == []
     samples = workers.abort([0, 1, 2, 3])
     steps = [engine.counters.steps for engine in workers.engines]
@@ -242,18 +239,13 @@ def test_an_abort_after_a_drain_keeps_all_tokens():
     assert workers.is_idle
     for request, sample in zip(requests, samples, strict=True):
         workers.add(resume(request, sample))
-    for one in run(workers):
-        assert_whole(one.sample, requests[one.request_id], 50)
+    check_rest(workers, requests, 50)
 
 
 @pytest.mark.parametrize("by", ["migrate", "recompute"])
 def test_a_request_moves_there_and_back(by: How):
-    requests = [make_request(i, num_prompt=5, max_tokens=60, prompt=i) for i in range(4)]
-    workers, _ = build(requests, [50] * 4)
-    for request in requests:
-        workers.add(request)
-    for _ in range(6):
-        workers.step()
+    requests = asked(4, num_prompt=5)
+    workers = started(requests, [50] * 4, steps=6)
     there = workers.move([0, 2], 1, by)
     assert (there.num_requests, there.num_seated > 0, there.num_moved > 0) == (2, by == "migrate", by == "migrate")
     assert by_worker(workers) == [(), (1, 3, 0, 2)]
@@ -262,61 +254,47 @@ def test_a_request_moves_there_and_back(by: How):
         workers.step()
     workers.move([2, 1], 0, by)
     assert by_worker(workers) == [(1, 2), (3, 0)]
-    delivered = run(workers)
-    assert sorted(one.request_id for one in delivered) == [0, 1, 2, 3]
-    for one in delivered:
-        assert_whole(one.sample, requests[one.request_id], 50)
+    check_rest(workers, requests, 50)
     assert (workers.counters.admissions > 4) == (by == "recompute"), "KV that came along is not computed again"
-    for engine in workers.engines:
-        assert_empty(engine)
 
 
 def test_how_requests_move_may_be_asked():
     """Those of worker 0 take their KV along, those of worker 1 their tokens alone."""
-    requests = [make_request(i, num_prompt=5, max_tokens=60, prompt=i) for i in range(6)]
-    workers, _ = build(requests, [50] * 6, num_workers=3)
-    for request in requests:
-        workers.add(request)
-    for _ in range(6):
-        workers.step()
-    asked: list[tuple[int, int, list[int]]] = []
+    requests = asked(6, num_prompt=5)
+    workers = started(requests, [50] * 6, steps=6, num_workers=3)
+    moves: list[tuple[int, int, list[int]]] = []
 
     def by(source: Engine, target: Engine, request_ids: Collection[int]) -> How:
         places = [workers.engines.index(each) for each in (source, target)]
-        asked.append((places[0], places[1], list(request_ids)))
+        moves.append((places[0], places[1], list(request_ids)))
         return "migrate" if places[0] == 0 else "recompute"
 
     moved = workers.move([0, 4, 3, 1], 2, by)
-    assert asked == [(0, 2, [0, 3]), (1, 2, [4, 1])]
+    assert moves == [(0, 2, [0, 3]), (1, 2, [4, 1])]
     assert (moved.num_requests, moved.num_seated) == (4, 2)
     assert by_worker(workers) == [(), (), (2, 5, 0, 3, 1, 4)]
-    for one in run(workers):
-        assert_whole(one.sample, requests[one.request_id], 50)
+    check_rest(workers, requests, 50)
 
 
 def test_requests_of_workers_that_leave_together_move_once():
-    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(8)]
-    workers, _ = build(requests, [40] * 8, num_workers=4)
-    for request in requests:
-        workers.add(request)
+    requests = asked(8)
+    workers = started(requests, [40] * 8, steps=5, num_workers=4)
     assert by_worker(workers) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    for _ in range(5):
-        workers.step()
     assert [workers.close(worker, leaving=(0, 1)).num_requests for worker in (0, 1)] == [2, 2]
     assert by_worker(workers)[:2] == [(), ()], "nothing of the first went to the second, and on from there"
     with pytest.raises(ValueError, match=r"close\(2\): of the open workers \(\[2, 3\]\) one must be left"):
         workers.close(2, leaving=(2, 3))
-    assert sorted(one.request_id for one in run(workers)) == list(range(8))
+    check_rest(workers, requests, 40)
 
 
 def test_a_closed_worker_has_nothing_and_gets_nothing():
-    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(8)]
+    requests = asked(8)
     workers, _ = build(requests, [40] * 8, num_workers=3)
     for request in requests[:6]:
         workers.add(request)
-    assert by_worker(workers) == [(0, 3), (1, 4), (2, 5)]
     for _ in range(5):
         workers.step()
+    assert by_worker(workers) == [(0, 3), (1, 4), (2, 5)]
     assert workers.num_rows == 12
     assert workers.close(1).num_requests == 2
     assert by_worker(workers) == [(0, 3, 1), (), (2, 5, 4)]
@@ -336,36 +314,24 @@ def test_a_closed_worker_has_nothing_and_gets_nothing():
         workers.open(1)
     workers.add(requests[7])
     assert by_worker(workers)[1] == (7,)
-    delivered = run(workers)
-    assert sorted(one.request_id for one in delivered) == list(range(8))
-    for one in delivered:
-        assert_whole(one.sample, requests[one.request_id], 40)
+    check_rest(workers, requests, 40)
 
 
 def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.MonkeyPatch):
     """The copy to worker 2 fails: what moved to worker 0 stays there, and all goes on."""
-    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(9)]
-    workers, executors = build(requests, [40] * 9, num_workers=3)
-    for request in requests:
-        workers.add(request)
-    for _ in range(6):
-        workers.step()
+    requests = asked(9)
+    workers = started(requests, [40] * 9, steps=6, num_workers=3)
 
     def fail(*_: Any) -> None:
         raise SwitchFailed("the link is down", is_usable=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(executors[2], "accept_migration", fail)
+        patch.setattr(workers.engines[2].executor, "accept_migration", fail)
         with pytest.raises(SwitchFailed, match="the link is down"):
             workers.close(1, "migrate")
     assert workers.is_open(1)
     assert by_worker(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
-    delivered = run(workers)
-    assert sorted(one.request_id for one in delivered) == list(range(9))
-    for one in delivered:
-        assert_whole(one.sample, requests[one.request_id], 40)
-    for engine in workers.engines:
-        assert_empty(engine)
+    check_rest(workers, requests, 40)
 
 
 @pytest.mark.parametrize(
@@ -379,10 +345,7 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
     ],
 )
 def test_refusals(act: Callable[[LocalWorkers], object], message: str):
-    requests = [make_request(i, prompt=i) for i in range(2)]
-    workers, _ = build(requests, [9] * 2)
-    for request in requests:
-        workers.add(request)
+    workers = started(asked(2), [9] * 2)
     before = by_worker(workers)
     with pytest.raises(ValueError, match=message):
         act(workers)

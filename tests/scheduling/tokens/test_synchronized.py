@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checking import assert_whole, make_engine, make_request
+from checked_workers import asked as requests
+from checking import assert_whole, make_engine
 
 from jaxrl.scheduling.tokens.event_merger import Completion, EventMerger
 from jaxrl.scheduling.tokens.plan import Request
@@ -59,12 +60,19 @@ class Crew:
                     self.merger.became_idle(completion.sort_key.worker)
                 return completion
             self.workers.raise_low_watermark(self.merger.low_watermark())
-            turn = self.workers.turn
-            if turn is None:
+            if self.workers.turn is None:
                 return None
-            self.act(turn)
+            self.act()
 
-    def act(self, worker: int) -> None:
+    def next_one(self) -> Completion:
+        completion = self.next()
+        assert completion is not None
+        return completion
+
+    def act(self) -> None:
+        """What the worker whose turn it is does next."""
+        worker = self.workers.turn
+        assert worker is not None
         if self.workers.makes_plan(worker):
             self.workers.prepare(worker)
         self.workers.step(worker)
@@ -74,10 +82,6 @@ class Crew:
         while (completion := self.next()) is not None:
             found.append(completion)
         return found
-
-
-def requests(count: int, **more: Any) -> list[Request]:
-    return [make_request(i, max_tokens=60, prompt=i, **more) for i in range(count)]
 
 
 def test_completions_are_delivered_in_logical_order_with_all_their_tokens():
@@ -99,17 +103,14 @@ def test_a_request_starts_a_lookahead_after_the_event_that_it_follows():
     asked = requests(4)
     crew = Crew({asked[0]: 50, asked[1]: 3, asked[2]: 2, asked[3]: 2})
     crew.launch(asked[0], asked[1])
-    first = crew.next()
-    assert first is not None
+    first = crew.next_one()
     assert (first.request_id, first.sort_key.tick) == (1, AHEAD + 3 + 2)
     assert crew.launch(asked[2]) == [1]
-    second = crew.next()
-    assert second is not None
+    second = crew.next_one()
     assert (second.request_id, second.sort_key.tick) == (2, 17 + AHEAD + 3 + 1)
     assert crew.workers.launch(asked[3], 0).effect == 33 + AHEAD
     crew.merger.launched(3)
-    third = crew.next()
-    assert third is not None
+    third = crew.next_one()
     assert third.request_id == 3
     tick = third.sort_key.tick
     assert 33 + AHEAD < tick <= 33 + AHEAD + 4 + (3 + 4) + 4, "the plans that were made before it, and its"
@@ -120,14 +121,14 @@ def test_a_worker_waits_for_the_floor_and_collects_nothing_meanwhile():
     asked = requests(2)
     crew = Crew({asked[0]: 60, asked[1]: 60})
     crew.launch(*asked)
-    while (turn := crew.workers.turn) is not None:
-        crew.act(turn)
+    while crew.workers.turn is not None:
+        crew.act()
     assert [crew.workers.tick(worker) for worker in range(2)] == [AHEAD + 3 + 4] * 2, "made at tick 12, and no more"
     assert [engine.num_in_flight for engine in crew.workers.engines] == [1, 1]
     assert not any(crew.workers.makes_plan(worker) and crew.workers.turn is not None for worker in range(2))
     crew.workers.raise_low_watermark(7)
     assert crew.workers.turn == 0
-    crew.act(0)
+    crew.act()
     assert [engine.num_in_flight for engine in crew.workers.engines] == [2, 1]
 
 
@@ -138,13 +139,10 @@ def test_an_abort_cuts_back_to_the_event_that_it_follows(keep: bool):
     asked = requests(3)
     crew = Crew({asked[0]: 50, asked[1]: 9, asked[2]: 7})
     crew.launch(*asked)
-    first = crew.next()
-    assert first is not None
+    first = crew.next_one()
     assert (first.request_id, first.sort_key.tick) == (1, 23)
     while crew.workers.tick(0) < 26:
-        turn = crew.workers.turn
-        assert turn is not None
-        crew.act(turn)
+        crew.act()
     assert crew.workers.unfinished() == (0, 2), "the second has ended, and was not delivered"
     assert crew.abort(0, 2, keep=keep) == [(0, "abort", 5), (2, "abort", 5)]
     assert crew.run() == []
@@ -157,8 +155,7 @@ def test_what_had_ended_by_then_is_told_where_tokens_are_kept():
     for keep, reason in ((False, "abort"), (True, "stop")):
         crew = Crew(lengths, num_slots=1)
         crew.launch(*asked)
-        first = crew.next()
-        assert first is not None
+        first = crew.next_one()
         assert (first.request_id, first.sort_key.tick) == (0, 19)
         assert crew.abort(1, keep=keep) == [(1, reason, 5)]
         assert crew.abort(2, 3, keep=keep) == [(2, "abort", 0), (3, "abort", 0)], "they wait for a row"
@@ -172,19 +169,17 @@ def test_counts_are_those_of_the_plans_that_ended_by_the_last_event():
     asked = requests(3)
     crew = Crew({asked[0]: 50, asked[1]: 9, asked[2]: 9})
     crew.launch(asked[0], asked[1])
-    completion = crew.next()
-    assert completion is not None
+    completion = crew.next_one()
     assert (completion.request_id, completion.sort_key.tick) == (1, AHEAD + 3 + 8)
     for _ in range(20):  # as far as the lookahead lets it
-        if (turn := crew.workers.turn) is not None:
-            crew.act(turn)
+        if crew.workers.turn is not None:
+            crew.act()
     assert crew.workers.tick(0) > completion.sort_key.tick
     assert crew.abort(0) == [(0, "abort", 9)]
     assert [(each.plans, each.steps) for each in crew.workers.counted()] == [(2, 8), (2, 8)]
     assert [crew.workers.tick(worker) for worker in range(2)] == [completion.sort_key.tick] * 2
     assert crew.launch(asked[2]) == [0]
-    again = crew.next()
-    assert again is not None
+    again = crew.next_one()
     assert (again.sort_key.tick, again.sort_key.dispatch) == (completion.sort_key.tick + AHEAD + 3 + 8, 3)
     assert [(each.plans, each.steps) for each in crew.workers.counted()] == [(4, 16), (2, 8)]
 
@@ -205,9 +200,7 @@ def test_a_round_begins_anew_and_a_cancelled_one_leaves_nothing():
     crew = Crew(dict.fromkeys(asked, 30))
     crew.launch(*asked)
     for _ in range(6):
-        turn = crew.workers.turn
-        assert turn is not None
-        crew.act(turn)
+        crew.act()
     crew.workers.cancel()
     assert crew.workers.is_idle
     crew.workers.begin()
@@ -234,16 +227,13 @@ def test_refusals():
 
 def test_stop_strings_leave_the_count_before_the_plan_that_cut_them():
     """A response that ended after now is cut back by what its plans brought, not by what was kept."""
-    asked = [make_request(0, max_tokens=60, prompt=0), make_request(1, max_tokens=60, prompt=1)]
+    asked = requests(2)
     crew = Crew({asked[0]: 18, asked[1]: 9}, ahead=100)
     crew.launch(*asked)
-    completion = crew.next()
-    assert completion is not None
+    completion = crew.next_one()
     assert completion.request_id == 1
     while not crew.workers._workers[0].ended:
-        turn = crew.workers.turn
-        assert turn is not None
-        crew.act(turn)
+        crew.act()
     (_, finished) = crew.workers._workers[0].ended[0]
     assert_whole(finished.sample, asked[0], 18)
     assert crew.abort(0, keep=True) == [(0, "abort", 9)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -68,59 +68,61 @@ def test_what_is_written_is_removed(host_world):
     assert keys == ["gate/20"]
 
 
-def both(barrier: PhaseBarrier, *notes: tuple[str, str], phase: str = "update") -> None:
-    for kind, entry in notes:
-        barrier.note(kind, entry)
-    barrier.enter(phase)
+UPDATES = ("update", "update")
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "words"),
+    ("notes", "phases", "words"),
     [
         (
-            {"notes": [(STREAM, "a"), (STREAM, "b")]},
-            {"notes": [(STREAM, "a")]},
+            ([(STREAM, "a"), (STREAM, "b")], [(STREAM, "a")]),
+            UPDATES,
             "process 1 (host-b) and process 0 (host-a) are not in step before update: 1 and 2 entries of the stream",
         ),
         (
-            {"notes": [(STREAM, "ab"), (STREAM, "c")]},
-            {"notes": [(STREAM, "a"), (STREAM, "bc")]},
+            ([(STREAM, "ab"), (STREAM, "c")], [(STREAM, "a"), (STREAM, "bc")]),
+            UPDATES,
             "2 entries of the stream each, with different contents",
         ),
         (
-            {"notes": [(PROGRAM, "sync"), (STREAM, "a")]},
-            {"notes": [(STREAM, "b")]},
+            ([(PROGRAM, "sync"), (STREAM, "a")], [(STREAM, "b")]),
+            UPDATES,
             "before update: 0 and 1 entries of the program, 1 entries of the stream each, with different contents",
         ),
         (
-            {"notes": [], "phase": "update"},
-            {"notes": [], "phase": "checkpoint"},
+            ([], []),
+            ("update", "checkpoint"),
             "process 1 (host-b) and process 0 (host-a) are not in step: at gate 1 one is about to enter checkpoint, "
             "the other update",
         ),
     ],
     ids=["shorter", "other-cuts", "two-kinds", "other-phase"],
 )
-def test_who_is_not_in_step_does_not_pass(host_world, first, second, words):
+def test_who_is_not_in_step_does_not_pass(host_world, notes, phases, words):
     hosts = host_world(num=2)
     passed: list[int] = []
 
     def does(barrier: PhaseBarrier) -> None:
-        mine = dict((first, second)[barrier.store.process])
-        both(barrier, *mine.pop("notes"), **mine)
-        passed.append(barrier.store.process)
+        me = barrier.store.process
+        enter_with(barrier, notes[me], phases[me])
+        passed.append(me)
 
     hosts.run(does)
     end = hosts.all_ended()
     assert words in end.sentence
-    assert end.status == 1
-    assert passed == []
+    assert (end.status, passed) == (1, [])
+
+
+def enter_with(barrier: PhaseBarrier, notes: Sequence[tuple[str, str]], phase: str = "update") -> None:
+    for kind, entry in notes:
+        barrier.note(kind, entry)
+    barrier.enter(phase)
 
 
 def test_equal_notes_pass(host_world):
     hosts = host_world(num=3)
     for notes in ([(STREAM, "a"), (PROGRAM, "sync")], [(STREAM, "b")]):
-        hosts.run(partial(lambda barrier, notes: both(barrier, *notes), notes=notes))
+        hosts.run(partial(enter_with, notes=notes))
     assert hosts.ends == {}
 
 
