@@ -147,6 +147,16 @@ def test_seconds_of_scoring():
     assert scoring_s(SimulatedScoring(40.0), 30, 0.0, 0.9, 10) == 30
 
 
+def test_five_per_cent_of_code_responses_hang():
+    code = SimulatedTask("code", response=LENGTHS, scoring=SimulatedScoring(1.0, 0.4, hang_share=0.05))
+    workload = ModelledWorkload(1, (code,), CAP, timeout_s=30)
+    seconds = np.array([workload.reward_s(key(p, s)) for p in range(2000) for s in range(4)])
+    assert (seconds == 30).mean() == pytest.approx(0.05, abs=0.01)
+    for share in (0.1, 0.9):  # of the others
+        expected = math.exp(0.4 * NormalDist().inv_cdf(share))
+        assert np.quantile(seconds[seconds < 30], share) == pytest.approx(expected, rel=0.03)
+
+
 def test_rewards_are_of_the_prompts_own_rate():
     certain = SimulatedTask("a", pass_rate=0.5, pass_spread=100.0)
     workload = ModelledWorkload(1, (certain,), CAP)

@@ -142,6 +142,25 @@ def test_a_trial_that_turns_out_well_is_the_last_of_its_kind():
     assert play(400, 250, 250, 250) == [4, 4, 4, 2], "three rounds without a rise: it waits three again"
 
 
+@pytest.mark.parametrize(
+    ("degrees", "counts"),
+    [
+        # trials in vain, the waits that they double, and one that turns out well
+        ((2, 4), [*[100] * 6, 400, *[250] * 3, 400, *[250] * 6, *[100] * 3, 400, *[250] * 6]),
+        ((1, 2), [*[0] * 4, 50, *[0] * 12]),  # quiet rounds, in vain at first
+    ],
+)
+def test_a_planner_restored_after_any_of_these_rounds_goes_on_the_same(degrees: tuple[int, ...], counts: list[int]):
+    whole = make_planner(degrees, trial_rounds=3)
+    expected = [whole.observe(count) for count in counts]
+    for cut in range(len(counts)):
+        first, second = (make_planner(degrees, trial_rounds=3) for _ in range(2))
+        for count in counts[:cut]:
+            first.observe(count)
+        second.load_state_dict(first.state_dict())
+        assert [second.observe(count) for count in counts[cut:]] == expected[cut:], cut
+
+
 def test_quiet_rounds_lower_tp_and_preemptions_there_raise_it_again():
     planner = make_planner(initial=2)
     assert [planner.observe(count) for count in (0, 0, 0, 0)] == [2, 2, 2, 1]

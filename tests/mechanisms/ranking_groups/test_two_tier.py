@@ -78,6 +78,16 @@ def test_nothing_feasible_gives_equal_shares():
     assert allot(each(loads), 3, None) == allotment, "as where nothing predicts times"
 
 
+def test_few_workers_serve_runs_of_neighbours():
+    """Two steps are shorter than with equal runs."""
+    loads = [Load(length, 8) for length in (100, 110, 120, 130, 140, 1000)]
+    allotment = allot(each(loads), 3, tau)
+    assert allotment.is_feasible
+    runs = (allotment.parts, equal_shares(6, 3))
+    ours, equal = (pair_s([tau(loads[part.first : part.last + 1]) for part in parts], 0.0) for parts in runs)
+    assert ours < equal
+
+
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
 
 
