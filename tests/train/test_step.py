@@ -1,6 +1,7 @@
 """The trainer: packed, chunked, accumulated, sharded gradients are those of the padded whole batch."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
@@ -387,3 +388,25 @@ def test_schedules():
     np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(20)], [1, 0.55, 0.1, 0.1], rtol=1e-6)
     with pytest.raises(ConfigError, match="total_training_steps"):
         optimizers.schedule(OptimSection(lr_scheduler_type="cosine"))
+
+
+def test_programs_are_compiled_without_weights_and_by_another_thread(make_config, make_batch, make_trainer):
+    """What was compiled ahead is what the trainer runs: nothing is compiled again, and numbers are the same."""
+    config, batch = make_config(), make_batch(size=8)
+    programs = TrainPrograms(config, TRAINED, make_mesh(jax.devices()[:1]))
+    plain = make_trainer(config, rows=programs.microbatches)
+    shape = plain._passes.pack(batch).microbatches[0].tokens.shape
+    with ThreadPoolExecutor(1) as pool:
+        for kind, *sizes in (("accumulate", *shape), ("zeros", 0, 0), ("init", 0, 0), ("update", 0, 0)):
+            pool.submit(programs.program, (kind, *sizes))
+    programs.is_warm = True
+    trainers = plain, make_trainer(plain.config, programs=programs)
+    for trainer in trainers:
+        trainer.accumulate(batch)
+    gradients = [jax.tree.map(np.asarray, trainer.gradients()) for trainer in trainers]
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
+    others = {each.tokens.shape for each in plain._passes.pack(batch).microbatches} - {shape}
+    assert programs.recompiles == len(others)
+    metrics = [trainer.apply() for trainer in trainers]
+    assert [each.pop("actor/recompiles") for each in metrics] == [0, len(others)]
+    assert metrics[0] == metrics[1]
