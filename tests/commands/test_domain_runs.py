@@ -107,6 +107,8 @@ def test_a_run_with_domains_that_is_killed_ends_with_the_same_bits(
 ):
     """What the clock has decided comes from the journal, and batches that wait keep what their rewards are made of."""
     runs, option = mixed(tmp_path, tiny_model), f"trainer.one_step_off={one_step_off}"
+    # two runs, each with its own clock: only a scorer that sleeps may be late, however busy the machine is
+    runs.config["reward"]["domains"]["a"]["timeout_s"] = 5.0
     whole, run_dir = tmp_path / "whole", tmp_path / "killed"
     runs.finish(whole, option)
     runs.kill_after(3, run_dir, option)
