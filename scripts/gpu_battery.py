@@ -13,8 +13,9 @@ DIR holds `summary.txt` (one page: every figure beside what was expected of it a
 `records.jsonl` (the same as records, one a line, each with date, device, commit, versions and command; and the state
 that the next call reads) and `log.txt` (the end of what each part printed).
 
-Needs one NVIDIA GPU and jaxrl with JAX's CUDA plugin (`pip install 'jaxrl[cuda13]'`), pytest for its tests, no network
-and no other process on the card. Exit status 1: a part failed or a bar was missed; 2: asked for nonsense, or no GPU.
+Needs one NVIDIA GPU and jaxrl with JAX's CUDA plugin (`pip install 'jaxrl[cuda13]'`), pytest and pytest-xdist; no
+network, and no other process on the card. Exit status 1: a part failed or a bar was missed; 2: asked for nonsense, or
+no GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parts of the battery, in order of worth: is it right, how near is it to the roofline, and then the rest.
 
-Each part is one benchmark as anyone may run it, or one module of this folder. `seconds` are guesses for one H100 with
-an empty compilation cache, at 13 s a program and autotuning.
+Each part is one benchmark as anyone may run it, or one module of this folder. `seconds` are what an H200 took with an
+empty compilation cache and 16 cores, and guesses where a part has not run yet.
 """
 
 from __future__ import annotations
