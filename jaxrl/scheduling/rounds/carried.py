@@ -1,10 +1,11 @@
 """Samples that a later round goes on with and groups that wait for training, packed for a checkpoint.
 
-Departures: a sample is carried without its verdict, and the rest of what scorers say is dropped.
+Departures: a sample that a later round goes on with is carried without its verdict.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 from jaxrl.scheduling.rounds.batches import PromptStream
 from jaxrl.types import FinishReason, Group, Sample, SampleKey
 
-_MADE_OF = ("own_reward", "parts", "wrong_reward")  # of what the stage and shaping say of a reward
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
 
 
@@ -81,43 +81,30 @@ def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int
 
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as in `pack_samples`, rewards
-    float64, and why a scorer failed (empty if it did not); with overlong reward shaping also what of the rewards it is,
-    and with weights and parts what they were made of, as a list of mappings. The rest of what scorers say is
-    dropped."""
+    float64, and what the scorers said as a list of mappings, in which a value that JSON has no word for is its text."""
     samples = [sample for group in groups for sample in group.samples]
-    shaping = [sample.reward_info.get("overlong_reward", np.nan) for sample in samples]
-    made_of = [{n: v for n, v in sample.reward_info.items() if n in _MADE_OF} for sample in samples]
     return {
         "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
         "samples": pack_samples([as_carried(sample) for sample in samples]),
         "rewards": np.asarray([sample.reward for sample in samples], np.float64),
-        "errors": [str(sample.reward_info.get("error", "")) for sample in samples],
-        **({} if np.isnan(shaping).all() else {"overlong_rewards": np.asarray(shaping, np.float64)}),
-        **({"made_of": made_of} if any(made_of) else {}),
+        "reward_infos": [json.loads(json.dumps(dict(sample.reward_info), default=str)) for sample in samples],
     }
 
 
 def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Group]:
     """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together."""
-    samples, errors = unpack_samples(packed["samples"]), packed["errors"]
-    shaping = packed.get("overlong_rewards", np.full(len(samples), np.nan))
-    made_of = packed.get("made_of", [{}] * len(samples))
+    samples, rewards, infos = unpack_samples(packed["samples"]), packed["rewards"], packed["reward_infos"]
     sizes = [int(size) for *_, size in packed["groups"]]
-    if not len(samples) == len(packed["rewards"]) == len(errors) == len(shaping) == len(made_of) == sum(sizes):
+    if not len(samples) == len(rewards) == len(infos) == sum(sizes):
         raise ValueError(
-            f"a batch that waits: {len(samples)} samples, {len(packed['rewards'])} rewards, {len(errors)} errors and "
-            f"groups of {sizes} must fit together"
+            f"a batch that waits: {len(samples)} samples, {len(rewards)} rewards, {len(infos)} infos and groups of "
+            f"{sizes} must fit together"
         )
     scored = iter(
-        replace(sample, reward=float(reward), reward_info=_kept_info(error, float(extra)) | each)
-        for sample, reward, error, extra, each in zip(samples, packed["rewards"], errors, shaping, made_of, strict=True)
+        replace(sample, reward=float(reward), reward_info=info)
+        for sample, reward, info in zip(samples, rewards, infos, strict=True)
     )
     return [
         Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])
         for epoch, index, size in packed["groups"]
     ]
-
-
-def _kept_info(error: str, overlong_reward: float) -> dict[str, Any]:
-    info: dict[str, Any] = {"error": error} if error else {}
-    return info if np.isnan(overlong_reward) else info | {"overlong_reward": overlong_reward}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from fake_rollout import make_sample, through_disk
+from fake_rollout import FakePrompts, make_sample, through_disk
 from rounds import key
 
-from jaxrl.scheduling.rounds.carried import pack_samples, unpack_samples
+from jaxrl.scheduling.rounds.carried import pack_groups, pack_samples, unpack_groups, unpack_samples
+from jaxrl.types import Group
 
 
 def test_packed_samples_come_back_as_they_were():
@@ -22,3 +25,30 @@ def test_packed_samples_come_back_as_they_were():
     assert unpack_samples(through_disk(pack_samples([]))) == []
     with pytest.raises(ValueError, match="must fit together"):
         unpack_samples({**pack_samples(samples), "texts": []})
+
+
+def test_packed_groups_come_back_with_all_that_their_scorers_said():
+    prompts = FakePrompts(8)
+    said = [
+        [{"error": "timeout"}, {"acc": 1.0, "parts": {"format": 0.5}, "overlong_reward": -0.25, "overlong": True}],
+        [{}, {"judge": {"text": "naïve", "votes": [1, None]}, "ratio": float("inf")}],
+    ]
+    groups = [
+        Group(
+            prompts.get(1, i + 3),
+            [
+                replace(make_sample(key(i + 3, j), [0, 1], "stop"), reward=0.1 * i + j, reward_info=each)
+                for j, each in enumerate(infos)
+            ],
+        )
+        for i, infos in enumerate(said)
+    ]
+    back = unpack_groups(through_disk(pack_groups(groups)), prompts)
+    assert [group.prompt for group in back] == [group.prompt for group in groups]
+    assert [[sample.reward_info for sample in group.samples] for group in back] == said
+    assert [[s.reward for s in group.samples] for group in back] == [[s.reward for s in g.samples] for g in groups]
+    with pytest.raises(ValueError, match="1 infos and groups of .* must fit together"):
+        unpack_groups(pack_groups(groups) | {"reward_infos": [{}]}, prompts)
+    # a value of the user's that JSON has no word for does not keep a run from being saved
+    groups[0].samples[0].reward_info = {"half": np.float16(0.5)}
+    assert unpack_groups(through_disk(pack_groups(groups)), prompts)[0].samples[0].reward_info == {"half": "0.5"}
