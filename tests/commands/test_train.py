@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -19,15 +18,27 @@ import numpy as np
 import pytest
 import yaml
 from damage import cut, flip
-from runs import STOPS, Runs, asked, assert_same_end, copied_after, end, kill, num_steps, state_of, wait_for_steps
+from runs import STOPS, Runs, asked, assert_same_end, copied_after, kill, num_steps, state_of, wait_for_steps
 
 from jaxrl.config import from_mapping
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import versions
+from jaxrl.runtime.stop import Stop
 from jaxrl.train import manifest
 
 LOST = re.compile(r"\.jsonl (is gone|has )")  # what a start says of lines that are not as they were written
 STEPS, LONG = 4, 8
+
+
+class StopBehind(Stop):
+    """Is asked for when the run has finished so many steps."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        super().__init__()
+        self.run_dir, self.steps = run_dir, steps
+
+    def __call__(self) -> bool:
+        return num_steps(self.run_dir) >= self.steps
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +185,8 @@ def test_a_resumed_run_says_which_of_its_files_are_not_as_they_were_written(runs
 def test_a_run_with_a_rule_killed_and_stopped_ends_with_the_same_bits(
     runs: Runs, overrides: tuple[str, ...], request: pytest.FixtureRequest
 ):
-    """Real processes, of the real command. One is killed, most likely before there is a checkpoint; the next is stopped
-    and saves; and the run goes on under a changed config. Queue and buffer are in the checkpoint."""
+    """A real process is killed, most likely before there is a checkpoint; the next start is stopped and saves (tests of
+    signals have a real one); and the run goes on under a changed config. Queue and buffer are in the checkpoint."""
     name = request.node.callspec.id.replace(" ", "-")
     whole, run_dir, chosen = (
         runs.folder / f"{name}-whole",
@@ -187,10 +198,7 @@ def test_a_run_with_a_rule_killed_and_stopped_ends_with_the_same_bits(
         wait_for_steps(process, run_dir, 1)
         kill(process)
     killed_after = num_steps(run_dir)
-    with runs.start_as_here(run_dir, *chosen) as process:
-        wait_for_steps(process, run_dir, killed_after + 1)
-        process.send_signal(signal.SIGTERM)
-        said = end(process)
+    said = runs.here(run_dir, *chosen, stop=StopBehind(run_dir, killed_after + 1))
     assert "stopped; run again to go on" in said
     assert not LOST.search(said)
     stopped = state_of(run_dir)[1]["step"]

@@ -46,6 +46,7 @@ def renamed(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
     return {name.removeprefix(prefix): array for name, array in of(arrays, prefix).items()}
 
 
+@pytest.mark.slow  # what two hosts end with by default: tests/commands/test_host_runs.py
 def test_two_hosts(tmp_path: Path):
     compare(tmp_path, 2, 1)
 

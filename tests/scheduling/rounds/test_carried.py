@@ -47,7 +47,7 @@ def test_packed_groups_come_back_with_all_that_their_scorers_said():
     assert [group.prompt for group in back] == [group.prompt for group in groups]
     assert [[sample.reward_info for sample in group.samples] for group in back] == said
     assert [[s.reward for s in group.samples] for group in back] == [[s.reward for s in g.samples] for g in groups]
-    with pytest.raises(ValueError, match="1 infos and groups of .* must fit together"):
+    with pytest.raises(ValueError, match="1 infos and groups of"):
         unpack_groups(pack_groups(groups) | {"reward_infos": [{}]}, prompts)
     # a value of the user's that JSON has no word for does not keep a run from being saved
     groups[0].samples[0].reward_info = {"half": np.float16(0.5)}
