@@ -1,5 +1,6 @@
 """Every test runs on eight virtual CPU devices (a GPU run sets JAX_PLATFORMS itself), with jax's compile cache on."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     day: date | None = config.getoption("--day")
     if day is not None:
         items[:] = from_days_file(items, day)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # the default spends a twentieth of the suite's time on looking for garbage
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -106,9 +106,9 @@ def test_two_processes_stop_where_one_process_ends(tmp_path: Path, tiny_model: P
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "num"), [*((rule, 2) for rule in RULES | CRITIC), ("partial rollout", 4)])
 def test_processes_end_as_one(tmp_path: Path, tiny_model: Path, rule: str, num: int):
-    runs = Runs(tmp_path, tiny_model)
-    runs.finish(tmp_path / "several", *WIDE, *several(num, 2), *(RULES | CRITIC)[rule])
-    assert_same_run(tmp_path / "several", one(runs, "one", num, 2, (RULES | CRITIC)[rule]))
+    runs, options = Runs(tmp_path, tiny_model), (*SMALL, *(RULES | CRITIC)[rule])
+    runs.finish(tmp_path / "several", *WIDE, *several(num, 2), *options)
+    assert_same_run(tmp_path / "several", one(runs, "one", num, 2, options))
 
 
 def planners(run_dir: Path) -> list[list[int]]:

@@ -432,7 +432,6 @@ class Batcher:
             if seat is None:
                 self._running.remove(progress)
                 progress.group = progress.slot = -1
-                progress.prefix, progress.prefilled = (), 0
                 insort(self._preempted, progress, key=_by_arrival)
             else:
                 progress.group, progress.slot = seat.dp_group, seat.slot
@@ -467,7 +466,6 @@ class Batcher:
         heapq.heappush(self._free_slots[progress.group], progress.slot)
         self._running.remove(progress)
         progress.group = progress.slot = -1
-        progress.prefix, progress.prefilled = (), 0
 
     def _end(self, progress: Progress) -> None:
         """Removes a request, whatever its state."""

@@ -48,11 +48,18 @@ def far(groups: Sequence[Rows], now: Sequence[Rows]) -> int:
         ([[6, 5], [7, 3], [8], []], 2, [[7, 6, 5], [8, 3]]),  # 3 and 2, not 4 and 1
         ([[9, 8, 7], []], 4, [[9], [8], [7], []]),  # a split, over both homes
         ([[9, 8], [1, 1, 1, 1, 1, 1]], 4, [[9, 1], [8, 1], [1, 1], [1, 1]]),
+        ([[9, 1], [8, 7], [], []], 4, [[9], [8], [7], [1]]),  # of those that leave, the longest first
         ([[], []], 1, [[]]),
     ],
 )
 def test_table(before: list[list[int]], dp: int, after: list[list[int]]):
     assert lengths_of(regroup(rows_of(*before), dp)) == after
+
+
+def test_tokens_that_are_there_count_among_groups_with_as_many_rows():
+    held = rows_of([9], [1], first_id=1000)
+    assert lengths_of(regroup(rows_of([5, 3]), 2, held)) == [[3], [5]]
+    assert lengths_of(regroup(rows_of([5]), 2, held)) == [[], [5]]
 
 
 @settings(deadline=None, max_examples=100)

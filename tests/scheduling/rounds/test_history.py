@@ -72,6 +72,7 @@ def test_a_rollout_that_comes_after_a_newer_one_counts_for_nothing():
     store.add([group(0, (4, 4), epoch=1)])
     before = contents(store)
     assert store.add([group(0, (9, 9), epoch=0)]) == []
+    assert store.add([group(0, (9, 9), epoch=1)]) == [], "nor does another of the same epoch"
     assert contents(store) == before
     assert median(store, 0) == 4
 
