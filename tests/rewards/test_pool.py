@@ -81,7 +81,8 @@ def test_each_failure_costs_its_own_sample(pool: RewardPool, caplog: pytest.LogC
             assert verdicts[2 * i].info["error"]
     assert re.fullmatch(r"RuntimeError: no \(.*reward\.py, line \d+, in compute_score\)", verdicts[4].info["error"])
     assert verdicts[2].duration_s == TIMEOUT_S
-    assert re.search(r"reward 0 for epoch 0, prompt 7, sample \d+: RuntimeError: no \(", caplog.text)
+    told = [i for i in (4, 6, 10) if f"prompt 7, sample {i}: {verdicts[i].info['error']}" in caplog.text]
+    assert len(told) == 2, "of three errors the first two are told, whichever come first"
     assert "(2 errors so far)" in caplog.text
     metrics = pool.take_metrics()
     assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/crashes"]) == (3, 2, 3)
