@@ -258,14 +258,17 @@ def _difference(old: Path, new: Path, close: bool) -> str:
 
 def _content(file: Path) -> Any:
     text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
     match file.suffix:
         case ".jsonl":
-            return [json.loads(line) for line in text.splitlines()]
+            return [json.loads(line) for line in lines]
+        case ".json" if file.name == "state.json":  # of a simulation: a header, and the state
+            return [json.loads(line) for line in lines]
         case ".json":
             return json.loads(text)
         case ".yaml":
             return yaml.safe_load(text)
-    return text.splitlines()
+    return lines
 
 
 def differing(found: Any, expected: Any, where: str = "") -> Iterator[str]:
