@@ -62,7 +62,7 @@ def test_cancelled_samples_get_no_verdict(pool: RewardPool):
     assert collect(pool)[0].reward == 5.0, "asked for again: the new answer, once"
 
 
-def test_each_failure_costs_its_own_sample(pool: RewardPool, caplog: pytest.LogCaptureFixture):
+def test_each_failure_costs_its_own_sample(pool: RewardPool):
     bad = ["die", "spin", "raise", "nan", "segfault", "exit", "odd", "leave", "native"]
     submit(pool, *(r for i, b in enumerate(bad) for r in (b, f"say {i}")))
     verdicts = collect(pool)
@@ -81,9 +81,6 @@ def test_each_failure_costs_its_own_sample(pool: RewardPool, caplog: pytest.LogC
             assert verdicts[2 * i].info["error"]
     assert re.fullmatch(r"RuntimeError: no \(.*reward\.py, line \d+, in compute_score\)", verdicts[4].info["error"])
     assert verdicts[2].duration_s == TIMEOUT_S
-    told = [i for i in (4, 6, 10) if f"prompt 7, sample {i}: {verdicts[i].info['error']}" in caplog.text]
-    assert len(told) == 2, "of three errors the first two are told, whichever come first"
-    assert "(2 errors so far)" in caplog.text
     metrics = pool.take_metrics()
     assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/crashes"]) == (3, 2, 3)
     assert (metrics["reward/num_scored"], metrics["reward/retries"]) == (18, 3), "each death was tried once more"

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.report import rewards as report
-from jaxrl.rewards.reward_metrics import TIMEOUTS, RewardMetrics, timeouts_of
+from jaxrl.rewards.reward_metrics import TIMEOUTS, PoolMetrics, RewardMetrics, timeouts_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import SampleKey
 
@@ -33,6 +33,21 @@ def test_a_run_without_domains():
     expected = pool | whole | {f"reward/timeouts/{kind}": count for kind, count in kinds.items()}
     assert tally.take(pool) == expected
     assert not any(tally.take({}).values())
+
+
+def test_failures_are_told_ever_more_seldom(caplog: pytest.LogCaptureFixture):
+    told = PoolMetrics()
+    for number in range(5):
+        told.add(verdict(status="error", error=f"no {number}"))
+    told.add(verdict(status="crash"))
+    told.add(verdict())
+    where = "reward 0 for epoch 0, prompt 0, sample 0: "
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{where}no 0",
+        f"{where}no 1 (2 errors so far)",
+        f"{where}no 3 (4 errors so far)",
+        f"{where}crash",
+    ]
 
 
 def test_by_domain():
