@@ -31,7 +31,7 @@ def test_a_quarter_of_the_files_each_day_is_all_of_them_within_eight_days(num_fi
 def two_files(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CONFTEST.parent / "support"), str(CONFTEST.parents[1])]))
     pytester.makeconftest(CONFTEST.read_text())
-    pytester.makeini("[pytest]\nmarkers =\n  slow: slow\n  gpu: gpu")
+    pytester.makeini("[pytest]\naddopts = -p no:randomly\nmarkers =\n  slow: slow\n  gpu: gpu")
     pytester.makepyfile(
         test_a="def test_one(): pass",
         test_b="""
