@@ -216,7 +216,7 @@ def test_two_runs_that_nothing_stops_are_the_same(tmp_path: Path, tiny_model: Pa
         with runs.start(tmp_path / name, *options, devices=2, program=failing) as process:
             end(process)
         assert_same_end(tmp_path / name, tmp_path / "plain")
-    assert sum(line["actor/streamed_share"] for line in read_metrics(tmp_path / "plain")) > 1
+    assert sum(line["actor/streamed_share"] for line in read_metrics(tmp_path / "plain")) > 0
 
 
 @pytest.mark.slow
