@@ -95,7 +95,7 @@ class Runs:
                 "num_blocks": 30,
                 "warmup": False,
             },
-            "actor": {"optim": {"lr": 0.01}, "ppo_max_token_len_per_gpu": 256, "ppo_mini_batch_size": 2},
+            "actor": {"optim": {"lr": 0.01}, "ppo_max_token_len_per_gpu": 512, "ppo_mini_batch_size": 2},
             "reward": {"kind": "custom", "path": str(folder / "reward.py")},
             "trainer": {"total_training_steps": STEPS, "save_freq": 2, "compilation_cache_dir": ""},
         }
