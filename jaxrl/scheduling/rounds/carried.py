@@ -5,7 +5,6 @@ Departures: a sample that a later round goes on with is carried without its verd
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,13 +80,13 @@ def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int
 
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as in `pack_samples`, rewards
-    float64, and what the scorers said as a list of mappings, in which a value that JSON has no word for is its text."""
+    float64, and what the scorers said, which is JSON, as a list of mappings."""
     samples = [sample for group in groups for sample in group.samples]
     return {
         "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
         "samples": pack_samples([as_carried(sample) for sample in samples]),
         "rewards": np.asarray([sample.reward for sample in samples], np.float64),
-        "reward_infos": [json.loads(json.dumps(dict(sample.reward_info), default=str)) for sample in samples],
+        "reward_infos": [dict(sample.reward_info) for sample in samples],
     }
 
 
