@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from quick_xla import flags
+from worlds import free_port
 
 from jaxrl.types import SampleKey
 
@@ -32,9 +32,7 @@ def run_world(case: str, out: Path, num_processes: int, devices: int, **options:
       What each process has kept: arrays by name.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags(devices),
