@@ -1,7 +1,8 @@
 """Attention over packed rows as Pallas kernels for NVIDIA GPUs, forward and backward, for training.
 
 Nothing of size [T, T] exists: scores live in tiles. Each tile's range of segments and positions tells beforehand which
-tiles hold anything visible, so a row of many short segments costs no more than its segments.
+tiles hold anything visible, so a row of many short segments costs no more than its segments; and in which of them
+every query sees every key, so that nothing is masked there: masks in all tiles take twice the time (H200, 8k tokens).
 
 Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691, sections 3.1 and 3.2) for the running softmax and the backward
 pass from the saved log-sum-exp; the lists of tiles to visit follow FlexAttention's block masks (Dong et al. 2024,
@@ -15,7 +16,6 @@ heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxrl.kernels.paged_pallas import NEVER, dot, load_rows, refusal, softmax_step, store_rows
+from jaxrl.kernels.paged_pallas import (
+    NEVER,
+    dot,
+    load_numbers,
+    load_rows,
+    refusal,
+    score_scale,
+    softmax_step,
+    store_rows,
+)
 from jaxrl.kernels.reference import ATTENTION
 
 OUTSIDE = -1  # the segment of tokens past the end of a row
@@ -50,24 +59,41 @@ class PackedTileSizes:
 
 
 def choose_tiles(dtype: Any) -> Tiles:
-    """Tile sizes for the forward pass and the gradients of queries, and of keys and values. A rule of thumb,
-    unmeasured."""
+    """Tile sizes for the forward pass and the gradients of queries, and of keys and values.
+
+    In 16 bits the fastest of 16, 18 and 26 on an H200 at head dim 128, over rows of 1k and of 8k tokens together
+    (docs/benchmarks/h200-2026-11-26.md); in float32 a rule of thumb, unmeasured.
+    """
     if jnp.dtype(dtype) == jnp.float32:  # three products instead of one: larger tiles would spill registers
         return PackedTileSizes(32, 32, 4, 2), PackedTileSizes(32, 32, 4, 2), PackedTileSizes(16, 32, 4, 2)
-    # Five stages, as in `paged_pallas`: the number of the tile to visit is looked up before its keys and values.
-    return PackedTileSizes(128, 64, 8, 5), PackedTileSizes(64, 64, 8, 5), PackedTileSizes(64, 64, 8, 5)
+    return PackedTileSizes(128, 64, 4, 3), PackedTileSizes(64, 64, 4, 3), PackedTileSizes(128, 64, 8, 2)
 
 
 Tiles = tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]
 """Of the forward pass, and of the gradients of queries, and of keys and values."""
 
 
-class TileLists(NamedTuple):
-    """Which tiles to visit, for each of the three kernels: what `list_tiles` gives. Made by `tile_lists`."""
+class TileList(NamedTuple):
+    """Which tiles a kernel visits for each tile that it keeps; R rows, I kept tiles, J others.
 
-    forward: tuple[jax.Array, jax.Array]
-    queries: tuple[jax.Array, jax.Array]
-    keys: tuple[jax.Array, jax.Array]
+    Attributes:
+      numbers: [R, I, J], those seen wholly first, then those seen in part, each in rising order; what follows counts
+        for nothing.
+      whole: [R, I], how many are seen wholly.
+      count: [R, I], how many are seen at all.
+    """
+
+    numbers: jax.Array
+    whole: jax.Array
+    count: jax.Array
+
+
+class TileLists(NamedTuple):
+    """For each of the three kernels. Made by `tile_lists`."""
+
+    forward: TileList
+    queries: TileList
+    keys: TileList
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -142,23 +168,35 @@ _packed.defvjp(_forward, _backward)
 def tile_lists(segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array, tiles: Tiles) -> TileLists:
     """The lists of all three kernels; the same for every layer of a microbatch. Integers as in `packed_attention`."""
     forward, queries, keys = (visible_tiles(segment_ids, prefix_ids, positions, own.queries, own.keys) for own in tiles)
-    return TileLists(list_tiles(forward), list_tiles(queries), list_tiles(jnp.swapaxes(keys, 1, 2)))
+    return TileLists(list_tiles(*forward), list_tiles(*queries), list_tiles(*(jnp.swapaxes(x, 1, 2) for x in keys)))
 
 
 def visible_tiles(
     segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array, queries: int, keys: int
-) -> jax.Array:
-    """bool [R, I, J]: False only where no query of tile i sees a key of tile j."""
-    far = jnp.iinfo(jnp.int32).max
-    first_I, last_I = _lowest(segment_ids, queries), _highest(segment_ids, queries)
+) -> tuple[jax.Array, jax.Array]:
+    """Two arrays of bool [R, I, J]: False only where no query of tile i sees a key of tile j, and True only where every
+    query sees every key."""
+    far, tokens = jnp.iinfo(jnp.int32).max, segment_ids.shape[1]
+    first_I, last_I = (of(segment_ids, queries)[..., None] for of in (_lowest, _highest))
     # Tokens without a prefix leave an empty range: its first segment lies beyond its last.
-    prefix_first_I = _lowest(jnp.where(prefix_ids == 0, far, prefix_ids), queries)
-    prefix_last_I = _highest(jnp.where(prefix_ids == 0, NO_PREFIX, prefix_ids), queries)
+    prefix_first_I = _lowest(jnp.where(prefix_ids == 0, far, prefix_ids), queries)[..., None]
+    prefix_last_I = _highest(jnp.where(prefix_ids == 0, NO_PREFIX, prefix_ids), queries)[..., None]
     first_J, last_J = (of(segment_ids, keys)[:, None, :] for of in (_lowest, _highest))
-    own = (first_J <= last_I[..., None]) & (last_J >= first_I[..., None])
-    prefix = (first_J <= prefix_last_I[..., None]) & (last_J >= prefix_first_I[..., None])
+    own = (first_J <= last_I) & (last_J >= first_I)
+    prefix = (first_J <= prefix_last_I) & (last_J >= prefix_first_I)
     early = _lowest(positions, keys)[:, None, :] <= _highest(positions, queries)[..., None]
-    return (own | prefix) & early
+    # One segment in all of both tiles; a tile of keys of one segment that all queries have for their prefix.
+    same = (first_J == last_J) & (first_I == last_I) & (first_J == first_I)
+    all_prefixed = _lowest(prefix_ids, queries)[..., None] == prefix_last_I
+    shared = (first_J == last_J) & all_prefixed & (first_J == prefix_last_I)
+    earlier = _highest(positions, keys)[:, None, :] <= _lowest(positions, queries)[..., None]
+    inside_I, inside_J = (_inside(tokens, size) for size in (queries, keys))
+    return (own | prefix) & early, (same | shared) & earlier & inside_I[:, None] & inside_J
+
+
+def _inside(tokens: int, size: int) -> jax.Array:
+    """bool [tiles]: all of a tile is inside the row."""
+    return (jnp.arange(-(-tokens // size)) + 1) * size <= tokens
 
 
 def _lowest(x_RT: jax.Array, size: int) -> jax.Array:
@@ -175,10 +213,11 @@ def _tiled(x_RT: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x_RT, ((0, 0), (0, -tokens % size)), mode="edge").reshape(rows, -1, size)
 
 
-def list_tiles(visible_RIJ: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per row and tile: the numbers of the tiles to visit, [R, I, J] in rising order, and their count, [R, I]."""
-    numbers = jnp.argsort(~visible_RIJ, axis=-1, stable=True).astype(jnp.int32)
-    return numbers, visible_RIJ.sum(axis=-1, dtype=jnp.int32)
+def list_tiles(visible_RIJ: jax.Array, whole_RIJ: jax.Array) -> TileList:
+    """What to visit for each tile i of `visible_tiles`."""
+    order = jnp.where(whole_RIJ, 0, jnp.where(visible_RIJ, 1, 2))
+    numbers = jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32)
+    return TileList(numbers, *(x.sum(axis=-1, dtype=jnp.int32) for x in (whole_RIJ, visible_RIJ)))
 
 
 # ---------------------------------------------------------------- kernels
@@ -212,19 +251,26 @@ def _call(
     k: jax.Array,
     inputs: tuple[jax.Array, ...],
     ids: Integers,
-    listed: tuple[jax.Array, jax.Array],
+    listed: TileList,
     outputs: tuple[Any, ...],
     interpret: bool,
     *,
     over_keys: bool = False,
 ) -> list[jax.Array]:
     """Runs a kernel for every kept tile, head and row; arrays [R, T, heads, ...] go in and come out as [R, T * heads,
-    ...], so that a token and head are one index."""
-    (rows, tokens, heads), kv_heads = q.shape[:3], k.shape[2]
-    numbers, counts = listed
+    ...], so that a token and head are one index.
+
+    Programs start in the grid's order, so those with the most to visit come first: the last queries, the first keys.
+    """
+    (rows, _, heads), kv_heads = q.shape[:3], k.shape[2]
+    num_tiles = listed.count.shape[1]
 
     def of_row(x: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda i, h, r: (r, *(0,) * (x.ndim - 1)))
+        return pl.BlockSpec((None, *x.shape[1:]), lambda h, i, r: (r, *(0,) * (x.ndim - 1)))
+
+    def of_tile(x: jax.Array) -> pl.BlockSpec:
+        tile = (lambda i: i) if over_keys else (lambda i: num_tiles - 1 - i)
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda h, i, r: (r, tile(i), *(0,) * (x.ndim - 2)))
 
     def merged(x: Any) -> tuple[int, ...]:
         return (rows, x.shape[1] * x.shape[2], *x.shape[3:])
@@ -233,22 +279,42 @@ def _call(
     shapes = [jax.ShapeDtypeStruct(merged(x), x.dtype) for x in outputs]
     outs = pl.pallas_call(
         partial(kernel, tiles=tiles, heads=heads, group=heads // kv_heads),
-        grid=(pl.cdiv(tokens, tiles.keys if over_keys else tiles.queries), kv_heads if over_keys else heads, rows),
-        in_specs=[
-            *map(of_row, (*ids, *flat)),
-            pl.BlockSpec((None, None, numbers.shape[2]), lambda i, h, r: (r, i, 0)),
-            pl.BlockSpec((None, counts.shape[1]), lambda i, h, r: (r, 0)),
-        ],
+        grid=(kv_heads if over_keys else heads, num_tiles, rows),
+        in_specs=[*map(of_row, (*ids, *flat)), *map(of_tile, listed)],
         out_specs=[of_row(x) for x in shapes],
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
-    )(*ids, *flat, numbers, counts)
+    )(*ids, *flat, *listed)
     return [out.reshape(x.shape) for out, x in zip(outs, outputs, strict=True)]
 
 
 def _at(number: Any, size: int) -> jax.Array:
     return number * size + jnp.arange(size, dtype=jnp.int32)
+
+
+def _last_first() -> jax.Array:
+    """The tile of queries that this program keeps."""
+    return pl.num_programs(1) - 1 - pl.program_id(1)
+
+
+def _visit(listed: TileList, step: Callable[[Any, Any, bool, Any], Any], carry: Any, turns: int = 1) -> Any:
+    """`carry` after `step(tile, turn, masked, carry)` for the listed tiles: those seen wholly without a mask, in each
+    turn, then the others.
+
+    Turns and tiles are one loop: loads of a step start before the one before it has ended.
+    """
+
+    def some(first: Any, number: Any, masked: bool, carry: Any) -> Any:
+        def one(i: Any, carry: Any) -> Any:
+            at, turn = (i, 0) if turns == 1 else (lax.rem(i, number), lax.div(i, number))
+            return step(listed.numbers[first + at], turn, masked, carry)
+
+        return lax.fori_loop(0, number * turns, one, carry)
+
+    whole, count = listed.whole[...], listed.count[...]
+    carry = some(0, whole, False, carry)
+    return some(whole, count - whole, True, carry)
 
 
 def _forward_kernel(
@@ -259,7 +325,8 @@ def _forward_kernel(
     k_ref: Any,
     v_ref: Any,
     numbers_ref: Any,
-    counts_ref: Any,
+    whole_ref: Any,
+    count_ref: Any,
     out_ref: Any,
     lse_ref: Any,
     *,
@@ -267,21 +334,22 @@ def _forward_kernel(
     heads: int,
     group: int,
 ) -> None:
-    tile, head = pl.program_id(0), pl.program_id(1)
+    head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
     ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
-    query_M = _at(tile, tiles.queries)
+    query_M = _at(_last_first(), tiles.queries)
     in_M, row_M = query_M < tokens, query_M * heads + head
     q_MD = load_rows(q_ref, row_M, in_M)
 
-    def step(i: Any, carry: tuple) -> tuple:
-        key_B = _at(numbers_ref[i], tiles.keys)
-        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens
+    def step(tile: Any, _: Any, masked: bool, carry: tuple) -> tuple:
+        key_B = _at(tile, tiles.keys)
+        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens if masked else None
         k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
-        return softmax_step(q_MD, k_BD, v_BD, ids.visible(query_M, key_B), *carry)
+        visible_MB = ids.visible(query_M, key_B) if masked else None
+        return softmax_step(q_MD, k_BD, v_BD, visible_MB, *carry)
 
     per_query = (tiles.queries,)
     start = (jnp.zeros(q_MD.shape, jnp.float32), jnp.full(per_query, NEVER, jnp.float32), jnp.zeros(per_query))
-    sum_MD, top_M, total_M = lax.fori_loop(0, counts_ref[tile], step, start)
+    sum_MD, top_M, total_M = _visit(listed, step, start)
     total_M = jnp.where(total_M > 0, total_M, 1)  # of queries past the end of the row; all others see themselves
     store_rows(out_ref, row_M, sum_MD / total_M[:, None], in_M)
     plgpu.store(lse_ref.at[row_M], top_M + jnp.log2(total_M), mask=in_M)
@@ -298,29 +366,30 @@ def _query_gradient_kernel(
     lse_ref: Any,
     shift_ref: Any,
     numbers_ref: Any,
-    counts_ref: Any,
+    whole_ref: Any,
+    count_ref: Any,
     d_q_ref: Any,
     *,
     tiles: PackedTileSizes,
     heads: int,
     group: int,
 ) -> None:
-    tile, head = pl.program_id(0), pl.program_id(1)
+    head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
     ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
-    query_M = _at(tile, tiles.queries)
+    query_M = _at(_last_first(), tiles.queries)
     in_M, row_M = query_M < tokens, query_M * heads + head
     q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
-    lse_M, shift_M = (plgpu.load(ref.at[row_M], mask=in_M, other=0) for ref in (lse_ref, shift_ref))
+    lse_M, shift_M = (load_numbers(ref, row_M, in_M) for ref in (lse_ref, shift_ref))
 
-    def step(i: Any, d_q_MD: jax.Array) -> jax.Array:
-        key_B = _at(numbers_ref[i], tiles.keys)
-        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens
+    def step(tile: Any, _: Any, masked: bool, d_q_MD: jax.Array) -> jax.Array:
+        key_B = _at(tile, tiles.keys)
+        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens if masked else None
         k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
-        weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B), lse_M)
+        weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B) if masked else None, lse_M)
         d_scores_MB = weights_MB * (dot(d_out_MD, v_BD, 1, 1) - shift_M[:, None])
         return d_q_MD + dot(d_scores_MB.astype(k_BD.dtype), k_BD, 1, 0)
 
-    d_q_MD = lax.fori_loop(0, counts_ref[tile], step, jnp.zeros(q_MD.shape, jnp.float32))
+    d_q_MD = _visit(listed, step, jnp.zeros(q_MD.shape, jnp.float32))
     store_rows(d_q_ref, row_M, d_q_MD * q_MD.shape[1] ** -0.5, in_M)
 
 
@@ -335,7 +404,8 @@ def _key_gradient_kernel(
     lse_ref: Any,
     shift_ref: Any,
     numbers_ref: Any,
-    counts_ref: Any,
+    whole_ref: Any,
+    count_ref: Any,
     d_k_ref: Any,
     d_v_ref: Any,
     *,
@@ -343,32 +413,30 @@ def _key_gradient_kernel(
     heads: int,
     group: int,
 ) -> None:
-    tile, kv_head = pl.program_id(0), pl.program_id(1)
+    kv_head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
     ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
-    key_B = _at(tile, tiles.keys)
+    key_B = _at(pl.program_id(1), tiles.keys)
     in_B, row_B = key_B < tokens, key_B * kv_heads + kv_head
     k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
-    count = counts_ref[tile]
 
-    def step(i: Any, carry: tuple) -> tuple:
-        # One loop over the group's heads and the tiles of each: loads of the next step start before this one ends.
-        query_M = _at(numbers_ref[lax.rem(i, count)], tiles.queries)
-        in_M, row_M = query_M < tokens, query_M * heads + kv_head * group + lax.div(i, count)
+    def step(tile: Any, head: Any, masked: bool, carry: tuple) -> tuple:
+        query_M = _at(tile, tiles.queries)
+        in_M, row_M = query_M < tokens if masked else None, query_M * heads + kv_head * group + head
         q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
-        lse_M, shift_M = (plgpu.load(ref.at[row_M], mask=in_M, other=0) for ref in (lse_ref, shift_ref))
-        weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B), lse_M)
+        lse_M, shift_M = (load_numbers(ref, row_M, in_M) for ref in (lse_ref, shift_ref))
+        weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B) if masked else None, lse_M)
         d_scores_MB = weights_MB * (dot(d_out_MD, v_BD, 1, 1) - shift_M[:, None])
         d_k_BD, d_v_BD = carry
         d_v_BD += dot(weights_MB.astype(d_out_MD.dtype), d_out_MD, 0, 0)
         return d_k_BD + dot(d_scores_MB.astype(q_MD.dtype), q_MD, 0, 0), d_v_BD
 
     start = (jnp.zeros(k_BD.shape, jnp.float32), jnp.zeros(v_BD.shape, jnp.float32))
-    d_k_BD, d_v_BD = lax.fori_loop(0, count * group, step, start)
+    d_k_BD, d_v_BD = _visit(listed, step, start, turns=group)
     store_rows(d_k_ref, row_B, d_k_BD * k_BD.shape[1] ** -0.5, in_B)
     store_rows(d_v_ref, row_B, d_v_BD, in_B)
 
 
-def _weights(q_MD: jax.Array, k_BD: jax.Array, visible_MB: jax.Array, lse_M: jax.Array) -> jax.Array:
+def _weights(q_MD: jax.Array, k_BD: jax.Array, visible_MB: jax.Array | None, lse_M: jax.Array) -> jax.Array:
     """The softmax's weights once more, from scores and the saved base-2 log-sum-exp."""
-    scores_MB = dot(q_MD, k_BD, 1, 1) * (q_MD.shape[1] ** -0.5 * math.log2(math.e))
-    return jnp.where(visible_MB, jnp.exp2(scores_MB - lse_M[:, None]), 0)
+    weights_MB = jnp.exp2(dot(q_MD, k_BD, 1, 1) * score_scale(q_MD.shape[1]) - lse_M[:, None])
+    return weights_MB if visible_MB is None else jnp.where(visible_MB, weights_MB, 0)

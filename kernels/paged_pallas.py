@@ -232,17 +232,23 @@ def softmax_step(
     q_MD: jax.Array,
     k_BD: jax.Array,
     v_BD: jax.Array,
-    visible_MB: jax.Array,
+    visible_MB: jax.Array | None,
     sum_MD: jax.Array,
     top_M: jax.Array,
     total_M: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step of the running softmax, in base 2: the weighted sum of values, the largest score, the sum of weights."""
+    """One step of the running softmax, in base 2: the weighted sum of values, the largest score, the sum of weights.
+
+    All is visible where `visible_MB` is None.
+    """
     scores_MB = dot(q_MD, k_BD, 1, 1) * score_scale(q_MD.shape[1])
-    scores_MB = jnp.where(visible_MB, scores_MB, NEVER)
+    if visible_MB is not None:
+        scores_MB = jnp.where(visible_MB, scores_MB, NEVER)
     new_top_M = jnp.maximum(top_M, jnp.max(scores_MB, axis=1))
-    # Where nothing has been seen yet, top is NEVER and the difference 0: the mask decides, not the exponential.
-    weights_MB = jnp.where(visible_MB, jnp.exp2(scores_MB - new_top_M[:, None]), 0)
+    weights_MB = jnp.exp2(scores_MB - new_top_M[:, None])
+    if visible_MB is not None:
+        # Where nothing has been seen yet, top is NEVER and the difference 0: the mask decides, not the exponential.
+        weights_MB = jnp.where(visible_MB, weights_MB, 0)
     keep_M = jnp.exp2(top_M - new_top_M)
     sum_MD = sum_MD * keep_M[:, None] + dot(weights_MB.astype(v_BD.dtype), v_BD, 1, 0)
     return sum_MD, new_top_M, total_M * keep_M + jnp.sum(weights_MB, axis=1)
@@ -283,10 +289,15 @@ def _merge_kernel(parts_ref: Any, lse_ref: Any, out_ref: Any, *, parts: int) -> 
     store_rows(out_ref, query_M, sum_MD / total_M[:, None], live_M)
 
 
-def load_rows(ref: Any, rows: jax.Array, mask: jax.Array) -> jax.Array:
-    """[len(rows), D]: these rows of a ref [., D]; zeros, and nothing read, where the mask is False."""
+def load_rows(ref: Any, rows: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """[len(rows), D]: these rows of a ref [., D]; zeros, and nothing read, where the mask is False (None: all read)."""
     at, mask = _elements(ref, rows, mask)
-    return plgpu.load(at, mask=mask, other=0)
+    return plgpu.load(at, mask=mask, other=None if mask is None else 0)
+
+
+def load_numbers(ref: Any, rows: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """[len(rows)]: `load_rows` of a ref that has no further dim."""
+    return plgpu.load(ref.at[rows], mask=mask, other=None if mask is None else 0)
 
 
 def store_rows(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array) -> None:
@@ -295,11 +306,12 @@ def store_rows(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array) ->
     plgpu.store(at, values.astype(ref.dtype), mask=mask)
 
 
-def _elements(ref: Any, rows: jax.Array, mask: jax.Array) -> tuple[Any, jax.Array]:
+def _elements(ref: Any, rows: jax.Array, mask: jax.Array | None) -> tuple[Any, jax.Array | None]:
     """Every element by its own indices: interpret mode takes no mixture of indices and slices."""
     shape = (len(rows), ref.shape[-1])
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
-    return ref.at[jnp.broadcast_to(rows[:, None], shape), columns], jnp.broadcast_to(mask[:, None], shape)
+    at = ref.at[jnp.broadcast_to(rows[:, None], shape), columns]
+    return at, None if mask is None else jnp.broadcast_to(mask[:, None], shape)
 
 
 def dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:

@@ -15,7 +15,8 @@ and the writes of new keys and values included; and attention alone: `paged`, ou
 
 Packed: causal rows of `tokens` tokens in `--segments` samples. Cases: `pallas`, our kernels; `tiles`, jnp in tiles;
 `cudnn`, `jax.nn.dot_product_attention` by cuDNN, for one sample a row (`xla`, the same by XLA, where there is no GPU).
-With `--tiles` our kernels alone, and again with Q queries and K keys in a tile, W warps and S stages: `pallas-QxKxWxS`.
+With `--tiles` our kernels alone, and again with Q queries and K keys in a tile, W warps and S stages in one of the
+three: `forward-QxKxWxS`, `queries-QxKxWxS` (its gradients of queries), `keys-QxKxWxS` (of keys and values).
 
 - forward, both: seconds of the forward pass, and of forward and backward together.
 - FLOP/s: 4 * heads * head_dim per pair of tokens that see each other, 3.5 times that for both passes, whatever is
@@ -46,7 +47,7 @@ from bench.measure import DISTURBED, Bench, Summary, Values, say
 
 from jaxrl.kernels import packed, reference
 from jaxrl.kernels.attention import PackedAttention
-from jaxrl.kernels.packed_pallas import PackedTileSizes, packed_attention, tile_lists
+from jaxrl.kernels.packed_pallas import PackedTileSizes, choose_tiles, packed_attention, tile_lists
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import rope_tables
 
@@ -169,7 +170,7 @@ def _point(
             say(f"{where}: {name} is left out: {reason}")
             left_out.append(point | {"case": name, "reason": str(reason)})
         except jax.errors.JaxRuntimeError as error:
-            asked = name.startswith("pallas-")  # tiles may need more of the device than it has
+            asked = name.startswith(KERNELS)  # tiles may need more of the device than it has
             if "RESOURCE_EXHAUSTED" not in str(error) and not asked:
                 raise
             reason = str(error).splitlines()[0] if asked else "out of memory"
@@ -300,6 +301,8 @@ def _jax_paged(place: Place, width: int, splits: int) -> Paged:
 # -- packed ------------------------------------------------------------------------------------------------------------
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+KERNELS = ("forward", "queries", "keys")
+"""As `choose_tiles` orders them."""
 
 
 def _forward_flops(config: ModelConfig, point: dict[str, Any]) -> float:
@@ -330,7 +333,9 @@ def packed_cases(
     chosen = {"pallas": lambda: case(_packed(place, "pallas", point))}
     if tiles:
         return chosen | {
-            f"pallas-{_name(each)}": lambda each=each: case(_with_tiles(place, point, each)) for each in tiles
+            f"{kernel}-{_name(each)}": lambda i=i, each=each: case(_with_tiles(place, point, i, each))
+            for each in tiles
+            for i, kernel in enumerate(KERNELS)
         }
     rival = "cudnn" if place.on_gpu else "xla"
     return chosen | {
@@ -350,11 +355,12 @@ def _packed(place: Place, implementation: Any, point: dict[str, Any]) -> Attend:
     return lambda q, k, v: chosen.attend(q, k, v, ids, positions, ids, tiles)
 
 
-def _with_tiles(place: Place, point: dict[str, Any], sizes: PackedTileSizes) -> Attend:
-    """Our kernels, all three with these tiles."""
+def _with_tiles(place: Place, point: dict[str, Any], kernel: int, sizes: PackedTileSizes) -> Attend:
+    """Our kernels, one of the three with these tiles."""
     place.need_kernels()
     ids, positions = _integers(point)
-    tiles = (sizes, sizes, sizes)
+    forward, queries, keys = (sizes if i == kernel else own for i, own in enumerate(choose_tiles(point["dtype"])))
+    tiles = (forward, queries, keys)
     lists = tile_lists(ids, ids, positions, tiles)
     how = {"tiles": tiles, "lists": lists, "interpret": place.interpret}
     return lambda q, k, v: packed_attention(q, k, v, ids, positions, **how)

@@ -22,7 +22,7 @@ from bench import records
 from bench.measure import num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_PROCESSES = 6
+MOST_PROCESSES = 12
 
 
 class Outcomes:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-p",
         "xdist.plugin",
         "--numprocesses",
-        str(max(1, min(MOST_PROCESSES, num_cores() // 2))),
+        str(max(1, min(MOST_PROCESSES, num_cores() * 3 // 4))),
         "--dist",
         "worksteal",
     ]

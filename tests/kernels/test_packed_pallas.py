@@ -100,21 +100,26 @@ def test_tokens_that_are_not_seen_change_nothing():
     assert np.isnan(out[0, :60]).any()
 
 
-def test_no_visible_tile_is_missed_and_most_invisible_ones_are_skipped():
+def test_no_visible_tile_is_missed_most_invisible_ones_are_skipped_and_whole_ones_known():
     segments, positions, prefixes = rows_of(1000)
     own = segments[:, :, None] == segments[:, None]
     shared = (prefixes[:, :, None] != 0) & (prefixes[:, :, None] == segments[:, None])
     pairs = (own | shared) & (positions[:, :, None] >= positions[:, None])
-    needed = np.pad(pairs, ((0, 0), (0, 24), (0, 8))).reshape(3, 32, 32, 63, 16).any((2, 4))
+    in_tiles = np.pad(pairs, ((0, 0), (0, 24), (0, 8))).reshape(3, 32, 32, 63, 16)
+    needed, full = in_tiles.any((2, 4)), in_tiles.all((2, 4))
     tiles_of = jax.jit(packed_pallas.visible_tiles, static_argnums=(3, 4))
-    visible = np.asarray(tiles_of(segments, prefixes, positions, 32, 16))
-    assert visible.shape == needed.shape
+    visible, whole = map(np.asarray, tiles_of(segments, prefixes, positions, 32, 16))
+    assert visible.shape == whole.shape == needed.shape
     assert not (needed & ~visible).any()
     assert visible.sum() <= 1.1 * needed.sum()
-    numbers, counts = map(np.asarray, jax.jit(packed_pallas.list_tiles)(visible))
-    for row, tile in np.ndindex(*counts.shape):
-        listed = numbers[row, tile, : counts[row, tile]]
-        np.testing.assert_array_equal(listed, np.flatnonzero(visible[row, tile]))
+    assert not (whole & ~full).any()
+    assert whole.sum() >= 0.98 * full.sum()
+    listed = packed_pallas.TileList(*map(np.asarray, jax.jit(packed_pallas.list_tiles)(visible, whole)))
+    for row, tile in np.ndindex(*listed.count.shape):
+        split, end = listed.whole[row, tile], listed.count[row, tile]
+        np.testing.assert_array_equal(listed.numbers[row, tile, :split], np.flatnonzero(whole[row, tile]))
+        rest = np.flatnonzero((visible & ~whole)[row, tile])
+        np.testing.assert_array_equal(listed.numbers[row, tile, split:end], rest)
 
 
 @pytest.mark.parametrize(
