@@ -29,7 +29,7 @@ def parts() -> list[Part]:
     """Those for a GPU."""
     return [
         Part("ceilings", 50, _bench("ceilings", "--shape", SMALL, "--rows", "16", "64", "256")),
-        Part("tests", 150, python("-m", "gpu.tests", *JSON), SHARED),
+        Part("tests", 240, python("-m", "gpu.tests", *JSON), SHARED),
         Part("check", 120, python("-m", "gpu.check", *JSON, "--attention", "auto", "reference"), SHARED),
         *_decode("64", 40, "--profile"),
         _train("train", 50, 16, 1024, "--profile"),
@@ -41,7 +41,7 @@ def parts() -> list[Part]:
         Part("decode-1.5b-rows", 60, _points(SMALL, "1", "16", "256")),
         Part("decode-7b-rows", 80, _points(LARGE, "1", "16", "256")),
         Part("train-torch", 75, _train_command(16, 1024, torch=True)),
-        Part("train-row-torch", 75, _train_command(1, 8192, torch=True)),
+        Part("train-row-torch", 90, _train_command(1, 8192, torch=True)),
     ]
 
 
