@@ -271,6 +271,7 @@ def put_in(fault: Fault, tree: Path) -> None:
 
 def copy_tree(to: Path) -> None:
     """What git has, or would have with `git add`, as it stands now; in a repository of its own, which tests ask."""
+    to.chmod(0o755)  # some tests run programs of it as another user
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).exists():

@@ -167,7 +167,8 @@ def test_a_real_run_whose_process_is_killed(tmp_path: Path, tiny_model: Path):
 @pytest.mark.slow
 def test_a_real_run_that_is_stopped(tmp_path: Path, tiny_model: Path):
     runs = Runs(tmp_path, tiny_model)
-    process = runs.start(tmp_path / "run", "hosts.launcher=local", "hosts.num=1")
+    options = ("hosts.launcher=local", "hosts.num=1", "trainer.total_training_steps=1000")
+    process = runs.start(tmp_path / "run", *options)
     wait_for_steps(process, tmp_path / "run", 1)
     process.send_signal(signal.SIGINT)
     output = end(process)
