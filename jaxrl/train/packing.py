@@ -190,7 +190,7 @@ def microbatch_shapes(
 
     rows, length = full // shortest, shortest
     for fewer in range(1, rows + 1):
-        longer = full // fewer // _step(full // fewer) * _step(full // fewer)
+        longer = max(full // fewer // _step(full // fewer) * _step(full // fewer), shortest)
         if not attention.holds_scores(longer) and cost(longer) <= _DEARER * cost(shortest):
             rows, length = fewer, longer
             break

@@ -159,25 +159,43 @@ def test_rows_are_few_lengths():
         # one row is used at least, and never more tokens than the limit
         ({"ppo_max_token_len_per_gpu": 96}, 1, "cpu", "auto", [(1, 32), (1, 48), (1, 80), (1, 96)]),
         ({"ppo_max_token_len_per_gpu": 1000}, 1, "cpu", "auto", [(1, 224), (1, 448), (1, 768), (1, 896)]),
+        # each response in a row of its own: 24 of 96 tokens
+        (
+            {"ppo_max_token_len_per_gpu": 16384, "share_prompts": False},
+            *(1, "cpu", "auto", [(1, 640), (1, 1152), (1, 1792), (1, 2304)]),
+        ),
         # where each key costs: the budget in equal rows, none of it left over
         ({"ppo_max_token_len_per_gpu": 6000}, 1, "tpu", "auto", [(n, 1408) for n in (1, 2, 3, 4)]),
     ],
 )
 def test_shapes(options, devices, platform, attention, shapes):
     length = 32 if platform == "cpu" else 960
-    config = from_mapping(
-        {
-            "model": {"path": "unused"},
-            "data": {"max_prompt_length": 64, "max_response_length": length, "train_batch_size": 6},
-            "rollout": {"n": 4},
-            "actor": {"ppo_max_token_len_per_gpu": 1024} | options,
-        }
-    )
+    found = shapes_of(length, {"ppo_max_token_len_per_gpu": 1024} | options, devices, platform, attention)
+    assert list(found) == shapes
+
+
+def shapes_of(response_length, options, devices, platform, attention):
+    data = {"max_prompt_length": 64, "max_response_length": response_length, "train_batch_size": 6}
+    sections = {"model": {"path": "unused"}, "data": data, "rollout": {"n": 4}, "actor": options}
     model = SHAPES["SmolLM2-135M"]
     heads = Heads(model.num_heads, model.num_kv_heads, model.head_dim, "float32")
-    found = microbatch_shapes(config, model, devices, choose_packed(attention, platform, heads))
-    assert list(found) == shapes
-    assert found[-1].tokens <= max(config.actor.ppo_max_token_len_per_gpu, config.max_model_length)
+    return microbatch_shapes(from_mapping(sections), model, devices, choose_packed(attention, platform, heads))
+
+
+@given(
+    st.integers(1, 1500),
+    st.integers(0, 1500),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([("cpu", "auto"), ("cpu", "reference"), ("tpu", "auto")]),
+    st.booleans(),
+)
+def test_the_longest_sample_has_a_row_and_the_budget_holds(response_length, room, devices, where, shared):
+    longest = 64 + response_length
+    options = {"ppo_max_token_len_per_gpu": longest + room, "share_prompts": shared}
+    found = shapes_of(response_length, options, devices, *where)
+    assert found[-1].length >= longest
+    assert found[-1].tokens <= max(longest + room, -(-longest // 16) * 16)
+    assert list(found) == sorted(set(found), key=lambda shape: shape.tokens)
 
 
 def test_several_spans():
@@ -186,6 +204,7 @@ def test_several_spans():
     batch.loss_masks = [mask]
     packed = pack(batch, max_model_length=16, shapes=[Shape(1, 16)])
     (micro,) = packed.microbatches
+    assert micro.tokens.shape == (1, 16)
     assert micro.loss_mask[0].tolist() == [0, 0, 1, 0, 0, 1, 1] + [0] * 9
     assert micro.sequence_length[0, :7].tolist() == [3] * 7
 

@@ -283,3 +283,42 @@ def test_results_must_come_in_order():
 def test_impossible_options_are_refused(options: dict[str, int]):
     with pytest.raises(ValueError, match=r"rollout\."):
         make_batcher(**options)
+
+
+class Asked:
+    """A `VerifyRule` that notes what it is asked, and lets no plan verify."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int]] = []
+
+    def decides(self, rows: int, context: int) -> bool:
+        self.found.append((rows, context))
+        return False
+
+    def saw(self, counts: object) -> None:
+        raise AssertionError("no plan has verified")
+
+
+def test_a_rule_is_asked_with_the_rows_and_tokens_of_the_fullest_group():
+    rule = Asked()
+    config = BatcherConfig(4, 1, verify_rule=lambda: rule)
+    batcher = Batcher(config, Capacity(2, 2, 33, 4, 64))
+    for request_id, num_prompt in enumerate((4, 9, 6)):  # groups 0, 1, 0
+        request = make_request(request_id, num_prompt)
+        batcher.add(replace(request, history=np.arange(5, dtype=np.int32)))
+    first = plan_of(batcher)
+    assert [chunk.dp_group for chunk in first.prefill] == [0, 1, 0]
+    answer(batcher, first.index, {0: [5, 5, 5, 5], 1: [5, 5, 5, 5], 2: [5, STOP]}, stopped={2})
+    second = plan_of(batcher)
+    assert sorted(decoding(second)) == [0, 1]
+    assert rule.found == [(2, 4 + 6), (1, 9 + 4)]
+
+
+def test_of_what_version_a_response_is():
+    batcher, _ = make_batcher()
+    batcher.add(make_request(0))
+    progress = batcher.progress(0)
+    assert not progress.is_all_of(0), "there is no token"
+    answer(batcher, plan_of(batcher).index, {0: [5, 5]})
+    assert progress.is_all_of(0)
+    assert not progress.is_all_of(1)

@@ -30,6 +30,8 @@ def test_requests_are_dealt(deal: Deal, expected: list[tuple[int, ...]]):
     workers = started(requests, [5] * 6, deal=deal)
     assert by_worker(workers) == expected
     assert workers.unfinished() == (0, 1, 2, 3, 4, 5)
+    assert [[i for i in range(6) if workers.worker_of(i) == worker] for worker in (0, 1)] == list(map(list, expected))
+    assert workers.worker_of(6) is None
 
 
 def test_what_a_request_may_still_take_is_what_counts():
