@@ -69,7 +69,7 @@ def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
                 return 1
             drawn = rule.ahead(prompts, RoundTime(step + 1, 0))
             assert rule.num_carried == len(drawn) == 4
-            assert all(group.first_step == step + 1 for group in drawn)
+            assert {(group.first_step, group.first_round) for group in drawn} == {(step + 1, step + 1)}
             assert indices(rule.ahead(prompts, RoundTime(step + 1, 0))) == indices(drawn), "nothing is drawn twice"
             return 1
 
