@@ -26,6 +26,7 @@ TABLE = [
     # no spread, no signal
     ("grpo", {}, [1, 1, 1], [0, 0, 0]),
     ("rloo", {}, [2, 2], [0, 0]),
+    ("rloo", {}, [3, 1], [2, -2]),
     # nothing to compare with
     ("grpo", {}, [1], [0]),
     ("rloo", {}, [1], [0]),
