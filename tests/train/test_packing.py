@@ -170,8 +170,10 @@ def test_rows_are_few_lengths():
 )
 def test_shapes(options, devices, platform, attention, shapes):
     length = 32 if platform == "cpu" else 960
-    found = shapes_of(length, {"ppo_max_token_len_per_gpu": 1024} | options, devices, platform, attention)
+    options = {"ppo_max_token_len_per_gpu": 1024} | options
+    found = shapes_of(length, options, devices, platform, attention)
     assert list(found) == shapes
+    assert found[-1].tokens <= max(options["ppo_max_token_len_per_gpu"], 64 + length)
 
 
 def shapes_of(response_length, options, devices, platform, attention):
