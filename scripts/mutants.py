@@ -40,7 +40,13 @@ AREAS = {
     "packing": (["jaxrl/train/packing.py"], ["tests/train/test_packing.py"]),
     "checkpoint": (
         ["jaxrl/train/checkpoint.py", "jaxrl/train/manifest.py", "jaxrl/train/steps.py"],
-        ["tests/train/test_checkpoint.py", "tests/train/test_damage.py"],
+        [
+            "tests/train/test_checkpoint.py",
+            "tests/train/test_damage.py",
+            "tests/refusals/test_checkpoints.py",
+            "tests/runtime/test_beginnings.py",
+            "tests/commands/test_critic_runs.py",
+        ],
     ),
 }
 """Names, the files that are changed, and the tests that must notice."""

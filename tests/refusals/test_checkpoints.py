@@ -71,6 +71,7 @@ DAMAGED = (
     damaged(f"host/metadata {CHANGED}", file("host/metadata", flip)),
     damaged(f"manifest.json {CHANGED}", file("manifest.json", lambda path: flip(path, 99))),
     damaged(f"manifest.json {CHANGED}", file("manifest.json", cut)),
+    damaged(f"manifest.json {CHANGED}", file("manifest.json", lambda path: path.write_bytes(path.read_bytes() + b" "))),
     damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "{}")),
     damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "[]")),
     damaged(f"manifest.json {CHANGED}", rewritten("manifest.json", "[" * 100_000)),

@@ -103,6 +103,33 @@ def test_a_disk_that_has_lost_a_block_is_damage(tmp_path, monkeypatch, name):
     assert (chosen.step, list(chosen.faults)) == (2, [4])
 
 
+def test_a_folder_that_a_disk_has_lost_is_damage(tmp_path, monkeypatch):
+    folder, scandir = saved(tmp_path / "checkpoints", 2, 4), os.scandir
+
+    def listed(path):
+        if str(path) == str(folder / "4" / "state"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    chosen = choose(folder)
+    assert chosen is not None
+    assert (chosen.step, chosen.faults) == (2, {4: f"{folder}/4/state cannot be read (input/output error)"})
+
+
+def test_a_step_that_was_not_chosen_is_compared_as_it_is_taken(tmp_path):
+    """An older one, and one that was saved since."""
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    flip(folder / "2" / "host" / "metadata")
+    with Checkpointer(folder, max_to_keep=3) as checkpoints:
+        checkpoints.save(6, *state_at(6))
+        checkpoints.wait()
+        flip(folder / "6" / "host" / "metadata")
+        for step in (2, 6):
+            with pytest.raises(ValueError, match=rf"checkpoint .*/{step} is damaged: host/metadata has changed"):
+                checkpoints.restore(ABSTRACT, step)
+
+
 def refuse(monkeypatch, place, number):
     """The system cannot open one file."""
     really = open
