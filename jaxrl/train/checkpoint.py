@@ -371,7 +371,7 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
     among = _processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
     with ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
-        return reader.restore(place / STATE, args=_restore_args({"params": abstract_params}, partial=True))["params"]
+        return reader.restore(place / STATE, args=_restore_args({"params": abstract_params}))["params"]
 
 
 def _size(place: Path) -> int:
@@ -439,15 +439,15 @@ def _not_orbaxs_others(record: logging.LogRecord) -> bool:
     return not any(module.startswith("orbax.") for module in modules)
 
 
-def _restore_args(abstract: Tree, *, partial: bool = False) -> Any:
-    """What Orbax needs to restore the leaves of `abstract`; `partial`: others may be stored beside them."""
+def _restore_args(abstract: Tree) -> Any:
+    """What Orbax needs to restore the leaves of `abstract`; others may be stored beside them."""
 
     def one(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
         if leaf.sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True)
 
-    return ocp.args.PyTreeRestore(item=abstract, restore_args=jax.tree.map(one, abstract), partial_restore=partial)
+    return ocp.args.PyTreeRestore(item=abstract, restore_args=jax.tree.map(one, abstract), partial_restore=True)
 
 
 def _owned(tree: Tree) -> Tree:
