@@ -34,6 +34,8 @@ cd "$root"
 
 # The tests spread arrays over eight virtual devices, each with threads of its own: numpy's are best left at one.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
+# Images often set this. Hundreds of processes that tests start would each compile all that they import.
+unset PYTHONDONTWRITEBYTECODE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 
 stage 'ruff check' "$venv_python" -m ruff check .
