@@ -77,6 +77,7 @@ class TextEngine:
         max_prefill_tokens: int = 512,
         decode_steps: int = 16,
         truncate: bool = True,
+        top_logprobs: int = 0,
         seed: int = 0,
     ) -> TextEngine:
         """Loads a model onto all devices.
@@ -89,6 +90,7 @@ class TextEngine:
           num_slots: rows that decode at once, per dp group.
           num_blocks: KV blocks per dp group; 0: as many as the rows can use.
           truncate: whether requests may use top-k, top-p or min-p.
+          top_logprobs: the most of the likeliest tokens that a request may have told.
         """
         path = resolve_path(path, weights=True)
         folder = path.removeprefix(RANDOM)
@@ -113,6 +115,7 @@ class TextEngine:
             dtype=dtype,
             seed=seed,
             truncate=truncate,
+            top_logprobs=top_logprobs,
             max_tp=max_tp or tp,
         )
         engine = cls.from_model(model, params, tokenizer, layout, sizes)
@@ -138,8 +141,8 @@ class TextEngine:
     def sync_weights(self, params: Any) -> None:
         """Takes over weights in training form (`Trainer.params`), on the devices, cast and split as the layout says.
 
-        Tokens from now on are of the next `policy_version`. Raises ValueError while requests are unfinished: their KV
-        was computed with the old weights.
+        Tokens from now on are of the next `policy_version`, and conversations (`Request.session`) begin anew. Raises
+        ValueError while requests are unfinished: their KV was computed with the old weights.
         """
         if not self.engine.is_idle:
             raise ValueError(
@@ -148,6 +151,7 @@ class TextEngine:
         executor = self.engine.executor
         assert isinstance(executor, MeshExecutor), "from_model made it"
         executor.sync_weights(params, executor.policy_version + 1)
+        self.engine.batcher.blocks.forget_all()
 
     def switch(self, tp: int, by: Literal["migrate", "recompute"] = "migrate") -> Switched:
         """Goes on with another tensor-parallel degree, also between two samples of a `stream`: `Engine.switch`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -91,6 +91,7 @@ class SamplingParams:
       stop_token_ids: the response ends with (and includes) the first of these.
       stop_strings: the response ends with the token that completes the first of these.
       seed: replaces the run's seed for this request.
+      top_logprobs: of each token's place so many of the likeliest tokens are told, by their `rollout_logprobs`.
     """
 
     temperature: float = 1.0
@@ -101,6 +102,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         def refuse(name: str, rule: str) -> None:
@@ -116,10 +118,24 @@ class SamplingParams:
             refuse("min_p", "in [0, 1)")
         if self.max_tokens < 1:
             refuse("max_tokens", ">= 1")
+        if self.top_logprobs < 0:
+            refuse("top_logprobs", ">= 0")
         if isinstance(self.stop_strings, str):
             refuse("stop_strings", "a tuple of strings")
         if any(not text for text in self.stop_strings):
             refuse("stop_strings", "non-empty strings")
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens of each place of a response, the likeliest first.
+
+    Attributes:
+      token_ids: int32 [T, K].
+      logprobs: float32 [T, K], as `Sample.rollout_logprobs`.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclass(slots=True)
@@ -139,6 +155,7 @@ class Sample:
       text: the decoded response, when a tokenizer is at hand.
       reward: the scorer's verdict; None until scored.
       reward_info: what the scorer adds (`{"error": ...}` when it failed and the sample got zero).
+      top: the likeliest tokens, where they were asked for (`SamplingParams.top_logprobs`).
     """
 
     key: SampleKey
@@ -150,6 +167,7 @@ class Sample:
     text: str = ""
     reward: float | None = None
     reward_info: Mapping[str, Any] = field(default_factory=dict)
+    top: TopTokens | None = None
 
     @classmethod
     def empty(cls, key: SampleKey) -> Sample:

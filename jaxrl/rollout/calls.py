@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl.rollout.layout_programs import LayoutPrograms, bucket
 from jaxrl.rollout.programs import Generated
 from jaxrl.scheduling.tokens.plan import PrefillChunk, RowResult, VerifyCounts
+from jaxrl.types import TopTokens
 
 _UNKNOWN = -3
 """Stands for a token that a chunk does not show; no history has it."""
@@ -89,6 +90,7 @@ def results(calls: Iterable[Call]) -> dict[int, RowResult]:
                     host.rollout_logprobs[group, row, :count],
                     bool(host.stopped[group, row]),
                     verified,
+                    _top(host, group, row, count),
                 )
             )
     return {request_id: _join(parts) for request_id, parts in pieces.items()}
@@ -104,4 +106,15 @@ def _join(parts: list[RowResult]) -> RowResult:
         np.concatenate([part.rollout_logprobs for part in parts]),
         any(part.stopped for part in parts),
         parts[-1].verified,
+        _join_top([part.top for part in parts if part.top is not None]),
     )
+
+
+def _top(host: Generated, group: int, row: int, count: int) -> TopTokens | None:
+    if host.top_ids is None:
+        return None
+    return TopTokens(host.top_ids[group, row, :count], host.top_logprobs[group, row, :count])
+
+
+def _join_top(parts: list[TopTokens]) -> TopTokens | None:
+    return TopTokens(*map(np.concatenate, zip(*parts, strict=True))) if parts else None

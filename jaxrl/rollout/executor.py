@@ -360,6 +360,11 @@ class MeshExecutor:
                 f"{name}: top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
                 "truncate=True (its programs sort the vocabulary)"
             )
+        if params.top_logprobs > self.config.top_logprobs:
+            raise ValueError(
+                f"{name}: top_logprobs={params.top_logprobs} needs an engine built with as many "
+                f"({self.config.top_logprobs})"
+            )
         length = len(request.prompt_ids) + params.max_tokens
         if length > self.config.max_length:
             raise ValueError(
@@ -377,7 +382,7 @@ class MeshExecutor:
         began = self._timer.submits()
         ticket = MeshTicket(plan.index, self.policy_version, submitted_s=began)
         for chunks, length in prefill_calls(plan.prefill, self._now):
-            ticket.calls.append(self._submit_prefill(chunks, length))
+            ticket.calls.append(self._submit_prefill(chunks, length, plan.tells_top))
         if plan.decode and plan.num_steps:
             self._submit_decode(plan, ticket)
         for call in ticket.calls:
@@ -395,7 +400,7 @@ class MeshExecutor:
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
-    def _submit_prefill(self, chunks: list[PrefillChunk], length: int) -> Call:
+    def _submit_prefill(self, chunks: list[PrefillChunk], length: int, tells_top: bool) -> Call:
         placed = place(chunks, self.num_groups)
         rows = bucket(max(row for _, row, _ in placed) + 1, self._now.prefill_rows(length))
         width = bucket(max(len(chunk.block_table) for chunk in chunks), self._now.prefill_widths)
@@ -415,7 +420,7 @@ class MeshExecutor:
                 slots[at] = chunk.slot
                 self._fill(state, at, chunk.request, kept_tokens(chunk))
                 requests.append((group, row, chunk.request.request_id))
-        program = self._now.program(("prefill", rows, length, width))
+        program = self._now.program(("prefill_top" if tells_top else "prefill", rows, length, width))
         self._pool, self._state, generated = program(
             self._params, self._pool, self._state, tokens, start, lengths, tables, slots, state
         )
@@ -442,7 +447,7 @@ class MeshExecutor:
         by_group: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_groups)]
         for group, _, entry in placed:
             by_group[group].append(entry.block_table)
-        program_shape = self._now.decode_shape(by_group, plan.verifies)
+        program_shape = self._now.decode_shape(by_group, plan.verifies, plan.tells_top)
         kind, rows, num_tiles, width = program_shape
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)

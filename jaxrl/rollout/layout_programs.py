@@ -73,6 +73,8 @@ class ExecutorConfig:
       resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
         (`jaxrl.models.streaming`); None: all.
       ahead: whether a streamed layer's copy begins before its turn.
+      top_logprobs: the most of the likeliest tokens that a request may have told. Programs that tell them are compiled
+        when the first such request comes.
       layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
         `num_slots` and `num_blocks`.
     """
@@ -95,6 +97,7 @@ class ExecutorConfig:
     proposer: Proposer | None = None
     resident_layers: int | None = None
     ahead: bool = True
+    top_logprobs: int = 0
     layouts: tuple[LayoutSizes, ...] = ()
 
     def sizes(self, tp: int) -> LayoutSizes:
@@ -187,12 +190,14 @@ class LayoutPrograms(CompiledPrograms):
         not worth a program, or there are none."""
         return 0 if self.config.proposer is None else self.config.proposer.width(rows)
 
-    def decode_shape(self, tables: Sequence[Sequence[Sequence[int]]], verifies: bool = False) -> Shape:
+    def decode_shape(
+        self, tables: Sequence[Sequence[Sequence[int]]], verifies: bool = False, tells_top: bool = False
+    ) -> Shape:
         """The shape for rows with these block tables, [dp groups, rows]: of a program that verifies if the plan does,
         and there is one for so many rows."""
         rows = bucket(max(map(len, tables)), self.row_buckets)
         width = self.verify_width(rows) if verifies else 0
-        kind = "verify" if width else "decode"
+        kind = "verify" if width else "decode_top" if tells_top else "decode"
         if not self.programs.gathered:
             widest = max(len(table) for group in tables for table in group)
             return kind, rows, 1 + width, bucket(widest, self.decode_widths)
@@ -234,7 +239,11 @@ class LayoutPrograms(CompiledPrograms):
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
-        if kind not in ("decode", "verify") or self.platform != "gpu" or self.config.resident_layers is not None:
+        if (
+            kind not in ("decode", "decode_top", "verify")
+            or self.platform != "gpu"
+            or self.config.resident_layers is not None
+        ):
             return {}  # a copy from the host's memory is not what a graph is made of
         return {"xla_gpu_enable_command_buffer": _GRAPHS}
 
@@ -266,11 +275,13 @@ class LayoutPrograms(CompiledPrograms):
         tables, slots, flags = of(jnp.int32, width), of(jnp.int32), of(jnp.bool_)
         pool = [(x.sharding, y.sharding) for x, y in live[1]]
         state = jax.tree.map(lambda x: x.sharding, live[2])
-        generated = Generated(*[by_group] * 5)
-        if kind == "prefill":
+        num_top = self.config.top_logprobs if kind.endswith("_top") else 0
+        top = (by_group, by_group) if num_top else ()
+        generated = Generated(by_group, by_group, by_group, by_group, by_group, None, *top)
+        if kind.startswith("prefill"):
             arguments = (of(jnp.int32, length), of(jnp.int32), of(jnp.int32), tables, slots, self._state(rows))
             return (
-                partial(self.programs.prefill, truncate=truncate),
+                partial(self.programs.prefill, truncate=truncate, num_top=num_top),
                 (1, 2),
                 (*live, *arguments),
                 (
@@ -282,9 +293,9 @@ class LayoutPrograms(CompiledPrograms):
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         tiles = self._tiles(length) if self.programs.gathered else None
-        if kind == "decode":
+        if kind.startswith("decode"):
             arguments = (*live, tables, slots, flags, scalar, scalar, tiles)
-            decode = partial(self.programs.decode, truncate=truncate)
+            decode = partial(self.programs.decode, truncate=truncate, num_top=num_top)
             return decode, (1, 2), arguments, (pool, state, generated, everywhere)
         assert self.config.proposer is not None
         verify = Verify(self.programs, self.config.proposer, self.verify_width(rows), truncate)

@@ -75,7 +75,8 @@ def row_state_shapes(groups: int, rows: int, proposer: Proposer | None = None) -
 class Generated(NamedTuple):
     """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
 
-    `verified`, of a program that verifies: its counts per row (`jaxrl.rollout.verify.VerifySums`).
+    `verified`, of a program that verifies: its counts per row (`jaxrl.rollout.verify.VerifySums`). `top_ids` and
+    `top_logprobs` [G, R, T, K], of one that tells them: the likeliest tokens of each place.
     Fields are device arrays, their numpy copies, or the shardings of either.
     """
 
@@ -85,6 +86,8 @@ class Generated(NamedTuple):
     counts: Any
     stopped: Any
     verified: Any = None
+    top_ids: Any = None
+    top_logprobs: Any = None
 
 
 def take_rows(state: RowState, slots: jax.Array) -> RowState:
@@ -111,6 +114,14 @@ def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> Ro
     both, size = jnp.concatenate([rows.recent, tokens], axis=-1), rows.recent.shape[-1]
     first = jnp.broadcast_to(jnp.asarray(count, jnp.int32), rows.recent.shape[:-1])[..., None]
     return rows._replace(recent=jnp.take_along_axis(both, first + jnp.arange(size), axis=-1))
+
+
+def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` likeliest tokens [..., K] of logits [..., V], and their log-probabilities as `Drawn.rollout_logprob`
+    has them."""
+    scaled = logits / jnp.where(temperature == 0, 1.0, temperature).astype(logits.dtype)[..., None]
+    logprobs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scaled), count)
+    return token_ids.astype(jnp.int32), logprobs
 
 
 class Form(TypedDict):
@@ -217,6 +228,7 @@ class Programs:
         rows: RowState,
         *,
         truncate: bool,
+        num_top: int = 0,
     ) -> tuple[kv_cache.Pool, RowState, Generated]:
         """Runs chunks of prompts; where a chunk ends a prefill (its slot is real), draws a token and fills the slot.
 
@@ -224,6 +236,7 @@ class Programs:
           tokens: int32 [G, R, C]; start, length: int32 [G, R]; tables: int32 [G, R, W].
           slots: int32 [G, R], beyond the last slot for chunks that do not end a prefill.
           rows: what to fill the slot with ([G, R, ...]); token, position and active are set here.
+          num_top: K, the likeliest tokens that are told.
         """
         offset = jnp.arange(tokens.shape[-1])
         valid = offset < length[..., None]
@@ -237,9 +250,11 @@ class Programs:
         position = start + length
         if self.config.scalar_head:  # nothing is drawn: its number stands where a token's log-probability does
             number = decoder.score(params, ends, features_first=self.features_first)
-            drawn = Drawn(jnp.zeros(number.shape, jnp.int32), number, number)
+            drawn, top = Drawn(jnp.zeros(number.shape, jnp.int32), number, number), ()
         else:
-            drawn = sample(self.logits(params, ends), position, rows.sampling, truncate=truncate)
+            logits = self.logits(params, ends)
+            drawn = sample(logits, position, rows.sampling, truncate=truncate)
+            top = likeliest(logits, rows.sampling.temperature, num_top) if num_top else ()
         real = slots < state.token.shape[1]
         stopped = real & stops(drawn.token, position, rows)
         rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], 1)
@@ -250,6 +265,8 @@ class Programs:
             drawn.rollout_logprob[..., None],
             real.astype(jnp.int32),
             stopped,
+            None,
+            *(each[:, :, None] for each in top),
         )
         return pool, self.pin(put_rows(state, slots, rows)), self.pin(generated)
 
@@ -266,6 +283,7 @@ class Programs:
         tiles: WindowTiles | None,
         *,
         truncate: bool,
+        num_top: int = 0,
     ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
         """Up to `num_steps` tokens for every active row, leaving once `leave_after` of them have stopped.
 
@@ -275,6 +293,7 @@ class Programs:
           num_steps: int32 scalar, at most `decode_steps`.
           leave_after: int32 scalar, rows over all groups.
           tiles: [G, U, ...], the rows' blocks once more, if `gathered`.
+          num_top: K, the likeliest tokens that are told.
         """
         rows = take_rows(state, slots)
         rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
@@ -283,6 +302,8 @@ class Programs:
         shape = (*slots.shape, self.decode_steps)
         real = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
         out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+        if num_top:
+            out += (jnp.zeros((*shape, num_top), jnp.int32), jnp.zeros((*shape, num_top), real))
 
         def go_on(carry: tuple) -> jax.Array:
             step, rows, _, _, _ = carry
@@ -298,6 +319,7 @@ class Programs:
             position = rows.position + 1
             drawn = sample(logits, position, rows.sampling, truncate=truncate)
             new = (drawn.token, drawn.sampled_logprob, drawn.rollout_logprob)
+            new += likeliest(logits, rows.sampling.temperature, num_top) if num_top else ()
             write = partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=2)
             out = tuple(write(x, y.astype(x.dtype)) for x, y in zip(out, new, strict=True))
             going = rows.active
@@ -311,7 +333,7 @@ class Programs:
 
         carry = (jnp.int32(0), rows, jnp.zeros(slots.shape, jnp.int32), cache, out)
         steps, rows, counts, cache, out = jax.lax.while_loop(go_on, advance, carry)
-        generated = Generated(*out, counts, started & ~rows.active)
+        generated = Generated(*out[:3], counts, started & ~rows.active, None, *out[3:])
         return close(cache, counts), self.pin(put_rows(state, slots, rows)), self.pin(generated), steps
 
     def _decode_cache(

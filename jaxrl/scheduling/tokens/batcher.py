@@ -183,7 +183,8 @@ class Batcher:
             return None
         if builder.lacks_budget:
             builder.put_off_decode()
-        verifies = self._verifies(builder)
+        tells_top = any(named.progress.request.params.top_logprobs for named in builder.named)
+        verifies = not tells_top and self._verifies(builder)
         if verifies:
             builder.give_room(self.blocks, TOKENS_PER_STEP * self.config.decode_steps)
         plan = Plan(
@@ -193,6 +194,7 @@ class Batcher:
             num_steps=self.config.decode_steps if builder.decode else 0,
             leave_after=self.config.leave_after if is_short else UNLIMITED,
             verifies=verifies,
+            tells_top=tells_top,
         )
         for entry in builder.named:
             entry.progress.pending += entry.max_new
@@ -284,15 +286,17 @@ class Batcher:
     def _choose_group(self, builder: PlanBuilder, progress: Progress) -> int | None:
         """The dp group to admit a request to, or None if it must wait.
 
-        The group that has its prompt's blocks, if there is room; else the one with most room, because running the
-        prompt once more costs less than waiting for a row. With `spread_samples`, always the one with most room: a
-        prompt's responses then load several groups, as behind a router that balances requests. If no group has room,
-        all are closed, so that no later request takes the room that this one waits for. If only prefill budget is
-        lacking, later requests may go on.
+        The group that has its prompt's blocks, or its conversation's, if there is room; else the one with most room,
+        because running the prompt once more costs less than waiting for a row. With `spread_samples`, always the one
+        with most room: a prompt's responses then load several groups, as behind a router that balances requests. If no
+        group has room, all are closed, so that no later request takes the room that this one waits for. If only prefill
+        budget is lacking, later requests may go on.
         """
         request = progress.request
         home: tuple[int, ...] = ()
-        if not self.config.spread_samples and self.blocks.num_shareable(len(request.prompt_ids)):
+        if request.session is not None and (parked := self.blocks.parked_in(request.session)) is not None:
+            home = (parked,)
+        elif not self.config.spread_samples and self.blocks.num_shareable(len(request.prompt_ids)):
             home = self.blocks.groups_holding(request.share)
         everywhere = range(self.capacity.num_groups)
         candidates = self._with_room(builder, progress, home) or self._with_room(builder, progress, everywhere)
@@ -331,20 +335,26 @@ class Batcher:
         progress.prefix = (*request.prompt_ids, *progress.tokens)
         progress.group, progress.slot = group, heapq.heappop(self._free_slots[group])
         prompt_len = len(request.prompt_ids)
-        num_shared = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
-        num_chunk = min(len(progress.prefix) - num_shared, builder.budget[group])
-        builder.lacks_budget |= num_shared + num_chunk < len(progress.prefix)
+        if request.session is None:
+            num_there = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
+        else:
+            num_there = self.blocks.num_resumed(group, request.session, progress.prefix)
+        num_chunk = min(len(progress.prefix) - num_there, builder.budget[group])
+        builder.lacks_budget |= num_there + num_chunk < len(progress.prefix)
         need = len(progress.prefix)
-        if num_shared + num_chunk == need:
+        if num_there + num_chunk == need:
             need = min(need + self.config.decode_steps, progress.limit)
-        shared = self.blocks.allocate(request.request_id, group, need, request.share, prompt_len)
-        assert shared == num_shared, "admitted without room"
-        progress.prefilled = num_shared
+        if request.session is None:
+            found = self.blocks.allocate(request.request_id, group, need, request.share, prompt_len)
+        else:
+            found = self.blocks.resume(request.request_id, group, need, request.session, progress.prefix)
+        assert found == num_there, "admitted without room"
+        progress.prefilled = num_there
         insort(self._running, progress, key=_by_arrival)
         self.counters.admissions += 1
-        self.counters.shared_tokens += num_shared
+        self.counters.shared_tokens += num_there
         if self.trace is not None:
-            self.trace(Admitted(self.next_index, request.key, group, progress.slot, num_shared))
+            self.trace(Admitted(self.next_index, request.key, group, progress.slot, num_there))
         self._name(builder, progress, num_chunk, grows_from=need)
 
     def _preempt(self, progress: Progress) -> None:
@@ -390,6 +400,7 @@ class Batcher:
             reason = finish_reason(progress, row, stop_check)
             if reason is not None:
                 ended.append(Ended(progress, reason, index, named.dp_group, named.slot, num_before))
+                self._park(progress)
                 self._end(progress)
                 if self.trace is not None:
                     key, length = progress.request.key, progress.num_tokens
@@ -460,6 +471,13 @@ class Batcher:
     def _queue(self) -> Iterator[Progress]:
         return chain(self._preempted, self._waiting.values())
 
+    def _park(self, progress: Progress) -> None:
+        """Leaves the KV of a conversation whose turn has ended for the next one."""
+        request = progress.request
+        if request.session is not None and progress.slot >= 0:
+            tokens = (*request.prompt_ids, *progress.tokens)
+            self.blocks.park(request.request_id, request.session, tokens[:-1])  # the newest has no KV yet
+
     def _release(self, progress: Progress) -> None:
         """Gives back a row and its blocks."""
         self.blocks.free(progress.request.request_id)
@@ -488,4 +506,8 @@ class Batcher:
             raise ValueError(f"{which}: a request with this id is live")
         if self._share_prompts.get(request.share, (request.prompt_ids,))[0] != request.prompt_ids:
             raise ValueError(f"{which}: `share` {request.share!r} is in use with another prompt")
+        if request.share is not None and request.session is not None:
+            raise ValueError(
+                f"{which}: a turn of `session` {request.session!r} shares its blocks with no other request"
+            )
         check_request(request, self.capacity, self.config.max_model_len)

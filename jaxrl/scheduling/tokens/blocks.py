@@ -9,7 +9,11 @@ Source: paged attention as in vLLM (Kwon et al. 2023) and prefix caching as in n
 Departures: sharing goes by an explicit key, not by hashes of token blocks: the samples of one prompt are the case that
 matters here, and that needs no table of hashes. Only full blocks in front of the prompt's last token are shared,
 because at least one token must be run to get logits; so a shared block is never written again and copy-on-write never
-happens. A block is freed with its last holder: there is no cache of free blocks.
+happens. A block is freed with its last holder, but for those that are *parked*.
+
+The blocks of a conversation are parked between two of its turns: they hold the KV of known tokens, and count as free.
+Its next request takes over those in front of the first token that is another one, block and all: nobody shares them, so
+what stands behind may be written over. Where a pool runs dry, the blocks that were parked longest ago are given up.
 
 A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
 Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
@@ -19,7 +23,7 @@ published block may be named in the same plan without waiting for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
@@ -35,6 +39,15 @@ class _Holding:
     num_shareable: int  # how many leading blocks may be shared
     is_publisher: bool  # its leading blocks are the published ones, as far as those go
     table: tuple[int, ...] | None = None  # `blocks` as a tuple, kept until they change, because every plan names it
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """The KV of a conversation's tokens, in their order."""
+
+    group: int
+    blocks: list[int]
+    tokens: tuple[int, ...]
 
 
 class BlockManager:
@@ -65,6 +78,8 @@ class BlockManager:
         self._holdings: dict[int, _Holding] = {}
         self._published: dict[tuple[int, object], list[int]] = {}
         self._holders: dict[object, Counter[int]] = {}
+        self._parked: dict[object, _Parked] = {}  # by session, those parked longest ago first
+        self._num_parked = [0] * num_groups
 
     @property
     def capacity(self) -> int:
@@ -72,7 +87,11 @@ class BlockManager:
         return self.num_blocks - 1
 
     def num_free(self, group: int) -> int:
-        return len(self._free[group])
+        """Those that a request may get: parked ones are given up for it."""
+        return len(self._free[group]) + self._num_parked[group]
+
+    def num_parked(self, group: int) -> int:
+        return self._num_parked[group]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions take."""
@@ -169,11 +188,8 @@ class BlockManager:
     def free(self, request_id: int) -> None:
         """Gives a request's blocks back; blocks that other requests share stay in use."""
         holding = self._holdings.pop(request_id)
-        references, free = self._references[holding.group], self._free[holding.group]
-        for block in reversed(holding.blocks):
-            references[block] -= 1
-            if references[block] == 0:
-                free.append(block)
+        references = self._references[holding.group]
+        self._give_back(holding.group, holding.blocks)
         if holding.share is None:
             return
         published = self._published.get((holding.group, holding.share), [])
@@ -188,6 +204,75 @@ class BlockManager:
         if not holders:
             del self._holders[holding.share]
 
+    # Conversations
+
+    def park(self, request_id: int, session: object, tokens: tuple[int, ...]) -> None:
+        """Takes the blocks of a request's first tokens, which these are, from it, and keeps them while there is room.
+
+        It must share none. A session has the tokens that were parked last.
+        """
+        holding = self._holdings[request_id]
+        assert holding.share is None, "what is parked belongs to one conversation"
+        self.forget(session)
+        kept = self.blocks_for(len(tokens))
+        self._parked[session] = _Parked(holding.group, holding.blocks[:kept], tokens)
+        self._num_parked[holding.group] += kept
+        holding.blocks, holding.table = holding.blocks[kept:], None
+
+    def parked_in(self, session: object) -> int | None:
+        """The dp group in which a conversation's KV is parked; None: nowhere."""
+        parked = self._parked.get(session)
+        return None if parked is None else parked.group
+
+    def num_resumed(self, group: int, session: object, tokens: tuple[int, ...]) -> int:
+        """How many of the tokens that a conversation's next request must run would have their KV in `group`: never
+        all, because the last one must be run to get logits."""
+        parked = self._parked.get(session)
+        if parked is None or parked.group != group:
+            return 0
+        return min(_num_common(parked.tokens, tokens), len(tokens) - 1)
+
+    def resume(
+        self, request_id: int, group: int, num_tokens: int, session: object, tokens: tuple[int, ...]
+    ) -> int | None:
+        """`allocate` for a conversation's next request: `tokens` are those that it must run before it draws one.
+
+        Returns how many of them have their KV (`num_resumed`); None if the pool has too few blocks.
+        """
+        assert request_id not in self._holdings, f"request {request_id} holds blocks already"
+        num_blocks, num_there = self.blocks_for(num_tokens), self.num_resumed(group, session, tokens)
+        if num_blocks > self.num_free(group):
+            return None
+        holding = _Holding(group, [], None, 0, False)
+        if (parked := self._unpark(session)) is not None:
+            holding.blocks = parked.blocks[: self.blocks_for(num_there)]
+            self._give_back(parked.group, parked.blocks[len(holding.blocks) :])
+        self._take(holding, num_blocks - len(holding.blocks))
+        self._holdings[request_id] = holding
+        return num_there
+
+    def forget(self, session: object) -> None:
+        """Frees what is parked of a conversation, if anything is."""
+        if (parked := self._unpark(session)) is not None:
+            self._give_back(parked.group, parked.blocks)
+
+    def forget_all(self) -> None:
+        """Frees all that is parked: the weights are others."""
+        for session in list(self._parked):
+            self.forget(session)
+
+    def _unpark(self, session: object) -> _Parked | None:
+        """What is parked of a conversation, which is now the caller's."""
+        parked = self._parked.pop(session, None)
+        if parked is not None:
+            self._num_parked[parked.group] -= len(parked.blocks)
+        return parked
+
+    def _reclaim(self, group: int, count: int) -> None:
+        """Gives up what was parked longest ago, until so many blocks are free."""
+        while len(self._free[group]) < count:
+            self.forget(next(session for session, parked in self._parked.items() if parked.group == group))
+
     def check(self) -> None:
         """Asserts the invariants: every block is free or held, counts are right, only prompt blocks are shared."""
         for group in range(self.num_groups):
@@ -201,6 +286,11 @@ class BlockManager:
                 for i, block in enumerate(holding.blocks):
                     shared = holding.share is not None and i < holding.num_shareable
                     owners.setdefault(block, set()).add((holding.share if shared else ("own", request_id), i))
+            parked = [block for each in self._parked.values() if each.group == group for block in each.blocks]
+            assert len(parked) == self._num_parked[group], "parked blocks are counted wrongly"
+            held.update(parked)
+            for block in parked:
+                owners.setdefault(block, set()).add(("parked", block))
             free = self._free[group]
             assert TRASH_BLOCK not in {*held, *free}, "a request got the block that belongs to none"
             assert len({*held, *free}) == len(held) + len(free), "a block is free and held, or free twice"
@@ -215,9 +305,22 @@ class BlockManager:
         if not count:
             return
         holding.table = None
+        self._reclaim(holding.group, count)
         free, references = self._free[holding.group], self._references[holding.group]
         for _ in range(count):
             block = free.pop()
             assert references[block] == 0
             references[block] = 1
             holding.blocks.append(block)
+
+    def _give_back(self, group: int, blocks: Sequence[int]) -> None:
+        references, free = self._references[group], self._free[group]
+        for block in reversed(blocks):
+            references[block] -= 1
+            if references[block] == 0:
+                free.append(block)
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

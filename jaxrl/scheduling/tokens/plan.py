@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.types import Sample, SampleKey, SamplingParams
+from jaxrl.types import Sample, SampleKey, SamplingParams, TopTokens
 
 TRASH_BLOCK = 0
 
@@ -39,6 +39,8 @@ class Request:
       generated: tokens kept from before it was aborted and added again; part of the response.
       generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for those tokens.
       history: what its next tokens may be proposed from, as the executor takes it; None: nothing.
+      session: the conversation that it is a turn of: what the one before it has left in the cache is not run again, as
+        long as nobody needed the room; None: none. Not with `share`.
     """
 
     request_id: int
@@ -51,6 +53,7 @@ class Request:
     generated_rollout_logprobs: tuple[float, ...] = ()
     generated_versions: tuple[int, ...] = ()
     history: Any = None
+    session: object | None = None
 
 
 def resume(request: Request, sample: Sample) -> Request:
@@ -123,6 +126,7 @@ class Plan:
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
         a waiting request in); the loop also ends when no row is active.
       verifies: each step verifies tokens that are proposed for the rows that have a history.
+      tells_top: its rows' likeliest tokens are told (`SamplingParams.top_logprobs`); it then verifies nothing.
     """
 
     index: int
@@ -131,6 +135,7 @@ class Plan:
     num_steps: int = 0
     leave_after: int = 1 << 30
     verifies: bool = False
+    tells_top: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,7 @@ class RowResult:
     """The tokens that one request gained in one plan: the first token of a finished prefill, then decoded ones.
 
     `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`. `verified`
-    is None in a plan that does not verify: each decoded token is a step's.
+    is None in a plan that does not verify: each decoded token is a step's. `top`: in a plan that tells them.
     """
 
     token_ids: np.ndarray
@@ -166,6 +171,7 @@ class RowResult:
     rollout_logprobs: np.ndarray
     stopped: bool
     verified: VerifyCounts | None = None
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,8 @@ def check_request(request: Request, capacity: Capacity, max_model_len: int | Non
     recorded = (request.generated_sampled_logprobs, request.generated_rollout_logprobs, request.generated_versions)
     if any(len(values) != kept for values in recorded):
         raise ValueError(f"{which}: kept tokens ({kept}) need as many log-probabilities and versions")
+    if kept and request.params.top_logprobs:
+        raise ValueError(f"{which}: the likeliest tokens of the {kept} kept tokens are not known (top_logprobs)")
     if kept >= num_max or (kept and request.generated[-1] in request.params.stop_token_ids):
         raise ValueError(f"{which}: finished already: {kept} kept tokens, max_tokens {num_max}")
     length = f"prompt ({num_prompt}) + max_tokens ({num_max})"

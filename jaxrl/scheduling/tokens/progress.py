@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.scheduling.tokens.plan import Request, RowResult, VerifyCounts
-from jaxrl.types import FinishReason, Sample, SampleKey
+from jaxrl.types import FinishReason, Sample, SampleKey, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,7 @@ class Progress:
         "_ids",
         "_rollout",
         "_sampled",
+        "_top",
         "_versions",
         "arrival",
         "ended",
@@ -175,6 +176,7 @@ class Progress:
         self._sampled = np.asarray(request.generated_sampled_logprobs, np.float32)
         self._rollout = np.asarray(request.generated_rollout_logprobs, np.float32)
         self._versions = np.asarray(request.generated_versions, np.int32)
+        self._top: list[TopTokens] | None = [] if request.params.top_logprobs else None
 
     @property
     def history(self) -> Any:
@@ -213,6 +215,10 @@ class Progress:
         self._sampled[start:stop] = row.sampled_logprobs
         self._rollout[start:stop] = row.rollout_logprobs
         self._versions[start:stop] = version
+        if self._top is not None:
+            assert row.top is not None, "a plan with such a row tells the likeliest tokens"
+            count = self.request.params.top_logprobs
+            self._top.append(TopTokens(row.top.token_ids[:, :count], row.top.logprobs[:, :count]))
         self.num_tokens = stop
 
     def take_whole(self, row: RowResult, version: int) -> None:
@@ -239,7 +245,14 @@ class Progress:
             sampled_logprobs=self._sampled[have],
             versions=self._versions[have],
             finish_reason=reason,
+            top=None if self._top is None else self._top_tokens(),
         )
+
+    def _top_tokens(self) -> TopTokens:
+        assert self._top is not None
+        none = np.zeros((0, self.request.params.top_logprobs))
+        ids, logprobs = zip((none.astype(np.int32), none.astype(np.float32)), *self._top, strict=True)
+        return TopTokens(np.concatenate(ids)[: self.num_tokens], np.concatenate(logprobs)[: self.num_tokens])
 
 
 _ROOM = 64  # tokens of the first array

@@ -154,6 +154,52 @@ def test_a_prompt_whose_group_has_no_budget_waits_for_it_and_others_pass():
     assert (starts(plan), plan.prefill[0].start) == ([(1, 0, 1)], 8)
 
 
+def test_a_turn_runs_only_what_is_new():
+    """In the group of the turn before it; one that begins otherwise runs what is behind the first other token."""
+    batcher, trace = make_batcher(num_groups=2)
+    first = replace(make_request(1), session="talk")
+    batcher.add(make_request(0))
+    batcher.add(first)
+    plan_of(batcher)
+    answer(batcher, 0, {0: [5, 6], 1: [8, 9, STOP]}, {1})
+    turn = (*first.prompt_ids, 8, 9, STOP, 40, 41)
+    batcher.add(replace(make_request(2), session="talk", prompt_ids=turn))
+    (chunk,) = plan_of(batcher).prefill
+    assert (chunk.dp_group, chunk.start, chunk.tokens) == (1, 6, (STOP, 40, 41)), "the stop token was not run"
+    answer(batcher, 1, {2: [STOP]}, {2})
+    batcher.add(replace(make_request(3), session="talk", prompt_ids=(*turn[:5], 77)))
+    (chunk,) = plan_of(batcher).prefill
+    assert (chunk.start, chunk.tokens) == (5, (77,))
+    assert [event.shared_tokens for event in trace if isinstance(event, Admitted)] == [0, 0, 6, 5]
+    assert batcher.counters.shared_tokens == 11
+    with pytest.raises(ValueError, match="a turn of `session` 'talk' shares its blocks"):
+        batcher.add(replace(make_request(4, share="p"), session="talk"))
+
+
+def test_a_turn_goes_where_the_one_before_it_was():
+    """Also where the prompt has blocks that could be shared, and another group has as much room."""
+    batcher, _ = make_batcher(num_groups=2)
+    first = replace(make_request(1, num_prompt=9), session="talk")
+    batcher.add(make_request(0))
+    batcher.add(first)
+    plan_of(batcher)
+    answer(batcher, 0, {0: [5], 1: [STOP]}, {1})
+    batcher.add(make_request(2))
+    assert starts(plan_of(batcher)) == [(2, 1, 0)]
+    batcher.add(replace(make_request(3), session="talk", prompt_ids=(*first.prompt_ids, STOP, 40)))
+    (chunk,) = plan_of(batcher).prefill
+    assert (chunk.dp_group, chunk.start) == (1, 9)
+
+
+def test_an_aborted_turn_leaves_nothing():
+    batcher, _ = make_batcher()
+    batcher.add(replace(make_request(1), session="talk"))
+    plan_of(batcher)
+    batcher.abort([1])
+    assert batcher.blocks.parked_in("talk") is None
+    assert batcher.blocks.num_free(0) == batcher.blocks.capacity
+
+
 def test_prompts_too_short_to_share_are_spread():
     batcher, _ = make_batcher(num_groups=2)
     for i in range(2):

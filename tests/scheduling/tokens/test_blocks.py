@@ -81,6 +81,48 @@ def test_a_copy_that_started_before_the_first_was_published_is_not_published_ove
     assert blocks.num_published(0, "p", 7) == 2, "the third request holds them"
 
 
+def test_a_conversation_goes_on_with_its_blocks():
+    blocks = BlockManager(num_groups=2, num_blocks=9, block_size=4)
+    blocks.allocate(1, 1, num_tokens=14)
+    blocks.park(1, "talk", tuple(range(10)))
+    assert blocks.num_held(1) == 1
+    blocks.free(1)
+    assert (blocks.num_free(1), blocks.num_parked(1)) == (8, 3), "they count as free, and the fourth block is"
+    assert (blocks.parked_in("talk"), blocks.parked_in("other")) == (1, None)
+    assert blocks.num_resumed(0, "talk", tuple(range(10))) == 0, "pools of other groups know nothing of it"
+    assert blocks.num_resumed(1, "talk", tuple(range(10))) == 9, "the last token must be run to get logits"
+    turn = (*range(7), 70, 80, 90, 100)
+    assert blocks.resume(2, 1, num_tokens=13, session="talk", tokens=turn) == 7
+    assert blocks.table(2) == (1, 2, 3, 4), "of the second only the first half is its own, and the rest is written over"
+    assert blocks.num_parked(1) == 0
+    blocks.park(2, "talk", turn)
+    blocks.free(2)
+    assert blocks.resume(3, 0, num_tokens=11, session="talk", tokens=turn) == 0, "it goes on elsewhere"
+    assert blocks.num_free(1) == 8
+    assert blocks.parked_in("talk") is None
+    blocks.check()
+
+
+def test_where_a_pool_runs_dry_the_blocks_parked_longest_ago_are_given_up():
+    blocks = BlockManager(num_groups=1, num_blocks=7, block_size=2)
+    for request, session in enumerate("abc"):
+        blocks.allocate(request, 0, num_tokens=4)
+        blocks.park(request, session, (request,) * 4)
+        blocks.free(request)
+    assert (blocks.num_free(0), blocks.num_parked(0)) == (6, 6)
+    assert blocks.allocate(3, 0, num_tokens=3) == 0
+    assert [blocks.parked_in(session) for session in "abc"] == [None, 0, 0]
+    assert blocks.extend(3, num_tokens=6)
+    assert [blocks.parked_in(session) for session in "abc"] == [None, None, 0]
+    assert blocks.grow([(3, 1)]), "one of the two that b had is there"
+    assert not blocks.grow([(3, 3)])
+    assert blocks.parked_in("c") == 0, "what cannot be is no reason to give anything up"
+    assert blocks.resume(4, 0, num_tokens=7, session="d", tokens=(1,)) is None
+    blocks.forget_all()
+    assert (blocks.num_free(0), blocks.num_parked(0)) == (2, 0)
+    blocks.check()
+
+
 @pytest.mark.parametrize("sizes", [(0, 4, 4), (1, 1, 4), (1, 4, 0)])
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int]):
     with pytest.raises(ValueError, match=r"rollout\.num_blocks"):
@@ -89,7 +131,7 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int]):
 
 PROMPT_LENGTHS = {"a": 1, "b": 6, "c": 9, None: 5}
 CALLS = st.tuples(
-    st.sampled_from(["allocate", "allocate", "extend", "publish", "free"]),
+    st.sampled_from(["allocate", "allocate", "extend", "publish", "free", "park", "resume"]),
     st.integers(0, 9),  # which request
     st.integers(0, 2),  # which group
     st.sampled_from(list(PROMPT_LENGTHS)),
@@ -102,6 +144,7 @@ CALLS = st.tuples(
 def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, calls: list):
     blocks = BlockManager(3, num_blocks, block_size)
     live: dict[int, tuple[int, int]] = {}  # request -> (group, tokens covered)
+    turns: set[int] = set()  # those of a conversation
     for call, request, group, share, more in calls:
         prompt_len = PROMPT_LENGTHS[share]
         if call == "allocate" and request not in live:
@@ -124,6 +167,21 @@ def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, ca
         elif call == "free" and request in live:
             blocks.free(request)
             del live[request]
+        elif call == "park" and request in live and request in turns:
+            blocks.park(request, request % 3, tuple(range(min(more, live.pop(request)[1]))))
+            blocks.free(request)
+            turns.remove(request)
+        elif call == "resume" and request not in live:
+            free, tokens = blocks.num_free(group), tuple(range(more + 1))
+            there = blocks.num_resumed(group, request % 3, tokens)
+            found = blocks.resume(request, group, prompt_len + more, request % 3, tokens)
+            fits = blocks.blocks_for(prompt_len + more) <= free
+            assert found == (there if fits else None)
+            if fits:
+                live[request] = (group, prompt_len + more)
+                turns.add(request)
+                assert there <= more
+        turns &= live.keys()
         blocks.check()
         for holder, (_, tokens) in live.items():
             assert blocks.num_held(holder) >= blocks.blocks_for(tokens)
