@@ -48,7 +48,7 @@ stage 'pytest' "$venv_python" -m pytest --numprocesses "$processes" --dist works
 
 if [ "${JAXRL_TEST_JETSTREAM:-}" = 1 ] && prepare_jetstream; then
     stage 'pytest (JetStream)' "$venv/jetstream/bin/python" -m pytest --slow tests/rollout/test_jetstream.py \
-        tests/commands/test_serve.py
+        tests/commands/test_serve_jetstream.py
 fi
 
 if [ -n "${JAXRL_TEST_SLOW_S:-}" ]; then

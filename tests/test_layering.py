@@ -28,7 +28,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "mechanisms.rules",
         "models processes",
         "rollout train rewards sim",
-        "loop report text",
+        "loop report serving text",
         "mechanisms",
         "runtime",
         "commands",

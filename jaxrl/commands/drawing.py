@@ -11,7 +11,7 @@ import json
 import sys
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.commands.arguments import (
     MAX_TOKENS,
@@ -22,6 +22,7 @@ from jaxrl.commands.arguments import (
     filled,
     json_object,
     number,
+    one_of,
     seed,
     stop_string,
     utf8,
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
     from jaxrl.text import TextPrompt
 
 
+JETSTREAM_DTYPES = ("float32", "bfloat16", "float64")
+
+
 def add_drawing(command: Command) -> None:
     """Adds the two commands."""
     generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
     generate.add_argument("--model", type=filled, required=True, help="as model.path")
     generate.add_argument("--max-tokens", type=whole(1, MAX_TOKENS), default=128, help="of a response (128)")
-    _add_sampling(generate, temperature=1.0, text="0 is greedy (1.0)")
+    _add_sampling(generate, "0 is greedy (1.0)", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     generate.add_argument(
         "--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="a stop string; may be repeated"
     )
@@ -57,38 +61,81 @@ def add_drawing(command: Command) -> None:
     generate.add_argument("--json", action="store_true", help="one JSON line per response")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", type=utf8)
 
-    serve = command("serve", _serve, "Serve a model over gRPC, as JetStream does, until SIGTERM or Ctrl-C.")
-    serve.add_argument("--jetstream", action="store_true", required=True, help="JetStream's service; there is no other")
-    serve.add_argument("--model", type=filled, required=True, help="as model.path")
-    serve.add_argument("--host", type=filled, default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    serve.add_argument("--port", type=whole(0, 65535), default=9000, help="0: any free one (9000)")
-    serve.add_argument("--num-slots", type=whole(1, 4096), default=8, help="requests at once, per dp group (8)")
-    serve.add_argument("--max-length", type=whole(1, MAX_TOKENS), default=1024, help="of prompt and response (1024)")
+    serve = command("serve", _serve, "Serve a model behind OpenAI's routes, until SIGTERM or Ctrl-C.")
     serve.add_argument(
-        "--max-prefill-length", type=whole(1, MAX_TOKENS), default=512, help="of a prompt; 16, 32, 64 ... (512)"
+        "source",
+        type=filled,
+        nargs="?",
+        metavar="RUN|MODEL",
+        help="a run directory (its last checkpoint), or a model.path",
     )
-    add_dtype(serve, "float32", "bfloat16", "float64", default="float32")
-    serve.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
-    serve.add_argument("--seed", type=seed, default=0, help="the same seed draws the same responses (0)")
-    _add_sampling(serve, temperature=0.0, text="of all requests; 0 is greedy (0)")
+    serve.add_argument("overrides", nargs="*", metavar="section.option=value", help="options of serve and rollout")
+    serve.add_argument("--host", type=filled, help="address to listen on (127.0.0.1)")
+    serve.add_argument("--port", type=whole(0, 65535), help="0: any free one (8000; 9000 with --jetstream)")
+    serve.add_argument("--api-key-file", type=filled, metavar="FILE", help="holds the key that clients must send")
+    serve.add_argument("--jetstream", action="store_true", help="JetStream's gRPC service instead")
+    _add_jetstream(serve)
+    serve.epilog = (
+        "Routes: GET /v1/models, /health, /metrics, /openapi.json; POST /v1/completions, /v1/chat/completions, "
+        "/inference/v1/generate (tokens in, tokens out). Clients of OpenAI's API take http://HOST:PORT/v1 as base_url. "
+        "Options that matter: serve.max_model_len, serve.max_waiting, serve.grace_s, serve.max_body_mib, "
+        "rollout.max_num_seqs (requests at once), rollout.dtype, rollout.tensor_model_parallel_size. "
+        "docs/serving.md has examples."
+    )
 
 
-def _add_sampling(command: Parser, temperature: float, text: str) -> None:
+def _add_jetstream(serve: Parser) -> None:
+    """What `--jetstream` takes in place of RUN|MODEL and options; None where it is not given."""
+    group = serve.add_argument_group("with --jetstream alone")
+    group.add_argument("--model", type=filled, help="as model.path; must be given")
+    group.add_argument("--num-slots", type=whole(1, 4096), help="requests at once, per dp group (8)")
+    group.add_argument("--max-length", type=whole(1, MAX_TOKENS), help="of prompt and response (1024)")
+    group.add_argument("--max-prefill-length", type=whole(1, MAX_TOKENS), help="of a prompt; 16, 32, 64 ... (512)")
+    group.add_argument("--dtype", type=one_of(*JETSTREAM_DTYPES), help="float32, bfloat16 or float64 (float32)")
+    group.add_argument("--tp", type=device_count(1), help="tensor parallelism over all devices (1)")
+    group.add_argument("--seed", type=seed, help="the same seed draws the same responses (0)")
+    _add_sampling(group, "of all requests; 0 is greedy (0)")
+
+
+def _add_sampling(
+    command: Any,
+    text: str,
+    *,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+) -> None:
+    """Adds how tokens are drawn, with these defaults, to a parser or a group of one."""
     command.add_argument("--temperature", type=number(0, 1000), default=temperature, help=text)
-    command.add_argument(
-        "--top-p", type=number(0, 1, above=True), default=1.0, help="share of the likeliest tokens (1.0)"
-    )
-    command.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    command.add_argument(
-        "--min-p", type=number(0, 1), default=0.0, help="least probability, as a share of the likeliest's (0.0)"
-    )
+    share = "share of the likeliest tokens (1.0)"
+    command.add_argument("--top-p", type=number(0, 1, above=True), default=top_p, help=share)
+    command.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=top_k, help="0 or -1: no limit (0)")
+    share = "least probability, as a share of the likeliest's (0.0)"
+    command.add_argument("--min-p", type=number(0, 1), default=min_p, help=share)
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from jaxrl.commands.serve import ServeOptions, serve
+    from jaxrl.commands import serve_jetstream
 
-    names = [field.name for field in dataclasses.fields(ServeOptions)]
-    serve(ServeOptions(**{name: getattr(options, name) for name in names}), stop=options.signals)
+    names = [field.name for field in dataclasses.fields(serve_jetstream.ServeOptions)]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.jetstream:
+        if options.source is not None or options.api_key_file is not None:
+            raise ValueError("serve --jetstream: takes --model in place of RUN|MODEL, and neither options nor a key")
+        if "model" not in given:
+            raise ValueError("serve --jetstream: --model must be given")
+        serve_jetstream.serve(serve_jetstream.ServeOptions(**given), stop=options.signals)
+        return 0
+    address = {name: given.pop(name) for name in ("host", "port") if name in given}
+    if given:
+        flag = "--" + next(iter(given)).replace("_", "-")
+        raise ValueError(f"serve: {flag} goes with --jetstream; without it, give RUN|MODEL and section.option=value")
+    if options.source is None:
+        raise ValueError("serve: RUN|MODEL must be given")
+    from jaxrl.commands.serve import Address, serve
+
+    serve(options.source, options.overrides, Address(**address, key_file=options.api_key_file), stop=options.signals)
     return 0
 
 

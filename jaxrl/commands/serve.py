@@ -1,145 +1,271 @@
-"""`jaxrl serve --jetstream`: a model behind JetStream's gRPC service, until SIGTERM or Ctrl-C.
+"""`jaxrl serve`: a model, or a run's last checkpoint, behind OpenAI's routes, until SIGTERM or Ctrl-C.
 
-The orchestrator is google-jetstream's own; the engine is `jaxrl.rollout.jetstream`. Clients are JetStream's as well:
-`Decode` streams the tokens of a response, and `HealthCheck` says whether the server is up.
-
-Departures from `jetstream.core.server_lib`: it listens on the loopback address by default, not on all addresses, and
-needs no Prometheus.
+The engine is the rollout's, with the same programs and the same draws; what stands before it is `jaxrl.serving`, and
+HTTP is uvicorn's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import ipaddress
 import os
-import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from jaxrl.config import Config
+from jaxrl.config.files import load
+from jaxrl.config.hosts import HostsSection
+from jaxrl.config.inputs import reading
+from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models.fit import check_vocabulary
-from jaxrl.models.loading import RANDOM, config_of, resolve_path
+from jaxrl.mechanisms.speculation.options import SpeculationSection
+from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.record.progress import StartupProgress
+from jaxrl.record.run_dir import CONFIG_FILE
+from jaxrl.runtime.build import (
+    abstract,
+    abstract_params,
+    build_engine,
+    build_executor,
+    load_weights,
+    read_tokenizer_and_model,
+    refuse_too_large,
+    use_compilation_cache,
+)
+from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.stop import Stop
+from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.types import SamplingParams
+from jaxrl.train.checkpoint import refuse_other_model, restore_params
+from jaxrl.train.steps import whole_step
 
-if TYPE_CHECKING:
-    from jaxrl.rollout.jetstream import JetStreamEngine
-
+DEFAULT_LENGTH = 4096
+Begin = Callable[[str], None]
+"""Names a stage of the start."""
 _POLL_S = 0.1  # until a signal is noticed
-_GRACE_S = 10.0  # for responses that are being drawn when the server is stopped
-_MIN_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What is served and where; sizes and sampling as `jaxrl.rollout.jetstream.JetStreamConfig` describes them.
+class Address:
+    """Where the server listens, and what its clients must bear.
 
     Attributes:
-      model: as `model.path`.
       port: 0: any free one.
-      num_slots: requests at once, per dp group.
+      key_file: a file with the key; None: nothing must be borne.
     """
 
-    model: str
     host: str = "127.0.0.1"
-    port: int = 9000
-    num_slots: int = 8
-    max_length: int = 1024
-    max_prefill_length: int = 512
-    dtype: str = "float32"
-    tp: int = 1
-    seed: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    port: int = 8000
+    key_file: str | None = None
 
 
-def serve(options: ServeOptions, say: Callable[[str], None] | None = None, stop: Stop | None = None) -> None:
+def serve(
+    source: str,
+    overrides: Sequence[str] = (),
+    address: Address | None = None,
+    say: Callable[[str], None] | None = None,
+    stop: Stop | None = None,
+) -> None:
     """Serves until a stop is asked for.
 
     Args:
+      source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.
+      overrides: options on top of the configuration.
+      address: default: port 8000 of the loopback address.
       say: shows a line; standard output where there is none.
       stop: the signals of the program.
 
     Raises:
-      ValueError: google-jetstream is not installed, sizes that cannot be, or an address that cannot be listened on.
+      ValueError: what a user can mend.
     """
-    stop, say = stop or Stop(), say or partial(print, flush=True)
-    jetstream = _adapter()
-    path = resolve_path(options.model, "--model", weights=True)
-    model = config_of(path)
-    check_vocabulary(Tokenizer.from_path(path.removeprefix(RANDOM)), model, path)
-    layout = Layout(make_mesh(), options.tp)
-    sampling = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        max_tokens=options.max_length,
-    )
-    sizes = jetstream.JetStreamConfig(
-        num_slots=options.num_slots,
-        max_length=options.max_length,
-        max_prefill_length=options.max_prefill_length,
-        dtype=options.dtype,
-        seed=options.seed,
-        sampling=sampling,
-        max_tp=options.tp,
-    )
-    engine = jetstream.JetStreamEngine(model, layout, sizes, path)
-    params = engine.load_params()
-    stop.save_first(lambda text: say("stopping: responses under way have ten seconds; a second signal ends it at once"))
-    asyncio.run(_serve(jetstream, engine, params, options, say, stop))
-
-
-def _adapter() -> Any:
-    """`jaxrl.rollout.jetstream`, without what TensorFlow says as it is imported, and with the logging that was."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import jetstream.core.orchestrator  # pyright: ignore[reportMissingImports]
-
-            from jaxrl.rollout import jetstream
-    except ImportError as error:
-        raise ValueError(
-            f"serve --jetstream needs google-jetstream and grpcio: pip install 'jaxrl[jetstream]' ({error})"
-        ) from None
-    root.setLevel(level)
-    root.handlers = handlers
-    return jetstream
-
-
-async def _serve(
-    jetstream: Any, engine: JetStreamEngine, params: Any, options: ServeOptions, say: Callable[[str], None], stop: Stop
-) -> None:
-    import grpc  # pyright: ignore[reportMissingImports]  (an optional extra)
-
-    threads = ThreadPoolExecutor(max(_MIN_THREADS, engine.max_concurrent_decodes))
-    server = grpc.aio.server(threads)
-    try:
-        port = server.add_insecure_port(f"{options.host}:{options.port}")
-    except RuntimeError as error:
-        raise ValueError(f"serve --port: {options.host}:{options.port} cannot be listened on ({error})") from None
-    driver = jetstream.drive(engine, params)
-    try:
-        jetstream.add_service(driver, server)
-        await server.start()
-        say(
-            f"JetStream serves {options.model} on {options.host}:{port}: {engine.max_concurrent_decodes} requests at "
-            f"once, prompts up to {options.max_prefill_length} and sequences up to {options.max_length} tokens"
+    require_single_process("serve")
+    address, say = address or Address(), say or partial(print, flush=True)
+    web = _web()
+    key = _key(address)
+    with closing(_bound_socket(address)) as listener:
+        config, checkpoint = _configured(source, overrides, say)
+        served = _build(config, checkpoint, say)
+        stop = stop or Stop()
+        stop.save_first(
+            lambda text: say(
+                f"stopping: responses under way have {config.serve.grace_s:g} s; a second signal ends it at once"
+            )
         )
-        while not stop.asked:
+        asyncio.run(_run(web, served, _name(source), key, listener, say, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What is served: an engine, what reads and writes its tokens, and the configuration of both."""
+
+    config: Config
+    engine: Engine
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int
+
+
+async def _run(
+    web: Any,
+    served: _Served,
+    name: str,
+    key: str | None,
+    listener: socket.socket,
+    say: Callable[[str], None],
+    stop: Stop,
+) -> None:
+    from jaxrl.serving.app import Face, Routes
+    from jaxrl.serving.drawing import Drawing
+    from jaxrl.serving.driver import Driver
+
+    config = served.config
+    driver = Driver(served.engine, config.serve.max_waiting)
+    drawing = Drawing(driver, served.tokenizer, config.max_model_length, served.stop_token_ids, served.vocab_size)
+    app = Routes(drawing, Face(name, key, int(config.serve.max_body_mib * 2**20))).app()
+
+    class Server(web.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # they are ours: a first one lets responses end
+
+    # clients keep an idle connection for seconds, and would meet its end if the server had as few
+    server = Server(web.Config(app, log_level="error", lifespan="off", timeout_keep_alive=75))
+    task = asyncio.create_task(server.serve([listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0)
+    host, port = listener.getsockname()[:2]
+    if task.done():
+        await driver.close(0)
+        raise ValueError(f"serve --port: {host}:{port} has been taken meanwhile ({task.exception()})")
+    rows = driver.num_rows
+    say(
+        f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: {rows} requests at once, "
+        f"sequences up to {config.max_model_length} tokens"
+    )
+    try:
+        while not stop.asked and not task.done() and driver.failure is None:
             await asyncio.sleep(_POLL_S)
     finally:
-        await server.stop(_GRACE_S)
-        driver.stop()
-        threads.shutdown(wait=False)
+        began = time.monotonic()
+        await driver.close(config.serve.grace_s)
+        # readers may be slower than the engine
+        server.config.timeout_graceful_shutdown = max(config.serve.grace_s - (time.monotonic() - began), 1.0)
+        server.should_exit = True
+        await task
+    if driver.failure is not None:
+        raise driver.failure
+
+
+def _web() -> Any:
+    try:
+        import uvicorn  # pyright: ignore[reportMissingImports]
+
+        import jaxrl.serving.app  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"serve needs starlette, uvicorn and pydantic: pip install 'jaxrl[serve]' ({error})") from None
+    return uvicorn
+
+
+def _key(address: Address) -> str | None:
+    """The key that clients must bear. Raises ValueError where there must be one, and is none."""
+    if address.key_file is None:
+        if not _is_loopback(address.host):
+            raise ValueError(
+                f"serve --host: {address.host} is reached from other machines, and anyone there could use the model: "
+                "give a key with --api-key-file"
+            )
+        return None
+    with reading(address.key_file):
+        key = Path(address.key_file).read_text(encoding="utf-8").strip()
+    if not key or not key.isascii() or any(character.isspace() for character in key):
+        raise ValueError(f"serve --api-key-file: {address.key_file} must hold one word of ASCII characters, the key")
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bound_socket(address: Address) -> socket.socket:
+    """Bound before the model is read, so that an address where somebody listens is known at once; nobody is let in
+    before the model is there."""
+    made: socket.socket | None = None
+    try:
+        family, kind, number, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, number)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(place)
+        return made
+    except OSError as error:
+        if made is not None:
+            made.close()
+        raise ValueError(
+            f"serve --port: {address.host}:{address.port} cannot be listened on ({error.strerror})"
+        ) from None
+
+
+def _configured(source: str, overrides: Sequence[str], say: Callable[[str], None]) -> tuple[Config, Path | None]:
+    """The configuration, and the checkpoint whose parameters are served; None: those of `model.path`."""
+    file = Path(source) / CONFIG_FILE
+    if file.is_file():
+        return load(file, overrides, say), whole_step(source, say=say)
+    return load(None, [f"model.path={source}", *overrides], say), None
+
+
+def _name(source: str) -> str:
+    """What clients call the model: the last part of its path, or its name on the Hub."""
+    before, colon, behind = source.partition(":")  # random:..., package:file
+    place = behind if colon else before
+    return Path(place).resolve().name if colon or os.path.lexists(place) else place
+
+
+def _build(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> _Served:
+    limit = config_of(resolve_path(config.model.path, weights=True)).max_positions
+    length = config.serve.max_model_len or min(DEFAULT_LENGTH, limit)
+    # one worker on all devices of this host, whatever the run has, and no history
+    rollout = replace(config.rollout, num_devices=0, num_workers=1, speculation=SpeculationSection(), stop=[])
+    data = replace(config.data, max_prompt_length=length - length // 2, max_response_length=length // 2)
+    config = replace(config, rollout=rollout, data=data, hosts=HostsSection())
+    with closing(StartupProgress(say)) as stages:
+        return _built(config, checkpoint, say, stages.begin)
+
+
+def _built(config: Config, checkpoint: Path | None, say: Callable[[str], None], begin: Begin) -> _Served:
+    mesh = make_mesh(prepare_jax(config))
+    config = with_degree(config, mesh, say)
+    tokenizer, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
+    if checkpoint is not None:
+        refuse_other_model(checkpoint, abstract_params(model, mesh, config.actor.param_dtype))
+    begin("reading the model")
+    params = load_weights(config, mesh)
+    if checkpoint is not None:
+        params = restore_params(checkpoint, abstract(params))
+    use_compilation_cache(config)
+    from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
+
+    executor = build_executor(
+        config, model, Layout(mesh, config.rollout.tp), truncate=True, top_logprobs=MAX_TOP_LOGPROBS
+    )
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    if config.rollout.warmup:
+        begin("compiling programs")
+        executor.warm_up()
+    stops = stop_ids(tokenizer, model.eos_token_ids)
+    return _Served(config, build_engine(config, executor, tokenizer), tokenizer, stops, tokenizer.vocab_size)

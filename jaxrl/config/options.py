@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Interval
 from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
 from jaxrl.config.rewards import RewardSection
 from jaxrl.config.rollouts import RolloutSection
+from jaxrl.config.serving import ServeSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
@@ -232,6 +233,7 @@ class Config:
     trainer: TrainerSection = field(default_factory=TrainerSection)
     hosts: HostsSection = field(default_factory=HostsSection)
     simulate: SimulateSection = field(default_factory=SimulateSection)
+    serve: ServeSection = field(default_factory=ServeSection)
 
     @property
     def mini_batch_prompts(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ValueError(f"{text!r:.80} is no text: {text[error.start]!r} is half a character") from None
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters of text that one token stands for."""
+        return max(map(len, self._fast.get_vocab()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become replacement characters."""

@@ -175,11 +175,24 @@ def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:
 
 
 def build_executor(
-    config: Config, model: ModelConfig, layout: Layout, weights: Callable[[], Any] | None = None
+    config: Config,
+    model: ModelConfig,
+    layout: Layout,
+    weights: Callable[[], Any] | None = None,
+    *,
+    truncate: bool = False,
+    top_logprobs: int = 0,
 ) -> MeshExecutor:
-    """The executor of a rollout with one worker; `weights`: as in `MeshExecutor`."""
-    reported = device_bytes(layout.mesh.devices.ravel().tolist())
-    return MeshExecutor(model, layout, _executor_config(config, model, layout.mesh, layout.tp, reported), weights)
+    """The executor of a rollout with one worker.
+
+    Args:
+      weights: as in `MeshExecutor`.
+      truncate: requests may use top-k, top-p and min-p, also where the run's do not.
+      top_logprobs: the most of the likeliest tokens that a request may have told.
+    """
+    sizes = _executor_config(config, model, layout.mesh, layout.tp, device_bytes(layout.mesh.devices.ravel().tolist()))
+    sizes = dataclasses.replace(sizes, truncate=sizes.truncate or truncate, top_logprobs=top_logprobs)
+    return MeshExecutor(model, layout, sizes, weights)
 
 
 def build_workers(

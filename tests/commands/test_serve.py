@@ -1,105 +1,186 @@
-"""`jaxrl serve --jetstream` as a client meets it: over gRPC, with the tokens that our own engine draws."""
+"""`jaxrl serve` as a client meets it: the `openai` package over HTTP, with the tokens that our own engine draws."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
+from served import serving
 
 from jaxrl.cli import main
+from jaxrl.commands.serve import Address
 from jaxrl.text import TextEngine
 from jaxrl.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ("a", "The rain in Spain", "2 + 2 = ")
-LENGTHS = (9, 3, 17)
-CLIENT = """
-import asyncio, json, sys
-import grpc
-from jetstream.core.proto import jetstream_pb2 as pb, jetstream_pb2_grpc
+SIZES = ("serve.max_model_len=256", "rollout.max_num_seqs=4", "serve.grace_s=20", "rollout.warmup=false")
+CHAT: Any = [{"role": "user", "content": "hi"}]
 
-async def ask(client, text, max_tokens):
-    content = pb.DecodeRequest.TextContent(text=text)
-    ids = []
-    async for response in client.Decode(pb.DecodeRequest(text_content=content, max_tokens=max_tokens)):
-        ids += response.stream_content.samples[0].token_ids
-    return ids
 
-async def main(address, asked):
-    async with grpc.aio.insecure_channel(address) as channel:
-        client = jetstream_pb2_grpc.OrchestratorStub(channel)
-        health = await client.HealthCheck(pb.HealthCheckRequest())
-        answers = await asyncio.gather(*(ask(client, text, n) for text, n in asked))
-    print(json.dumps([health.is_live, answers]))
+@pytest.fixture(scope="module")
+def served(tiny_model: Path) -> Iterator[str]:
+    with serving(f"random:{tiny_model}", SIZES) as url:
+        yield url
 
-asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
-"""
 
-needs_jetstream = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("jetstream", "grpc")),
-    reason="google-jetstream is not installed: pip install 'jaxrl[jetstream]'",
+@pytest.fixture
+def client(served: str) -> Iterator[openai.OpenAI]:
+    with closing(openai.OpenAI(base_url=served, api_key="none", max_retries=0)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> TextEngine:
+    return TextEngine.from_path(f"random:{tiny_model}", max_length=256, num_slots=4)
+
+
+def test_a_chat_whole_and_in_pieces(client: openai.OpenAI, engine: TextEngine):
+    (model,) = client.models.list().data
+    samples = engine.generate([CHAT], SamplingParams(max_tokens=12, seed=3), n=2)[0]
+    asked: Any = {"model": model.id, "messages": CHAT, "max_tokens": 12, "seed": 3}
+    found = client.chat.completions.create(**asked, n=2, logprobs=True)
+    assert [choice.message.content for choice in found.choices] == [sample.text for sample in samples]
+    for choice, sample in zip(found.choices, samples, strict=True):
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        told = [each.logprob for each in choice.logprobs.content]
+        assert told == pytest.approx(sample.rollout_logprobs.tolist(), abs=1e-5)
+    assert found.usage is not None
+    assert found.usage.completion_tokens == sum(map(len, samples))
+    *pieces, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == samples[0].text
+    assert last.usage.completion_tokens == len(samples[0])
+
+
+def test_a_seed_draws_the_same_tokens_alone_and_among_sixty_four(served: str, engine: TextEngine):
+    ((sample,),) = engine.generate(["p"], SamplingParams(max_tokens=30, seed=7), chat=False)
+
+    async def many() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=served, api_key="none", max_retries=0) as client:
+            model = (await client.models.list()).data[0].id
+            ids = {"return_token_ids": True}
+            prompts = [("p", 7) if i == 40 else (f"another {i}", i) for i in range(64)]
+            return await asyncio.gather(
+                *(
+                    client.completions.create(model=model, prompt=text, max_tokens=30, seed=seed, extra_body=ids)
+                    for text, seed in prompts
+                )
+            )
+
+    found = asyncio.run(many())
+    assert found[40].choices[0].token_ids == sample.token_ids.tolist()
+    assert len({tuple(each.choices[0].token_ids) for each in found}) > 32
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "words"),
+    [
+        (lambda chat: chat(model="other", messages=CHAT), openai.NotFoundError, "model 'other' is not here"),
+        (lambda chat: chat(model="", messages=[]), openai.BadRequestError, "messages: List should have at least 1"),
+        (
+            lambda chat: chat(model="", messages=CHAT, response_format={"type": "json_object"}),
+            openai.BadRequestError,
+            "response_format",
+        ),
+    ],
 )
+def test_errors_are_the_clients_own(client: openai.OpenAI, ask: Callable[..., Any], error: Any, words: str):
+    with pytest.raises(error, match=re.escape(words)):
+        ask(client.chat.completions.create)
 
 
-def jaxrl(*arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-m", "jaxrl", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def test_a_client_that_goes_away_frees_its_row(client: openai.OpenAI):
+    model = client.models.list().data[0].id
+    for _ in range(8):  # twice as many as there are rows
+        stream = client.completions.create(model=model, prompt="p", max_tokens=250, seed=1, stream=True)
+        next(iter(stream))
+        stream.close()
+    assert client.completions.create(model=model, prompt="p", max_tokens=2).usage is not None
 
 
-@needs_jetstream
+def test_a_key_must_be_sent(tiny_model: Path, tmp_path: Path):
+    (tmp_path / "key").write_text("secret\n")
+    address = Address(port=0, key_file=str(tmp_path / "key"))
+    with serving(f"random:{tiny_model}", SIZES, address=address) as url:
+        with closing(openai.OpenAI(base_url=url, api_key="other")) as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with closing(openai.OpenAI(base_url=url, api_key="secret")) as client:
+            assert client.models.list().data
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_client_gets_the_tokens_that_our_engine_draws(tiny_model: Path, tp: int, x64):
-    model = ("--model", f"random:{tiny_model}", "--dtype", "float64", "--tp", str(tp))
-    sizes = ("--num-slots", "2", "--max-length", "90", "--max-prefill-length", "64")
-    with jaxrl("serve", "--jetstream", "--port", "0", *model, *sizes) as server:
+def test_a_signal_lets_responses_end(tiny_model: Path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jaxrl", "serve", f"random:{tiny_model}", "--port", "0", *SIZES]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        found = re.search(r" on (127\.0\.0\.1:\d+): (\d+) requests", server.stdout.readline())
-        assert found is not None
-        assert int(found[2]) == 2 * 4 // tp
-        asked = json.dumps(list(zip(PROMPTS, LENGTHS, strict=True)) * 3)  # more than there are slots
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        client = [sys.executable, "-c", CLIENT, found[1], asked]
-        done = subprocess.run(client, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        server.send_signal(signal.SIGTERM)
-        rest, _ = server.communicate(timeout=60)
-        assert server.returncode == 0
-        assert "stopping: " in rest
-    is_live, answers = json.loads(done.stdout)
-    assert is_live
-    engine = TextEngine.from_path(model[1], dtype="float64", max_length=90)
-    for (text, length), ids in zip(list(zip(PROMPTS, LENGTHS, strict=True)) * 3, answers, strict=True):
-        greedy = SamplingParams(temperature=0, max_tokens=length)
-        ((sample,),) = engine.generate([engine.tokenizer.encode(text)], greedy)
-        # JetStream keeps the token that ends a response to itself
-        assert ids == [token for token in sample.token_ids.tolist() if token not in engine.stop_token_ids]
+        lines = iter(server.stdout)
+        url = next(found[0] for line in lines if (found := re.search(r"http://\S+/v1", line)))
+        with closing(openai.OpenAI(base_url=url, api_key="none", max_retries=0)) as client:
+            model = client.models.list().data[0].id
+            stream = client.completions.create(model=model, prompt="p", max_tokens=250, seed=1, stream=True)
+            first, *pieces = iter_and_signal(stream, server)
+        assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+        assert first.choices[0].finish_reason is None
+        assert server.wait(60) == 0
+
+
+def iter_and_signal(stream: Any, server: subprocess.Popen[str]) -> list[Any]:
+    """All pieces; SIGTERM goes out after the first."""
+    found = [next(pieces := iter(stream))]
+    server.send_signal(signal.SIGTERM)
+    return [*found, *pieces]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "m"), "--jetstream must be given"),
-        (("--jetstream",), "--model must be given"),
-        (
-            ("--jetstream", "--model", "m", "--port", "70000"),
-            "--port must be a whole number from 0 to 65535, found 70000",
-        ),
+        ((), "RUN|MODEL must be given"),
+        (("m", "--temperature", "0.5"), "--temperature goes with --jetstream; without it, give RUN|MODEL and"),
+        (("m", "--host", "0.0.0.0"), "--host: 0.0.0.0 is reached from other machines"),
+        (("m", "--api-key-file", "/dev/null"), "--api-key-file: /dev/null must hold one word of ASCII characters"),
+        (("m", "--host", "192.0.2.1", "--api-key-file", "KEY"), "--port: 192.0.2.1:8000 cannot be listened on"),
+        (("m", "--port", "0", "serve.max_waiting=-1"), "serve.max_waiting"),
     ],
 )
-def test_what_is_refused(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["serve", *arguments]) == 2
-    assert capsys.readouterr().err == f"jaxrl: serve: {words}\n"
+def test_what_is_refused(arguments: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "key").write_text("secret")
+    assert main(["serve", *(str(tmp_path / "key") if each == "KEY" else each for each in arguments)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_sixty_four_at_once(smollm2: Path):
+    """Whole, in pieces and in the chat's template; each as the engine alone draws it."""
+    questions: list[Any] = [[{"role": "user", "content": f"What is {i} + {i}?"}] for i in range(64)]
+    engine = TextEngine.from_path(str(smollm2), max_length=256, num_slots=8)  # on each device, and a copy of the model
+    samples = engine.generate(questions, SamplingParams(max_tokens=24, temperature=0))
+    known = [sample.text for (sample,) in samples]
+    del engine
+
+    async def ask(client: openai.AsyncOpenAI, question: Any, streams: bool) -> str:
+        asked: Any = {"model": smollm2.name, "messages": question, "max_tokens": 24, "temperature": 0}
+        if not streams:
+            return (await client.chat.completions.create(**asked)).choices[0].message.content or ""
+        pieces = await client.chat.completions.create(**asked, stream=True)
+        return "".join([piece.choices[0].delta.content or "" async for piece in pieces])
+
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
+            return await asyncio.gather(*(ask(client, each, i % 2 == 1) for i, each in enumerate(questions)))
+
+    sizes = ("serve.max_model_len=256", "rollout.max_num_seqs=64", "rollout.warmup=false", "trainer.num_devices=1")
+    with serving(str(smollm2), sizes) as url:
+        found = asyncio.run(many())
+    # requests come one after another here, and all at once there: products of other shapes, and near-ties in float32
+    assert sum(text == own for text, own in zip(found, known, strict=True)) >= 62

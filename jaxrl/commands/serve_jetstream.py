@@ -1,0 +1,145 @@
+"""`jaxrl serve --jetstream`: a model behind JetStream's gRPC service, until SIGTERM or Ctrl-C.
+
+The orchestrator is google-jetstream's own; the engine is `jaxrl.rollout.jetstream`. Clients are JetStream's as well:
+`Decode` streams the tokens of a response, and `HealthCheck` says whether the server is up.
+
+Departures from `jetstream.core.server_lib`: it listens on the loopback address by default, not on all addresses, and
+needs no Prometheus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.fit import check_vocabulary
+from jaxrl.models.loading import RANDOM, config_of, resolve_path
+from jaxrl.runtime.stop import Stop
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxrl.rollout.jetstream import JetStreamEngine
+
+_POLL_S = 0.1  # until a signal is noticed
+_GRACE_S = 10.0  # for responses that are being drawn when the server is stopped
+_MIN_THREADS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What is served and where; sizes and sampling as `jaxrl.rollout.jetstream.JetStreamConfig` describes them.
+
+    Attributes:
+      model: as `model.path`.
+      port: 0: any free one.
+      num_slots: requests at once, per dp group.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 9000
+    num_slots: int = 8
+    max_length: int = 1024
+    max_prefill_length: int = 512
+    dtype: str = "float32"
+    tp: int = 1
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def serve(options: ServeOptions, say: Callable[[str], None] | None = None, stop: Stop | None = None) -> None:
+    """Serves until a stop is asked for.
+
+    Args:
+      say: shows a line; standard output where there is none.
+      stop: the signals of the program.
+
+    Raises:
+      ValueError: google-jetstream is not installed, sizes that cannot be, or an address that cannot be listened on.
+    """
+    stop, say = stop or Stop(), say or partial(print, flush=True)
+    jetstream = _adapter()
+    path = resolve_path(options.model, "--model", weights=True)
+    model = config_of(path)
+    check_vocabulary(Tokenizer.from_path(path.removeprefix(RANDOM)), model, path)
+    layout = Layout(make_mesh(), options.tp)
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        max_tokens=options.max_length,
+    )
+    sizes = jetstream.JetStreamConfig(
+        num_slots=options.num_slots,
+        max_length=options.max_length,
+        max_prefill_length=options.max_prefill_length,
+        dtype=options.dtype,
+        seed=options.seed,
+        sampling=sampling,
+        max_tp=options.tp,
+    )
+    engine = jetstream.JetStreamEngine(model, layout, sizes, path)
+    params = engine.load_params()
+    stop.save_first(lambda text: say("stopping: responses under way have ten seconds; a second signal ends it at once"))
+    asyncio.run(_serve(jetstream, engine, params, options, say, stop))
+
+
+def _adapter() -> Any:
+    """`jaxrl.rollout.jetstream`, without what TensorFlow says as it is imported, and with the logging that was."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import jetstream.core.orchestrator  # pyright: ignore[reportMissingImports]
+
+            from jaxrl.rollout import jetstream
+    except ImportError as error:
+        raise ValueError(
+            f"serve --jetstream needs google-jetstream and grpcio: pip install 'jaxrl[jetstream]' ({error})"
+        ) from None
+    root.setLevel(level)
+    root.handlers = handlers
+    return jetstream
+
+
+async def _serve(
+    jetstream: Any, engine: JetStreamEngine, params: Any, options: ServeOptions, say: Callable[[str], None], stop: Stop
+) -> None:
+    import grpc  # pyright: ignore[reportMissingImports]  (an optional extra)
+
+    threads = ThreadPoolExecutor(max(_MIN_THREADS, engine.max_concurrent_decodes))
+    server = grpc.aio.server(threads)
+    try:
+        port = server.add_insecure_port(f"{options.host}:{options.port}")
+    except RuntimeError as error:
+        raise ValueError(f"serve --port: {options.host}:{options.port} cannot be listened on ({error})") from None
+    driver = jetstream.drive(engine, params)
+    try:
+        jetstream.add_service(driver, server)
+        await server.start()
+        say(
+            f"JetStream serves {options.model} on {options.host}:{port}: {engine.max_concurrent_decodes} requests at "
+            f"once, prompts up to {options.max_prefill_length} and sequences up to {options.max_length} tokens"
+        )
+        while not stop.asked:
+            await asyncio.sleep(_POLL_S)
+    finally:
+        await server.stop(_GRACE_S)
+        driver.stop()
+        threads.shutdown(wait=False)

@@ -1,0 +1,1 @@
+"""A model behind HTTP: OpenAI's routes, and tokens in, tokens out."""

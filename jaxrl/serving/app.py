@@ -1,0 +1,320 @@
+"""The routes: a body is checked, drawn, and answered whole or piece by piece.
+
+Errors are OpenAI's objects, with the status that its clients expect: 400 for a body that is wrong, 401 without the key,
+404 for another model or path, 413 for a body that is too large, 503 with `Retry-After` where too many wait. An answer
+has no traceback and no path of this machine in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.serving import openapi
+from jaxrl.serving.answers import DONE, Answer, Chat, Completion, error_object, event, generated
+from jaxrl.serving.bodies import Asked, ChatBody, CompletionBody, GenerateBody, Strict
+from jaxrl.serving.drawing import Drawing, Growth
+from jaxrl.serving.driver import Busy, Closing, Failed
+
+SESSION = "x-session-id"
+MAX_SESSION = 200
+DEFAULT_TOKENS = 16
+"""Of a completion; a message of a chat may fill what is left, as OpenAI's API has both."""
+Body = TypeVar("Body", bound=Strict)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    """What the server is, to its clients.
+
+    Attributes:
+      model: its name.
+      key: what requests must bear; None: nothing.
+      max_body_bytes: of a request.
+    """
+
+    model: str
+    key: str | None = None
+    max_body_bytes: int = 16 << 20
+
+
+class Refused(Exception):
+    """An answer with another status than 200."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+class Routes:
+    """Answers to the requests of one model's clients."""
+
+    def __init__(self, drawing: Drawing, face: Face) -> None:
+        self.drawing, self.face, self._began = drawing, face, int(time.time())
+
+    def app(self) -> Starlette:
+        post = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+            "/inference/v1/generate": self.generate,
+        }
+        routes = [Route(path, self._answered(answer), methods=["POST"]) for path, answer in post.items()]
+        routes += [
+            Route("/v1/models", self._answered(self.models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._answered(self.one_model), methods=["GET"]),
+            Route("/metrics", self._answered(self.metrics), methods=["GET"]),
+            Route("/openapi.json", self._answered(self.openapi), methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.drawing.figures.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi.document())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request, CompletionBody)
+        encode = partial(self.drawing.encode, add_special_tokens=True)
+        prompts = [encode(each) if isinstance(each, str) else each for each in body.prompts]
+        if not all(prompts):
+            raise Refused(400, "the prompt has no tokens", "prompt")
+        growth = self._begun(request, body, prompts, body.max_tokens, DEFAULT_TOKENS)
+        answer = Completion(body, growth, self.drawing.tokenizer, self.face.model)
+        return await self._whole_or_streamed(request, body, growth, answer)
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request, ChatBody)
+        prompt = await asyncio.to_thread(self._rendered, body)
+        growth = self._begun(request, body, [prompt], body.max_completion_tokens or body.max_tokens)
+        names = frozenset(tool.function.name for tool in body.callable_tools)
+        answer = Chat(body, growth, self.drawing.tokenizer, self.face.model, names)
+        return await self._whole_or_streamed(request, body, growth, answer)
+
+    async def generate(self, request: Request) -> Response:
+        body = await self._body(request, GenerateBody)
+        growth = self._begun(request, body.sampling_params, [body.token_ids], body.sampling_params.max_tokens)
+        await self._drawn(request, growth)
+        return JSONResponse(generated(growth, body.request_id))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        found = bytearray()
+        async for piece in request.stream():
+            found += piece
+            if len(found) > self.face.max_body_bytes:
+                raise Refused(413, f"a body may have {self.face.max_body_bytes} bytes")
+        try:
+            body = kind.model_validate_json(bytes(found))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise Refused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from None
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.face.model):
+            raise Refused(
+                404, f"model {name!r:.80} is not here: this server has {self.face.model!r}", "model", "model_not_found"
+            )
+
+    def _model(self) -> dict[str, Any]:
+        found = {"id": self.face.model, "object": "model", "created": self._began, "owned_by": "jaxrl"}
+        return found | {"max_model_len": self.drawing.max_length}
+
+    def _begun(
+        self,
+        request: Request,
+        body: Any,
+        prompts: Sequence[Sequence[int]],
+        asked: int | None,
+        default: int | None = None,
+    ) -> Growth:
+        session = request.headers.get(SESSION) or None
+        if session is not None and len(session) > MAX_SESSION:
+            raise Refused(400, f"{SESSION}: a session's name may have {MAX_SESSION} characters")
+        params = body.params(self.drawing.max_tokens(prompts, asked, default), self.drawing.stop_token_ids)
+        return self.drawing.begin(self.drawing.requests(prompts, params, body.n or 1, body.seed, session))
+
+    def _rendered(self, body: ChatBody) -> list[int]:
+        """The conversation's tokens, in the model's own template."""
+        variables = dict(body.chat_template_kwargs or {})
+        if body.callable_tools:
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
+        messages = [_as_template_has_it(message) for message in body.messages]
+        text = self.drawing.tokenizer.apply_chat_template(messages, **variables)
+        return self.drawing.encode(text)
+
+    async def _whole_or_streamed(self, request: Request, body: Asked, growth: Growth, answer: Answer) -> Response:
+        if body.stream:
+            return Streamed(growth, answer, body.includes_usage)
+        await self._drawn(request, growth)
+        return JSONResponse(answer.whole())
+
+    async def _drawn(self, request: Request, growth: Growth) -> None:
+        """Waits until all choices are whole. A client that goes away ends it."""
+
+        async def drawn() -> None:
+            async with aclosing(growth.pieces()) as grown:
+                async for _ in grown:
+                    pass
+
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.create_task(drawn()), asyncio.create_task(gone())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise ClientDisconnect
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _answered(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answered(request: Request) -> Response:
+            response = await tried(request)
+            self.drawing.figures.requests.labels(request.url.path, response.status_code).inc()
+            return response
+
+        async def tried(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await answer(request)
+            except Refused as error:
+                return _error(error.status, str(error), error.param, error.code)
+            except Busy as error:
+                return _error(503, str(error), headers={"Retry-After": str(error.retry_s)})
+            except Closing:
+                return _error(503, str(Closing()), headers={"Retry-After": "10"})
+            except Failed as error:
+                return _error(500, str(error))
+            except RefusedMessages as error:
+                return _error(400, _without_place(str(error)), "messages")
+            except ValueError as error:
+                return _error(400, _without_place(str(error)))
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception:
+                _log.exception("%s %s failed", request.method, request.url.path)
+                return _error(500, "the server failed with this request")
+
+        return answered
+
+    def _check_key(self, request: Request) -> None:
+        if self.face.key is None:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), self.face.key.encode()):
+            raise Refused(401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
+
+
+class Streamed(StreamingResponse):
+    """An answer as server-sent events. However it ends, its rows are freed."""
+
+    def __init__(self, growth: Growth, answer: Answer, includes_usage: bool) -> None:
+        events = _events(growth, answer, includes_usage)
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._growth = growth
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # a client may be gone before the first event
+            self._growth.leave()
+
+
+async def _events(growth: Growth, answer: Answer, includes_usage: bool) -> AsyncIterator[str]:
+    """A server that stops, or whose engine fails, says so."""
+    for chunk in answer.opening():
+        yield event(chunk)
+    try:
+        async with aclosing(growth.pieces()) as pieces:
+            async for gained in pieces:
+                yield event(answer.chunk(*gained))
+    except (Closing, Failed) as error:
+        yield event(error_object(str(error), "server_error"))
+    else:
+        if includes_usage:
+            yield event(answer.last())
+    yield DONE
+
+
+def _as_template_has_it(message: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        # templates write the arguments as JSON themselves
+        found["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _without_place(message: str) -> str:
+    """A sentence of ours without the file that it begins with."""
+    place, colon, rest = message.partition(": ")
+    return rest if colon and ("/" in place or "\\" in place) else message
+
+
+def _error(
+    status: int, message: str, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
+    kind = kinds.get(status, "invalid_request_error")
+    return JSONResponse(error_object(message, kind, param, code), status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")

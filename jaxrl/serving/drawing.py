@@ -1,0 +1,173 @@
+"""From a checked body to responses that grow: requests for the driver, and what each response is so far."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.serving.driver import Driver, Piece, Pieces
+from jaxrl.serving.figures import Figures, Timing
+from jaxrl.serving.texts import GrowingText
+from jaxrl.types import FinishReason, SampleKey, SamplingParams
+
+
+@dataclass(slots=True)
+class Choice:
+    """A response.
+
+    Attributes:
+      index: among the choices of its answer.
+      prompt: the number of its prompt among them.
+      prompt_ids: what it answers.
+      text: what was handed out of it; without stop strings and special tokens.
+      token_ids, logprobs: all tokens that were drawn, and their log-probabilities.
+      top: of each token's place the likeliest ones, as (token id, log-probability), where they were asked for.
+      finish_reason: None while it grows.
+    """
+
+    index: int
+    prompt: int
+    prompt_ids: tuple[int, ...]
+    text: GrowingText
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def take(self, piece: Piece) -> str:
+        """Takes a piece in; returns the text that it adds."""
+        token_ids = piece.token_ids.tolist()
+        self.token_ids += token_ids
+        self.logprobs += piece.logprobs.tolist()
+        if piece.top is not None:
+            pairs = zip(piece.top.token_ids.tolist(), piece.top.logprobs.tolist(), strict=True)
+            self.top += [list(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+        self.finish_reason = piece.finish_reason
+        return self.text.add(token_ids, ends=piece.finish_reason is not None)
+
+
+class Drawing:
+    """Requests of one model, numbered.
+
+    Args:
+      max_length: tokens of the longest prompt and response together.
+      stop_token_ids: of the model.
+    """
+
+    def __init__(
+        self, driver: Driver, tokenizer: Tokenizer, max_length: int, stop_token_ids: tuple[int, ...], vocab_size: int
+    ) -> None:
+        self.driver, self.tokenizer, self.max_length = driver, tokenizer, max_length
+        self.figures = Figures(driver)
+        self.stop_token_ids, self.vocab_size = stop_token_ids, vocab_size
+        self._ids = itertools.count()
+        self._most_characters = max_length * tokenizer.longest_token
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids. A text of so many characters that it cannot fit is refused unread: reading holds up all others."""
+        if len(text) > self._most_characters:
+            raise ValueError(
+                f"the prompt has {len(text)} characters, which are more than {self.max_length} tokens: shorten it"
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def max_tokens(self, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
+        """Tokens that each response may have: as many as are asked for; or `default`, or as there is room for.
+
+        Raises ValueError for a prompt that leaves no room, or not so much, or has tokens that the model does not know.
+        """
+        longest = max(map(len, prompts))
+        room = self.max_length - longest
+        if room < 1 or (asked is not None and asked > room):
+            wanted = "" if asked is None else f" and max_tokens is {asked}"
+            raise ValueError(
+                f"the longest sequence has {self.max_length} tokens; the prompt has {longest}{wanted}: shorten the "
+                "prompt or ask for fewer tokens"
+            )
+        if (largest := max(map(max, prompts))) >= self.vocab_size:
+            raise ValueError(f"token id {largest} is not in the vocabulary, which has {self.vocab_size} tokens")
+        return min(room, default or room) if asked is None else asked
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int = 1,
+        seed: int | None = None,
+        session: str | None = None,
+    ) -> list[Request]:
+        """`n` for each prompt, one prompt after another. With a seed a response depends on that, its prompt and its
+        place among these alone. Raises ValueError for more than can ever run or wait."""
+        if len(prompts) * n > self.driver.most_at_once:
+            raise ValueError(
+                f"{len(prompts) * n} responses are asked for at once, and this server takes "
+                f"{self.driver.most_at_once}: ask for fewer"
+            )
+        params = replace(params, seed=secrets.randbits(63) if seed is None else seed)
+        alone = len(prompts) * n == 1
+        return [
+            Request(
+                next(self._ids),
+                SampleKey(0, i, j),
+                tuple(prompt),
+                params,
+                share=None if alone else (id(params), i),
+                session=session if alone else None,
+            )
+            for i, prompt in enumerate(prompts)
+            for j in range(n)
+        ]
+
+    def begin(self, requests: Sequence[Request]) -> Growth:
+        """Hands the requests in. Raises ValueError for one that can never run, or `Busy`."""
+        for request in requests:
+            self.driver.check(request)
+        stops = requests[0].params.stop_strings
+        choices = [
+            Choice(i, each.key.prompt_index, each.prompt_ids, GrowingText(self.tokenizer, stops))
+            for i, each in enumerate(requests)
+        ]
+        return Growth(self.driver, requests, choices, self.driver.submit(requests), Timing(self.figures))
+
+
+class Growth:
+    """The choices of an answer, under way.
+
+    Attributes:
+      choices: one for each request, in their order.
+    """
+
+    def __init__(
+        self, driver: Driver, requests: Sequence[Request], choices: list[Choice], pieces: Pieces, timing: Timing
+    ) -> None:
+        self.choices = choices
+        self._driver, self._requests, self._pieces, self._timing = driver, requests, pieces, timing
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, each once."""
+        return sum({choice.prompt: len(choice.prompt_ids) for choice in self.choices}.values())
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, str, Piece]]:
+        """(choice, the text that it gained, its tokens) as they come, in any order of the choices. Closing it frees
+        their rows."""
+        choice_of = dict(zip((request.request_id for request in self._requests), self.choices, strict=True))
+        try:
+            while any(choice.finish_reason is None for choice in self.choices):
+                request_id, piece = await self._pieces.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                choice = choice_of[request_id]
+                self._timing.drew()
+                yield choice, choice.take(piece), piece
+            self._timing.ended(self.num_prompt_tokens, [len(choice.token_ids) for choice in self.choices])
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody reads what is still to come: its rows are freed."""
+        self._driver.leave(self._requests)

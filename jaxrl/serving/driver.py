@@ -1,0 +1,255 @@
+"""The thread that owns an engine: requests come in from an event loop, and tokens go out as they are drawn.
+
+Purpose: requests join the running batch as they come, wait in order where it is full, and leave it when nobody reads
+them any more.
+
+The engine runs in a thread of its own because a plan takes as long as it takes, and an event loop may not wait for it.
+Nothing of the engine is touched by another thread: what is asked for goes in through a queue, and what was drawn in a
+plan goes out in one call to the event loop, for all requests together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request, check_request
+from jaxrl.types import FinishReason, Sample, TopTokens
+
+
+class Busy(Exception):
+    """So many requests wait already; `retry_s`: in how many seconds a row may be free."""
+
+    def __init__(self, waiting: int, retry_s: int) -> None:
+        super().__init__(f"{waiting} requests wait already: try again in {retry_s} s")
+        self.retry_s = retry_s
+
+
+class Closing(Exception):
+    """The server is stopping, and takes no more requests."""
+
+    def __str__(self) -> str:
+        return "the server is stopping"
+
+
+class Failed(Exception):
+    """The engine has failed; why is the operator's to know (`Driver.failure`)."""
+
+    def __str__(self) -> str:
+        return "the engine has failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a response gained in one plan.
+
+    Attributes:
+      token_ids: int32 [T].
+      logprobs: float32 [T], as `Sample.rollout_logprobs`.
+      finish_reason: why it ended; None: more will come.
+      top: the likeliest tokens, where they were asked for.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason | None = None
+    top: TopTokens | None = None
+
+
+Pieces = asyncio.Queue[tuple[int, Piece | BaseException]]
+_LAST_PLAN_S = 10.0  # that the engine may take to end; a compiler may take minutes, and is left behind
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine was doing after its last plan.
+
+    Attributes:
+      running, waiting: requests with a row and without one.
+      free_blocks, parked_blocks, num_blocks: KV blocks of all dp groups: those that a request could get, those among
+        them that hold a conversation's KV, and all.
+      prompt_tokens, cached_tokens, drawn_tokens, preemptions: so far; `cached_tokens` had their KV.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    parked_blocks: int = 0
+    num_blocks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    drawn_tokens: int = 0
+    preemptions: int = 0
+
+
+class Driver:
+    """Runs an engine that nobody else touches.
+
+    Args:
+      engine: idle.
+      max_waiting: requests that may wait for a row.
+
+    Attributes:
+      load: after the last plan.
+      failure: what ended the thread before its time.
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int) -> None:
+        self.load = Load()
+        self._engine, self._max_waiting = engine, max_waiting
+        self._inbox: queue.SimpleQueue[Request | int | None] = (
+            queue.SimpleQueue()
+        )  # one to add, one to abort, or the end
+        self._readers: dict[int, Pieces] = {}  # the event loop's: of the requests that have not ended
+        self._told: dict[int, int] = {}  # the thread's: tokens that were handed out, of each live request
+        self._loop = asyncio.get_running_loop()
+        self.failure: BaseException | None = None
+        self._drawn = 0
+        self._closing = False
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # -- the event loop's side ---------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that can never run, as the engine does."""
+        batcher = self._engine.batcher
+        try:
+            self._engine.executor.check(request)
+            check_request(request, batcher.capacity, batcher.config.max_model_len)
+        except ValueError as error:  # which number a request has is nothing to its client
+            raise ValueError(str(error).removeprefix(f"request {request.request_id} ({request.key}): ")) from None
+
+    def submit(self, requests: Sequence[Request]) -> Pieces:
+        """Hands requests in; what they draw arrives in the queue that is returned, each piece with its request's id,
+        the last one of each with its `finish_reason`. An error comes in place of a piece.
+
+        Raises:
+          Busy, Closing, Failed: none was taken.
+        """
+        if self.failure is not None:
+            raise Failed
+        if self._closing:
+            raise Closing
+        waiting = max(len(self._readers) - self.num_rows, 0)
+        if len(self._readers) + len(requests) > self.most_at_once:
+            raise Busy(waiting, retry_s=1)
+        pieces: Pieces = asyncio.Queue()
+        for request in requests:
+            self._readers[request.request_id] = pieces
+            self._inbox.put(request)
+        return pieces
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        """Nobody reads these any more: those that are not at their end free their rows."""
+        for request in requests:
+            if self._readers.pop(request.request_id, None) is not None:
+                self._inbox.put(request.request_id)
+
+    async def close(self, grace_s: float) -> None:
+        """Lets the responses under way end, for so long, and then ends the thread."""
+        self._closing = True
+        deadline = self._loop.time() + grace_s
+        while self._readers and self._loop.time() < deadline and self.failure is None:
+            await asyncio.sleep(0.02)
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, _LAST_PLAN_S)
+        self._hand_out(dict.fromkeys(self._readers, Closing()))
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that can run at once."""
+        return self._engine.batcher.capacity.num_groups * self._engine.batcher.capacity.num_slots
+
+    @property
+    def most_at_once(self) -> int:
+        """Requests that can run or wait."""
+        return self.num_rows + self._max_waiting
+
+    def _hand_out(self, pieces: Mapping[int, Piece | BaseException]) -> None:
+        for request_id, piece in pieces.items():
+            if (reader := self._readers.get(request_id)) is not None:
+                reader.put_nowait((request_id, piece))
+                if isinstance(piece, BaseException) or piece.finish_reason is not None:
+                    del self._readers[request_id]
+
+    # -- the thread's side ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_in():
+                pieces = self._step()
+                self._look()
+                if pieces:
+                    self._loop.call_soon_threadsafe(self._hand_out, pieces)
+            self._engine.abort(self._told)
+            self._engine.drain()
+        except BaseException as error:
+            self.failure = error
+            self._loop.call_soon_threadsafe(self._hand_out, dict.fromkeys(self._told, Failed()))
+
+    def _take_in(self) -> bool:
+        """Hands the engine what has been asked for, waiting where it has nothing to do; False at the end."""
+        refused: dict[int, Piece | BaseException] = {}
+        while True:
+            try:
+                asked = self._inbox.get(block=self._engine.is_idle and not refused)
+            except queue.Empty:
+                break
+            if asked is None:
+                return False
+            if isinstance(asked, Request):
+                try:
+                    self._engine.add(asked)
+                    self._told[asked.request_id] = 0
+                except ValueError as error:
+                    refused[asked.request_id] = error
+            elif self._told.pop(asked, None) is not None:
+                self._engine.abort([asked])
+        if refused:
+            self._loop.call_soon_threadsafe(self._hand_out, refused)
+        return True
+
+    def _step(self) -> dict[int, Piece | BaseException]:
+        """Runs a plan; returns what requests have gained, by their ids."""
+        found: dict[int, Piece | BaseException] = {}
+        for finished in self._engine.step():
+            told = self._told.pop(finished.request_id, None)
+            if told is not None:
+                sample = finished.sample
+                found[finished.request_id] = _piece(sample, told, sample.finish_reason)
+        for request_id, told in self._told.items():
+            progress = self._engine.batcher.progress(request_id)
+            if progress.num_tokens > told:
+                found[request_id] = _piece(progress.sample("abort"), told)
+                self._told[request_id] = progress.num_tokens
+        self._drawn += sum(len(piece.token_ids) for piece in found.values() if isinstance(piece, Piece))
+        return found
+
+    def _look(self) -> None:
+        batcher = self._engine.batcher
+        blocks, counters, groups = batcher.blocks, batcher.counters, range(batcher.capacity.num_groups)
+        self.load = Load(
+            running=batcher.num_running,
+            waiting=batcher.num_waiting,
+            free_blocks=sum(map(blocks.num_free, groups)),
+            parked_blocks=sum(map(blocks.num_parked, groups)),
+            num_blocks=blocks.capacity * len(groups),
+            prompt_tokens=counters.prefill_tokens + counters.shared_tokens,
+            cached_tokens=counters.shared_tokens,
+            drawn_tokens=self._drawn,
+            preemptions=counters.preemptions,
+        )
+
+
+def _piece(sample: Sample, told: int, finish_reason: FinishReason | None = None) -> Piece:
+    """The tokens behind the first `told`; copies, because the arrays of a request that goes on are written to."""
+    top = None if sample.top is None else TopTokens(*(each[told:].copy() for each in sample.top))
+    return Piece(sample.token_ids[told:].copy(), sample.rollout_logprobs[told:].copy(), finish_reason, top)

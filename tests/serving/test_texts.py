@@ -1,0 +1,60 @@
+"""Text that grows with a response: the pieces are the whole, and nothing of a stop string is handed out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.serving.texts import GrowingText
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tiny_model: Path) -> Tokenizer:
+    """A token per byte: characters come in pieces."""
+    return Tokenizer.from_path(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def of_words(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_path(smollm2)
+
+
+PARTS = ("hello ", "é", "漢字", "🙂", "👩‍👩‍👧", "\n", "  ", "#### 4", "ab", "a", "<|im_end|>", "�")
+STOPS = ((), ("ab",), ("字🙂", "zz"), ("#### ", "##"), ("aab", "\n\n", "a"))
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_pieces_are_the_text_before_the_first_stop_string(
+    data: st.DataObject, of_bytes: Tokenizer, of_words: Tokenizer
+):
+    tokenizer = data.draw(st.sampled_from((of_bytes, of_words)))
+    ids = tokenizer.encode("".join(data.draw(st.lists(st.sampled_from(PARTS), max_size=12))))
+    stops = data.draw(st.sampled_from(STOPS))
+    text, pieces, place, ends = GrowingText(tokenizer, stops), [], 0, not ids
+    while not ends:  # the engine ends a response at its first stop string
+        new = ids[place : place + data.draw(st.integers(1, 5))]
+        place += len(new)
+        ends = place == len(ids) or any(stop in tokenizer.decode(ids[:place]) for stop in stops)
+        pieces.append(text.add(new, ends=ends))
+    whole = tokenizer.decode(ids)
+    found = [whole.find(stop) for stop in stops if stop in whole]
+    assert "".join(pieces) == text.text == whole[: min(found, default=None)]
+
+
+def test_half_a_character_waits_and_what_ends_in_one_is_told_at_the_end(of_bytes: Tokenizer):
+    ids = of_bytes.encode("aé")
+    assert len(ids) == 3
+    text = GrowingText(of_bytes)
+    assert [text.add([each], ends=False) for each in ids] == ["a", "", "é"]
+    assert text.add(ids[1:2], ends=True) == "\ufffd"
+
+
+def test_what_may_begin_a_stop_string_waits(of_bytes: Tokenizer):
+    text = GrowingText(of_bytes, ["END", "EN!"])
+    said = [text.add(of_bytes.encode(each), ends=False) for each in ("xE", "N", "ENx", "EN", "D and more")]
+    assert said == ["x", "", "ENENx", "", ""]
