@@ -134,6 +134,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("memory", "--run-dir /tmp/x --every 0 x", r"--every \(0\) must be at least 1"),
     ("option", "--config x --skip 40 a.b 1", r"--skip \(40\) must be at least 0 and below --steps \(40\)"),
     ("rules", "--tp 0", r"--tp \(0\) must be at least 1"),
+    ("serving", "--model x --clients 0", r"--clients \(0\) must be at least 1"),
     ("speculation", "--width 0", r"--width \(0\) must be at least 1"),
     ("step", "--repetitions 0", r"--repetitions \(0\) must be at least 1"),
     ("step", "--samples 1", r"--samples \(1\) must be at least 2"),

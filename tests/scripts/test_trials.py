@@ -81,6 +81,16 @@ def test_a_trial(tmp_path: Path, look: Callable[[Cases], None], words: str):
 
 
 @pytest.mark.slow
+def test_a_server_draws_what_the_engine_draws_and_bears_a_bad_day(tmp_path: Path, tiny_model: Path):
+    asked = ("bench_serving", "--model", f"random:{tiny_model}", "--length=128")
+    cases = run_quick(tmp_path / "throughput", *asked)[0]["results"]["cases"]
+    tokens = {case["case"]: case["tokens"] for case in cases}
+    assert [tokens[f"server, {count}"] for count in (1, 2)] == [tokens[f"engine, {count}"] for count in (1, 2)]
+    record, _ = run_quick(tmp_path / "load", *asked, "--load-s=10")
+    assert {kind.rpartition(" ")[0] for kind in record["results"]["load"]["answered"]} >= {"whole", "stream", "garbage"}
+
+
+@pytest.mark.slow
 def test_an_update_has_torchs_loss(tmp_path: Path):
     """The same weights and tokens."""
     config = named_shape("tiny")
