@@ -18,6 +18,7 @@ import pytest
 import yaml
 from page_world import World, environment
 from pages import CONFIGS, PAGES, ROOT, SHELLS, Block, Command, blocks, commands_of, inner_commands
+from served import serving
 from small_models import requests
 from tiny import write_tiny_model
 
@@ -214,6 +215,13 @@ def not_here(block: Block, folder: Path, world: World) -> None:
         parse(*_parser(), [words[words.index("-m") + 2], "--config", "run.yaml"])
 
 
+def asking(block: Block, folder: Path, world: World) -> None:
+    """A server with a tiny model."""
+    assert block.text.count("http://127.0.0.1:8000/v1") == 1
+    with serving(f"random:{world.folder}/tiny", ("serve.max_model_len=256", "rollout.warmup=false")) as url:
+        exec(compile(block.text.replace("http://127.0.0.1:8000/v1", url), block.place, "exec"), {})
+
+
 def declaring(block: Block, folder: Path, world: World) -> None:
     """`tests/mechanisms/test_toy.py` plays a round with what the block declares."""
     exec(compile(block.text, block.place, "exec", dont_inherit=True), {"__name__": "toy"})
@@ -226,6 +234,7 @@ PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "docs/mechanisms/partial_rollout.md: def buffer_filter": buffer_filter,
     "docs/mechanisms/dynamic_sampling.md: def keep_group": keep_group,
     "docs/your-reward.md: def compute_score": reward,
+    "docs/serving.md: import openai": asking,
     "docs/serving.md: import asyncio": not_here,
     "docs/several-hosts.md: import os, socket": not_here,
 }
@@ -247,9 +256,9 @@ def test_python_runs(block: Block, folder: Path, world: World):
 def test_the_server_and_its_client(folder: Path, world: World):
     """docs/serving.md as it stands, at a free port."""
     page = [block for block in blocks(*SHELLS, "python") if block.page == "docs/serving.md"]
-    (client,) = [block.text for block in page if block.language == "python"]
+    (client,) = [block.text for block in page if block.text.startswith("import asyncio")]
     commands = [command for block in page if block.language != "python" for command in commands_of(block)]
-    (command,) = [command for command in commands if command.words[:2] == ("jaxrl", "serve")]
+    (command,) = [command for command in commands if "--jetstream" in command.words]
     world.place_for(command, folder)
     assert command.given("--port") == "9000"
     words = ["0" if word == "9000" else word for word in command.words]

@@ -25,6 +25,7 @@ from jaxrl.cli import _parser, main
 from jaxrl.commands.arguments import parse
 from jaxrl.config.files import load
 from jaxrl.runtime.stop import Stop
+from jaxrl.serving.openapi import BODIES
 
 COMMANDS = page_commands()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -77,6 +78,12 @@ def check_started(command: Command, folder: Path) -> None:
     """The same for what srun and mpirun start."""
     (inner,) = inner_commands(command.text)
     read_arguments([word.replace("$SLURM_NNODES", "4") for word in inner[1:]])
+
+
+def check_curl(command: Command, folder: Path) -> None:
+    """There is such a route, and the body is one of its own."""
+    path, body = command.words[1].removeprefix("http://127.0.0.1:8000"), command.words[command.words.index("-d") + 1]
+    BODIES[path][0].model_validate_json(body)
 
 
 def check_nothing(command: Command, folder: Path) -> None:
@@ -144,7 +151,11 @@ RULES = (
     Rule(r"ray start", cannot="a cluster that stays; tests/faults/test_host_ray.py starts one", check=check_nothing),
     Rule(r"srun|mpirun", cannot="needs a cluster, or Open MPI", check=check_started),
     Rule(r"jaxrl train .*hosts.launcher=ray", cannot="needs a cluster of Ray's with four nodes"),
-    Rule(r"jaxrl serve", cannot="goes on until it is stopped: test_page_blocks.py runs it with the page's client"),
+    Rule(
+        r"jaxrl serve", cannot="goes on until it is stopped: test_page_blocks.py runs servers with the page's clients"
+    ),
+    Rule(r"curl", cannot="asks a server that is not there; tests/serving asks one", check=check_curl),
+    Rule(r"lm_eval", cannot="needs lm-eval: tests/serving/test_lm_eval.py", check=check_nothing),
     Rule(r"eval .*bash", how="bash"),
     Rule(r"eval .*zsh", how="zsh", before="autoload -U compinit; compinit -u; "),
     Rule(r"jaxrl completion fish", how="fish"),
