@@ -314,9 +314,9 @@ class Run:
             self.store.tidy()
             record.begin()
             self.run_dir.record_checkpoint(newest, record.written())
-        cache = use_compilation_cache(self.config)
-        note = retuning_note(cache_before, cache, platform_of(self.devices[0])) if self.resuming else None
-        self.run_dir.record_cache(cache, note)
+            cache = use_compilation_cache(self.config)
+            note = retuning_note(cache_before, cache, platform_of(self.devices[0])) if self.resuming else None
+            self.run_dir.record_cache(cache, note)
         self.said += [] if note is None else [note]
         if self.resuming:
             self.said += self.run_dir.resuming(self.changes, self.step, self.total_steps)
