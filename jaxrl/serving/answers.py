@@ -153,14 +153,14 @@ class Chat:
         return {"prompt_token_ids": list(self._growth.choices[0].prompt_ids)} if self._body.return_token_ids else {}
 
 
-def generated(growth: Growth, request_id: str | None) -> dict[str, Any]:
-    """An answer of `/inference/v1/generate`."""
+def generated(growth: Growth, texts: TokenTexts, request_id: str | None) -> dict[str, Any]:
+    """An answer of `/inference/v1/generate`; `texts` names tokens by their ids."""
     choices = [
         {
             "index": choice.index,
             "token_ids": choice.token_ids,
             "finish_reason": choice.finish_reason,
-            "logprobs": token_logprobs(choice),
+            "logprobs": chat_logprobs(texts, choice, 0),
         }
         for choice in growth.choices
     ]
@@ -229,18 +229,6 @@ def chat_logprobs(texts: TokenTexts, choice: Choice, start: int) -> dict[str, An
     for each, top in zip(content, choice.top[start:], strict=False):
         each["top_logprobs"] = [told(*pair) for pair in top]
     return {"content": content, "refusal": None}
-
-
-def token_logprobs(choice: Choice) -> dict[str, Any]:
-    """Of tokens in, tokens out: a token is named by its id."""
-
-    def told(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": f"token_id:{token_id}", "logprob": logprob}
-
-    content = [told(*pair) for pair in zip(choice.token_ids, choice.logprobs, strict=True)]
-    for each, top in zip(content, choice.top, strict=False):
-        each["top_logprobs"] = [told(*pair) for pair in top]
-    return {"content": content}
 
 
 def tool_calls(calls: Sequence[Call], answer_id: str, index: int) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.serving import openapi
-from jaxrl.serving.answers import DONE, Answer, Chat, Completion, error_object, event, generated
+from jaxrl.serving.answers import DONE, Answer, Chat, Completion, TokenTexts, error_object, event, generated
 from jaxrl.serving.bodies import Asked, ChatBody, CompletionBody, GenerateBody, Strict
 from jaxrl.serving.drawing import Drawing, Growth
 from jaxrl.serving.driver import Busy, Closing, Failed
@@ -126,7 +126,8 @@ class Routes:
         body = await self._body(request, GenerateBody)
         growth = self._begun(request, body.sampling_params, [body.token_ids], body.sampling_params.max_tokens)
         await self._drawn(request, growth)
-        return JSONResponse(generated(growth, body.request_id))
+        texts = TokenTexts(self.drawing.tokenizer, by_id=True)
+        return JSONResponse(generated(growth, texts, body.request_id))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

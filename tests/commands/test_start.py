@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pyarrow
@@ -22,6 +23,7 @@ from tiny import write_tiny_model
 
 from jaxrl.cli import main
 from jaxrl.commands.train import Run
+from jaxrl.record.files import write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.runtime.build import retuning_note
 from jaxrl.runtime.stop import Stop
@@ -216,6 +218,20 @@ def test_a_signal_does_not_wait_for_the_network(place: Path, monkeypatch: pytest
     with pytest.raises(SystemExit, match="terminated"):
         start(place, "trainer.logger=[wandb]", "trainer.total_training_steps=2", stop=stop)
     assert contents(place) == before
+
+
+def test_a_signal_waits_for_the_files_that_a_start_writes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A temporary file of one would be left behind."""
+    folder, stop, held = tmp_path / "place", asked(), []
+    shutil.copytree(place, folder)
+
+    def write(*what: Any, **how: Any) -> None:
+        held.append(stop._held > 0)
+        write_whole(*what, **how)
+
+    monkeypatch.setattr("jaxrl.record.run_dir.write_whole", write)
+    assert start(folder, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2", stop=stop) == 0
+    assert held == [True] * 4, "config.yaml, and run.json with its start, its checkpoint and its cache"
 
 
 def test_a_network_that_fails_is_one_sentence(
