@@ -83,6 +83,10 @@ class CompiledPrograms:
         del kind
         return {}
 
+    def compile(self, shape: Any) -> Any:
+        """Traces and compiles the program of a shape."""
+        return self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0]))
+
     def program(self, shape: Any) -> Any:
         """The compiled program of a shape (a name and sizes); compiles it if no thread has."""
         with self._lock:
@@ -93,7 +97,7 @@ class CompiledPrograms:
                 self.recompiles += self.is_warm
         if is_mine:
             try:
-                found.set_result(self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0])))
+                found.set_result(self.compile(shape))
             except BaseException as error:
                 with self._lock:
                     del self._compiled[shape]  # the next caller tries again

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -120,28 +121,17 @@ class PromptSource:
     """
 
     def __init__(self, problems: Problems, tokenizer: Tokenizer, config: Config):
-        import grain
-
         data = config.data
         self._rendered = _Rendered(problems, tokenizer, data)
         if not len(self._rendered):
             found = f"all {len(problems)} are longer than data.max_prompt_length ({data.max_prompt_length} tokens)"
             raise ValueError(f"no training prompts: {found if problems else 'the training data holds no problems'}")
         self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources()) if data.source_quotas else None
-
-        def endless(count: int) -> Any:
-            order = grain.MapDataset.range(count)
-            return (order.shuffle(seed=data.seed) if data.shuffle else order).repeat()
-
-        members = {} if self._quotas is None else self._quotas.members
-        self._order = endless(len(self._rendered))
-        self._orders = {source: endless(len(rows)) for source, rows in members.items()}  # with quotas
+        self._seed = data.seed if data.shuffle else None
         self._position = 0
         self._batch_size = data.train_batch_size
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
-        self._first: list[tuple[int, int]] = []
-        self._first = [self._place(i) for i in range(min(1000, 2 * len(self._rendered)))]
-        first = [row for row, _ in self._first]
+        first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
         self._fingerprints = {
             "data": self._rendered.fingerprint(),
             "order": hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
@@ -158,16 +148,11 @@ class PromptSource:
 
     def _place(self, position: int) -> tuple[int, int]:
         """The row and the epoch of a position."""
-        if position < len(self._first):  # of few prompts grain takes ten milliseconds for each
-            return self._first[position]
         if self._quotas is None:
-            row, epoch = self._order[position], position // len(self._rendered)
-        else:
-            source, count = self._quotas.at(position)
-            rows = self._quotas.members[source]
-            row, epoch = rows[self._orders[source][count]], count // len(rows)
-        assert row is not None  # grain writes None for an element that a filter removed; nothing here filters
-        return row, epoch
+            return _nth(len(self._rendered), self._seed, position), position // len(self._rendered)
+        source, count = self._quotas.at(position)
+        rows = self._quotas.members[source]
+        return rows[_nth(len(rows), self._seed, count)], count // len(rows)
 
     @property
     def num_prompts(self) -> int:
@@ -234,6 +219,22 @@ class PromptSource:
                 "data.source_quotas and the version of grain must be what they were"
             )
         self._position = int(state["position"])
+
+
+@lru_cache(maxsize=1 << 14)  # of few prompts grain takes ten milliseconds for each
+def _nth(count: int, seed: int | None, position: int) -> int:
+    """The row at a position of the endless order of so many; without a seed they stay as they are."""
+    row = _endless(count, seed)[position]
+    assert row is not None  # grain writes None for an element that a filter removed; nothing here filters
+    return row
+
+
+@lru_cache(maxsize=128)  # one for each source
+def _endless(count: int, seed: int | None) -> Any:
+    import grain
+
+    order = grain.MapDataset.range(count)
+    return (order if seed is None else order.shuffle(seed=seed)).repeat()
 
 
 class _Rendered:
