@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -78,6 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    if "jaxrl.sharding.compiled" in sys.modules:  # else no test needs it, and importing jax takes a second
+        from shared_programs import share
+
+        share()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # the default spends a twentieth of the suite's time on looking for garbage

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import yaml
 from damage import cut, flip
-from runs import STOPS, Runs, asked, assert_same_end, copied_after, kill, num_steps, state_of, wait_for_steps
+from runs import STOPS, Runs, asked, assert_same_end, copied_after, num_steps, state_of
 
 from jaxrl.config import from_mapping
 from jaxrl.record.metrics import read_metrics
@@ -185,19 +185,18 @@ def test_a_resumed_run_says_which_of_its_files_are_not_as_they_were_written(runs
 def test_a_run_with_a_rule_killed_and_stopped_ends_with_the_same_bits(
     runs: Runs, overrides: tuple[str, ...], request: pytest.FixtureRequest
 ):
-    """A real process is killed, most likely before there is a checkpoint; the next start is stopped and saves (tests of
-    signals have a real one); and the run goes on under a changed config. Queue and buffer are in the checkpoint."""
+    """A run is killed before there is a checkpoint; the next start is stopped and saves (tests of faults and of signals
+    have real processes); and the run goes on under a changed config. Queue and buffer are in the checkpoint."""
     name = request.node.callspec.id.replace(" ", "-")
     whole, run_dir, chosen = (
         runs.folder / f"{name}-whole",
         runs.folder / f"{name}-killed",
         (STOPS, *overrides, f"trainer.total_training_steps={LONG}"),
     )
-    output = runs.here(whole, *chosen)
-    with runs.start_as_here(run_dir, *chosen) as process:
-        wait_for_steps(process, run_dir, 1)
-        kill(process)
+    with copied_after({1: run_dir}):
+        output = runs.here(whole, *chosen)
     killed_after = num_steps(run_dir)
+    assert killed_after == 1
     said = runs.here(run_dir, *chosen, stop=StopBehind(run_dir, killed_after + 1))
     assert "stopped; run again to go on" in said
     assert not LOST.search(said)

@@ -138,11 +138,6 @@ class Runs:
             time.sleep(later_s)
             kill(process)
 
-    def start_as_here(self, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-        """A process whose programs are those of `here`, so that its numbers are, too: to be killed or stopped."""
-        environment = {name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS")}
-        return self.start(run_dir, "trainer.num_devices=1", *overrides, environment=environment)
-
     def here(self, run_dir: Path, *overrides: str, devices: int = 1, status: int = 0, stop: Stop | None = None) -> str:
         """`jaxrl train` in this process; returns what it printed. What it logs goes to pytest (`caplog`)."""
         own = (f"--config={self._write()}", f"trainer.run_dir={run_dir}", f"trainer.num_devices={devices}")

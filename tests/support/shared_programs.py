@@ -1,0 +1,52 @@
+"""Programs that the tests of one process share: what one run has compiled, a later one with the same options runs.
+
+jax keeps on disk what its compiler made, but every run traces and lowers its programs anew, which takes a CPU as long
+as compiling them. Here a program is known by all that decides what it is. So a test that changes code which is traced
+must have shapes or options of its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import jax
+
+from jaxrl.rollout.layout_programs import LayoutPrograms
+from jaxrl.sharding.compiled import _CARRIED, CompiledPrograms
+from jaxrl.train.programs import TrainPrograms
+
+MOST = 400  # the oldest go: each holds some megabytes
+
+
+def key_of(programs: CompiledPrograms, shape: Any) -> Any:
+    """All that decides a program; None: it is not shared."""
+    settings = tuple(str(getattr(jax.config, f"jax_{name}")) for name in _CARRIED)
+    if isinstance(programs, LayoutPrograms):
+        return settings, programs.model, programs.layout, programs.config, shape
+    if isinstance(programs, TrainPrograms):
+        config, made_with = programs.config, dict(programs._made_with)
+        if shape[0] != "update":
+            del made_with["total_updates"]
+        read = repr((config.actor, config.critic, config.algorithm, config.rollout.temperature))
+        return settings, read, programs.model_config, programs.mesh, *made_with.values(), shape
+    return None
+
+
+def share() -> None:
+    """From now on, in this process."""
+    known: OrderedDict[Any, Any] = OrderedDict()
+    alone = CompiledPrograms.compile
+
+    def compile(programs: CompiledPrograms, shape: Any) -> Any:
+        key = key_of(programs, shape)
+        if key is None:
+            return alone(programs, shape)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = alone(programs, shape)
+            if len(known) > MOST:
+                known.popitem(last=False)
+        return found
+
+    CompiledPrograms.compile = compile
