@@ -6,9 +6,11 @@
     python scripts/bench_serving.py --model MODEL --load-s 300 --json
 
 Throughput: `--requests` requests for each client, of which so many as there are clients are under way at any time; the
-engine alone is handed the same requests in the same way, in this process, without HTTP or text. All draw `--max-tokens`
-tokens each (none ends early, because the prompt asks for a long list), at temperature 0. A server's clients run beside
-it, on the same cores. Bar: 0.9 of the engine's tokens a second (`--bar`), at each number of clients.
+engine alone is handed the same requests in the same way, in this process, without HTTP or text. Each draws from half to
+one and a half times `--max-tokens` tokens (none ends early, because the prompt asks for a long list), at temperature 0:
+were all equally long, all would end in the same plan, and a lone engine would have no row that waits for the next one.
+A server's clients run beside it, on the same cores. Bar: 0.9 of the engine's tokens a second (`--bar`), at each number
+of clients.
 
 Load: `--load-clients` clients who ask whole answers (60 %) and streams (15 %), read slowly (8 %), hang up in the middle
 (9 %), and send what is no request or no HTTP (8 %), twice as many as the server lets in and has wait. Told: what was
@@ -42,9 +44,15 @@ GROWTH = 0.05
 PROMPT = "Write down the numbers from {} to ten thousand, one on each line.\n{}\n"
 
 
-def prompts(count: int) -> list[str]:
+Asked = Sequence[tuple[str, int]]
+"""Prompts, and how many tokens to draw for each."""
+
+
+def asked(count: int, max_tokens: int) -> Asked:
     """All different from the first word on, so that no server has seen the beginning of one."""
-    return [f"{number}: " + PROMPT.format(number, number) for number in range(100, 100 + count)]
+    texts = [f"{number}: " + PROMPT.format(number, number) for number in range(100, 100 + count)]
+    lengths = np.random.default_rng(0).integers(max_tokens // 2, max_tokens * 3 // 2, count, endpoint=True)
+    return list(zip(texts, map(int, lengths), strict=True))
 
 
 class Alone:
@@ -54,33 +62,34 @@ class Alone:
         self._text = TextEngine.from_path(
             options.model, max_length=options.length, num_slots=max(options.clients), top_logprobs=20
         )
-        self._params = SamplingParams(temperature=0, max_tokens=options.max_tokens)
         self._ids = itertools.count()
 
-    def run(self, texts: Sequence[str], clients: int) -> tuple[float, int]:
+    def run(self, asked: Asked, clients: int) -> tuple[float, int]:
         """As `closed_loop`."""
-        encoded = [tuple(self._text.tokenizer.encode(text, add_special_tokens=True)) for text in texts]
-        engine, left, drawn = self._text.engine, iter(encoded), 0
+        engine, left, drawn = self._text.engine, map(self._request, asked), 0
         began = time.perf_counter()
-        for ids in itertools.islice(left, clients):
-            self._add(ids)
+        for request in itertools.islice(left, clients):
+            engine.add(request)
         while not engine.is_idle:
             for finished in engine.step():
                 drawn += len(finished.sample)
-                if (ids := next(left, None)) is not None:
-                    self._add(ids)
+                if (request := next(left, None)) is not None:
+                    engine.add(request)
         return time.perf_counter() - began, drawn
 
-    def _add(self, ids: tuple[int, ...]) -> None:
-        number = next(self._ids)
-        self._text.engine.add(Request(number, SampleKey(0, number, 0), ids, self._params))
+    def _request(self, asked: tuple[str, int]) -> Request:
+        text, max_tokens = asked
+        ids, number = self._text.tokenizer.encode(text, add_special_tokens=True), next(self._ids)
+        return Request(
+            number, SampleKey(0, number, 0), tuple(ids), SamplingParams(temperature=0, max_tokens=max_tokens)
+        )
 
 
 def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--model", required=True, help="as model.path takes it")
     made.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="at once (1 8 32)")
     made.add_argument("--requests", type=int, default=3, help="of each client (3)")
-    made.add_argument("--max-tokens", type=int, default=64, help="of each response (64)")
+    made.add_argument("--max-tokens", type=int, default=64, help="of a response, about (64)")
     made.add_argument("--length", type=int, default=256, help="of the longest sequence (256)")
     made.add_argument("--repetitions", type=int, default=5, help="timed runs of each case, in turns (5)")
     made.add_argument("--bar", type=float, default=0.9, help="of the server, over the engine (0.9)")
@@ -102,9 +111,9 @@ def _throughput(options: argparse.Namespace, session: Session, device: dict[str,
         cases: dict[str, Callable[[], Values]] = {}
         for count in options.clients:
             cases[f"engine, {count}"] = _case(alone.run, options, count)
-            cases[f"server, {count}"] = _case(_to(server.url, options), options, count)
+            cases[f"server, {count}"] = _case(_to(server.url), options, count)
             if options.beside:
-                cases[f"beside, {count}"] = _case(_to(options.beside, options), options, count)
+                cases[f"beside, {count}"] = _case(_to(options.beside), options, count)
         session.bench.interleave(cases, options.repetitions, warm_up=1)
     results = []
     summaries = session.summaries()
@@ -123,24 +132,24 @@ def _throughput(options: argparse.Namespace, session: Session, device: dict[str,
     )
 
 
-def _to(url: str, options: argparse.Namespace) -> Callable[[Sequence[str], int], tuple[float, int]]:
+def _to(url: str) -> Callable[[Asked, int], tuple[float, int]]:
     """A server's side of a case."""
     name = httpx2.get(f"{url}/v1/models").json()["data"][0]["id"]
 
-    def run(texts: Sequence[str], clients: int) -> tuple[float, int]:
-        body = {"max_tokens": options.max_tokens, "temperature": 0}
-        return closed_loop(url, name, [body | {"prompt": text} for text in texts], clients)
+    def run(asked: Asked, clients: int) -> tuple[float, int]:
+        bodies = [{"prompt": text, "max_tokens": max_tokens, "temperature": 0} for text, max_tokens in asked]
+        return closed_loop(url, name, bodies, clients)
 
     return run
 
 
 def _case(
-    run: Callable[[Sequence[str], int], tuple[float, int]], options: argparse.Namespace, clients: int
+    run: Callable[[Asked, int], tuple[float, int]], options: argparse.Namespace, clients: int
 ) -> Callable[[], Values]:
-    texts = prompts(clients * options.requests)
+    requests = asked(clients * options.requests, options.max_tokens)
 
     def measured() -> Values:
-        seconds, tokens = run(texts, clients)
+        seconds, tokens = run(requests, clients)
         return {"seconds": seconds, "tokens": float(tokens), "tokens_per_s": tokens / seconds}
 
     return measured

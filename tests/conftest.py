@@ -59,6 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGUN] = time.monotonic()
+    if "coverage" in sys.modules:
+        from xdist.workermanage import NodeManager
+
+        NodeManager.EXIT_TIMEOUT = 300  # it kills processes that take ten seconds to write down what they ran
     path: Path | None = config.getoption("--costs")
     if path is not None:
         from costs import Costs

@@ -6,6 +6,10 @@ them any more.
 The engine runs in a thread of its own because a plan takes as long as it takes, and an event loop may not wait for it.
 Nothing of the engine is touched by another thread: what is asked for goes in through a queue, and what was drawn in a
 plan goes out in one call to the event loop, for all requests together.
+
+Who asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be idle for as
+long as that one takes. So where rows have become free that nobody waits for, the next plan is made as soon as as many
+requests have come, and a small part of a plan's time later at the latest.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,6 +69,7 @@ class Piece:
 
 Pieces = asyncio.Queue[tuple[int, Piece | BaseException]]
 _LAST_PLAN_S = 10.0  # that the engine may take to end; a compiler may take minutes, and is left behind
+_WINDOW, _BESIDE = 0.05, 0.2  # of a plan's time; the latter where the devices have another plan to run meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,8 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self.failure: BaseException | None = None
         self._drawn = 0
+        self._expected = 0  # the thread's: requests that may follow those that ended in the last plan
+        self._plan_s = 0.0  # what that took
         self._closing = False
         self._look()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -198,14 +206,18 @@ class Driver:
     def _take_in(self) -> bool:
         """Hands the engine what has been asked for, waiting where it has nothing to do; False at the end."""
         refused: dict[int, Piece | BaseException] = {}
+        share = _BESIDE if self._engine.num_in_flight else _WINDOW
+        until = time.monotonic() + share * self._plan_s
         while True:
+            patience_s = max(until - time.monotonic(), 0.0) if self._expected > 0 else 0.0
             try:
-                asked = self._inbox.get(block=self._engine.is_idle and not refused)
+                asked = self._inbox.get(timeout=None if self._engine.is_idle and not refused else patience_s)
             except queue.Empty:
                 break
             if asked is None:
                 return False
             if isinstance(asked, Request):
+                self._expected -= 1
                 try:
                     self._engine.add(asked)
                     self._told[asked.request_id] = 0
@@ -220,7 +232,11 @@ class Driver:
     def _step(self) -> dict[int, Piece | BaseException]:
         """Runs a plan; returns what requests have gained, by their ids."""
         found: dict[int, Piece | BaseException] = {}
-        for finished in self._engine.step():
+        began = time.monotonic()
+        ended = self._engine.step()
+        self._plan_s = time.monotonic() - began
+        self._expected = len(ended) - self._engine.batcher.num_waiting
+        for finished in ended:
             told = self._told.pop(finished.request_id, None)
             if told is not None:
                 sample = finished.sample

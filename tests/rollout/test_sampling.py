@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.sampling import SamplingState, exponential_noise, request_key, sample
+from jaxrl.rollout.sampling import Drawn, SamplingState, exponential_noise, request_key, sample
 from jaxrl.types import SampleKey
 
 CHI_SQUARE_63 = 119.0  # quantile at 0.9999 of 63 degrees of freedom
@@ -141,3 +141,22 @@ def test_padded_vocabulary_is_never_drawn():
     drawn = draw_alike(logits, np.zeros(ROWS, int), state(ROWS), truncate=True)
     assert set(np.asarray(drawn.token).tolist()) == {0, 1, 2, 3, 4}
     assert np.isfinite(drawn.rollout_logprob).all()
+
+
+def test_rows_that_cut_nothing_off_sort_nothing_and_draw_as_ever(x64):
+    """Whatever the rows beside them do; the likeliest token needs no sort either."""
+    logits = np.random.default_rng(1).normal(0, 1.5, (4, 160))
+    plain, mixed = state(4), state(4)._replace(top_k=np.array([0, 3, 0, 0], np.int32))
+    whole, none, some = (
+        jax.tree.map(np.asarray, draw(logits, np.arange(4), each, truncate=truncate))
+        for each, truncate in ((plain, False), (plain, True), (mixed, True))
+    )
+    for field in Drawn._fields:
+        expected = getattr(whole, field)
+        np.testing.assert_array_equal(getattr(none, field), expected)
+        np.testing.assert_array_equal(getattr(some, field)[[0, 2, 3]], expected[[0, 2, 3]])
+    assert some.sampled_logprob[1] > whole.sampled_logprob[1]
+    traced = jax.make_jaxpr(partial(sample, truncate=True))(logits, np.arange(4), plain).jaxpr
+    names = [each.primitive.name for each in traced.eqns]
+    assert "cond" in names
+    assert "sort" not in names
