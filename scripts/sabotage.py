@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from jaxrl.processes.process_tree import adopt_orphans, kill_descendants
@@ -267,6 +268,12 @@ def put_in(fault: Fault, tree: Path) -> None:
     if text.count(fault.old) != 1:
         raise ValueError(f"{fault.file} must have {fault.old!r} once, found {text.count(fault.old)}: {fault.what}")
     path.write_text(text.replace(fault.old, fault.new))
+    forget_bytecode(path)
+
+
+def forget_bytecode(source: Path) -> None:
+    """Python knows it by the source's second and size, and a fault may come and go within one second."""
+    Path(cache_from_source(str(source))).unlink(missing_ok=True)
 
 
 def copy_tree(to: Path) -> None:
@@ -313,6 +320,7 @@ def found_by(fault: Fault, tree: Path, processes: int) -> str | None:
     """What finds a fault that is in the tree, and is taken out of it again; None: nothing."""
     found = first_failure(tree, fault.tests.split(), processes) or first_failure(tree, [], processes)
     shutil.copy(ROOT / fault.file, tree / fault.file)
+    forget_bytecode(tree / fault.file)
     if found is not None and found.startswith(("FAILED ", "ERROR ")):
         test = found.split(" ", 1)[1].split(" - ")[0]
         if first_failure(tree, [test], 0) is not None:

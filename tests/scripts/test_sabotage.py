@@ -1,6 +1,10 @@
 """The faults of scripts/sabotage.py still are faults of this tree; finding them takes the suite itself."""
 
 import ast
+import os
+import py_compile
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,17 @@ def test_a_fault_whose_place_has_changed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
     with pytest.raises(ValueError, match=r"a\.py must have 'x = 1' once, found 2: twice"):
         put_in(Fault("twice", "a.py", "x = 1", "x = 2", "tests"), tmp_path)
+
+
+def test_a_fault_of_the_same_second_and_size_is_not_taken_for_what_was_there(tmp_path: Path) -> None:
+    source = tmp_path / "thing.py"
+    source.write_text("x = 1\n")
+    before = source.stat().st_mtime_ns
+    py_compile.compile(str(source))
+    put_in(Fault("another number", "thing.py", "x = 1", "x = 2", ""), tmp_path)
+    os.utime(source, ns=(before, before))
+    run = (sys.executable, "-c", "import thing; print(thing.x)")
+    assert subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True).stdout == "2\n"
 
 
 def test_what_fails_first_is_told_and_a_tree_that_passes_is_missed(tmp_path: Path) -> None:
