@@ -20,6 +20,7 @@ def request(number: int, max_tokens: int) -> Request:
 
 def num_ended(driver: Driver) -> int:
     """In one plan."""
+    assert not driver._engine.is_idle
     return sum(isinstance(piece, Piece) and piece.finish_reason is not None for piece in driver._step().values())
 
 

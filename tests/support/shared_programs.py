@@ -7,7 +7,6 @@ must have shapes or options of its own.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ def key_of(programs: CompiledPrograms, shape: Any) -> Any:
 
 def share() -> None:
     """From now on, in this process."""
-    known: OrderedDict[Any, Any] = OrderedDict()
+    known: dict[Any, Any] = {}
     alone = CompiledPrograms.compile
 
     def compile(programs: CompiledPrograms, shape: Any) -> Any:
@@ -46,7 +45,7 @@ def share() -> None:
         if found is None:
             found = known[key] = alone(programs, shape)
             if len(known) > MOST:
-                known.popitem(last=False)
+                del known[next(iter(known))]
         return found
 
     CompiledPrograms.compile = compile
