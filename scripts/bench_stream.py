@@ -93,7 +93,7 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
         }
         workers = {name: stack.enter_context(Worker(name, step_case.run, spec)) for name, spec in specs.items()}
         info = workers["plain"].info
-        session.bench.interleave(workers, options.repetitions, options.warmup)
+        session.bench.interleave(workers, options.repetitions, options.warmup, same=("response_tokens", "longest"))
     results = _results(session.summaries())
     say(f"{info['parameters'] / 1e6:.2f} million parameters, {info['programs']} programs")
     sizes = {name: getattr(options, name) for name in SIZES}

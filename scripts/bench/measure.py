@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KEEP_SHARE = 0.93
@@ -144,28 +144,48 @@ class Bench:
     tell: Callable[[str], None]
     runs: list[Run] = field(default_factory=list)
 
-    def interleave(self, cases: Mapping[str, Callable[[], Values]], repetitions: int, warm_up: int = 0) -> None:
+    def interleave(
+        self, cases: Mapping[str, Callable[[], Values]], repetitions: int, warm_up: int = 0, same: Sequence[str] = ()
+    ) -> None:
         """Runs every case `repetitions` times, in turns; one gauge stands between two runs and brackets both.
 
         Args:
           warm_up: runs of each case before, in turns as well, that do not count; the first of them compiles.
+          same: values in which the cases of a turn are equal, and turns differ. A turn is then kept or dropped whole:
+            medians over different turns would compare different work.
+
+        Raises:
+          RuntimeError: the cases of a turn differ in one of `same`.
         """
         for case in [*cases] * warm_up:
             cases[case]()
         before = self.gauge() if self.gauge else None
-        for case in [*cases] * repetitions:
-            values = cases[case]()
-            after = self.gauge() if self.gauge else None
-            brackets = None if before is None or after is None else (before, after)
-            self.runs.append(Run(case, values, brackets))
-            before = after
-            capacity = "" if after is None else f" (capacity {after / 1e9:.2f} GB/s hashed)"
-            self.tell(f"  {case}: {values['seconds']:.3f} s{capacity}")
+        for _ in range(repetitions):
+            turn: list[Run] = []
+            for case in cases:
+                values = cases[case]()
+                after = self.gauge() if self.gauge else None
+                brackets = None if before is None or after is None else (before, after)
+                turn.append(Run(case, values, brackets))
+                before = after
+                capacity = "" if after is None else f" (capacity {after / 1e9:.2f} GB/s hashed)"
+                self.tell(f"  {case}: {values['seconds']:.3f} s{capacity}")
+            self.runs += _whole(turn, same) if same else turn
 
     def counts(self) -> tuple[int, int]:
         """(kept, dropped) over all runs."""
         kept = keep([run.brackets for run in self.runs])
         return sum(kept), len(kept) - sum(kept)
+
+
+def _whole(turn: Sequence[Run], same: Sequence[str]) -> list[Run]:
+    """The runs of a turn, each with the turn's worst gauge and its best."""
+    for name in same:
+        found = {run.case: run.values[name] for run in turn}
+        if len({*found.values()}) > 1:
+            raise RuntimeError(f"{name} is to be the same in all cases of a turn: {found}")
+    gauges = [gauge for run in turn if run.brackets for gauge in run.brackets]
+    return [replace(run, brackets=(min(gauges), max(gauges)) if gauges else None) for run in turn]
 
 
 def verdict(bench: Bench) -> str:

@@ -75,6 +75,17 @@ def test_cases_take_turns_and_share_brackets():
     assert "DISTURBED" not in verdict(bench)
 
 
+def test_a_turn_of_the_same_work_is_kept_or_dropped_whole():
+    tokens = iter([7, 7, 9, 9, 8, 3])
+    bench = Bench(Readings(10, 5, *[10] * 6), lambda _: None)  # pyright: ignore[reportArgumentType]
+    cases = dict.fromkeys("ab", lambda: {"seconds": 1.0, "tokens": float(next(tokens))})
+    bench.interleave(cases, 2, same=["tokens"])
+    assert [run.brackets for run in bench.runs] == [(5, 10)] * 2 + [(10, 10)] * 2
+    assert {name: case.medians["tokens"] for name, case in summarise(bench.runs).items()} == {"a": 9, "b": 9}
+    with pytest.raises(RuntimeError, match=r"tokens is to be the same .*'a': 8.0, 'b': 3.0"):
+        bench.interleave(cases, 1, same=["tokens"])
+
+
 def test_a_wholly_disturbed_benchmark_says_so():
     bench = Bench(Readings(10, 5, 10), lambda _: None)  # pyright: ignore[reportArgumentType]
     bench.interleave({"a": lambda: {"seconds": 1.0}}, 2)

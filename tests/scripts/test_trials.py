@@ -51,7 +51,7 @@ def speculation(cases: Cases) -> None:
 def stream(cases: Cases) -> None:
     plain, streamed = cases["plain"], cases["stream"]
     for name in ("response_tokens", "longest"):
-        assert plain[name] == streamed[name], "the same responses"
+        assert plain[name] == streamed[name], "medians over the same turns"
     assert plain["hidden_s"] == plain["beside_s"] == plain["streamed_share"] == 0
     assert plain["recompiles"] == streamed["recompiles"] == 0
 
