@@ -60,10 +60,10 @@ def _is_held_out(identity: str) -> bool:
 
 def _task_entries(data: DataSection) -> Iterator[tuple[int, dict[str, Any]]]:
     """The task's endless stream of (number, entry): one data set after another, each seeded where the last ended."""
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from reasoning_gym import factory  # not from `factory` itself: it is there, and empty, after an import that failed
 
-    if data.task not in DATASETS:
-        near = difflib.get_close_matches(data.task, list(DATASETS), n=1, cutoff=0.5)
+    if data.task not in factory.DATASETS:
+        near = difflib.get_close_matches(data.task, list(factory.DATASETS), n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"data.task: reasoning-gym has no task {data.task!r}{hint}")
     if "size" in data.task_config:
@@ -76,7 +76,7 @@ def _task_entries(data: DataSection) -> Iterator[tuple[int, dict[str, Any]]]:
     while True:
         drawn = 0
         try:
-            dataset = create_dataset(data.task, **options, seed=seed + start, size=_TASK_CHUNK)
+            dataset = factory.create_dataset(data.task, **options, seed=seed + start, size=_TASK_CHUNK)
             for drawn in range(_TASK_CHUNK):
                 try:
                     entry = dataset[drawn]
