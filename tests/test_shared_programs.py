@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -24,6 +25,11 @@ def update(total_updates: int = 0, **options: Any) -> TrainPrograms:
     return TrainPrograms(config, TRAINED, mesh, total_updates=total_updates)
 
 
+@functools.cache
+def plain_text() -> str:
+    return text(update())
+
+
 def text(programs: TrainPrograms, shape: tuple[str, int, int] = SHAPE) -> str:
     return programs.lower(*shape).as_text()
 
@@ -40,7 +46,7 @@ def test_what_is_not_of_the_update_changes_no_program_of_it():
         reward__num_workers=2,
     )
     assert key_of(other, SHAPE) == key_of(update(), SHAPE)
-    assert text(other) == text(update())
+    assert text(other) == plain_text()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_what_is_not_of_the_update_changes_no_program_of_it():
 )
 def test_what_is_of_it_does(options: dict[str, Any]):
     assert key_of(update(**options), SHAPE) != key_of(update(), SHAPE)
-    assert text(update(**options)) != text(update()), "else nothing is shown"
+    assert text(update(**options)) != plain_text(), "else nothing is shown"
 
 
 def test_an_update_knows_how_many_there_will_be():

@@ -9,7 +9,8 @@ plan goes out in one call to the event loop, for all requests together.
 
 Who asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be idle for as
 long as that one takes. So where rows have become free that nobody waits for, the next plan is made as soon as as many
-requests have come, and a small part of a plan's time later at the latest.
+requests have come, and a small part of a plan's time later at the latest. So is the first one after an idle time, for
+those who ask at once.
 """
 
 from __future__ import annotations
@@ -217,6 +218,8 @@ class Driver:
             if asked is None:
                 return False
             if isinstance(asked, Request):
+                if self._engine.is_idle:
+                    self._expected, until = self.num_rows, time.monotonic() + _WINDOW * self._plan_s
                 self._expected -= 1
                 try:
                     self._engine.add(asked)

@@ -33,7 +33,7 @@ def test_the_next_plan_waits_a_moment_for_those_whose_answers_have_ended(
 
     async def inside() -> None:
         driver = Driver(engine.engine, WAITING)
-        driver.submit([request(0, 3), request(1, 3)])
+        driver.submit([request(0, 3), request(1, 3), request(9, 60)])
         assert driver._take_in()
         while num_ended(driver) < 2:
             pass
@@ -44,12 +44,29 @@ def test_the_next_plan_waits_a_moment_for_those_whose_answers_have_ended(
         if follow == 2:
             late.start()
         assert driver._take_in()
-        assert engine.engine.unfinished() == (2, 3)[:follow]
+        assert engine.engine.unfinished() == (9, 2, 3)[: 1 + follow]
         engine.engine.abort(engine.engine.unfinished())
         engine.engine.drain()
 
     asyncio.run(inside())
     assert engine.engine.is_idle
+
+
+def test_the_first_plan_waits_a_moment_for_those_who_ask_at_once(engine: TextEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Driver, "_run", lambda driver: None)
+
+    async def inside() -> None:
+        driver = Driver(engine.engine, WAITING)
+        driver._plan_s = 1e4
+        requests = [request(number, 3) for number in range(driver.num_rows)]
+        driver.submit(requests[:-1])
+        threading.Timer(0.05, driver.submit, [requests[-1:]]).start()
+        assert driver._take_in()
+        assert len(engine.engine.unfinished()) == driver.num_rows
+        engine.engine.abort(engine.engine.unfinished())
+        engine.engine.drain()
+
+    asyncio.run(inside())
 
 
 def test_who_waits_already_is_not_kept_waiting(engine: TextEngine, monkeypatch: pytest.MonkeyPatch):
