@@ -372,7 +372,7 @@ class Loop:
             if training_step is None:
                 event = event.unshaped
             elif self._shaping is not None:
-                event = self._shaping.shaped(event, len(current.ledger.finished[event.key]))
+                event = self._shaping.shaped(event, current.ledger.finished[event.key].num_drawn)
         commands: Sequence[Command] = current.handle(event)
         if isinstance(event, RoundStarted) and training_step is not None:
             for each in self._mechanisms:

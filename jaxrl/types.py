@@ -34,6 +34,10 @@ FinishReason = Literal["stop", "length", "abort"]
 """`stop`: a stop token or stop string; `length`: the token limit; `abort`: ended by the scheduler, unfinished."""
 
 
+ENVIRONMENT = -1
+"""In the place of a version: a token that no policy has drawn, but an environment has answered."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class SampleKey:
     """Identity of one response. Every random bit of a sampled token derives from (run seed, this key, position).
@@ -140,7 +144,10 @@ class TopTokens(NamedTuple):
 
 @dataclass(slots=True)
 class Sample:
-    """One response to a prompt, finished or not.
+    """One response to a prompt, finished or not; over several turns, with what an environment has answered in between.
+
+    All that follows the prompt is in it, in order and as it was: tokens are appended, and never made of text again. The
+    first and the last token of a finished sample are the model's, and its versions never fall.
 
     Attributes:
       key: its identity.
@@ -150,7 +157,8 @@ class Sample:
         temperature 1).
       sampled_logprobs: float32 [T], log-probability under the distribution really drawn from (temperature, top-k,
         top-p, min-p; 0 when greedy).
-      versions: int32 [T], the `policy_version` (number of weight syncs) that produced each token.
+      versions: int32 [T], the `policy_version` (number of weight syncs) that produced each token; `ENVIRONMENT` where
+        an environment has: such a token has no log-probability (0), and is never learnt from.
       finish_reason: None while it is unfinished.
       text: the decoded response, when a tokenizer is at hand.
       reward: the scorer's verdict; None until scored.
@@ -179,6 +187,15 @@ class Sample:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def drawn(self) -> np.ndarray:
+        """bool [T]: the model's tokens; the others are an environment's."""
+        return self.versions != ENVIRONMENT
+
+    @property
+    def num_drawn(self) -> int:
+        return int(np.count_nonzero(self.drawn))
+
 
 @dataclass(slots=True)
 class Group:
@@ -199,7 +216,7 @@ class TrainBatch:
       old_logprobs: per sample float32 [T_i] under the policy before this step's first update; None where the
         recorded `rollout_logprobs` are used.
       ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
-      loss_masks: per sample [T_i], 1 at tokens to learn from; None: all.
+      loss_masks: per sample [T_i], 1 at tokens to learn from; None: all. An environment's tokens are 0.
       values: per sample float32 [T_i], what the critic expects from each token on, before this step's updates; None
         without a critic.
       returns: per sample float32 [T_i], what the critic is to expect; None without a critic.

@@ -175,7 +175,7 @@ def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
     """Rewards, lengths in tokens, and the newest epoch of scored groups; `limit`: tokens of the longest response."""
     samples = [sample for group in groups for sample in group.samples]
     measured = spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
-    measured |= length_metrics([len(sample) for sample in samples], limit)
+    measured |= length_metrics([sample.num_drawn for sample in samples], limit)
     measured |= spread("prompt_length", [len(group.prompt.token_ids) for group in groups])
     mixed = [len({sample.reward for sample in group.samples}) > 1 for group in groups]
     measured["training/epoch"] = max(group.prompt.epoch for group in groups)
@@ -192,13 +192,14 @@ def evaluation_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
         "val/accuracy": float((rewards >= RIGHT).mean()),
         f"val/best@{rewards.shape[1]}": float(rewards.max(axis=1).mean()),
     }
-    lengths = [len(sample) for group in groups for sample in group.samples]
+    lengths = [sample.num_drawn for group in groups for sample in group.samples]
     return measured | length_metrics(lengths, limit, "val/response_length")
 
 
 def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """By how many versions the tokens are older than the policy that trains on them (version `step` - 1)."""
-    staleness = np.concatenate([step - 1 - sample.versions for group in groups for sample in group.samples])
+    """By how many versions the model's tokens are older than the policy that trains on them (version `step` - 1)."""
+    versions = [sample.versions[sample.drawn] for group in groups for sample in group.samples]
+    staleness = step - 1 - np.concatenate(versions)
     return {
         "training/off_policy/share": float(np.mean(staleness > 0)),
         "training/off_policy/mean_staleness": float(np.mean(staleness)),
@@ -291,7 +292,7 @@ def hidden_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, flo
 def throughput(batch: TrainBatch, line: Mapping[str, float], num_devices: int) -> dict[str, float]:
     """Tokens of a batch, prompts once per sample, and per second and device, by its step's metrics."""
     total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
-    drawn = sum(len(sample) for sample in batch.samples)
+    drawn = sum(sample.num_drawn for sample in batch.samples)
     training_s = line["timing_s/step"] - line.get("timing_s/testing", 0.0)
     gen_s = line.get("timing_s/gen", 0.0)
     return {

@@ -18,11 +18,11 @@ class ScoreRequest:
       response: the decoded response.
       answer: the reference answer, if there is one.
       extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
-        `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
+        `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names.
       limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
         (`jaxrl.mechanisms.reward_timeouts.rule`); those beyond have the last one, and all where it is empty
         `reward.code.max_timeout_s`.
-      num_tokens: of the response.
+      num_tokens: that the model has drawn.
     """
 
     source: str
@@ -40,6 +40,6 @@ class ScoreRequest:
             "epoch": prompt.epoch,
             "index": prompt.index,
             "finish_reason": sample.finish_reason,
-            "response_length": len(sample),
+            "response_length": sample.num_drawn,
         }
-        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, len(sample))
+        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, sample.num_drawn)

@@ -13,7 +13,7 @@ Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
 after the root; whitening with ε = 1e-8 under it, over the tokens that are learnt from: `masked_whiten`). Departures:
 statistics are taken in float64; a sample without a partner in its group gets advantage 0 (verl: its raw score), because
 there is nothing to compare it with; in REINFORCE++ a token before a masked one keeps the return of what follows (verl
-starts again behind each masked token, which is meant for padding).
+starts again behind each masked token, which is meant for padding). An environment's tokens have no KL penalty.
 
 All estimators except those in `config.checks.NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are
 known as soon as its last reward is, and its gradient can be streamed.
@@ -226,8 +226,13 @@ def _kl_penalties(
     if logprobs is None or ref_logprobs is None:
         raise ValueError("algorithm.use_kl_in_reward needs the policy's and the reference model's log-probabilities")
     return [
-        algorithm.kl_coef * kl_estimate(np.asarray(ours, np.float64), np.asarray(ref, np.float64), algorithm.kl_penalty)
-        for _, ours, ref in zip(samples, logprobs, ref_logprobs, strict=True)
+        algorithm.kl_coef
+        * np.where(
+            sample.drawn,
+            kl_estimate(np.asarray(ours, np.float64), np.asarray(ref, np.float64), algorithm.kl_penalty),
+            0.0,
+        )
+        for sample, ours, ref in zip(samples, logprobs, ref_logprobs, strict=True)
     ]
 
 

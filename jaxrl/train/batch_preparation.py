@@ -49,10 +49,14 @@ def old_logprobs(
 
 
 def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-    """Per sample float32 [T], 1 at tokens to learn from in update `step`; None: all."""
-    if config.rollout.stale_tokens != "mask":
-        return None
-    return [on_policy_mask(sample.versions, step - 1).astype(np.float32) for sample in batch.samples]
+    """Per sample float32 [T], 1 at tokens to learn from in update `step`; None: all.
+
+    The model's are learnt from, and where `rollout.stale_tokens` is mask, those of the newest version.
+    """
+    if config.rollout.stale_tokens == "mask":
+        return [on_policy_mask(sample.versions, step - 1).astype(np.float32) for sample in batch.samples]
+    drawn = [sample.drawn for sample in batch.samples]
+    return None if all(own.all() for own in drawn) else [own.astype(np.float32) for own in drawn]
 
 
 def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
@@ -148,7 +152,10 @@ def joined(groups: Sequence[Group], parts: Sequence[TrainBatch]) -> TrainBatch:
     if any(part.ref_logprobs is not None for part in parts):
         whole.ref_logprobs = [_there(part.ref_logprobs)[i] for part, i in found]
     if any(part.loss_masks is not None for part in parts):
-        whole.loss_masks = [_there(part.loss_masks)[i] for part, i in found]
+        whole.loss_masks = [
+            np.ones(len(part.samples[i]), np.float32) if part.loss_masks is None else part.loss_masks[i]
+            for part, i in found
+        ]
     return whole
 
 

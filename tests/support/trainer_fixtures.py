@@ -22,7 +22,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.packing import Shape, TokenBatch, microbatch_shapes
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
+from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
 
 
 @pytest.fixture
@@ -51,9 +51,12 @@ def make_batch() -> Callable[..., TrainBatch]:
 
     The first response of each prompt is as long as allowed, which keeps the number of shapes, so of compilations, low.
     `same` makes the prompts of a group the same, as they are outside of tests; else each sample has tokens of its own.
+    `turns`: with what an environment has answered here and there.
     """
 
-    def make(size: int = 12, longest: int = 32, seed: int = 0, same: bool = False) -> TrainBatch:
+    def make(
+        size: int = 12, longest: int = 32, seed: int = 0, same: bool = False, turns: bool = False
+    ) -> TrainBatch:
         random = np.random.default_rng(seed)
         prompts, samples, advantages, old, ref = [], [], [], [], []
         for i in range(size):
@@ -66,14 +69,22 @@ def make_batch() -> Callable[..., TrainBatch]:
             sample.token_ids = random.integers(0, TRAINED.vocab_size, length).astype(np.int32)
             sample.rollout_logprobs, sample.sampled_logprobs = logprobs[0], logprobs[0]
             sample.versions = np.zeros(length, np.int32)
+            if turns:
+                answered = np.repeat(random.random(length // 4 + 1) < 0.4, 4)[: length - 2]
+                sample.versions[1 : length - 1][answered] = ENVIRONMENT
             sample.reward = float(random.random())
             samples.append(sample)
             advantages.append(random.normal(size=length).astype(np.float32))
             old.append(logprobs[1])
             ref.append(logprobs[2])
-        return TrainBatch(prompts, samples, advantages, old, ref)
+        return TrainBatch(prompts, samples, advantages, old, ref, turn_masks(samples) if turns else None)
 
     return make
+
+
+def turn_masks(samples: Sequence[Sample]) -> list[np.ndarray]:
+    """What `batch_preparation.loss_masks` makes of samples with turns."""
+    return [(sample.versions >= 0).astype(np.float32) for sample in samples]
 
 
 @functools.cache
@@ -128,7 +139,7 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float | None], index: int
     """Samples of these lengths and rewards, of a prompt of one token."""
     samples = [Sample.empty(SampleKey(0, index, i)) for i in range(len(lengths))]
     for sample, length, reward in zip(samples, lengths, rewards, strict=True):
-        sample.token_ids, sample.reward = np.zeros(length, np.int32), reward
+        sample.token_ids, sample.versions, sample.reward = np.zeros(length, np.int32), np.zeros(length, np.int32), reward
     return Group(Prompt(0, index, (1,), "", ""), samples)
 
 
@@ -140,12 +151,13 @@ def padded(batch: TrainBatch, width: int = 48) -> TokenBatch:
         out.tokens[i, :stop] = [*prompt.token_ids, *sample.token_ids]
         out.segment_ids[i, :stop] = 1
         out.positions[i, :stop] = range(stop)
-        out.loss_mask[i, start:stop] = 1
+        mask = np.ones(len(sample)) if batch.loss_masks is None else batch.loss_masks[i]
+        out.loss_mask[i, start:stop] = mask
         out.rollout_logprobs[i, start:stop] = sample.rollout_logprobs
         for name in ("advantages", "old_logprobs", "ref_logprobs", "values", "returns"):
             if (of_samples := getattr(batch, name)) is not None:
                 getattr(out, name)[i, start:stop] = of_samples[i]
-        out.sequence_length[i, :stop] = len(sample)
+        out.sequence_length[i, :stop] = mask.sum()
         out.num_sequences[i] = 1
     return out
 

@@ -31,6 +31,7 @@ def group(index: int, *versions: list[int]) -> Group:
 FRESH = [group(i, [2, 2, 2], [2]) for i in (0, 1)]
 STALE = [group(i, [1, 0], [1, 1, 1]) for i in (2, 3)]
 MIXED = [group(4, [1, 2], [2, 2]), group(5, [2, 2], [0, 1, 2])]
+TURNS = [group(6, [2, -1, -1, 2], [2, 2]), group(7, [1, -1, 1, -1, 2], [2, -1, 2])]
 
 
 def config(stale_tokens: str = "recorded", old: str = "recompute", kl: bool = False) -> Config:
@@ -86,9 +87,9 @@ def test_denominators_by_version():
 def test_parts_are_the_whole(stale_tokens: str, old: str, kl: bool):
     if old == "rollout" and stale_tokens == "recompute":
         return  # refused by config.checks
-    c, groups = config(stale_tokens, old, kl), FRESH + STALE + MIXED
+    c, groups = config(stale_tokens, old, kl), FRESH + STALE + MIXED + TURNS
     whole = prepared(c, groups)
-    for cut in ([FRESH, STALE, MIXED], [MIXED[1:] + STALE, [*FRESH[1:], MIXED[0]], FRESH[:1]]):
+    for cut in ([FRESH, STALE, MIXED, TURNS], [MIXED[1:] + STALE + TURNS, [*FRESH[1:], MIXED[0]], FRESH[:1]]):
         found = batch_preparation.joined(groups, [prepared(c, part) for part in cut])
         assert [sample.key for sample in found.samples] == [sample.key for sample in whole.samples]
         for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_masks"):
@@ -96,6 +97,19 @@ def test_parts_are_the_whole(stale_tokens: str, old: str, kl: bool):
             assert (ours is None) == (theirs is None)
             for a, b in zip(ours or [], theirs or [], strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("stale_tokens", "learnt"), [("recorded", [1, 0, 1, 0, 1]), ("mask", [0, 0, 0, 0, 1])])
+def test_what_an_environment_has_answered_is_masked_and_costs_no_kl(stale_tokens: str, learnt: list[int]):
+    masks = prepared(config(stale_tokens), TURNS).loss_masks
+    assert masks is not None
+    assert masks[2].tolist() == learnt
+    assert prepared(config(), FRESH).loss_masks is None
+    plain, answered = group(8, [2, 2], [2]), group(8, [2, -1, 2], [2])
+    answered.samples[0].rollout_logprobs = np.insert(plain.samples[0].rollout_logprobs, 1, 0)
+    answered.samples[0].reward, answered.samples[1] = plain.samples[0].reward, plain.samples[1]
+    both = [np.unique(prepared(config(kl=True), [each]).advantages[0]).tolist() for each in (plain, answered)]
+    assert both[0] == both[1]
 
 
 def test_a_sample_in_two_parts_or_in_none():

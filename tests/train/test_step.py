@@ -59,7 +59,7 @@ _WHOLE = {}
 
 def whole_gradient(config, model, batch):
     """At the first weights of a trainer. The same one is asked for by several tests."""
-    if (key := (repr(config), model)) not in _WHOLE:
+    if (key := (repr(config), model, batch.loss_masks is None)) not in _WHOLE:
         whole = padded(batch)
 
         def objective(params):
@@ -109,6 +109,26 @@ def test_gradients_float64(x64, devices, level, mode, make_config, make_batch, m
     rows = (Shape(1, 48), *LONG) if devices == 1 else LONG
     options = EXACT | {"algorithm__loss_agg_mode": mode, "actor__ratio_level": level}
     check_gradient(make_trainer(make_config(**options), devices, ODD, rows), make_batch(), 1e-12)
+
+
+def test_gradients_of_turns_float64(x64, make_config, make_batch, make_trainer):
+    """What an environment has answered is context and nothing else: whatever stands at its tokens, gradients are the
+    same to the bit, and they are those of the padded batch."""
+    trainer, batch = make_trainer(make_config(**EXACT), 1, ODD, LONG), make_batch(turns=True)
+    assert 0.2 < np.concatenate(batch.loss_masks).mean() < 0.8
+    check_gradient(trainer, batch, 1e-12)
+    trainer.accumulate(batch)
+    expected = trainer.gradients()
+    random = np.random.default_rng(1)
+    for _ in range(8):
+        trainer.discard()
+        other = make_batch(turns=True)
+        for i, sample in enumerate(other.samples):
+            sample.rollout_logprobs = sample.rollout_logprobs.copy()
+            for values in (sample.rollout_logprobs, other.advantages[i], other.old_logprobs[i], other.ref_logprobs[i]):
+                values[~sample.drawn] = random.choice([0, -1e30, 1e30, 3], np.sum(~sample.drawn))
+        trainer.accumulate(other)
+        assert jax.tree.all(jax.tree.map(np.array_equal, trainer.gradients(), expected))
 
 
 def test_gradients_float32(make_config, make_batch, make_trainer):

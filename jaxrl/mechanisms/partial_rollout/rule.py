@@ -216,7 +216,7 @@ class PartialRollout:
             steps_waited=step - group.first_step,
             lengths=tuple(map(len, samples)),
             finished=tuple(map(has_ended, samples)),
-            oldest_versions=tuple(int(sample.versions.min()) if len(sample) else None for sample in samples),
+            oldest_versions=tuple(int(sample.versions[0]) if len(sample) else None for sample in samples),
             restarts=tuple(sample.key.attempt for sample in samples),
         )
 
@@ -233,7 +233,7 @@ class PartialRollout:
     def _last_step(self, sample: Sample) -> float:
         """The last training step for which the sample's oldest token is within the cap: step s trains version s - 1."""
         cap = self.options.max_staleness
-        return int(sample.versions.min()) + 1 + cap if len(sample) and cap >= 0 else math.inf
+        return int(sample.versions[0]) + 1 + cap if len(sample) and cap >= 0 else math.inf
 
     def _due(self, waiting: Iterable[BufferedGroup], step: int) -> set[PromptKey]:
         """The groups that must be in the batch of `step`.
@@ -295,7 +295,7 @@ class PartialRollout:
         return RoundResult(current.kind, groups, left, metrics, opened.filtered(), begun)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
-        spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]
+        spans = [num_spans(sample.versions[sample.drawn]) for group in opened.round.groups() for sample in group.samples]
         return {
             "rollout/surplus_prompts": float(sum(entry.is_complete for entry in self.buffer)),
             "rollout/buffered_tokens": float(sum(len(s) for entry in self.buffer for s in entry.samples)),

@@ -425,14 +425,13 @@ def _spread_of_ages(name: str, ages: Sequence[int]) -> dict[str, float]:
 
 
 def off_policy_share(samples: Iterable[Sample], policy_version: int) -> float:
-    """The share of tokens from versions before `policy_version`; 0 if there are no tokens."""
+    """The share of the model's tokens from versions before `policy_version`; 0 if there are no tokens."""
     total = older = 0
-    for sample in samples:  # a response's versions never fall, and most of them are one version throughout
-        versions, count = sample.versions, len(sample.versions)
-        total += count
-        if count and versions[0] < policy_version:
-            whole = versions[-1] < policy_version
-            older += count if whole else int(np.searchsorted(versions, policy_version))
+    for sample in samples:
+        drawn = sample.num_drawn
+        total += drawn
+        if drawn and sample.versions[0] < policy_version:
+            older += drawn - int(np.count_nonzero(sample.versions >= policy_version))
     return older / total if total else 0.0
 
 

@@ -1,0 +1,85 @@
+"""What stands between two turns of a model: answers, as the model's own chat template writes them, as tokens.
+
+Purpose: a conversation is appended to, and never rendered again. What the model has said stays as it was drawn, token
+by token; behind it come the tokens that the template writes after an assistant's message: its end, the new messages,
+and the beginning of the next turn. A template is asked for these alone, beside two short messages, whatever the
+conversation has grown to: its time does not grow with the turns.
+
+Where a template only appends, the tokens are those of the whole conversation, rendered at once; unless a tokenizer
+joins the beginning of a turn and what is said there into one token, which no model can draw. Some templates rewrite
+what was said before: Qwen3's drops the thinking of all turns but the last. A model that is trained on what it has drawn
+then reads its own thinking, which `rewritten` says in a sentence for the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+_ASKED, _SAID, _AGAIN = "asked0by0a0user", "said0by0the0model", "said0again0by0it"  # words that no template has
+_THOUGHT = "thought0by0it"
+
+
+class Between:
+    """The tokens between turns.
+
+    Args:
+      tokenizer: with a chat template.
+      arguments: `data.apply_chat_template_kwargs`, and `tools`.
+
+    Raises:
+      ValueError: there is no template, or it writes nothing of what an assistant has said.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        if self._after([_user(_ASKED)]) is None:
+            raise ValueError(
+                "the chat template leaves out what an assistant has said: with it there can be no second turn"
+            )
+
+    def answer(self, messages: Sequence[Message], last_token: int | None = None) -> tuple[int, ...]:
+        """The tokens that follow a turn, up to where the model's next one begins.
+
+        Args:
+          messages: at least one, of users or tools.
+          last_token: that the model has drawn. Where that is what the template ends a turn with, it is not said twice.
+
+        Raises:
+          RefusedMessages: the template refuses these messages here.
+        """
+        after = self._after(messages)
+        if after is None:
+            raise RefusedMessages("the chat template leaves out what an assistant has said before these messages")
+        ids = self._tokenizer.encode(after)
+        return tuple(ids[1:] if ids and ids[0] == last_token else ids)
+
+    def rewritten(self) -> str:
+        """What the template makes of earlier turns, in a sentence; empty: it only appends."""
+        first = self._render([_user(_ASKED), _said(_SAID), _user(_ASKED)])
+        second = self._render([_user(_ASKED), _said(_SAID), _user(_ASKED), _said(_AGAIN), _user(_ASKED)])
+        if not second.startswith(first + _AGAIN):
+            return "the chat template writes earlier turns otherwise than the last one"
+        thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"
+        if _THOUGHT not in self._render([_user(_ASKED), _said(thinking), _user(_ASKED)]):
+            return "the chat template drops the thinking of earlier turns"
+        return ""
+
+    def _after(self, messages: Sequence[Message]) -> str | None:
+        before, said, after = self._render([_user(_ASKED), _said(_SAID), *messages]).rpartition(_SAID)
+        return after if said and before else None
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._tokenizer.apply_chat_template(messages, **self._arguments)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}

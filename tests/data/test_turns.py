@@ -1,0 +1,137 @@
+"""Turns of a conversation: appended tokens are those of the whole conversation, rendered at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.data.chat_template import ChatTemplate, RefusedMessages
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.turns import Between
+
+# Written as the families write theirs, in the special tokens of SmolLM2's vocabulary.
+CHATML = """
+{%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+TOOLS_TOGETHER = """
+{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<answer>\n' ~ m.content ~ '\n</answer>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+HEADERS = """
+{{- bos_token }}{% for m in messages %}
+{{- '<repo_name>' ~ ('ipython' if m.role == 'tool' else m.role) ~ '<file_sep>\n' ~ m.content | trim ~ '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<repo_name>assistant<file_sep>\n' }}{% endif %}"""
+THINKS = """
+{%- set last = namespace(user=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set said = m.content.split('</think>')[-1].lstrip('\n') if loop.index0 < last.user else m.content %}
+{{- '<|im_start|>' ~ m.role ~ '\n' ~ (said if m.role == 'assistant' else m.content) ~ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+TEMPLATES = {"chatml": CHATML, "tools together": TOOLS_TOGETHER, "headers": HEADERS, "thinks": THINKS}
+WORDS = ["Guess", "42", "it is", "higher,", "lower!", "{'a': 1}", "…", "naïve", "漢字", "🙂", "\n", "1 + 2 =", "```py\nx\n```"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_path(smollm2)
+
+
+def renders(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    """The same tokenizer, with this template."""
+    found = copy.copy(tokenizer)
+    found.chat_templates = {"default": ChatTemplate(template.strip(), "test")}
+    return found
+
+
+def text(random: np.random.Generator) -> str:
+    """Beginning with a letter and ending without white space, which some templates trim."""
+    return " ".join(["So", *random.choice(WORDS, random.integers(1, 9))]).strip()
+
+
+def conversation(random: np.random.Generator, user_only: bool) -> list[Mapping[str, Any]]:
+    """Of one to six turns, each answered by a user, or by a tool or two."""
+    found: list[Mapping[str, Any]] = [{"role": "system", "content": text(random)}] if random.random() < 0.5 else []
+    found.append({"role": "user", "content": text(random)})
+    for _ in range(random.integers(1, 7)):
+        found.append({"role": "assistant", "content": text(random)})
+        role = "user" if user_only or random.random() < 0.3 else "tool"
+        found += [{"role": role, "content": text(random)} for _ in range(1 if role == "user" else random.integers(1, 3))]
+    return found
+
+
+def in_turns(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    """The tokens of a conversation, as it grows, and which of them the model has drawn."""
+    between, end = Between(tokenizer), tokenizer.encode("<|im_end|>")
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    ids = tokenizer.encode(tokenizer.apply_chat_template(messages[: places[0]]))
+    drawn = [False] * len(ids)
+    for place, following in zip(places, [*places[1:], len(messages)], strict=True):
+        said = [*tokenizer.encode(messages[place]["content"]), *end]
+        answer = between.answer(messages[place + 1 : following], said[-1])
+        ids += [*said, *answer]
+        drawn += [True] * len(said) + [False] * len(answer)
+    return ids, drawn
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_appended_tokens_are_those_of_the_whole(tokenizer: Tokenizer, name: str):
+    """500 conversations for each template, which makes 2,000, token by token as they are rendered at once."""
+    tokenizer = renders(tokenizer, TEMPLATES[name])
+    for seed in range(500):
+        random = np.random.default_rng(seed)
+        messages = conversation(random, user_only=name == "chatml")
+        ids, drawn = in_turns(tokenizer, messages)
+        assert ids == tokenizer.encode(tokenizer.apply_chat_template(messages))
+        assert not drawn[-1]
+        said = tokenizer.decode([token for token, own in zip(ids, drawn, strict=True) if own], False)
+        assert said == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
+
+
+def test_thinking_that_a_template_drops_stays_as_it_was_drawn(tokenizer: Tokenizer):
+    tokenizer = renders(tokenizer, THINKS)
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSo 4"}
+    messages = [{"role": "user", "content": "So?"}, thought, {"role": "user", "content": "So?"}]
+    ids, _ = in_turns(tokenizer, messages)
+    assert "hm" in tokenizer.decode(ids)
+    assert "hm" not in tokenizer.apply_chat_template(messages)
+    assert Between(tokenizer).rewritten() == "the chat template drops the thinking of earlier turns"
+    with_tool = [*messages[:2], {"role": "tool", "content": "So 4"}]
+    assert in_turns(tokenizer, with_tool)[0] == tokenizer.encode(tokenizer.apply_chat_template(with_tool))
+
+
+def test_what_a_template_does_to_the_past(tokenizer: Tokenizer):
+    for name in ("chatml", "tools together", "headers"):
+        assert Between(renders(tokenizer, TEMPLATES[name])).rewritten() == ""
+    numbered = CHATML.replace("m.content", "m.content ~ (messages | length)")
+    assert "otherwise than the last one" in Between(renders(tokenizer, numbered)).rewritten()
+
+
+def test_another_end_than_the_templates_is_kept(tokenizer: Tokenizer):
+    tokenizer = renders(tokenizer, CHATML)
+    end, other = (tokenizer.encode(token)[0] for token in ("<|im_end|>", "<|endoftext|>"))
+    between, asked = Between(tokenizer), [{"role": "user", "content": "So?"}]
+    assert between.answer(asked, other) == (end, *between.answer(asked, end))
+
+
+def test_templates_that_cannot_go_on(tokenizer: Tokenizer):
+    mute = CHATML.replace("m.content", "(m.content if m.role == 'user' else '')")
+    with pytest.raises(ValueError, match="leaves out what an assistant has said"):
+        Between(renders(tokenizer, mute))
+    strict = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+    between = Between(renders(tokenizer, strict))
+    with pytest.raises(RefusedMessages, match="refuses these messages: no tools"):
+        between.answer([{"role": "tool", "content": "So 4"}])
