@@ -42,7 +42,21 @@ THINKS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 TEMPLATES = {"chatml": CHATML, "tools together": TOOLS_TOGETHER, "headers": HEADERS, "thinks": THINKS}
-WORDS = ["Guess", "42", "it is", "higher,", "lower!", "{'a': 1}", "…", "naïve", "漢字", "🙂", "\n", "1 + 2 =", "```py\nx\n```"]
+WORDS = [
+    "Guess",
+    "42",
+    "it is",
+    "higher,",
+    "lower!",
+    "{'a': 1}",
+    "…",
+    "naïve",
+    "漢字",
+    "🙂",
+    "\n",
+    "1 + 2 =",
+    "```py\nx\n```",
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +83,9 @@ def conversation(random: np.random.Generator, user_only: bool) -> list[Mapping[s
     for _ in range(random.integers(1, 7)):
         found.append({"role": "assistant", "content": text(random)})
         role = "user" if user_only or random.random() < 0.3 else "tool"
-        found += [{"role": role, "content": text(random)} for _ in range(1 if role == "user" else random.integers(1, 3))]
+        found += [
+            {"role": role, "content": text(random)} for _ in range(1 if role == "user" else random.integers(1, 3))
+        ]
     return found
 
 

@@ -54,9 +54,7 @@ def make_batch() -> Callable[..., TrainBatch]:
     `turns`: with what an environment has answered here and there.
     """
 
-    def make(
-        size: int = 12, longest: int = 32, seed: int = 0, same: bool = False, turns: bool = False
-    ) -> TrainBatch:
+    def make(size: int = 12, longest: int = 32, seed: int = 0, same: bool = False, turns: bool = False) -> TrainBatch:
         random = np.random.default_rng(seed)
         prompts, samples, advantages, old, ref = [], [], [], [], []
         for i in range(size):
@@ -139,7 +137,11 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float | None], index: int
     """Samples of these lengths and rewards, of a prompt of one token."""
     samples = [Sample.empty(SampleKey(0, index, i)) for i in range(len(lengths))]
     for sample, length, reward in zip(samples, lengths, rewards, strict=True):
-        sample.token_ids, sample.versions, sample.reward = np.zeros(length, np.int32), np.zeros(length, np.int32), reward
+        sample.token_ids, sample.versions, sample.reward = (
+            np.zeros(length, np.int32),
+            np.zeros(length, np.int32),
+            reward,
+        )
     return Group(Prompt(0, index, (1,), "", ""), samples)
 
 

@@ -295,7 +295,9 @@ class PartialRollout:
         return RoundResult(current.kind, groups, left, metrics, opened.filtered(), begun)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
-        spans = [num_spans(sample.versions[sample.drawn]) for group in opened.round.groups() for sample in group.samples]
+        spans = [
+            num_spans(sample.versions[sample.drawn]) for group in opened.round.groups() for sample in group.samples
+        ]
         return {
             "rollout/surplus_prompts": float(sum(entry.is_complete for entry in self.buffer)),
             "rollout/buffered_tokens": float(sum(len(s) for entry in self.buffer for s in entry.samples)),

@@ -319,8 +319,8 @@ class Batcher:
         with_room = []
         for group in groups:  # every one for every request that starts: thousands, in a simulation of a large machine
             if group not in closed and free_slots[group]:
-                there = blocks.num_published(group, request.share, num_prompt) if group in holding else 0
-                if wanted - there + headroom[group] <= blocks.num_free(group):
+                saved = blocks.num_saved(group, request.share, num_prompt, request.session) if group in holding else 0
+                if wanted - saved + headroom[group] <= blocks.num_free(group):
                     with_room.append(group)
         return with_room
 
@@ -335,19 +335,20 @@ class Batcher:
         progress.prefix = (*request.prompt_ids, *progress.tokens)
         progress.group, progress.slot = group, heapq.heappop(self._free_slots[group])
         prompt_len = len(request.prompt_ids)
-        if request.session is None:
-            num_there = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
-        else:
+        goes_on = request.session is not None and self.blocks.parked_in(request.session) == group
+        if goes_on:
             num_there = self.blocks.num_resumed(group, request.session, progress.prefix)
+        else:
+            num_there = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
         num_chunk = min(len(progress.prefix) - num_there, builder.budget[group])
         builder.lacks_budget |= num_there + num_chunk < len(progress.prefix)
         need = len(progress.prefix)
         if num_there + num_chunk == need:
             need = min(need + self.config.decode_steps, progress.limit)
-        if request.session is None:
-            found = self.blocks.allocate(request.request_id, group, need, request.share, prompt_len)
-        else:
+        if goes_on:
             found = self.blocks.resume(request.request_id, group, need, request.session, progress.prefix)
+        else:
+            found = self.blocks.allocate(request.request_id, group, need, request.share, prompt_len)
         assert found == num_there, "admitted without room"
         progress.prefilled = num_there
         insort(self._running, progress, key=_by_arrival)
@@ -506,8 +507,4 @@ class Batcher:
             raise ValueError(f"{which}: a request with this id is live")
         if self._share_prompts.get(request.share, (request.prompt_ids,))[0] != request.prompt_ids:
             raise ValueError(f"{which}: `share` {request.share!r} is in use with another prompt")
-        if request.share is not None and request.session is not None:
-            raise ValueError(
-                f"{which}: a turn of `session` {request.session!r} shares its blocks with no other request"
-            )
         check_request(request, self.capacity, self.config.max_model_len)

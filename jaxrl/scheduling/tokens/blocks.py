@@ -11,9 +11,10 @@ matters here, and that needs no table of hashes. Only full blocks in front of th
 because at least one token must be run to get logits; so a shared block is never written again and copy-on-write never
 happens. A block is freed with its last holder, but for those that are *parked*.
 
-The blocks of a conversation are parked between two of its turns: they hold the KV of known tokens, and count as free.
-Its next request takes over those in front of the first token that is another one, block and all: nobody shares them, so
-what stands behind may be written over. Where a pool runs dry, the blocks that were parked longest ago are given up.
+The blocks of a conversation are parked between two of its turns: they hold the KV of known tokens, and those that
+nobody else holds count as free. Its next request takes over those in front of the first token that is another one,
+block and all: nobody shares the last of them, so what stands behind may be written over. Where a pool runs dry, what
+was parked longest ago is given up. Conversations that begin with the same prompt share its blocks, parked or not.
 
 A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
 Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
@@ -43,11 +44,12 @@ class _Holding:
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """The KV of a conversation's tokens, in their order."""
+    """The KV of a conversation's tokens, in their order; `share` as of the request that left it."""
 
     group: int
     blocks: list[int]
     tokens: tuple[int, ...]
+    share: object | None
 
 
 class BlockManager:
@@ -79,7 +81,8 @@ class BlockManager:
         self._published: dict[tuple[int, object], list[int]] = {}
         self._holders: dict[object, Counter[int]] = {}
         self._parked: dict[object, _Parked] = {}  # by session, those parked longest ago first
-        self._num_parked = [0] * num_groups
+        self._parked_references = [[0] * num_blocks for _ in range(num_groups)]  # of a block's, those of parked ones
+        self._num_parked = [0] * num_groups  # blocks that nobody else holds
 
     @property
     def capacity(self) -> int:
@@ -91,6 +94,7 @@ class BlockManager:
         return len(self._free[group]) + self._num_parked[group]
 
     def num_parked(self, group: int) -> int:
+        """Those that parked conversations hold, and nobody else."""
         return self._num_parked[group]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -117,8 +121,17 @@ class BlockManager:
 
     def num_published(self, group: int, share: object | None, prompt_len: int) -> int:
         """Blocks that a request with this `share` would find ready in `group`."""
-        published = None if share is None else self._published.get((group, share))
-        return min(len(published), self.num_shareable(prompt_len)) if published else 0
+        return len(self._ready(group, share, prompt_len))
+
+    def num_saved(self, group: int, share: object | None, prompt_len: int, session: object | None = None) -> int:
+        """Blocks that a request would find ready in `group`, its conversation's too, and that are not among the free
+        ones (`num_free`)."""
+        if not self._parked:
+            return self.num_published(group, share, prompt_len)
+        parked = self._parked.get(session)
+        here = parked is not None and parked.group == group
+        ready = parked.blocks if here else self._ready(group, share, prompt_len)
+        return sum(not self._is_parked(group, block) for block in ready)
 
     def allocate(
         self, request_id: int, group: int, num_tokens: int, share: object | None = None, prompt_len: int = 0
@@ -130,19 +143,19 @@ class BlockManager:
         """
         assert request_id not in self._holdings, f"request {request_id} holds blocks already"
         assert num_tokens >= prompt_len, (num_tokens, prompt_len)
-        num_shared = self.num_published(group, share, prompt_len)
-        num_new = self.blocks_for(num_tokens) - num_shared
-        if num_new > self.num_free(group):
+        shared = self._ready(group, share, prompt_len)
+        num_blocks = self.blocks_for(num_tokens)
+        if num_blocks - self.num_saved(group, share, prompt_len) > self.num_free(group):
             return None
-        shared = self._published[group, share][:num_shared] if num_shared else []
         holding = _Holding(group, [*shared], share, self.num_shareable(prompt_len) if share is not None else 0, True)
         for block in shared:
+            self._num_parked[group] -= self._is_parked(group, block)
             self._references[group][block] += 1
-        self._take(holding, num_new)
+        self._take(holding, num_blocks - len(shared))
         self._holdings[request_id] = holding
         if share is not None:
             self._holders.setdefault(share, Counter())[group] += 1
-        return num_shared * self.block_size
+        return len(shared) * self.block_size
 
     def extend(self, request_id: int, num_tokens: int) -> bool:
         """Lets a request's table cover `num_tokens` positions; False if the pool runs dry (nothing has changed)."""
@@ -188,36 +201,47 @@ class BlockManager:
     def free(self, request_id: int) -> None:
         """Gives a request's blocks back; blocks that other requests share stay in use."""
         holding = self._holdings.pop(request_id)
-        references = self._references[holding.group]
         self._give_back(holding.group, holding.blocks)
-        if holding.share is None:
+        self._leave(holding.group, holding.share)
+
+    def _ready(self, group: int, share: object | None, prompt_len: int) -> Sequence[int]:
+        """The blocks that a request with this `share` finds in `group`."""
+        published = None if share is None else self._published.get((group, share))
+        return published[: self.num_shareable(prompt_len)] if published else ()
+
+    def _leave(self, group: int, share: object | None) -> None:
+        """One holder less of what this `share` publishes."""
+        if share is None:
             return
-        published = self._published.get((holding.group, holding.share), [])
+        published, references = self._published.get((group, share), []), self._references[group]
         while published and references[published[-1]] == 0:
             published.pop()
         if not published:
-            self._published.pop((holding.group, holding.share), None)
-        holders = self._holders[holding.share]
-        holders[holding.group] -= 1
-        if not holders[holding.group]:
-            del holders[holding.group]
+            self._published.pop((group, share), None)
+        holders = self._holders[share]
+        holders[group] -= 1
+        if not holders[group]:
+            del holders[group]
         if not holders:
-            del self._holders[holding.share]
+            del self._holders[share]
 
     # Conversations
 
     def park(self, request_id: int, session: object, tokens: tuple[int, ...]) -> None:
         """Takes the blocks of a request's first tokens, which these are, from it, and keeps them while there is room.
 
-        It must share none. A session has the tokens that were parked last.
+        Those that it shares must be among them. A session has the tokens that were parked last.
         """
         holding = self._holdings[request_id]
-        assert holding.share is None, "what is parked belongs to one conversation"
-        self.forget(session)
         kept = self.blocks_for(len(tokens))
-        self._parked[session] = _Parked(holding.group, holding.blocks[:kept], tokens)
-        self._num_parked[holding.group] += kept
-        holding.blocks, holding.table = holding.blocks[kept:], None
+        assert kept >= holding.num_shareable, "a part of the prompt is left behind"
+        self.forget(session)
+        group, blocks = holding.group, holding.blocks[:kept]
+        self._parked[session] = _Parked(group, blocks, tokens, holding.share)
+        for block in blocks:
+            self._parked_references[group][block] += 1
+            self._num_parked[group] += self._is_parked(group, block)
+        holding.blocks, holding.table, holding.share, holding.num_shareable = holding.blocks[kept:], None, None, 0
 
     def parked_in(self, session: object) -> int | None:
         """The dp group in which a conversation's KV is parked; None: nowhere."""
@@ -241,13 +265,20 @@ class BlockManager:
         """
         assert request_id not in self._holdings, f"request {request_id} holds blocks already"
         num_blocks, num_there = self.blocks_for(num_tokens), self.num_resumed(group, session, tokens)
-        if num_blocks > self.num_free(group):
+        parked = self._parked.get(session)
+        kept = parked.blocks[: self.blocks_for(num_there)] if parked is not None else []
+        if num_blocks - sum(not self._is_parked(group, block) for block in kept) > self.num_free(group):
             return None
-        holding = _Holding(group, [], None, 0, False)
-        if (parked := self._unpark(session)) is not None:
-            holding.blocks = parked.blocks[: self.blocks_for(num_there)]
-            self._give_back(parked.group, parked.blocks[len(holding.blocks) :])
-        self._take(holding, num_blocks - len(holding.blocks))
+        holding = _Holding(group, kept, None, 0, False)
+        if parked is not None:
+            self._unpark(session)
+            self._give_back(parked.group, parked.blocks[len(kept) :])
+            if num_there and parked.share is not None:
+                holding.share, holding.num_shareable = parked.share, self._num_common_published(parked)
+                assert num_there >= holding.num_shareable * self.block_size, "a shared block would be written over"
+            else:
+                self._leave(parked.group, parked.share)
+        self._take(holding, num_blocks - len(kept))
         self._holdings[request_id] = holding
         return num_there
 
@@ -255,6 +286,7 @@ class BlockManager:
         """Frees what is parked of a conversation, if anything is."""
         if (parked := self._unpark(session)) is not None:
             self._give_back(parked.group, parked.blocks)
+            self._leave(parked.group, parked.share)
 
     def forget_all(self) -> None:
         """Frees all that is parked: the weights are others."""
@@ -265,8 +297,18 @@ class BlockManager:
         """What is parked of a conversation, which is now the caller's."""
         parked = self._parked.pop(session, None)
         if parked is not None:
-            self._num_parked[parked.group] -= len(parked.blocks)
+            for block in parked.blocks:
+                self._num_parked[parked.group] -= self._is_parked(parked.group, block)
+                self._parked_references[parked.group][block] -= 1
         return parked
+
+    def _is_parked(self, group: int, block: int) -> bool:
+        """Whether parked conversations hold it, and nobody else."""
+        return 0 < self._references[group][block] == self._parked_references[group][block]
+
+    def _num_common_published(self, parked: _Parked) -> int:
+        """Blocks at the beginning of a parked conversation that others may share."""
+        return _num_common(parked.blocks, self._published.get((parked.group, parked.share), ()))
 
     def _reclaim(self, group: int, count: int) -> None:
         """Gives up what was parked longest ago, until so many blocks are free."""
@@ -286,11 +328,17 @@ class BlockManager:
                 for i, block in enumerate(holding.blocks):
                     shared = holding.share is not None and i < holding.num_shareable
                     owners.setdefault(block, set()).add((holding.share if shared else ("own", request_id), i))
-            parked = [block for each in self._parked.values() if each.group == group for block in each.blocks]
+            alone = set(range(self.num_blocks)) - set(held)
+            for session, each in self._parked.items():
+                if each.group != group:
+                    continue
+                held.update(each.blocks)
+                num_shared = self._num_common_published(each)
+                for i, block in enumerate(each.blocks):
+                    owners.setdefault(block, set()).add((each.share if i < num_shared else ("parked", session), i))
+            parked = alone & set(held)
             assert len(parked) == self._num_parked[group], "parked blocks are counted wrongly"
-            held.update(parked)
-            for block in parked:
-                owners.setdefault(block, set()).add(("parked", block))
+            assert parked == {b for b in range(self.num_blocks) if self._is_parked(group, b)}
             free = self._free[group]
             assert TRASH_BLOCK not in {*held, *free}, "a request got the block that belongs to none"
             assert len({*held, *free}) == len(held) + len(free), "a block is free and held, or free twice"
@@ -315,10 +363,13 @@ class BlockManager:
 
     def _give_back(self, group: int, blocks: Sequence[int]) -> None:
         references, free = self._references[group], self._free[group]
+        parked_references = self._parked_references[group]
         for block in reversed(blocks):
             references[block] -= 1
             if references[block] == 0:
                 free.append(block)
+            else:
+                self._num_parked[group] += references[block] == parked_references[block]
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:

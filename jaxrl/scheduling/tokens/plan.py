@@ -35,12 +35,13 @@ class Request:
       key: identity of the sample; the random bits of its tokens derive from it.
       prompt_ids: the prompt.
       params: how to sample.
-      share: requests with equal `share` (not None) have the same prompt and share its full KV blocks.
+      share: requests with equal `share` (not None) have the same prompt and share its full KV blocks; so do
+        conversations, also while they have no turn.
       generated: tokens kept from before it was aborted and added again; part of the response.
       generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for those tokens.
       history: what its next tokens may be proposed from, as the executor takes it; None: nothing.
       session: the conversation that it is a turn of: what the one before it has left in the cache is not run again, as
-        long as nobody needed the room; None: none. Not with `share`.
+        long as nobody needed the room; None: none.
     """
 
     request_id: int

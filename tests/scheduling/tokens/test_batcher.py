@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, RowResult
-from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Ended, Preempted, TraceEvent
-from jaxrl.types import SampleKey, SamplingParams
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, RowResult, resume
+from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Ended, Preempted, Progress, TraceEvent
+from jaxrl.types import ENVIRONMENT, SampleKey, SamplingParams
 
 STOP = 2
 
@@ -172,8 +172,35 @@ def test_a_turn_runs_only_what_is_new():
     assert (chunk.start, chunk.tokens) == (5, (77,))
     assert [event.shared_tokens for event in trace if isinstance(event, Admitted)] == [0, 0, 6, 5]
     assert batcher.counters.shared_tokens == 11
-    with pytest.raises(ValueError, match="a turn of `session` 'talk' shares its blocks"):
-        batcher.add(replace(make_request(4, share="p"), session="talk"))
+
+
+def test_samples_of_a_prompt_run_it_once_over_all_their_turns():
+    """Four conversations of three turns. A turn's stop token was drawn and not run, so the next turn runs it."""
+    batcher, _ = make_batcher(num_slots=4, max_prefill_tokens=64)
+    requests = [replace(make_request(i, num_prompt=9, share="p"), session=i) for i in range(4)]
+    num_run = []
+    for turn in range(3):
+        for request in requests:
+            batcher.add(request)
+        num_run.append(sum(len(chunk.tokens) for chunk in plan_of(batcher).prefill))
+        ids = [request.request_id for request in requests]
+        ended = answer(batcher, turn, {i: [70, STOP] for i in ids}, set(ids))
+        assert [one.progress.request for one in ended] == requests
+        assert batcher.blocks.num_free(0) == batcher.blocks.capacity
+        requests = [_next_turn(one.progress, answered=90) for one in ended]
+    assert num_run == [9 + 3, 4 * 2, 4 * 2], "of the prompt all but its last token is in full blocks"
+
+
+def _next_turn(progress: Progress, answered: int) -> Request:
+    kept = resume(progress.request, progress.sample("stop"))
+    return replace(
+        kept,
+        request_id=kept.request_id + 10,
+        generated=(*kept.generated, answered),
+        generated_sampled_logprobs=(*kept.generated_sampled_logprobs, 0.0),
+        generated_rollout_logprobs=(*kept.generated_rollout_logprobs, 0.0),
+        generated_versions=(*kept.generated_versions, ENVIRONMENT),
+    )
 
 
 def test_a_turn_goes_where_the_one_before_it_was():

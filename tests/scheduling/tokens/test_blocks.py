@@ -1,5 +1,7 @@
 """Block accounting: examples, and the invariants after any sequence of calls."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,6 +125,49 @@ def test_where_a_pool_runs_dry_the_blocks_parked_longest_ago_are_given_up():
     blocks.check()
 
 
+def test_a_conversation_that_goes_on_elsewhere_leaves_what_it_shared():
+    blocks = BlockManager(num_groups=2, num_blocks=9, block_size=4)
+    blocks.allocate(0, 0, 9, "p", 9)
+    blocks.publish(0, 9)
+    blocks.park(0, "talk", tuple(range(9)))
+    blocks.free(0)
+    assert blocks.groups_holding("p") == (0,)
+    assert blocks.resume(1, 1, 12, "talk", tuple(range(10))) == 0
+    assert blocks.groups_holding("p") == ()
+    blocks.check()
+
+
+def test_conversations_of_one_prompt_share_its_blocks_while_they_wait():
+    """Two samples of a prompt of 9 tokens: its two full blocks are there once, whoever runs."""
+    blocks = BlockManager(num_groups=1, num_blocks=9, block_size=4)
+    ends = {0: (*range(9), 20, 21), 1: (*range(9), 30, 31, 32)}
+    assert blocks.allocate(0, 0, 12, "p", 9) == 0
+    blocks.publish(0, 9)
+    assert blocks.allocate(1, 0, 12, "p", 9) == 8
+    blocks.park(0, "first", ends[0])
+    blocks.free(0)
+    assert (blocks.num_free(0), blocks.num_parked(0)) == (5, 1), "the other one holds the prompt"
+    assert blocks.num_saved(0, "p", 9) == blocks.num_saved(0, "p", 9, "first") == 2
+    blocks.park(1, "second", ends[1])
+    blocks.free(1)
+    assert (blocks.num_free(0), blocks.num_parked(0)) == (8, 4)
+    assert blocks.num_saved(0, "p", 9) == blocks.num_saved(0, "p", 9, "first") == 0, "now they are among the free ones"
+    assert blocks.allocate(2, 0, 12, "p", 9) == 8, "a third sample finds it"
+    assert blocks.num_free(0) == 5
+    blocks.free(2)
+    assert (blocks.num_free(0), blocks.num_parked(0)) == (8, 4)
+    assert blocks.allocate(2, 0, 12, "p", 9) == 8
+    assert blocks.resume(3, 0, 16, "second", (*ends[1], 40)) == 12
+    assert blocks.table(3)[:2] == blocks.table(2)[:2]
+    blocks.check()
+    assert blocks.extend(3, 28), "the first one is given up"
+    assert (blocks.parked_in("first"), blocks.num_free(0)) == (None, 0)
+    blocks.free(2)
+    blocks.free(3)
+    assert (blocks.num_published(0, "p", 9), blocks.groups_holding("p")) == (0, ())
+    blocks.check()
+
+
 @pytest.mark.parametrize("sizes", [(0, 4, 4), (1, 1, 4), (1, 4, 0)])
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int]):
     with pytest.raises(ValueError, match=r"rollout\.num_blocks"):
@@ -144,7 +189,8 @@ CALLS = st.tuples(
 def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, calls: list):
     blocks = BlockManager(3, num_blocks, block_size)
     live: dict[int, tuple[int, int]] = {}  # request -> (group, tokens covered)
-    turns: set[int] = set()  # those of a conversation
+    begins: dict[int, Any] = {}  # conversation -> the share that it was parked with
+    shares: dict[int, Any] = {}  # request -> its own
     for call, request, group, share, more in calls:
         prompt_len = PROMPT_LENGTHS[share]
         if call == "allocate" and request not in live:
@@ -153,7 +199,7 @@ def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, ca
             if shared is None:
                 assert blocks.num_free(group) == free
             else:
-                live[request] = (group, prompt_len + more)
+                live[request], shares[request] = (group, prompt_len + more), share
                 assert shared <= max(prompt_len - 1, 0)
         elif call == "extend" and request in live:
             where, tokens = live[request]
@@ -167,25 +213,29 @@ def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, ca
         elif call == "free" and request in live:
             blocks.free(request)
             del live[request]
-        elif call == "park" and request in live and request in turns:
-            blocks.park(request, request % 3, tuple(range(min(more, live.pop(request)[1]))))
+        elif call == "park" and request in live:
+            tokens = live.pop(request)[1]
+            begins[request % 3] = shares[request]
+            blocks.park(request, request % 3, tuple(range(min(more, tokens) if shares[request] is None else tokens)))
             blocks.free(request)
-            turns.remove(request)
         elif call == "resume" and request not in live:
-            free, tokens = blocks.num_free(group), tuple(range(more + 1))
-            there = blocks.num_resumed(group, request % 3, tokens)
-            found = blocks.resume(request, group, prompt_len + more, request % 3, tokens)
-            fits = blocks.blocks_for(prompt_len + more) <= free
+            session = request % 3
+            begun = PROMPT_LENGTHS[begins[session]] if begins.get(session) is not None else 1
+            free, tokens = blocks.num_free(group), tuple(range(begun + more))  # all that it shares, and more
+            there, saved = blocks.num_resumed(group, session, tokens), blocks.num_saved(group, None, 0, session)
+            found = blocks.resume(request, group, len(tokens) + 2, session, tokens)
+            fits = blocks.blocks_for(len(tokens) + 2) <= free + saved
             assert found == (there if fits else None)
             if fits:
-                live[request] = (group, prompt_len + more)
-                turns.add(request)
-                assert there <= more
-        turns &= live.keys()
+                live[request], shares[request] = (group, len(tokens) + 2), begins[session] if there else None
+                assert there < len(tokens)
         blocks.check()
         for holder, (_, tokens) in live.items():
             assert blocks.num_held(holder) >= blocks.blocks_for(tokens)
     for request in live:
         blocks.free(request)
         blocks.check()
+    blocks.forget_all()
+    blocks.check()
+    assert not any(blocks.groups_holding(share) for share in PROMPT_LENGTHS)
     assert [blocks.num_free(g) for g in range(3)] == [num_blocks - 1] * 3
