@@ -129,8 +129,9 @@ class BlockManager:
         if not self._parked:
             return self.num_published(group, share, prompt_len)
         parked = self._parked.get(session)
-        here = parked is not None and parked.group == group
-        ready = parked.blocks if here else self._ready(group, share, prompt_len)
+        ready = self._ready(group, share, prompt_len)
+        if parked is not None and parked.group == group:
+            ready = parked.blocks
         return sum(not self._is_parked(group, block) for block in ready)
 
     def allocate(
