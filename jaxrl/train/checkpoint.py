@@ -325,7 +325,7 @@ class Checkpointer:
             return
         rounds_without, deadline = 0, time.monotonic() + 5
         while rounds_without < 4 and time.monotonic() < deadline:
-            found = list(self._folder.glob(f"{step}.tmp*"))
+            found = [place for place in self._folder.glob(f"{step}.tmp*") if not place.is_symlink()]  # it makes none
             for folder in found:
                 shutil.rmtree(folder, ignore_errors=True)
             rounds_without = 0 if found else rounds_without + 1
