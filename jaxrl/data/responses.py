@@ -59,5 +59,6 @@ def read_responses(
             raise ValueError(f"{where}: the response's length must be a number of tokens, found {shown(length)}")
         extra = extra_columns(row, (COLUMN, data.prompt_key, data.answer_key, data.source_key))
         sample = Sample.empty(SampleKey(0, index, 0))
-        sample.text, sample.token_ids = response, np.broadcast_to(np.int32(0), (length or 0,))
+        nothing = np.broadcast_to(np.int32(0), (length or 0,))
+        sample.text, sample.token_ids, sample.versions = response, nothing, nothing
         yield where, Prompt(0, index, (), question, source, answer, extra, question), sample

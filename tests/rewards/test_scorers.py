@@ -100,7 +100,8 @@ def test_math_without_a_reference_is_an_error():
 def test_request_of_a_sample():
     prompt = Prompt(2, 7, (1,), "2+2=", "sums", "4", {"level": 3, "index": "mine"})
     sample = Sample.empty(SampleKey(2, 7, 0))
-    sample.text, sample.finish_reason, sample.token_ids = "4", "stop", np.zeros(5, np.int32)
+    sample.text, sample.finish_reason = "4", "stop"
+    sample.token_ids = sample.versions = np.zeros(5, np.int32)
     request = ScoreRequest.of(prompt, sample)
     assert (request.source, request.response, request.answer) == ("sums", "4", "4")
     ours = {"prompt": "2+2=", "question": "2+2=", "epoch": 2, "finish_reason": "stop", "response_length": 5}
