@@ -103,11 +103,12 @@ def in_turns(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> tup
     return ids, drawn
 
 
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_appended_tokens_are_those_of_the_whole(tokenizer: Tokenizer, name: str):
-    """500 conversations for each template, which makes 2,000, token by token as they are rendered at once."""
+def test_appended_tokens_are_those_of_the_whole(tokenizer: Tokenizer, name: str, count: int):
+    """So many conversations for each template, token by token as they are rendered at once: 2,000 in all."""
     tokenizer = renders(tokenizer, TEMPLATES[name])
-    for seed in range(500):
+    for seed in range(count):
         random = np.random.default_rng(seed)
         messages = conversation(random, user_only=name == "chatml")
         ids, drawn = in_turns(tokenizer, messages)
