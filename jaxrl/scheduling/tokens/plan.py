@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.types import Sample, SampleKey, SamplingParams, TopTokens
+from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams, TopTokens
 
 TRASH_BLOCK = 0
 
@@ -215,7 +215,8 @@ def check_request(request: Request, capacity: Capacity, max_model_len: int | Non
         raise ValueError(f"{which}: kept tokens ({kept}) need as many log-probabilities and versions")
     if kept and request.params.top_logprobs:
         raise ValueError(f"{which}: the likeliest tokens of the {kept} kept tokens are not known (top_logprobs)")
-    if kept >= num_max or (kept and request.generated[-1] in request.params.stop_token_ids):
+    has_stopped = kept and request.generated[-1] in request.params.stop_token_ids
+    if kept >= num_max or (has_stopped and request.generated_versions[-1] != ENVIRONMENT):
         raise ValueError(f"{which}: finished already: {kept} kept tokens, max_tokens {num_max}")
     length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
     if max_model_len is not None and num_prompt + num_max > max_model_len:

@@ -187,7 +187,7 @@ def test_samples_of_a_prompt_run_it_once_over_all_their_turns():
         ended = answer(batcher, turn, {i: [70, STOP] for i in ids}, set(ids))
         assert [one.progress.request for one in ended] == requests
         assert batcher.blocks.num_free(0) == batcher.blocks.capacity
-        requests = [_next_turn(one.progress, answered=90) for one in ended]
+        requests = [_next_turn(one.progress, answered=STOP) for one in ended]  # which stops nothing
     assert num_run == [9 + 3, 4 * 2, 4 * 2], "of the prompt all but its last token is in full blocks"
 
 
