@@ -132,7 +132,7 @@ class BlockManager:
         ready = self._ready(group, share, prompt_len)
         if parked is not None and parked.group == group:
             ready = parked.blocks
-        return sum(not self._is_parked(group, block) for block in ready)
+        return self._num_in_use(group, ready)
 
     def allocate(
         self, request_id: int, group: int, num_tokens: int, share: object | None = None, prompt_len: int = 0
@@ -268,7 +268,7 @@ class BlockManager:
         num_blocks, num_there = self.blocks_for(num_tokens), self.num_resumed(group, session, tokens)
         parked = self._parked.get(session)
         kept = parked.blocks[: self.blocks_for(num_there)] if parked is not None else []
-        if num_blocks - sum(not self._is_parked(group, block) for block in kept) > self.num_free(group):
+        if num_blocks - self._num_in_use(group, kept) > self.num_free(group):
             return None
         holding = _Holding(group, kept, None, 0, False)
         if parked is not None:
@@ -306,6 +306,10 @@ class BlockManager:
     def _is_parked(self, group: int, block: int) -> bool:
         """Whether parked conversations hold it, and nobody else."""
         return 0 < self._references[group][block] == self._parked_references[group][block]
+
+    def _num_in_use(self, group: int, blocks: Sequence[int]) -> int:
+        """How many of these, which are all held, are not among the free ones."""
+        return sum(not self._is_parked(group, block) for block in blocks)
 
     def _num_common_published(self, parked: _Parked) -> int:
         """Blocks at the beginning of a parked conversation that others may share."""
