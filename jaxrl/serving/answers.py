@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tool_calls import Call, calls_in, may_begin
 from jaxrl.serving.bodies import ChatBody, CompletionBody
 from jaxrl.serving.drawing import Choice, Growth
 from jaxrl.serving.driver import Piece
 from jaxrl.serving.texts import HALF
-from jaxrl.serving.tool_calls import Call, calls_in, may_begin
 
 DONE = "data: [DONE]\n\n"
 

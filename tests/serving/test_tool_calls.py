@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.serving.tool_calls import Call, calls_in, may_begin
+from jaxrl.data.tool_calls import Call, calls_in, may_begin
 
 NAMES = {"look", "add"}
 ONE = '{"name": "look", "arguments": {"at": "é"}}'
