@@ -142,6 +142,44 @@ class TopTokens(NamedTuple):
     logprobs: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the model, and what its environment made of it.
+
+    Attributes:
+      end: tokens of the response up to the end of the turn; the answer follows.
+      text: what the model said.
+      messages: the answer, each with `role` and `content`; none: the trajectory was over with this turn.
+      reward: of the turn.
+      seconds: until the answer was there.
+      metrics: of the environment.
+    """
+
+    end: int
+    text: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    reward: float = 0.0
+    seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What a response has to do with its environment.
+
+    Attributes:
+      turns: those that were answered; of a trajectory that is over, all.
+      state: of the environment after them, as it was pickled; None: it has not begun.
+      awaits: the response ends with a turn that has no answer yet.
+      stop: why the trajectory is over; empty: it is not.
+    """
+
+    turns: tuple[Turn, ...] = ()
+    state: bytes | None = None
+    awaits: bool = False
+    stop: str = ""
+
+
 @dataclass(slots=True)
 class Sample:
     """One response to a prompt, finished or not; over several turns, with what an environment has answered in between.
@@ -164,6 +202,7 @@ class Sample:
       reward: the scorer's verdict; None until scored.
       reward_info: what the scorer adds (`{"error": ...}` when it failed and the sample got zero).
       top: the likeliest tokens, where they were asked for (`SamplingParams.top_logprobs`).
+      episode: its turns, where the prompt has an environment.
     """
 
     key: SampleKey
@@ -176,6 +215,7 @@ class Sample:
     reward: float | None = None
     reward_info: Mapping[str, Any] = field(default_factory=dict)
     top: TopTokens | None = None
+    episode: Episode | None = None
 
     @classmethod
     def empty(cls, key: SampleKey) -> Sample:

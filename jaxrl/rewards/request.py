@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxrl.types import Prompt, Sample
+from jaxrl.types import Episode, Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +15,17 @@ class ScoreRequest:
 
     Attributes:
       source: the prompt's data set or task.
-      response: the decoded response.
+      response: the decoded response; of one with turns, what the model said in the last of them.
       answer: the reference answer, if there is one.
       extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
-        `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names.
+        `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names;
+        of a response with turns also `messages`, the conversation from `question` on.
       limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
         (`jaxrl.mechanisms.reward_timeouts.rule`); those beyond have the last one, and all where it is empty
         `reward.code.max_timeout_s`.
       num_tokens: that the model has drawn.
+      turn_rewards: that an environment has given, by turn; None: there was none.
+      stop: why the trajectory was over.
     """
 
     source: str
@@ -31,6 +34,8 @@ class ScoreRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     limits_s: tuple[float, ...] = ()
     num_tokens: int = 0
+    turn_rewards: tuple[float, ...] | None = None
+    stop: str = ""
 
     @classmethod
     def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:
@@ -42,4 +47,14 @@ class ScoreRequest:
             "finish_reason": sample.finish_reason,
             "response_length": sample.num_drawn,
         }
-        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, sample.num_drawn)
+        request = cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, sample.num_drawn)
+        return request if sample.episode is None else request._of_turns(sample.episode)
+
+    def _of_turns(self, episode: Episode) -> ScoreRequest:
+        messages: list[Mapping[str, Any]] = [{"role": "user", "content": self.extra["question"]}]
+        for turn in episode.turns:
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        rewards = tuple(turn.reward for turn in episode.turns)
+        said = episode.turns[-1].text
+        extra = {"messages": messages, **self.extra}
+        return replace(self, response=said, extra=extra, turn_rewards=rewards, stop=episode.stop)

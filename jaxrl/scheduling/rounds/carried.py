@@ -5,14 +5,15 @@ Departures: a sample that a later round goes on with is carried without its verd
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from jaxrl.scheduling.rounds.batches import PromptStream
-from jaxrl.types import FinishReason, Group, Sample, SampleKey
+from jaxrl.types import Episode, FinishReason, Group, Sample, SampleKey, Turn
 
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
 
@@ -24,12 +25,14 @@ def as_carried(sample: Sample) -> Sample:
 
 def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     """Unscored samples as flat arrays with offsets: keys int64 [N, 4], offsets int64 [N + 1], finish reasons int8 [N];
-    token_ids, versions int32 [T], rollout_logprobs, sampled_logprobs float32 [T]; texts as a list."""
+    token_ids, versions int32 [T], rollout_logprobs, sampled_logprobs float32 [T]; texts as a list. Where a sample has
+    an episode, `episodes` as a list of JSON values."""
     assert all(sample.reward is None for sample in samples)
 
     def flat(name: str, dtype: Any) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(s, name), dtype) for s in samples)])
 
+    episodes = [None if sample.episode is None else _packed(sample.episode) for sample in samples]
     keys = [(s.key.epoch, s.key.prompt_index, s.key.sample_index, s.key.attempt) for s in samples]
     return {
         "keys": np.asarray(keys, np.int64).reshape(-1, 4),
@@ -40,6 +43,7 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         "rollout_logprobs": flat("rollout_logprobs", np.float32),
         "sampled_logprobs": flat("sampled_logprobs", np.float32),
         "texts": [sample.text for sample in samples],
+        **({"episodes": episodes} if any(episodes) else {}),
     }
 
 
@@ -54,14 +58,27 @@ def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
             f"{lengths} must fit together"
         )
     samples: list[Sample] = []
-    for i, (row, reason, text) in enumerate(
-        zip(packed["keys"], packed["finish_reasons"], packed["texts"], strict=True)
+    episodes = packed.get("episodes", [None] * count)
+    for i, (row, reason, text, episode) in enumerate(
+        zip(packed["keys"], packed["finish_reasons"], packed["texts"], episodes, strict=True)
     ):
         start, stop = int(offsets[i]), int(offsets[i + 1])
         tokens, rollout, sampled, versions = (np.array(packed[name][start:stop]) for name in names)
         key = SampleKey(*(int(value) for value in row))
-        samples.append(Sample(key, tokens, rollout, sampled, versions, _REASONS[int(reason)], text))
+        sample = Sample(key, tokens, rollout, sampled, versions, _REASONS[int(reason)], text)
+        samples.append(sample if episode is None else replace(sample, episode=_unpacked(episode)))
     return samples
+
+
+def _packed(episode: Episode) -> dict[str, Any]:
+    state = None if episode.state is None else base64.b64encode(episode.state).decode()
+    return {**asdict(episode), "state": state}
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Episode:
+    turns = tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in packed["turns"])
+    state = None if packed["state"] is None else base64.b64decode(packed["state"])
+    return Episode(turns, state, packed["awaits"], packed["stop"])
 
 
 def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int) -> None:

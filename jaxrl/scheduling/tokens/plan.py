@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams, TopTokens
+from jaxrl.types import ENVIRONMENT, Episode, Sample, SampleKey, SamplingParams, TopTokens
 
 TRASH_BLOCK = 0
 
@@ -42,6 +42,7 @@ class Request:
       history: what its next tokens may be proposed from, as the executor takes it; None: nothing.
       session: the conversation that it is a turn of: what the one before it has left in the cache is not run again, as
         long as nobody needed the room; None: none.
+      episode: of the kept tokens; the sample has it as it is.
     """
 
     request_id: int
@@ -55,6 +56,7 @@ class Request:
     generated_versions: tuple[int, ...] = ()
     history: Any = None
     session: object | None = None
+    episode: Episode | None = None
 
 
 def resume(request: Request, sample: Sample) -> Request:
@@ -67,6 +69,7 @@ def resume(request: Request, sample: Sample) -> Request:
         generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
         generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
         generated_versions=tuple(sample.versions.tolist()),
+        episode=sample.episode,
     )
 
 

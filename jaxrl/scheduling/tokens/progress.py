@@ -246,6 +246,7 @@ class Progress:
             versions=self._versions[have],
             finish_reason=reason,
             top=None if self._top is None else self._top_tokens(),
+            episode=self.request.episode,
         )
 
     def _top_tokens(self) -> TopTokens:
