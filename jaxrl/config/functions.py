@@ -70,7 +70,7 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
       ValueError: the file or the function is wrong.
     """
     of_path, of_name = option
-    module = _module(of_path, file)
+    module = user_module(of_path, file)
     function = getattr(module, name, None)
     if not callable(function):
         found = _functions(module, of_name) if function is None else type(function).__name__
@@ -95,7 +95,9 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
     return function
 
 
-def _module(option: str, file: UserFile) -> ModuleType:
+@functools.cache
+def user_module(option: str, file: UserFile) -> ModuleType:
+    """Runs the user's file that `option` names, once per process. Raises ValueError where it fails."""
     # by a name of its own: the file may be called math.py, and two runs' files may be called the same
     module_name = f"{MODULE_PREFIX}{hashlib.sha256(f'{option} {file.path}'.encode()).hexdigest()[:12]}"
     module = ModuleType(module_name)

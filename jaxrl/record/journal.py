@@ -72,6 +72,10 @@ class Journal:
         """Every decision of one kind in `step`, in the order in which they were first written."""
         return [entry for (at, name, _), entry in self._entries.items() if (at, name) == (step, kind)]
 
+    def since(self, step: int, kind: str) -> list[Mapping[str, Any]]:
+        """Every decision of one kind in `step` and later ones, in the same order."""
+        return [entry for (at, name, _), entry in self._entries.items() if name == kind and at >= step]
+
     def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
         """Writes a decision to the disk; it may take effect once this returns."""
         entry = {"step": step, "kind": kind, "key": list(key), **decision}

@@ -75,11 +75,18 @@ def _worker_pool(config: Config, scorer: Scorer, log: Path | None, where: Callab
     )
     pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
     limits = DomainLimits.of(domains(reward))
-    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), limits=limits, where=where)
+    return pool(
+        settings,
+        num_workers=reward.num_workers,
+        env=named_variables("reward.env", reward.env),
+        limits=limits,
+        where=where,
+    )
 
 
-def _named(names: Sequence[str]) -> dict[str, str]:
+def named_variables(option: str, names: Sequence[str]) -> dict[str, str]:
+    """The variables that `option` names, with their values. Raises ValueError where one is not set."""
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise ValueError(f"reward.env: the environment has no variable {missing[0]!r}")
+        raise ValueError(f"{option}: the environment has no variable {missing[0]!r}")
     return {name: os.environ[name] for name in names}

@@ -44,11 +44,13 @@ class WorkerSettings(SupervisorSettings):
       scorer: pickled.
       preload: modules that are imported once, before workers are forked.
       max_memory_gib: of one worker; 0: no limit.
+      section: of the options that say so.
     """
 
     scorer: bytes
     preload: tuple[str, ...]
     max_memory_gib: float = 0.0
+    section: str = "reward"
 
     def prepare(self) -> Supervise:
         tracebacks = TracebackDeduper()
@@ -60,10 +62,11 @@ class WorkerSettings(SupervisorSettings):
 class _Scoring:
     """The work of the processes: `jaxrl.processes.worker_supervisor.Work`."""
 
-    name, start_option = "the scorer", "reward.start_timeout_s"
+    start_option = "reward.start_timeout_s"
 
     def __init__(self, tracebacks: TracebackDeduper, settings: WorkerSettings):
         self._tracebacks, self._settings = tracebacks, settings
+        self.name = "the scorer" if settings.section == "reward" else f"the {settings.section}"
 
     def run(self, supervisor: int, sock: socket.socket, taken: mmap.mmap, output: int) -> NoReturn:
         _become_worker(supervisor, sock, taken, self._tracebacks, output, self._settings)
@@ -160,11 +163,13 @@ class _Worker:
             os._exit(0)  # a fork that the scorer made, which came back from it as well
         out_of_memory = scored[0] == "error" and scored[2]["error"].startswith(OUT_OF_MEMORY)
         if out_of_memory and self._settings.max_memory_gib:
-            error = f"{scored[2]['error']} (reward.max_memory_gib is {self._settings.max_memory_gib:g})"
+            option = f"{self._settings.section}.max_memory_gib"
+            error = f"{scored[2]['error']} ({option} is {self._settings.max_memory_gib:g})"
             scored = "error", 0.0, {"error": error}, scored[3]
         message = _sendable(task_id, scored)
         # what fills the memory may be kept by the scorer, so this process scores nothing more
-        send_message(self._sock, message if not out_of_memory else to_bytes({**json.loads(message), "last": True}))
+        is_last = out_of_memory or getattr(scorer, "is_spent", False)
+        send_message(self._sock, to_bytes({**json.loads(message), "last": True}) if is_last else message)
 
     def _score_in_fork(self, scorer: Scorer, task_id: str, request: bytes) -> None:
         self._forking = True

@@ -112,7 +112,7 @@ class WorkerPool:
         self._supervisors: list[_Supervisor] = []
         self._num_asked = 0  # supervisors that the server was asked for and has not handed over
         self._failed_starts = 0
-        self._thread = threading.Thread(target=self._run, name="reward workers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{settings.section} workers", daemon=True)
         self._thread.start()
 
     def submit(self, number: int, payload: bytes, source: str) -> None:
@@ -146,7 +146,7 @@ class WorkerPool:
         """Raises if the thread that talks to the workers has ended."""
         if not self._thread.is_alive() and not self._closing:
             with self._reported:
-                raise self._problem or RunFailed("reward: the pool's own thread ended")
+                raise self._problem or RunFailed(f"{self._settings.section}: the pool's own thread ended")
 
     def close(self) -> None:
         self._closing = True
@@ -169,8 +169,9 @@ class WorkerPool:
                 self._feed()
                 self._listen()
         except BaseException as error:
-            _log.exception("reward workers: the thread that talks to them ended")
-            self._report(RunFailed(f"reward: the pool's own thread failed: {type(error).__name__}: {error}"))
+            section = self._settings.section
+            _log.exception("%s workers: the thread that talks to them ended", section)
+            self._report(RunFailed(f"{section}: the pool's own thread failed: {type(error).__name__}: {error}"))
         finally:
             for each in self._supervisors:
                 each.channel.close()
@@ -200,7 +201,7 @@ class WorkerPool:
         self._failed_starts += 1
         time.sleep(_PAUSE_S)
         if self._failed_starts >= MAX_ATTEMPTS:
-            self._report(RunFailed(f"reward: worker processes end while they start ({why})"))
+            self._report(RunFailed(f"{self._settings.section}: worker processes end while they start ({why})"))
             with self._lock:
                 hopeless = self._waiting.take_all()
             for request in hopeless:
