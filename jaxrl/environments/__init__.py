@@ -1,0 +1,1 @@
+"""What a policy acts in: tools and games, over several turns."""

@@ -1,0 +1,115 @@
+"""What an environment is: it reads what a model has said, and answers until the episode is over.
+
+An environment's state is a value: between two turns it is pickled, and any worker goes on with it. So a turn needs no
+process of its own while the model thinks, a run that is resumed goes on in the middle of an episode, and a trajectory
+that was cut off takes its environment along. What cannot be pickled (a connection, a browser) belongs to a program that
+drives the policy through the endpoint instead.
+
+Source: names and shapes of tinker-cookbook's `Env` and `StepResult`. Departure: what is said and answered are messages
+and not tokens, which the trainer makes with the model's own template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Protocol
+
+from jaxrl.data.tool_calls import OPENS, PYTHON_TAG, Call, calls_in
+
+Message = Mapping[str, Any]
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A turn of the model.
+
+    Attributes:
+      text: what it said, without special tokens and without the calls that could be read.
+      calls: of tools, in their order.
+      is_unread: it was to call something, and what cannot be read.
+    """
+
+    text: str
+    calls: tuple[Call, ...] = ()
+    is_unread: bool = False
+
+    @classmethod
+    def of(cls, text: str, schemas: Sequence[Schema]) -> Action:
+        """Reads a turn in which these tools could be called."""
+        names = [schema["function"]["name"] for schema in schemas]
+        said, calls = calls_in(text, names)
+        begins = OPENS in text or PYTHON_TAG in text or text.lstrip().startswith('{"name"')
+        return cls(said, tuple(calls), is_unread=bool(names) and begins and not calls)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The answer to a turn.
+
+    Attributes:
+      reward: of this turn.
+      episode_done: no turn follows.
+      next_observation: messages of a user or of tools, one at least unless the episode is over; a text is a user's.
+      metrics: numbers to be averaged over trajectories, each the sum over its turns.
+    """
+
+    reward: float = 0.0
+    episode_done: bool = False
+    next_observation: str | Sequence[Message] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return as_messages(self.next_observation)
+
+
+class Env(Protocol):
+    """One episode. Made for a row of the data, and pickled between its turns.
+
+    A class may have an attribute `schemas`: what the model may call, as `jaxrl.environments.schemas.tool_schema` makes
+    it of a function.
+    """
+
+    def initial_observation(self) -> str | Sequence[Message]:
+        """What the model is asked; called where the rows are the environment's own, and no file has a question."""
+        ...
+
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
+        """Answers a turn."""
+        ...
+
+
+def as_messages(observation: str | Sequence[Message]) -> tuple[Message, ...]:
+    """An observation as messages."""
+    if isinstance(observation, str):
+        return ({"role": "user", "content": observation},) if observation else ()
+    return tuple(observation)
+
+
+def checked(result: Any, name: str) -> StepResult:
+    """What `step` has returned. Raises ValueError for what is no answer."""
+    if not isinstance(result, StepResult):
+        raise ValueError(f"{name}.step must return a StepResult, found {type(result).__name__}")
+    if not isinstance(result.reward, int | float) or not isfinite(result.reward):
+        raise ValueError(f"{name}.step: reward must be a finite number, found {result.reward!r:.80}")
+    for message in result.messages:
+        if not is_answer(message):
+            raise ValueError(
+                f"{name}.step: next_observation must be a text, or messages with the role user or tool and a content "
+                f"that is text, found {message!r:.80}"
+            )
+    if not result.episode_done and not result.messages:
+        raise ValueError(f"{name}.step: an episode that is not over needs a next_observation")
+    return result
+
+
+def is_answer(message: Any) -> bool:
+    """Whether an environment may say so."""
+    return (
+        isinstance(message, Mapping)
+        and message.get("role") in ("user", "tool")
+        and isinstance(message.get("content"), str)
+    )

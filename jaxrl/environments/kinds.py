@@ -1,0 +1,203 @@
+"""Environments in a Python file: functions as tools, a class with methods as tools, or an `Env`.
+
+Purpose: whichever process answers a turn has the file's text (`jaxrl.config.functions`), makes an `Episodes` of it
+once, and is handed the row, the state and what the model said. Between turns the state is bytes, which the next turn's
+process need not have made.
+
+Source: a class with `reset(**row)` and `get_reward()` is what TRL's `environment_factory` takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import pickle
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import ModuleType
+from typing import Any, Protocol
+
+from jaxrl.data.tool_calls import Call
+from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
+from jaxrl.environments.schemas import tool_schema
+
+MAX_AT_ONCE = 16
+"""Calls of one turn that run side by side."""
+MAX_ANSWER = 65_536
+"""Characters of a tool's answer; the rest is left out, which the answer says."""
+Row = Mapping[str, Any]
+
+
+class Episodes(Protocol):
+    """Episodes of one kind.
+
+    Attributes:
+      schemas: what the model may call.
+      has_hung: a call did not end in time, and goes on: this process is not to be used again.
+    """
+
+    schemas: list[Schema]
+    has_hung: bool
+
+    def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
+        """Answers a turn; returns the state after it.
+
+        Args:
+          row: of the data.
+          state: None in the first turn.
+          timeout_s: a call that takes longer is answered so; 0: none.
+        """
+        ...
+
+    def first_messages(self, row: Row) -> tuple[Message, ...]:
+        """What the model is asked, of a row of the environment's own."""
+        ...
+
+
+class FunctionTools:
+    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._functions = public_functions(module)
+        if not self._functions:
+            raise ValueError("the file defines no function whose name does not begin with _: there is no tool")
+        self.schemas = [tool_schema(function) for function in self._functions.values()]
+        self.has_hung = False
+
+    def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
+        if not (action.calls or action.is_unread):
+            return StepResult(episode_done=True), b""
+        result, in_time = answers(self._functions, action, timeout_s)
+        self.has_hung = not in_time
+        return result, b""
+
+    def first_messages(self, row: Row) -> tuple[Message, ...]:
+        return as_messages(row["question"])
+
+
+class MethodTools:
+    """A class whose public methods are tools: `reset(**row)` begins an episode, `get_reward()` is asked at its end,
+    which is the first turn that calls nothing. Calls of a turn share the object, and so run one after another."""
+
+    _OWN = ("reset", "get_reward")
+
+    def __init__(self, made: type) -> None:
+        self._made = made
+        names = [name for name, _ in inspect.getmembers(made, inspect.isfunction) if not name.startswith("_")]
+        for name in self._OWN:
+            if name not in names:
+                raise ValueError(f"{made.__name__} must have a method {name}")
+        self._names = [name for name in names if name not in self._OWN]
+        self.schemas = [tool_schema(getattr(made, name), is_method=True) for name in self._names]
+        self.has_hung = False
+
+    def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
+        episode = self._begun(row) if state is None else pickle.loads(state)
+        if not (action.calls or action.is_unread):
+            return StepResult(reward=float(result_of(episode.get_reward())), episode_done=True), b""
+        methods = {name: getattr(episode, name) for name in self._names}
+        result, _ = answers(methods, action, at_once=1)  # a thread that went on would change what is pickled
+        return result, pickle.dumps(episode)
+
+    def first_messages(self, row: Row) -> tuple[Message, ...]:
+        return as_messages(row["question"])
+
+    def _begun(self, row: Row) -> Any:
+        episode = self._made()
+        result_of(episode.reset(**accepted(episode.reset, row)))
+        return episode
+
+
+class NativeEpisodes:
+    """An `Env`: a class, or a function that makes one, called with those of the row's columns that it takes."""
+
+    def __init__(self, make: Callable[..., Any], name: str) -> None:
+        self._make, self._name = make, name
+        self.schemas: list[Schema] = list(getattr(make, "schemas", ()))
+        self.has_hung = False
+
+    def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
+        env = self._begun(row) if state is None else pickle.loads(state)
+        result = checked(result_of(env.step(action)), self._name)
+        return result, b"" if result.episode_done else pickle.dumps(env)
+
+    def first_messages(self, row: Row) -> tuple[Message, ...]:
+        return as_messages(self._begun(row).initial_observation())
+
+    def _begun(self, row: Row) -> Any:
+        return self._make(**accepted(self._make, row))
+
+
+def public_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The functions that a file defines itself, but for those whose names begin with `_`, and for `problem`, which
+    makes rows (`jaxrl.environments.worker`)."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+        and name != "problem"
+    }
+
+
+def accepted(function: Callable[..., Any], row: Row) -> dict[str, Any]:
+    """The columns of a row that a function has parameters for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(row)
+    return {each.name: row[each.name] for each in parameters if each.name in row}
+
+
+def result_of(value: Any) -> Any:
+    """What a function has returned; of an async one, once it has run."""
+
+    async def awaited(found: Awaitable[Any]) -> Any:
+        return await found
+
+    return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+
+
+def answers(
+    functions: Mapping[str, Callable[..., Any]], action: Action, timeout_s: float = 0.0, at_once: int = MAX_AT_ONCE
+) -> tuple[StepResult, bool]:
+    """Runs calls, and answers them in their order; one that fails, is not there or takes too long is told what went
+    wrong. Returns whether all have ended."""
+    if action.is_unread:
+        text = f"Error: this call cannot be read. Tools are: {', '.join(functions)}"
+        return StepResult(next_observation=[_message("", text)], metrics={"tool_calls": 1, "tool_errors": 1}), True
+    threads = ThreadPoolExecutor(min(at_once, len(action.calls)))
+    running = [threads.submit(_answer, functions.get(call.name), call) for call in action.calls]
+    done, late = wait(running, timeout_s or None)
+    threads.shutdown(wait=False, cancel_futures=True)
+    found = [each.result() if each in done else (f"Error: no answer within {timeout_s:g} s", False) for each in running]
+    messages = [_message(call.name, text) for call, (text, _) in zip(action.calls, found, strict=True)]
+    counts = {
+        "tool_calls": len(found),
+        "tool_errors": sum(not is_well for _, is_well in found),
+        "tool_timeouts": len(late),
+    }
+    return StepResult(next_observation=messages, metrics=counts), not late
+
+
+def _message(name: str, text: str) -> Message:
+    return {"role": "tool", "content": text} | ({"name": name} if name else {})
+
+
+def _answer(function: Callable[..., Any] | None, call: Call) -> tuple[str, bool]:
+    """(the answer, whether the call went well)."""
+    if function is None:
+        return f"Error: {call.name} is no tool of this conversation", False
+    arguments = json.loads(call.arguments)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return f"Error: {call.name} cannot be called so: {error}", False
+    try:
+        value = result_of(function(**arguments))
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except Exception as error:  # whatever the user's function raises, or returns
+        return f"Error: {type(error).__name__}: {error}"[:1000], False
+    more = len(text) - MAX_ANSWER
+    return (text if more <= 0 else f"{text[:MAX_ANSWER]}... and {more} more characters"), True

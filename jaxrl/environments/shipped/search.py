@@ -1,0 +1,59 @@
+"""A tool: search in a corpus on this machine, by BM25 (Robertson and Zaragoza 2009), with the package bm25s.
+
+`environment.kind=class environment.path=search environment.name=Search environment.args={corpus: documents.jsonl}`: a
+line for each document, with its `text` and perhaps its `title`. An index is built once in each process. There is no
+reward of its own (`get_reward` is 0): the answer is scored, by `reward.kind=math` or a function.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+_SHOWN = 600  # characters of a document
+
+
+class Search:
+    """A conversation with the tool."""
+
+    def reset(self, corpus: str) -> None:
+        self._corpus = corpus
+        _index(corpus)
+
+    def search(self, query: str, num_results: int = 3) -> str:
+        """Searches the documents and returns the beginnings of those that fit best.
+
+        Args:
+            query: Words to search for.
+            num_results: How many documents to return, 10 at most.
+        """
+        import bm25s
+
+        index, documents = _index(self._corpus)
+        count = max(1, min(num_results, 10, len(documents)))
+        tokens = bm25s.tokenize(query, stopwords="en", show_progress=False)
+        found, scores = index.retrieve(tokens, k=count, show_progress=False)
+        texts = [
+            f"[{place}] {documents[number].get('title', '')}\n{documents[number]['text'][:_SHOWN]}".strip()
+            for place, (number, score) in enumerate(zip(found[0].tolist(), scores[0].tolist(), strict=True), 1)
+            if score > 0
+        ]
+        return "\n\n".join(texts) or "No document has these words."
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+@functools.cache
+def _index(corpus: str) -> tuple[Any, list[dict[str, str]]]:
+    """The index of a file, and its documents. Raises ValueError for a file that holds none."""
+    import bm25s
+
+    lines = Path(corpus).expanduser().read_text(encoding="utf-8").splitlines()
+    documents = [json.loads(line) for line in lines if line.strip()]
+    if not documents or not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in documents):
+        raise ValueError(f"{corpus} must hold a line for each document, an object with text under 'text'")
+    index = bm25s.BM25()
+    texts = [f"{each.get('title', '')} {each['text']}" for each in documents]
+    index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+    return index, documents

@@ -1,0 +1,152 @@
+"""What the worker processes of environments are asked, and how they answer: one turn at a time, of any trajectory.
+
+Purpose: `EpisodeScorer` is handed to a pool of worker processes in place of a reward's scorer, and so has all that they
+have: foreign code in a process of its own, limits of time and memory, a log, an end with all descendants. A turn's
+reward is its score, and all else that the environment says is the score's `info`, which is JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrl.config.functions import UserFile, user_module
+from jaxrl.environments.env import Action, Schema
+from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
+
+MAX_STATE_BYTES = 1 << 19
+"""Of a pickled environment; it travels with each of its turns."""
+EnvironmentKind = Literal["tools", "class", "native"]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A turn to be answered.
+
+    Attributes:
+      row: of the data; `tools` in it names those that the model may call.
+      state: of the environment; None: it has to begin.
+      text: what the model has said, without special tokens.
+    """
+
+    row: Mapping[str, Any]
+    state: bytes | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaRequest:
+    """What the model may call. `name`: of the class, where there are several."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemRequest:
+    """Rows of the environment's own, from one number to another."""
+
+    first: int
+    last: int
+    seed: int
+
+
+@dataclass(slots=True)
+class EpisodeScorer:
+    """Answers requests of the three kinds with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
+
+    Attributes:
+      kind, name, args, timeout_s: as in `environment`.
+      file: that `environment.path` names.
+    """
+
+    kind: EnvironmentKind
+    file: UserFile
+    name: str
+    args: Mapping[str, Any]
+    timeout_s: float
+    preload: tuple[str, ...] = ()
+    _made: dict[str, Episodes] = field(default_factory=dict)
+
+    @property
+    def loads(self) -> str:
+        return f"environment.path: importing {self.file.path}"
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether something goes on in this process that should have ended."""
+        return any(each.has_hung for each in self._made.values())
+
+    def load(self) -> None:
+        user_module("environment.path", self.file)
+        if self.kind == "tools" or self.name:
+            self._episodes(self.name)
+
+    def __call__(self, request: TurnRequest | SchemaRequest | ProblemRequest) -> tuple[float, dict[str, Any]]:
+        match request:
+            case SchemaRequest(name=name):
+                return 0.0, {"schemas": self._episodes(name or self.name).schemas}
+            case ProblemRequest():
+                return 0.0, {"problems": [self._problem(n, request.seed) for n in range(request.first, request.last)]}
+            case TurnRequest():
+                return self._step(request)
+
+    def _step(self, request: TurnRequest) -> tuple[float, dict[str, Any]]:
+        own: Mapping[str, Any] = request.row.get("env_args") or {}
+        row = {**request.row, **self.args, **own}
+        episodes = self._episodes(row.get("environment") or self.name)
+        action = Action.of(request.text, schemas_for(row, episodes.schemas))
+        result, state = episodes.step(row, request.state, action, self.timeout_s)
+        if len(state) > MAX_STATE_BYTES:
+            raise ValueError(
+                f"the environment takes {len(state)} bytes between two turns, above the {MAX_STATE_BYTES} that it may"
+            )
+        return result.reward, {
+            "done": result.episode_done,
+            "messages": [dict(message) for message in result.messages],
+            "state": base64.b64encode(state).decode(),
+            "metrics": dict(result.metrics),
+        }
+
+    def _problem(self, number: int, seed: int) -> dict[str, Any]:
+        problem = getattr(user_module("environment.path", self.file), "problem", None)
+        if not callable(problem):
+            raise ValueError(
+                f"{self.file.path} defines no function problem(index, seed), which makes rows: give data.train_files"
+            )
+        row: Any = problem(number, seed)
+        messages = self._episodes(self.name).first_messages(row | dict(self.args))
+        return {"row": row, "messages": [dict(message) for message in messages]}
+
+    def _episodes(self, name: str) -> Episodes:
+        """Of a class, or of all functions of the file. Raises ValueError where the file does not have it."""
+        if name not in self._made:
+            self._made[name] = self._of_file(name)
+        return self._made[name]
+
+    def _of_file(self, name: str) -> Episodes:
+        module = user_module("environment.path", self.file)
+        if self.kind == "tools":
+            return FunctionTools(module)
+        made = getattr(module, name, None)
+        if not callable(made):
+            raise ValueError(f"environment.name: {self.file.path} defines no class {name!r}")
+        if self.kind == "native":
+            return NativeEpisodes(made, name)
+        if not isinstance(made, type):
+            raise ValueError(f"environment.name: {self.file.path}: {name} must be a class, found {made!r:.80}")
+        return MethodTools(made)
+
+
+def schemas_for(row: Mapping[str, Any], schemas: Sequence[Schema]) -> list[Schema]:
+    """Those that the model may call in a row: all, or those that its column `tools` names. Raises ValueError for a name
+    that is none."""
+    named = row.get("tools")
+    if named is None:
+        return list(schemas)
+    by_name = {schema["function"]["name"]: schema for schema in schemas}
+    missing = [name for name in named if name not in by_name]
+    if missing:
+        raise ValueError(f"the column 'tools' names {missing[0]!r}, and there are {', '.join(by_name) or 'none'}")
+    return [by_name[name] for name in named]

@@ -1,0 +1,171 @@
+"""Environments that come with jaxrl, as a run has them: read from their files, and pickled between turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config.functions import read_user_file, user_module
+from jaxrl.data.tool_calls import Call
+from jaxrl.environments import worker
+from jaxrl.environments.env import Action, StepResult
+from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
+
+SHIPPED = Path(worker.__file__).parent / "shipped"
+GAMES = {"number_guessing": "NumberGuessing", "wordle": "Wordle", "frozen_lake": "FrozenLake"}
+
+
+def module(name: str) -> Any:
+    if name == "frozen_lake":
+        pytest.importorskip("gymnasium")
+    if name == "search":
+        pytest.importorskip("bm25s")
+    return user_module("environment.path", read_user_file("environment.path", str(SHIPPED / f"{name}.py")))
+
+
+def game(name: str) -> NativeEpisodes:
+    return NativeEpisodes(getattr(module(name), GAMES[name]), name)
+
+
+def called(episodes: Episodes, tool: str, row: dict[str, Any] | None = None, **arguments: Any) -> str:
+    action = Action("", (Call(tool, json.dumps(arguments)),))
+    (message,) = episodes.step(row or {}, None, action, 20)[0].messages
+    return message["content"]
+
+
+def played(episodes: Episodes, row: dict[str, Any], said: Iterable[str]) -> StepResult:
+    state, result = None, StepResult()
+    for text in said:
+        result, state = episodes.step(row, state, Action(text))
+    return result
+
+
+def test_there_is_a_file_for_each_and_a_word_in_the_option():
+    from jaxrl.mechanisms.turns.options import EnvironmentSection
+    from jaxrl.schema.declared import declared
+
+    files = {file.stem for file in SHIPPED.glob("*.py")} - {"__init__"}
+    assert all(f"`{name}`" in declared(EnvironmentSection)["path"].doc for name in files)
+    assert files >= GAMES.keys()
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_rows_of_games_differ_and_are_always_the_same(name: str):
+    episodes, problem = game(name), module(name).problem
+    rows = [problem(i, 3) for i in range(40)]
+    assert rows == [problem(i, 3) for i in range(40)]
+    (message,) = episodes.first_messages(rows[0])[-1:]
+    assert message["role"] == "user"
+    step = [episodes.step(row, None, Action("right crane 7"))[0].next_observation for row in rows]
+    assert len({str(each) for each in step}) > 1
+    assert step == [episodes.step(row, None, Action("right crane 7"))[0].next_observation for row in rows]
+
+
+@pytest.mark.parametrize("secret", range(1, 16))
+def test_number_guessing_is_solved_by_halves(secret: int):
+    episodes, of = game("number_guessing"), module("number_guessing").NumberGuessing
+    number = next(str(i) for i in range(1000) if of(str(i)).secret == secret)
+    low, high, state, result, guesses = 1, 15, None, StepResult(), 0
+    while not result.episode_done:
+        guess, guesses = (low + high) // 2, guesses + 1
+        result, state = episodes.step({"number": number}, state, Action(f" {guess}."))
+        low, high = (guess + 1, high) if result.next_observation == "Higher." else (low, guess - 1)
+    assert (result.reward, result.metrics) == (1.0, {"solved": 1.0})
+    assert guesses <= 4
+
+
+def test_number_guessing_without_a_number():
+    result = played(game("number_guessing"), {"number": "0"}, ["I do not know"])
+    assert (result.next_observation, result.episode_done) == ("Answer with a number alone.", False)
+    assert played(game("number_guessing"), {"number": "0"}, ["99"] * 4).metrics == {"solved": 0.0}
+
+
+def test_marks_of_wordle():
+    marks = module("wordle").marks
+    assert marks("crane", "crane") == "GGGGG"
+    assert marks("eerie", "where") == "Y-Y-G"
+    assert marks("llama", "label") == "GYY--"
+    assert marks("tooth", "robot") == "YGY--"
+
+
+def test_wordle_and_its_end():
+    word = module("wordle").Wordle("x").word
+    assert played(game("wordle"), {"number": "x"}, ["Hm.", f"Is it {word.upper()}?"]).reward == 1.0
+    lost = played(game("wordle"), {"number": "x", "guesses": 2}, ["zzzzz", "zzzzz"])
+    assert (lost.reward, lost.episode_done) == (0.0, True)
+
+
+def test_a_lake_that_is_walked_over():
+    episodes, row = game("frozen_lake"), {"number": "0.0", "size": 4, "moves": 6}
+    lake = module("frozen_lake").FrozenLake(**row)._lake
+    cells = [[cell.decode() for cell in line] for line in lake.desc]
+    (message,) = episodes.first_messages(row)
+    assert message["content"].splitlines()[1:] == [
+        " ".join("[S]" if (i, j) == (0, 0) else cell for j, cell in enumerate(line)) for i, line in enumerate(cells)
+    ]
+    path, seen = {(0, 0): []}, [(0, 0)]
+    for i, j in seen:  # the shortest way to each cell
+        for word, di, dj in (("left", 0, -1), ("down", 1, 0), ("right", 0, 1), ("up", -1, 0)):
+            there = i + di, j + dj
+            if there not in path and all(0 <= k < 4 for k in there) and cells[there[0]][there[1]] != "H":
+                path[there] = [*path[i, j], word]
+                seen.append(there)
+    assert played(episodes, row, [f"Go {word}." for word in path[3, 3]]).reward == 1.0
+    assert played(episodes, row, ["hm"] * 6) == StepResult(0.0, episode_done=True, metrics={"solved": 0.0})
+    assert played(episodes, row, ["hm"]).next_observation == "Answer with one word: left, down, right or up."
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("3 * (4 + 5) / 2", "13.5"),
+        ("2**10 - 1,000", "24"),
+        ("6 / 3", "2"),
+        ("-7 // 2", "-4"),
+        ("7 % 4", "3"),
+        ("0.1 + 0.2", "0.30000000000000004"),
+        ("9**9**9", "Error: ValueError: the power is too large"),
+        ("1 / 0", "Error: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_the_calculator(expression: str, answer: str):
+    assert called(FunctionTools(module("calculator")), "calculate", expression=expression) == answer
+
+
+@pytest.mark.parametrize("expression", ["__import__('os').getcwd()", "[1]", "True + 1", "x", "1 < 2", "'a' * 3"])
+def test_the_calculator_computes_nothing_else(expression: str):
+    assert called(FunctionTools(module("calculator")), "calculate", expression=expression).startswith("Error: ")
+
+
+def test_python_in_the_sandbox():
+    tools = FunctionTools(module("python"))
+    assert called(tools, "python", code="print(sum(range(10)))") == "45\n"
+    assert called(tools, "python", code="x = 1") == "(it printed nothing)"
+    failed = called(tools, "python", code="print(1)\n1 / 0")
+    assert failed.startswith("1\n")
+    assert failed.endswith("ZeroDivisionError: division by zero")
+    assert "Error: " in called(tools, "python", code="open('/etc/passwd').read()")
+    assert called(tools, "python", code="while True: print('x' * 1000)").endswith("it wrote too much")
+    module("python")._sandbox.close()
+
+
+def test_search(tmp_path: Path):
+    texts = {"Owls": "An owl hunts mice at night.", "Bees": "Bees make honey in hives.", "Mice": "Mice eat grain."}
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in texts.items()))
+    tools, row = MethodTools(module("search").Search), {"corpus": str(corpus)}
+    assert (
+        called(tools, "search", row, query="who makes honey?", num_results=1) == "[1] Bees\nBees make honey in hives."
+    )
+    assert [line for line in called(tools, "search", row, query="mice").splitlines() if line.startswith("[")] == [
+        "[1] Mice",
+        "[2] Owls",
+    ]
+    assert called(tools, "search", row, query="submarine") == "No document has these words."
+    corpus.with_name("bad.jsonl").write_text('{"title": "x"}\n')
+    with pytest.raises(ValueError, match="an object with text under 'text'"):
+        called(tools, "search", {"corpus": str(corpus.with_name("bad.jsonl"))}, query="x")
