@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from jaxrl.data.chat_template import ChatTemplate, RefusedMessages
 from jaxrl.data.tokenizer import Tokenizer
@@ -89,9 +91,11 @@ def conversation(random: np.random.Generator, user_only: bool) -> list[Mapping[s
     return found
 
 
-def in_turns(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+def in_turns(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], ends_with: str = "<|im_end|>"
+) -> tuple[list[int], list[bool]]:
     """The tokens of a conversation, as it grows, and which of them the model has drawn."""
-    between, end = Between(tokenizer), tokenizer.encode("<|im_end|>")
+    between, end = Between(tokenizer), tokenizer.encode(ends_with)
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages[: places[0]]))
     drawn = [False] * len(ids)
@@ -152,3 +156,47 @@ def test_templates_that_cannot_go_on(tokenizer: Tokenizer):
     between = Between(renders(tokenizer, strict))
     with pytest.raises(RefusedMessages, match="refuses these messages: no tools"):
         between.answer([{"role": "tool", "content": "So 4"}])
+
+
+FAMILIES = {
+    "Qwen-Qwen2.5-7B-Instruct": "<|im_end|>",
+    "Qwen-Qwen3-0.6B": "<|im_end|>",
+    "Qwen3-Coder": "<|im_end|>",
+    "HuggingFaceTB-SmolLM3-3B": "<|im_end|>",
+    "meta-llama-Llama-3.1-8B-Instruct": "<|eot_id|>",
+    "meta-llama-Llama-3.2-3B-Instruct": "<|eot_id|>",
+    "meta-llama-Llama-3.3-70B-Instruct": "<|eot_id|>",
+}
+"""Templates by their files, and what ends a turn in them."""
+HEADER_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
+_WORDS_OF_LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+LLAMA_3 = _WORDS_OF_LLAMA_3 + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How Llama 3 cuts text: line ends are never joined to what follows."""
+
+
+@pytest.mark.skipif("JAXRL_TEMPLATES" not in os.environ, reason="JAXRL_TEMPLATES names a folder of chat templates")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_families_own_templates(smollm2: Path, name: str):
+    """The files as they are published (llama.cpp has them in `models/templates`), 300 conversations each."""
+    tokenizer = Tokenizer.from_path(smollm2)
+    fast = tokenizer._fast
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in HEADER_TOKENS])
+    if FAMILIES[name] == "<|eot_id|>":
+        fast.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        tokenizer.special_tokens = tokenizer.special_tokens | {"bos_token": "<|begin_of_text|>"}
+    source = (Path(os.environ["JAXRL_TEMPLATES"]) / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_templates = {"default": ChatTemplate(source, name)}
+    for seed in range(300):
+        messages = conversation(np.random.default_rng(seed), user_only=False)
+        ids, drawn = in_turns(tokenizer, messages, FAMILIES[name])
+        assert ids == tokenizer.encode(tokenizer.apply_chat_template(messages))
+        assert sum(drawn) == sum(
+            len(tokenizer.encode(message["content"])) + 1 for message in messages if message["role"] == "assistant"
+        )
+    drops = "the chat template drops the thinking of earlier turns"
+    assert Between(tokenizer).rewritten() == (drops if "Qwen3-0" in name else "")
