@@ -28,6 +28,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "mechanisms.rules",
         "models processes",
         "rollout train rewards sim",
+        "environments",
         "loop report serving text",
         "mechanisms",
         "runtime",

@@ -23,7 +23,8 @@ from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation.options import SpeculationSection
-from jaxrl.mechanisms.table import join_pools, of_evaluation, refuse_unread
+from jaxrl.mechanisms.table import environments, join_pools, of_evaluation, refuse_unread
+from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
@@ -96,10 +97,12 @@ def evaluate(
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     if place is not None:
         refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
-    prompts = validation_prompts(config, tokenizer)
-    if not prompts:
-        raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
     with ExitStack() as stack:
+        if (acting := environments(config)) is not None:
+            stack.enter_context(closing(acting))
+        prompts = validation_prompts(config, tokenizer, environments=acting)
+        if not prompts:
+            raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
         join_pools(config, pool)
         pool.warm()
@@ -111,7 +114,7 @@ def evaluate(
         use_compilation_cache(config)
         for line in said:
             say(line)
-        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool, progress)
+        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool, acting, progress)
         if file is not None:
             _write_samples(file, groups, config.data)
     say_failed(errors, sum(len(group.samples) for group in groups), say)
@@ -139,6 +142,7 @@ def _responses(
     params: Any,
     prompts: Sequence[Prompt],
     pool: RewardPool,
+    acting: EnvironmentPool | None,
     progress: Callable[[int, int], None],
 ) -> tuple[list[Group], list[str]]:
     """The scored responses to every prompt; why rewards failed, one text each."""
@@ -160,7 +164,7 @@ def _responses(
         pool,
         text_by(tokenizer),
         lambda: params,
-        of_evaluation(config, mesh, executor.wait_quiet, pool),
+        of_evaluation(config, mesh, executor.wait_quiet, pool, tokenizer, acting),
         Surroundings(on_progress=lambda busy, rows, tokens, done, launched: progress(done, total)),
     )
     backend.enter_rollout(0)

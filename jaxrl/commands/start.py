@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
-from jaxrl.mechanisms.table import batch_rule, join_pools, refuse_requests
+from jaxrl.mechanisms.table import batch_rule, environments, join_pools, refuse_requests
 from jaxrl.record.integrity import refuse_damaged
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import FollowerRunDir, RunDir
@@ -117,10 +117,14 @@ def _start(
         if config.trainer.init_from:
             find_step(config.trainer.init_from, option="trainer.init_from")
         config = with_cache_folder(config)
+        acting = environments(config, log=run_dir.early_file("environments.log"))
+        if acting is not None:
+            watchdog.beat("starting the environments")
+            stack.enter_context(closing(acting))
         watchdog.beat("reading the data")
-        problems = list(load_train(config))
+        problems = list(load_train(config, acting))
         refuse_sources(config, problems)
-        held_out = load_validation(config, problems)
+        held_out = load_validation(config, problems, acting)
         _refuse_rows(config, [*problems, *held_out])
         for name in config.trainer.logger:
             sink_package(name)
@@ -136,7 +140,20 @@ def _start(
         told = say if run_dir.leads else _silent
         group = ProcessGroup(world, stop, watchdog.beat)
         begun = Start(
-            config, rule, run_dir, earlier, problems, held_out, pool, stop, watchdog, told, began_s, group, stages
+            config,
+            rule,
+            run_dir,
+            earlier,
+            problems,
+            held_out,
+            pool,
+            acting,
+            stop,
+            watchdog,
+            told,
+            began_s,
+            group,
+            stages,
         )
         return Run(begun).go()
 

@@ -22,6 +22,7 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Job, Loop
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.mechanisms.table import is_timeless, notes, of_run, page_parts, reads_profile, refuse_devices, refuse_unread
+from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.record.failures import summary_of
 from jaxrl.record.files import reason, way_on
 from jaxrl.record.integrity import lost_lines, missing_checkpoint, missing_journal
@@ -81,6 +82,7 @@ class Start:
     problems: list[Problem]
     held_out: Sequence[Problem]
     pool: RewardPool
+    environments: EnvironmentPool | None
     stop: Stop
     watchdog: Watchdog
     say: Callable[[str], None]
@@ -94,6 +96,7 @@ class Run:
 
     def __init__(self, start: Start) -> None:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
+        self.environments = start.environments
         self.began_s, self.say, self.watchdog, self.joined = start.began_s, start.say, start.watchdog, start.joined
         self.stages = start.stages
         self.beside: list[CompiledPrograms] = []  # whose programs are compiled beside the first step
@@ -172,8 +175,8 @@ class Run:
 
     def _data(self, start: Start) -> None:
         config = self.config
-        self.prompts = PromptSource(start.problems, self.tokenizer, config)
-        self.validation = validation_prompts(config, self.tokenizer, start.held_out)
+        self.prompts = PromptSource(start.problems, self.tokenizer, config, self.environments)
+        self.validation = validation_prompts(config, self.tokenizer, start.held_out, self.environments)
         steps = total_steps(config, self.prompts.num_prompts)
         assert steps is not None
         self.total_steps = steps
@@ -270,6 +273,7 @@ class Run:
                 total_steps=self.total_steps,
                 watchdog=self.watchdog,
                 tell=self.joined.tell,
+                pieces_of=self.tokenizer.pieces,
             )
             self.record = record = stack.enter_context(opened)
             self.watchdog.beat("building the engine")
@@ -339,17 +343,21 @@ class Run:
             engines,
             workers,
             self.trainer,
+            self.tokenizer,
             self.pool,
+            self.environments,
             journal,
             timeline,
             record.layouts,
             self.profile,
             row_sizes(config, workers),
             is_timeless(config),
+            record.view.waiting,
             self.watchdog.beat,
             stack,
         )
         mechanisms = of_run(parts)
+        self.said += parts.notes
         backend = RolloutBackend(
             engines,
             workers,

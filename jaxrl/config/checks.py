@@ -20,7 +20,7 @@ from jaxrl.schema.devices import devices_problem
 
 _MAX_STEP_SAMPLES = 1 << 20
 
-GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "rloo"})
+GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "grpo_turns", "rloo"})
 """Estimators that compare the samples of a prompt with each other, and so need two of them."""
 
 NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus", "gae"})

@@ -115,6 +115,8 @@ def _problems(c: Config) -> Iterator[str]:
         yield from _of_file(domain.option, domain)
         if domain.kind == "task" and not c.data.task:
             yield f"{domain.option}.kind is task, which needs data.task: the scorer is the task's own"
+        if domain.kind == "environment" and not c.environment.is_on:
+            yield f"{domain.option}.kind is environment, which needs environment.kind: its turns have the rewards"
     option_of = {domain.kind: domain.option for domain in reversed(found)}  # the first of each kind
     for model in c.reward.models:
         if why := model.problem(option_of, has_answers=bool(c.data.answer_key or c.data.task)):

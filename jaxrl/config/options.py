@@ -23,11 +23,12 @@ from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
+from jaxrl.mechanisms.turns.options import EnvironmentSection
 from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names, Or
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_WAIT
 
-AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"]
+AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
 
@@ -136,9 +137,10 @@ class AlgorithmSection:
 
     adv_estimator: Annotated[
         AdvantageEstimator,
-        "How advantages follow from rewards; grpo and dr_grpo: minus the mean of the prompt's samples, rloo: minus the "
-        "mean of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's "
-        "return above what a critic expects of it, whitened over the batch.",
+        "How advantages follow from rewards; grpo and dr_grpo: minus the mean of the prompt's samples, grpo_turns: "
+        "each turn's minus the mean of those of all its samples' turns, added up from a turn on, rloo: minus the mean "
+        "of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's return "
+        "above what a critic expects of it, whitened over the batch.",
     ] = "grpo"
     gamma: Annotated[
         float, Interval(ge=0, le=1), "Discount of a reward per token that it comes later, with adv_estimator gae."
@@ -230,6 +232,7 @@ class Config:
     critic: CriticSection = field(default_factory=CriticSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
     hosts: HostsSection = field(default_factory=HostsSection)
     simulate: SimulateSection = field(default_factory=SimulateSection)

@@ -14,7 +14,7 @@ from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.schema.declared import Cap, Names, Or
 from jaxrl.schema.limits import MAX_WAIT
 
-RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom"]
+RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom", "environment"]
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
 ScoreWhen = Literal["sample", "group", "rollout"]
 Place = Literal["workers", "endpoint", "devices"]
@@ -121,7 +121,8 @@ class RewardSection:
     kind: Annotated[
         RewardKind,
         "The scorer; auto: the task's own for data.task, math for files; code: runs the response against tests; "
-        "judge: a language model's verdict; model: a reward model's scalar; custom: the function at reward.path.",
+        "judge: a language model's verdict; model: a reward model's scalar; custom: the function at reward.path; "
+        "environment: what environment.path gives for turns.",
     ] = "auto"
     path: Annotated[str, Names("file"), "The Python file of a custom scorer."] = ""
     name: Annotated[

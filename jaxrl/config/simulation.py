@@ -117,6 +117,21 @@ class SimulatedTask:
 
 
 @dataclass(frozen=True)
+class SimulatedTool:
+    """How responses over several turns are answered, with environment.kind."""
+
+    turns: Annotated[
+        float, Interval(ge=1, le=500), "Turns of a response, in the mean; all but the first are drawn (Poisson)."
+    ] = 3.0
+    answer_tokens: Annotated[int, Ge(0), _MAX_TOKENS, "Tokens of an answer."] = 50
+    median_s: Annotated[
+        float, Ge(0), _MAX_SECONDS, "Seconds of an answer, at the median of a lognormal distribution."
+    ] = 0.2
+    sigma: Annotated[float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of those seconds."] = 0.0
+    max_s: Annotated[float, Gt(0), _MAX_SECONDS, "Seconds of the slowest answer."] = 3600.0
+
+
+@dataclass(frozen=True)
 class SimulateSection:
     """A simulated run: the machine, the cost model, and where lengths and rewards come from."""
 
@@ -201,6 +216,7 @@ class SimulateSection:
         "by_rank: from all of the prompt's source, with prompts that differ as much as the recorded ones.",
     ] = "by_prompt"
     task: SimulatedTask = field(default_factory=SimulatedTask)
+    tool: SimulatedTool = field(default_factory=SimulatedTool)
     tasks: Annotated[
         list[SimulatedTask],
         "With simulate.workload=modelled, a mix of tasks in place of simulate.task, each with the options of that.",

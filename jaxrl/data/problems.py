@@ -172,11 +172,15 @@ def _nested(row: Mapping[str, Any], name: str, above: str = "") -> Iterator[str]
 
 
 def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]:
-    named = f"{where}: {key!r} (data.messages_key)"
-    rule = f"{named} must be a list of messages with text in 'role' and 'content'"
     if isinstance(value, str):
         with reading(f"{where}, {key!r}"):
             value = strict_json(value)
+    return checked_messages(value, f"{where}: {key!r} (data.messages_key)")
+
+
+def checked_messages(value: Any, named: str) -> tuple[Mapping[str, str], ...]:
+    """A conversation that is to be answered. Raises ValueError for anything else; `named`: what it is, for that."""
+    rule = f"{named} must be a list of messages with text in 'role' and 'content'"
     if not isinstance(value, list) or not value:
         raise ValueError(f"{rule}, found {shown(value)}")
     for number, message in enumerate(value, 1):

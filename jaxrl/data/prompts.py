@@ -15,16 +15,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.domains import source_problem
 from jaxrl.data.chat_template import RefusedMessages
-from jaxrl.data.problems import Problem, read_problems
+from jaxrl.data.problems import Problem, checked_messages, read_problems
 from jaxrl.data.quotas import SourceQuotas
 from jaxrl.data.tasks import draw_task
 from jaxrl.data.tokenizer import Tokenizer
@@ -33,24 +34,54 @@ from jaxrl.types import Prompt
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
+_HELD_OUT = 1_000_000_000  # the first held-out problem of an environment's own, which number them
 _LONG_TOKEN = 256  # characters: longer than the tokens of any text are on average
 
 
 Problems = Sequence[Problem]
 
 
-def load_train(config: Config) -> Problems:
-    """The training problems of `data.train_files` or `data.task`."""
+class Environments(Protocol):
+    """What a run's environments have to do with its prompts (`jaxrl.mechanisms.turns.pool.EnvironmentPool`)."""
+
+    def schemas(self, row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
+        """What the model may call in a row, as chat templates take it."""
+        ...
+
+    def problems(self, first: int, last: int, seed: int) -> Iterable[tuple[Mapping[str, Any], Sequence[Any]]]:
+        """Rows of their own by number, each with its messages."""
+        ...
+
+
+def load_train(config: Config, environments: Environments | None = None) -> Problems:
+    """The training problems of `data.train_files` or `data.task`, or of the environment's own."""
     data = config.data
     if data.task:
         return draw_task(data, held_out=False, count=data.task_size)
     if not data.train_files:
+        if environments is not None:
+            return _own(config, environments, 0, config.environment.num_problems)
         raise ConfigError("data.train_files is missing: give files, or name a reasoning-gym task in data.task")
     return read_problems(data.train_files, "data.train_files", data)
 
 
-def load_validation(config: Config, train: Problems | None = None) -> Problems:
-    """The held-out problems: from `data.val_files` if given, else from `data.task`; empty if neither is given.
+def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
+    """Problems of the environment's own, by their numbers."""
+    source = Path(config.environment.path).stem
+    found: list[Problem] = []
+    for number, (row, messages) in enumerate(environments.problems(first, first + count, config.data.seed), first):
+        answer = row.get("answer")
+        where = f"{config.environment.path}, problem {number}"
+        answer = None if answer is None else str(answer)
+        found.append(Problem(number - first, where, checked_messages(messages, where), answer, source, row))
+    return found
+
+
+def load_validation(
+    config: Config, train: Problems | None = None, environments: Environments | None = None
+) -> Problems:
+    """The held-out problems: from `data.val_files` if given, else from `data.task`, else of the environment's own;
+    empty if there is none of them.
 
     Args:
       config: the configuration.
@@ -58,7 +89,9 @@ def load_validation(config: Config, train: Problems | None = None) -> Problems:
     """
     data = config.data
     if not data.val_files:
-        return draw_task(data, held_out=True, count=data.val_size) if data.task and data.val_size else []
+        if data.task and data.val_size:
+            return draw_task(data, held_out=True, count=data.val_size)
+        return [] if data.train_files or environments is None else _own(config, environments, _HELD_OUT, data.val_size)
     problems = read_problems(data.val_files, "data.val_files", data)
     if train is None:
         train = load_train(config) if data.task or data.train_files else []
@@ -96,14 +129,16 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
         raise ConfigError(problem)
 
 
-def validation_prompts(config: Config, tokenizer: Tokenizer, held_out: Problems | None = None) -> list[Prompt]:
+def validation_prompts(
+    config: Config, tokenizer: Tokenizer, held_out: Problems | None = None, environments: Environments | None = None
+) -> list[Prompt]:
     """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training.
 
     Args:
       held_out: what `load_validation` has returned, where the caller has it at hand (it is read otherwise).
     """
-    problems = load_validation(config) if held_out is None else held_out
-    rendered = _Rendered(problems, tokenizer, config.data)
+    problems = load_validation(config, environments=environments) if held_out is None else held_out
+    rendered = _Rendered(problems, tokenizer, config.data, environments)
     if problems and not len(rendered):
         limit = config.data.max_prompt_length
         raise ValueError(
@@ -120,9 +155,11 @@ class PromptSource:
     cursor is the position.
     """
 
-    def __init__(self, problems: Problems, tokenizer: Tokenizer, config: Config):
+    def __init__(
+        self, problems: Problems, tokenizer: Tokenizer, config: Config, environments: Environments | None = None
+    ):
         data = config.data
-        self._rendered = _Rendered(problems, tokenizer, data)
+        self._rendered = _Rendered(problems, tokenizer, data, environments)
         if not len(self._rendered):
             found = f"all {len(problems)} are longer than data.max_prompt_length ({data.max_prompt_length} tokens)"
             raise ValueError(f"no training prompts: {found if problems else 'the training data holds no problems'}")
@@ -240,9 +277,12 @@ def _endless(count: int, seed: int | None) -> Any:
 class _Rendered:
     """Problems with their tokenised prompts, the overlong ones dropped; tokens lie in one flat array."""
 
-    def __init__(self, problems: Problems, tokenizer: Tokenizer, data: DataSection):
+    def __init__(
+        self, problems: Problems, tokenizer: Tokenizer, data: DataSection, environments: Environments | None = None
+    ):
         self._tokenizer = tokenizer
         self._data = data
+        self._environments = environments
         kept: list[Problem] = []
         pieces: list[np.ndarray] = []
         for problem in problems:
@@ -272,7 +312,7 @@ class _Rendered:
     def _encoded(self, problem: Problem) -> tuple[list[int], str]:
         """The prompt's ids, and how many it has. Of a text much longer than what is kept, only the beginning."""
         data = self._data
-        text = _render(problem, self._tokenizer, data)
+        text = self._text(problem)
         # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
         special = not data.apply_chat_template
         head = text[: (data.max_prompt_length + 1) * _LONG_TOKEN]
@@ -282,6 +322,10 @@ class _Rendered:
                 return ids, f"more than {len(ids)}"
         ids = self._tokenizer.encode(text, add_special_tokens=special)
         return ids, str(len(ids))
+
+    def _text(self, problem: Problem) -> str:
+        tools = () if self._environments is None else self._environments.schemas(problem.extra, problem.where)
+        return _render(problem, self._tokenizer, self._data, tools)
 
     def _ids(self, row: int) -> np.ndarray:
         return self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
@@ -301,7 +345,7 @@ class _Rendered:
             epoch=epoch,
             index=problem.index,
             token_ids=tuple(self._ids(row).tolist()),
-            text=_render(problem, self._tokenizer, self._data),
+            text=self._text(problem),
             source=problem.source,
             answer=problem.answer,
             extra=problem.extra,
@@ -317,7 +361,7 @@ class _Rendered:
         return digest.hexdigest()[:16]
 
 
-def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection) -> str:
+def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     messages = [dict(message) for message in problem.messages]
     for message in reversed(messages):
         if message["role"] == "user":
@@ -329,9 +373,8 @@ def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection) -> str:
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     if data.apply_chat_template:
         try:
-            return tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, **data.apply_chat_template_kwargs
-            )
+            variables = {**data.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
         except RefusedMessages as error:
             raise ValueError(f"{problem.where}: {error}") from None
     return "\n\n".join(message["content"] for message in messages)

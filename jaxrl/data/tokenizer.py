@@ -77,6 +77,10 @@ class Tokenizer:
         """Text of token ids; bytes that are no UTF-8 become replacement characters."""
         return self._fast.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, special ones too; bytes that are no UTF-8 alone become replacement characters."""
+        return [self.decode([i], skip_special_tokens=False) for i in ids]
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from jax.sharding import Mesh
 
 from jaxrl.config import Config
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.timeline import Timeline
@@ -31,15 +33,18 @@ class RunParts:
       mesh: of the rollout, on this host.
       engines, workers: of the rollout; the executors are those of the workers.
       trainer: of the policy.
-      pool: scores samples.
+      tokenizer: of the policy.
+      pool: scores samples. environments: answer turns; None: there are none.
       journal, timeline, layout_log: of the run's record.
       profile: the checked file of `rollout.layout.profile`; None: no mechanism asks for it.
       row_sizes: row counts of a worker's decode programs, by the degrees that its rounds may use.
       is_timeless: whether a round brings the same batch whichever of its responses end first.
+      tell_waiting: shows how many turns wait for answers, as `jaxrl.record.live.LiveView.waiting`.
       beat: tells the watchdog what is being done.
       stack: closes what a mechanism has opened, when the run is over.
       history: what earlier responses are kept for, once a mechanism keeps them.
       beside_rollout: each blocks until a mechanism's work on the rollout's devices is done.
+      notes: what a start says of a mechanism.
       rollout_programs, update_programs: to be compiled with those of the rollout, and of the update.
     """
 
@@ -49,17 +54,21 @@ class RunParts:
     engines: LocalWorkers | SynchronizedWorkers
     workers: WorkerSet
     trainer: Trainer
+    tokenizer: Tokenizer
     pool: RewardPool
+    environments: EnvironmentPool | None
     journal: Journal
     timeline: Timeline
     layout_log: LayoutLog | None
     profile: Profile | None
     row_sizes: Mapping[int, tuple[int, ...]]
     is_timeless: bool
+    tell_waiting: Callable[[int, str, float], None]
     beat: Callable[[str], None]
     stack: ExitStack
     history: HistoryStore | None = None
     beside_rollout: list[Callable[[], None]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     rollout_programs: list[CompiledPrograms] = field(default_factory=list)
     update_programs: list[CompiledPrograms] = field(default_factory=list)
 

@@ -15,6 +15,7 @@ from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor_set import SimulatedExecutorSet
+from jaxrl.sim.workload import Workload
 
 
 @dataclass(slots=True)
@@ -22,18 +23,20 @@ class SimulatedParts:
     """The parts of a simulated run that mechanisms are built from.
 
     Attributes:
-      cost: the model. clock, phases: of process 0.
+      cost, workload: the models. clock, phases: of process 0.
       workers, executors: of its rollout. tp: of a worker.
       num_devices: of rollout and training together.
       pace: predicts the steps of a worker whose layout switches; None: layouts stay.
       is_timeless: whether a round brings the same batch whichever of its responses end first.
       layouts, timeouts: mechanisms that the modelled machine has been built with; None: it has none.
+      next_verdict_ns: when the next verdict comes, by the clock; None: none will.
       feeding: stands between a round and each stream of gradients beside it.
       history: what earlier responses are kept for, once a mechanism keeps them.
     """
 
     config: Config
     cost: CostModel
+    workload: Workload
     clock: SimulatedClock
     phases: SimulatedPhases
     workers: LocalWorkers | SynchronizedWorkers
@@ -44,5 +47,6 @@ class SimulatedParts:
     is_timeless: bool
     layouts: Mechanism | None
     timeouts: Mechanism | None
+    next_verdict_ns: Callable[[], int | None]
     feeding: Callable[[Any], Any]
     history: HistoryStore | None = None

@@ -11,6 +11,7 @@ Imports no jax before a run is built: what can be refused is refused before that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxrl.config import Config, ConfigError
@@ -33,6 +34,7 @@ from jaxrl.mechanisms.speculation import declaration as speculation
 from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
 from jaxrl.mechanisms.tail_batching import build as build_tail_batching
 from jaxrl.mechanisms.tail_batching import declaration as tail_batching
+from jaxrl.mechanisms.turns import declaration as turns
 from jaxrl.rewards.pool_base import RewardPool, in_words
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.mechanism import Mechanism
@@ -44,8 +46,10 @@ from jaxrl.types import SampleKey
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jaxrl.data.tokenizer import Tokenizer
     from jaxrl.mechanisms.parts import RunParts
     from jaxrl.mechanisms.simulated_parts import SimulatedParts
+    from jaxrl.mechanisms.turns.pool import EnvironmentPool
     from jaxrl.models.config import ModelConfig
     from jaxrl.report.curves import PagePart
     from jaxrl.rollout.executor import MeshExecutor
@@ -71,6 +75,7 @@ ROOMS: tuple[Room, ...] = (
     speculation.ROOM,
     reward_timeouts.ROOM,
     judge.ROOM,
+    turns.ROOM,
 )
 
 RULES = (
@@ -160,6 +165,15 @@ def simulated_proposals(config: Config, workload: Workload) -> Proposals | None:
     return simulated.proposals(config, workload)
 
 
+def simulated_turn_end(config: Config, workload: Workload) -> Callable[[SampleKey, int, int], int] | None:
+    """Where simulated responses end their turns (`jaxrl.sim.executor.SimulatedExecutor`); None: they have one."""
+    if not turns.ROOM.is_on(config):
+        return None
+    from jaxrl.mechanisms.turns.simulated import turn_model
+
+    return turn_model(config, workload).end
+
+
 def simulated_verify_rule(config: Config, cost: CostModel) -> Callable[[], VerifyRule] | None:
     """Makes what says which plans of a simulated worker verify; None: none does."""
     from jaxrl.mechanisms.speculation import simulated
@@ -247,11 +261,33 @@ def join_pools(config: Config, pool: RewardPool, where: Callable[[SampleKey], st
     join_endpoint(config, pool, where)
 
 
-def of_evaluation(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> list[Mechanism]:
-    """Those of an evaluation alone, which score on its devices. `quiet`: waits for what else runs there."""
-    from jaxrl.mechanisms.judge.build import build_beside
+def environments(config: Config, log: Path | None = None) -> EnvironmentPool | None:
+    """The processes of a run's environments, which begin to start; None: it has none. `log`: the file for what they
+    print. Raises ValueError for a file that cannot be read."""
+    if not turns.ROOM.is_on(config):
+        return None
+    from jaxrl.mechanisms.turns.pool import EnvironmentPool
 
-    return _there(build_beside(config, mesh, quiet, pool))
+    return EnvironmentPool(config, log)
+
+
+def of_evaluation(
+    config: Config,
+    mesh: Mesh,
+    quiet: Callable[[], None],
+    pool: RewardPool,
+    tokenizer: Tokenizer,
+    acting: EnvironmentPool | None,
+) -> list[Mechanism]:
+    """Those of an evaluation alone, which score on its devices, and answer turns. `quiet`: waits for what else runs
+    there."""
+    from jaxrl.mechanisms.judge.build import build_beside
+    from jaxrl.mechanisms.turns import build as build_turns
+
+    return _there(
+        build_beside(config, mesh, quiet, pool),
+        None if acting is None else build_turns.build(config, acting, tokenizer),
+    )
 
 
 def of_run(parts: RunParts) -> list[Mechanism]:
@@ -262,8 +298,11 @@ def of_run(parts: RunParts) -> list[Mechanism]:
     from jaxrl.mechanisms.ranking_groups import build as build_ranking_groups
     from jaxrl.mechanisms.speculation import build as build_speculation
     from jaxrl.mechanisms.stream_trainer import build as build_stream_trainer
+    from jaxrl.mechanisms.turns import build as build_turns
 
+    acting, told = parts.environments, (parts.journal, parts.timeline, parts.tell_waiting, parts.notes)
     return _there(
+        None if acting is None else build_turns.build(parts.config, acting, parts.tokenizer, *told),
         build_judge.build(parts),
         build_adaptive_layouts.build(parts),
         build_stream_trainer.build(parts),
@@ -287,8 +326,10 @@ def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
     from jaxrl.mechanisms.ranking_groups import simulated as simulated_ranking_groups
     from jaxrl.mechanisms.speculation import simulated as simulated_speculation
     from jaxrl.mechanisms.stream_trainer import simulated as simulated_stream_trainer
+    from jaxrl.mechanisms.turns import simulated as simulated_turns
 
     return _there(
+        simulated_turns.build(parts),
         parts.layouts,
         simulated_stream_trainer.build(parts),
         simulated_speculation.build(parts),

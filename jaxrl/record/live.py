@@ -77,6 +77,7 @@ class LiveView:
         self._lock = threading.RLock()
         self._phase_name, self._phase_since = "starting", clock()
         self._rollout: tuple[int, int, float, int, int] | None = None
+        self._waiting: tuple[int, str, float] | None = None
         self._last_step = done
         self._last_metrics: Mapping[str, float] = {}
         self._estimator = EtaEstimator(total_steps, every or {})
@@ -118,6 +119,12 @@ class LiveView:
         with self._lock:
             self._rollout = (rows_busy, rows_total, tokens_per_s, finished, total)
             self._tell_progress()
+
+    def waiting(self, count: int, longest: str, since_s: float) -> None:
+        """So many turns wait for their environments' answers; which has waited longest, and since when by the view's
+        clock."""
+        with self._lock:
+            self._waiting = (count, longest, since_s) if count else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is over: prints its line."""
@@ -190,7 +197,14 @@ class LiveView:
         if self._rollout is not None:
             busy, rows, tokens_per_s, finished, total = self._rollout
             parts += [f"finished {finished}/{total}", f"rows {busy}/{rows}", f"{_value(float(tokens_per_s))} tokens/s"]
+        if self._waiting is not None:
+            parts.append(self._waiting_text(now))
         self._print("  ".join(parts))
+
+    def _waiting_text(self, now_s: float) -> str:
+        assert self._waiting is not None
+        count, longest, since_s = self._waiting
+        return f"{count} wait for answers, longest {longest}: {duration(now_s - since_s)}"
 
     def _next_step(self) -> str:
         step = min(self._last_step + 1, self._total) if self._total else self._last_step + 1
@@ -237,6 +251,8 @@ class LiveView:
             lines: list[Any] = [head]
             if self._rollout is not None:
                 lines.append(self._rollout_line(*self._rollout))
+            if self._waiting is not None:
+                lines.append(Text(_clean(self._waiting_text(now)), style="dim"))
             if (state := self._state_line()) is not None:
                 lines.append(state)
             if self._total:

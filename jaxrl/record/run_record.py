@@ -33,7 +33,7 @@ from jaxrl.record.live import LiveView
 from jaxrl.record.metrics import FILE_NAME as METRICS
 from jaxrl.record.metrics import MetricsWriter
 from jaxrl.record.run_dir import FollowerRunDir, RunDir
-from jaxrl.record.samples import SampleLog
+from jaxrl.record.samples import PiecesOf, SampleLog
 from jaxrl.record.timeline import MAX_BYTES, Timeline
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
@@ -138,6 +138,7 @@ def open_record(
     simulated: bool = False,
     watchdog: Watchdog | None = None,
     tell: Tell | None = None,
+    pieces_of: PiecesOf | None = None,
 ) -> Iterator[RunRecord]:
     """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
 
@@ -145,7 +146,7 @@ def open_record(
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
       total_steps: for the live view's estimate of the time left; 0: it shows none.
       watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
-      tell: as in `Journal`.
+      tell: as in `Journal`. pieces_of: as in `SampleLog`.
 
     Raises:
       ValueError: a file of the record is damaged.
@@ -168,7 +169,8 @@ def open_record(
                 begin=False,
             )
             stack.enter_context(closing(metrics))
-            sample_log = SampleLog(run_dir.file(samples.FILE_NAME), resume_step, begin=False)
+            file = run_dir.file(samples.FILE_NAME)
+            sample_log = SampleLog(file, resume_step, begin=False, pieces_of=pieces_of)
             stack.enter_context(closing(sample_log))
             limit = config.data.max_response_length
             batch_log = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit, begin=False)

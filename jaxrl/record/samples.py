@@ -2,17 +2,20 @@
 
 One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with reward
 shaping also overlong_reward and wrong_reward, which are part of reward; with weights and parts own_reward and parts, of
-which it is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. The
-report shows them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does
-(`jaxrl.sim.recorded`).
+which it is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. One
+with an environment has its `turns`: each with what the model said, its tokens as [text, log-probability], the answer,
+the reward and the seconds until the answer was there. The report shows them; `jaxrl simulate` can draw lengths and
+rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxrl.record.files import JsonLines, to_json
 from jaxrl.types import Group, Sample
@@ -23,12 +26,22 @@ SAMPLES_PER_GROUP = 2
 _OF_REWARD = ("overlong_reward", "wrong_reward", "own_reward", "parts", "error")
 MAX_VALUE, MAX_INFO = 2_000, 8_000
 """Characters of one value of a sample's info, and of all of them."""
+MAX_TOKENS = 1_000
+"""Of a turn."""
+PiecesOf = Callable[[Sequence[int]], Sequence[str]]
 
 
 class SampleLog(JsonLines):
-    """Appends the first samples of a step's first groups; drops lines of steps after `last_step` when it begins."""
+    """Appends the first samples of a step's first groups; drops lines of steps after `last_step` when it begins.
 
-    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
+    Args:
+      pieces_of: the text of each of some tokens; None: tokens are not written.
+    """
+
+    def __init__(
+        self, path: str | Path, last_step: int, *, begin: bool = True, pieces_of: PiecesOf | None = None
+    ) -> None:
+        self._pieces_of = pieces_of
         super().__init__(path, lambda step: step <= last_step, begin=begin)
 
     def begin(self) -> None:
@@ -37,10 +50,30 @@ class SampleLog(JsonLines):
 
     def write(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Returns the lines."""
-        lines = [_line(step, group, sample) for group in groups[:GROUPS_PER_STEP] for sample in _first(group)]
+        some = [(group, sample) for group in groups[:GROUPS_PER_STEP] for sample in _first(group)]
+        lines = [_line(step, group, sample) | self._turns(sample) for group, sample in some]
         for line in lines:
             self.append(line)
         return lines
+
+    def _turns(self, sample: Sample) -> dict[str, Any]:
+        if sample.episode is None:
+            return {}
+        turns: list[dict[str, Any]] = []
+        start = 0
+        for turn in sample.episode.turns:
+            mine = np.flatnonzero(sample.drawn[start : turn.end])[:MAX_TOKENS] + start
+            said = {"text": turn.text[:MAX_VALUE], "reward": turn.reward, "seconds": round(turn.seconds, 3)}
+            if self._pieces_of is not None:
+                logprobs = sample.rollout_logprobs[mine].round(2).tolist()
+                said["tokens"] = [*zip(self._pieces_of(sample.token_ids[mine].tolist()), logprobs, strict=True)]
+            turns.append(said | {"answer": [_cut(message) for message in turn.messages]})
+            start = turn.end
+        return {"turns": turns}
+
+
+def _cut(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": message["role"], "content": message["content"][:MAX_VALUE]}
 
 
 def _first(group: Group) -> list[Sample]:

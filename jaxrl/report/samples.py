@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import groupby
 from math import isfinite
 from typing import Any
 
@@ -123,6 +124,34 @@ def _prompt(sample: Shown) -> str:
     return _pre(messages[-1].strip()) + shown + whole
 
 
+def _response(sample: Shown) -> str:
+    turns = sample.get("turns")
+    return _conversation(turns) if turns else _pre(str(sample.get("response") or ""))
+
+
+def _conversation(turns: Sequence[Shown]) -> str:
+    """Turn by turn: what the model said, tokens the redder the less likely they were, and below it the answer, grey:
+    nothing is learnt from that."""
+    parts: list[str] = []
+    for count, turn in enumerate(turns, 1):
+        answer = turn.get("answer") or []
+        seconds = f", answered in {number(turn['seconds'])} s" if answer else ""
+        parts.append(f"<p class=sub>turn {count}: reward {_number(turn.get('reward'))}{seconds}</p>")
+        tokens = turn.get("tokens")
+        parts.append(_coloured(tokens) if tokens else _pre(str(turn.get("text") or "")))
+        parts += [f"<pre class=answer>{escape(str(each['content'])[:_MAX_TEXT])}</pre>" for each in answer]
+    return "".join(parts)
+
+
+def _coloured(tokens: Sequence[tuple[str, float]]) -> str:
+    """Each token with one of five shades; neighbours of one shade are one element."""
+    shades = [(min(int(-logprob), 4), piece) for piece, logprob in tokens]
+    shaded = ((shade, "".join(piece for _, piece in some)) for shade, some in groupby(shades, key=lambda pair: pair[0]))
+    title = "title='log-probability below "
+    spans = [f"<span class=p{shade} {title}{-shade}'>{escape(text)}</span>" for shade, text in shaded]
+    return f"<pre tabindex=0>{''.join(spans)}</pre>"
+
+
 def _reward(sample: Shown) -> str:
     """The reward, and below it what it was made of, why scoring failed, and what else the scorer said."""
     parts = sample.get("parts")
@@ -162,7 +191,7 @@ def _pre(text: str) -> str:
 COLUMNS: tuple[tuple[str, str, Callable[[Shown], str], bool], ...] = (
     ("Step", "step", lambda sample: f"{sample['step']:g}", True),
     ("Prompt", "", _prompt, False),
-    ("Response", "", lambda sample: _pre(str(sample.get("response") or "")), False),
+    ("Response", "", lambda sample: _response(sample), False),
     ("Reward", "reward", _reward, True),
     ("Tokens", "tokens", _tokens, True),
 )

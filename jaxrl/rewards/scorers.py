@@ -12,6 +12,7 @@ Kinds (`reward.kind`):
   Without a mark, a task with numbers as answers takes the response's last number, any other task the whole response.
 - `code`: tests that the response's program must pass, in a sandbox (`jaxrl.rewards.code`).
 - `custom`: the user's function, with the signature that verl uses.
+- `environment`: what an environment has given for the turns of the response.
 - `auto`: `task` for a prompt that comes from a task, `math` for one from a file.
 """
 
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain
@@ -144,6 +145,26 @@ class AutoScorer:
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentScorer:
+    """The rewards of a trajectory's turns as one: their sum, each multiplied by `discount` for each turn before it, or
+    the last (`environment.reward`)."""
+
+    how: Literal["sum", "last"]
+    discount: float
+    preload: tuple[str, ...] = ()
+    loads: str = "reward.kind: nothing"
+
+    def load(self) -> None: ...
+
+    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
+        rewards = request.turn_rewards
+        if rewards is None:
+            raise ValueError(f"{request.source}: the response has no turns, which reward.kind=environment needs")
+        total = rewards[-1] if self.how == "last" else sum(r * self.discount**k for k, r in enumerate(rewards))
+        return total, {"stop": request.stop, "num_turns": len(rewards)}
+
+
+@dataclass(frozen=True, slots=True)
 class CustomScorer:
     """A function of the user's: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
@@ -197,6 +218,8 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
         return CustomScorer(read_user_file(f"{domain.option}.path", domain.path), domain.name, domain.option)
     if domain.kind == "code":
         return CodeScorer(config.reward.code)
+    if domain.kind == "environment":
+        return EnvironmentScorer(config.environment.reward, config.environment.reward_discount)
     by_math = MathScorer(domain.extract)
     if domain.kind == "math" or not data.task:
         # where all sources have domains, none of the others' samples comes; `source_problem` looks at the data

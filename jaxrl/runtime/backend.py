@@ -139,7 +139,7 @@ class RolloutBackend:
         self._unused: int | None = None  # the same, where no round has begun with them
         self._step, self._recompiles = -1, 0
         self._params = SamplingParams()
-        self._under_way = UnderWay(self.engine, around.clock, weights, self._start)
+        self._under_way = UnderWay(self.engine, around.clock, weights, self._start, self._deliver)
         self._plans = PlanRunner(self.engine, self.mechanisms, around.timeline)
         parts = self._under_way, self._plans, scoring, text_of, self.mechanisms, around.journal
         self._events: RoundEvents = (
@@ -196,12 +196,12 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are being drawn, or their ends are still to be delivered.
+        """Whether samples are being drawn, or wait for what they need to go on, or their ends are not delivered yet.
 
         Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
         has been delivered; a plan of rows that have all stopped may then still be in flight.
         """
-        return self._events.generating
+        return self._events.generating or any(each.awaits for each in self.mechanisms)
 
     def wait(self) -> Event:
         """The next event; blocks on the engine while it runs, then on the scoring.
@@ -219,8 +219,8 @@ class RolloutBackend:
                 for each in self.mechanisms:
                     each.before_turn()
                 self._show(self._events.run_plan())
-            elif self._events.is_scoring:
-                if not self._use_gap(0):
+            elif (awaits := any(each.awaits for each in self.mechanisms)) or self._events.is_scoring:
+                if not self._use_gap(0) and not awaits:  # it waits itself, for either
                     self._events.wait(POLL_S)
                 self._around.beat()
                 for each in self.mechanisms:
@@ -316,6 +316,9 @@ class RolloutBackend:
             request = each.request(request, prompt)
         self._events.launch(request if begun is None else resume(request, begun), worker)
         return request.request_id
+
+    def _deliver(self, finished: Sequence[Finished]) -> None:
+        self._events.finished(finished)
 
     def _show(self, worker: int | None) -> None:
         """A worker was served, and what ended has been delivered; `worker`: of which a plan was collected. Where

@@ -217,6 +217,11 @@ class DirectEvents:
         requests = self._under_way.requests
         live = [requests[key] for key in keys if key in requests]
         last = self._workers.counters.plans - 1
+        for key in keys:
+            for each in self._mechanisms if key not in requests else ():
+                if (sample := each.given_up(key, keep=keep)) is not None:
+                    self._under_way.ended(key)
+                    self._aborted(replace(sample, finish_reason="abort"), last)
         for sample in self._workers.abort(live):
             self._under_way.ended(sample.key)
             self._aborted(sample, last)

@@ -147,6 +147,7 @@ class MachineParts:
 
         sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * config.num_workers)
         proposals = table.simulated_proposals(config, self._workload)
+        turn_end = table.simulated_turn_end(config, self._workload)
         tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
         return SimulatedExecutorSet(
             [
@@ -161,6 +162,7 @@ class MachineParts:
                     sync_s=sync_s,
                     wake_s=cost.rollout_fixed_s(),
                     proposals=proposals,
+                    turn_end=turn_end,
                     slowness=self._slowness[process],
                 )
                 for track in tracks

@@ -113,6 +113,7 @@ def build(
     pieces = SimulatedParts(
         config,
         cost,
+        workload,
         clock,
         phases,
         workers,
@@ -123,6 +124,7 @@ def build(
         is_timeless(config),
         own.sessions,
         timeouts,
+        lambda: own.scoring.next_ns,
         feeding,
     )
     mechanisms = of_simulation(pieces)

@@ -86,7 +86,9 @@ class UnderWay:
       workers: of this process.
       clock: seconds from any origin.
       weights: gives the trainer's current weights, on the devices.
-      start: starts a response in a worker, anew; returns the id of its request.
+      start: starts a response in a worker (None: the one that has least to do), anew or with the tokens that it has;
+        returns the id of its request.
+      deliver: tells the round of responses that have ended, as if their workers had just said so.
       requests: ids of the live requests, by sample.
       num_launched, num_finished: samples of the round, those that ended by themselves.
       running: samples that are still drawn, by (epoch, prompt index); with 0, of every prompt of the round.
@@ -95,7 +97,8 @@ class UnderWay:
     workers: LocalWorkers | SynchronizedWorkers
     clock: Callable[[], float]
     weights: Callable[[], Any]
-    start: Callable[[Prompt, SampleKey, int], int]
+    start: Callable[[Prompt, SampleKey, int | None, Sample | None], int]
+    deliver: Callable[[Sequence[Finished]], None]
     requests: dict[SampleKey, int] = field(default_factory=dict)
     num_launched: int = 0
     num_finished: int = 0
@@ -252,9 +255,20 @@ class Mechanism:
         """Nothing can be done before a verdict comes."""
 
     def keeps(self, finished: Finished) -> bool:
-        """Whether the mechanism takes a response that has ended for itself, as one of the next round; the round under
-        way does not receive it then."""
+        """Whether the mechanism takes a response that has ended for itself, as one of the next round, or because it
+        will go on; the round under way does not receive it then."""
         return False
+
+    @property
+    def awaits(self) -> bool:
+        """Whether something is awaited that responses need before they go on, and may come now: `before_turn` looks,
+        and `while_waiting` waits a moment for it, or for a verdict."""
+        return False
+
+    def given_up(self, key: SampleKey, *, keep: bool) -> Sample | None:
+        """A sample is to be ended. What it has so far, where the mechanism has it and gives it up now. `keep`: a later
+        round may go on with it."""
+        return None
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
         """Samples have ended by themselves, in any process: every process is told of all. Those of other processes have

@@ -99,6 +99,8 @@ class SimulatedExecutor:
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
       proposals: that plans verify; None: none do.
+      turn_end: of responses over several turns, in place of `length_of`: (a response, its step, the tokens that it has)
+        -> its tokens at the end of the next turn.
       slowness: plans take so many times as long as the cost model says.
 
     Attributes:
@@ -119,13 +121,14 @@ class SimulatedExecutor:
         sync_s: float = 0.0,
         wake_s: float = 0.0,
         proposals: Proposals | None = None,
+        turn_end: Callable[[SampleKey, int, int], int] | None = None,
         slowness: float = 1.0,
     ) -> None:
         self._proposals, self._slowness = proposals, slowness
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
-        self._length_of = length_of
+        self._length_of, self._turn_end = length_of, turn_end
         self._cost = cost
         self._clock = clock
         self._host_s = host_s
@@ -271,7 +274,9 @@ class SimulatedExecutor:
         """Writes a row's state; its seat."""
         request, kept = chunk.request, chunk.num_generated
         first_version = next(iter(request.generated_versions), self.policy_version)
-        length = min(self._length_of(request.key, first_version + 1), request.params.max_tokens)
+        of = request.key, first_version + 1
+        length = self._length_of(*of) if self._turn_end is None else self._turn_end(*of, kept)
+        length = min(length, request.params.max_tokens)
         if length <= kept:
             raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows

@@ -3,6 +3,7 @@
 Sources:
 
 - GRPO: Shao et al. 2024, DeepSeekMath, §4.1.
+- GRPO over turns: the same, §4.1.3 (process supervision), with turns as its steps.
 - Dr. GRPO: Liu et al. 2025, §3.2: no division by the standard deviation.
 - RLOO: Ahmadian et al. 2024, §3.
 - REINFORCE++: Hu 2025, §3: per-token returns, whitened over the batch.
@@ -76,6 +77,10 @@ def compute(
             [_reward(s) - p.sum() for s, p in zip(group.samples, penalties[start:stop], strict=True)], np.float64
         )
         match algorithm.adv_estimator:
+            case "grpo_turns":
+                out += grpo_turns(group.samples, scores)
+                start = stop
+                continue
             case "grpo":
                 own = grpo(scores, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
             case "dr_grpo":
@@ -104,6 +109,34 @@ def grpo(scores: np.ndarray, *, norm_by_std: bool = True) -> np.ndarray:
         return np.zeros_like(scores)
     centred = scores - scores.mean()
     return centred / (scores.std(ddof=1) + _STD_EPS) if norm_by_std else centred
+
+
+def grpo_turns(samples: Sequence[Sample], scores: np.ndarray) -> list[np.ndarray]:
+    """The rewards of all turns of a group, minus their mean and divided by their standard deviation; a token's
+    advantage is the sum of those from its turn on (DeepSeekMath §4.1.3).
+
+    Args:
+      samples: of one group. What has no turns is one.
+      scores: float [G]; what a sample's score is beside the rewards of its turns belongs to the last one.
+
+    Returns:
+      Per sample float32 [T]; what an environment has answered has the value of the turn behind it.
+    """
+    rewards: list[np.ndarray] = []
+    ends: list[list[int]] = []
+    for sample, score in zip(samples, scores, strict=True):
+        turns = () if sample.episode is None else sample.episode.turns
+        own = np.array([turn.reward for turn in turns] or [0.0], np.float64)
+        own[-1] += score - own.sum()
+        rewards.append(own)
+        ends.append([*(turn.end for turn in turns[:-1]), len(sample)])
+    each = np.concatenate(rewards)
+    deviation = each.std(ddof=1) if len(each) > 1 else 0.0
+    found: list[np.ndarray] = []
+    for own, stops in zip(rewards, ends, strict=True):
+        values = np.cumsum(((own - each.mean()) / (deviation + _STD_EPS))[::-1])[::-1]
+        found.append(np.repeat(values, np.diff([0, *stops])).astype(np.float32))
+    return found
 
 
 def rloo(scores: np.ndarray) -> np.ndarray:

@@ -139,8 +139,8 @@ REFUSALS = (
         MODEL + "actor:\n  ppo_mini_batch_size: 3\ndata:\n  train_batch_size: 8\n",
     ),
     in_yaml(
-        "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, trainer, "
-        "hosts, simulate, serve (run.yaml, line 1)",
+        "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, environment, "
+        "trainer, hosts, simulate, serve (run.yaml, line 1)",
         "x: &x {n: 0}\nrollout:\n  <<: *x\n",
     ),
     in_yaml("rollout.n must be at least 1, found 0 (run.yaml, line 1)", "rollout: {<<: {n: 0}}\n"),

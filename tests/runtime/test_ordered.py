@@ -111,7 +111,8 @@ class Host:
         self.workers = SynchronizedWorkers({process: engine}, 1000, 2, ticks=lambda _, times: times.num_steps)
         self.pool, self.wire, self.log = Pool(), Wire(process), Log()
         log: Any = self.log
-        under_way = UnderWay(self.workers, lambda: 1.0, lambda: None, lambda *_: pytest.fail("nothing is begun ahead"))
+        never = lambda *_: pytest.fail("nothing is begun ahead, and nothing goes on")  # noqa: E731
+        under_way = UnderWay(self.workers, lambda: 1.0, lambda: None, never, never)
         hosts = Hosts(self.wire, lambda samples, owners: None)
         parts = under_way, PlanRunner(self.workers), self.pool, lambda s: f"{len(s)} tokens"
         self.events = OrderedEvents(*parts, (), log, hosts)

@@ -327,5 +327,5 @@ def make_config(values: dict[str, Any]) -> Config:
     }
     for path, value in values.items():
         section, option = path.split(".")
-        base[section][option] = value
+        base.setdefault(section, {})[option] = value
     return from_mapping(base)

@@ -25,7 +25,7 @@ from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Command, Launch, NextRoundPrefetch
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import By
-from jaxrl.types import Sample, SampleKey
+from jaxrl.types import Prompt, Sample, SampleKey
 
 
 class RankingSession(Mechanism):
@@ -54,7 +54,11 @@ class RankingSession(Mechanism):
 
     def attach(self, under_way: UnderWay) -> None:
         self._requests, self._engines, self._clock = under_way.requests, under_way.direct, under_way.clock
-        parts = self._engines, self._buffer, under_way.weights, under_way.start, under_way.clock
+
+        def start(prompt: Prompt, key: SampleKey, worker: int) -> int:
+            return under_way.start(prompt, key, worker, None)
+
+        parts = self._engines, self._buffer, under_way.weights, start, under_way.clock
         self.ahead = NextRoundPrefetches(*parts)
 
     # -- weights -----------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class House:
             clock=lambda: self.seconds,
             by=by,
         )
-        self.under_way = UnderWay(self.workers, lambda: self.seconds, lambda: None, lambda *_: 0)
+        self.under_way = UnderWay(self.workers, lambda: self.seconds, lambda: None, lambda *_: 0, lambda _: None)
         self.under_way.requests[SampleKey(0, 0, 0)] = 0
         self.session.attach(self.under_way)
         self.certain: Callable[[], Sequence[Group]] = tuple

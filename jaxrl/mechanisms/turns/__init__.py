@@ -1,0 +1,1 @@
+"""Trajectories of several turns: what a model says is answered by tools and games, and it goes on."""

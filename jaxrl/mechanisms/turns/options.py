@@ -1,0 +1,120 @@
+"""The options `environment.*`, and what must hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+from jaxrl.schema.declared import Cap, Checked, Names
+from jaxrl.schema.limits import MAX_GIB, MAX_LENGTH, MAX_WAIT
+
+_MAX_WORKERS = Cap(1024, "each is a process")
+
+
+@dataclass(frozen=True)
+class EnvironmentSection(Checked):
+    """Tools and games: what a model says is answered, and it goes on, over several turns."""
+
+    kind: Annotated[
+        Literal["none", "tools", "class", "native"],
+        "What path holds; none: responses have one turn, tools: functions that the model may call, class: a class "
+        "whose methods are tools, native: an `Env`.",
+    ] = "none"
+    path: Annotated[
+        str,
+        Names("file"),
+        "A Python file, or one that comes with jaxrl: `calculator`, `python`, `search`, `number_guessing`, `wordle` "
+        "or `frozen_lake`.",
+    ] = ""
+    name: Annotated[
+        str, "The class in path, of the kinds class and native; a row's column `environment` names another."
+    ] = ""
+    args: Annotated[
+        dict[str, Any], "Columns that every row has, such as a game's size; a row's own `env_args` go before them."
+    ] = field(default_factory=dict)
+    describe_tools: Annotated[
+        bool, "Have the chat template describe the tools; false: data.system_prompt does, for a template that cannot."
+    ] = True
+    num_problems: Annotated[
+        int, Ge(1), Cap(10_000_000, "they are kept"), "Training prompts, where the environment makes its own."
+    ] = 1000
+    max_turns: Annotated[int, Ge(0), "Turns of the model in a trajectory; 0: no limit."] = 0
+    max_trajectory_tokens: Annotated[
+        int,
+        Ge(0),
+        MAX_LENGTH,
+        "Tokens of a trajectory behind its prompt, answers with them; 0: data.max_response_length.",
+    ] = 0
+    max_sampled_tokens: Annotated[
+        int, Ge(0), MAX_LENGTH, "Tokens that the model draws in a trajectory; 0: no limit."
+    ] = 0
+    max_tool_calls: Annotated[int, Ge(0), "Calls in a trajectory, after which no turn follows; 0: no limit."] = 0
+    rollout_timeout_s: Annotated[
+        float, Ge(0), MAX_WAIT, "Seconds after which a trajectory ends where it is between two turns; 0: no limit."
+    ] = 0.0
+    timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds until the calls of a turn are given up, each for itself."] = (
+        10.0
+    )
+    num_workers: Annotated[int, Ge(1), _MAX_WORKERS, "Processes that answer turns, one at a time each."] = 8
+    max_memory_gib: Annotated[float, Ge(0), MAX_GIB, "GiB that each of them may take; 0: no limit."] = 4.0
+    env: Annotated[list[str], "Environment variables of the run that they get."] = field(default_factory=list)
+    reward: Annotated[
+        Literal["sum", "last"],
+        "What reward.kind=environment makes of the rewards of turns; last: that of the last turn alone.",
+    ] = "sum"
+    reward_discount: Annotated[
+        float, Interval(ge=0, le=1), "What a turn's reward is multiplied by for each turn before it, in the sum."
+    ] = 1.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.kind != "none"
+
+    def problem(self, config: Any) -> str | None:
+        if not self.is_on:
+            if config.algorithm.adv_estimator == "grpo_turns":
+                return "algorithm.adv_estimator=grpo_turns needs environment.kind, which is none: there are no turns"
+            return None
+        if not self.path:
+            return f"environment.path is missing: environment.kind is {self.kind}, which needs a Python file"
+        if not config.data.apply_chat_template:
+            return "environment.kind needs data.apply_chat_template: turns are written in the model's chat template"
+        if "tools" in config.data.apply_chat_template_kwargs:
+            return "data.apply_chat_template_kwargs.tools excludes environment.kind, which gives the template its tools"
+        longest = config.data.max_response_length
+        for name in ("max_trajectory_tokens", "max_sampled_tokens"):
+            if getattr(self, name) > longest:
+                return (
+                    f"environment.{name} ({getattr(self, name)} tokens) must be at most data.max_response_length "
+                    f"({longest} tokens), for which rows and batches have room"
+                )
+        if config.algorithm.adv_estimator == "grpo_turns" and (self.reward == "last" or self.reward_discount < 1):
+            return (
+                "algorithm.adv_estimator=grpo_turns excludes environment.reward=last and environment.reward_discount "
+                "below 1: it gives each turn its own reward"
+            )
+        if config.rollout.stop:
+            return "rollout.stop excludes environment.kind: a turn ends where the chat template says so"
+        return None
+
+    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
+        if not self.is_on:
+            return None
+        return f"environment.kind ({self.kind})", "an answer is an event of one process, which others do not hear of"
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        if not self.is_on:
+            names = frozenset(self.__dataclass_fields__) - {"kind"}
+            yield names, "environment.kind is none"
+            return
+        if self.kind == "tools":
+            yield frozenset({"name"}), "environment.kind is tools"
+        if "environment" not in config.reward.kinds:
+            yield frozenset({"reward", "reward_discount"}), "no reward's kind is environment"
+        elif self.reward == "last":
+            yield frozenset({"reward_discount"}), "environment.reward is last"
+        if config.data.task or config.data.train_files:
+            yield frozenset({"num_problems"}), "data.task or data.train_files has the problems"

@@ -1,0 +1,184 @@
+"""The worker processes of environments, from the trainer's side: turns in, answers out.
+
+Nothing of the user's runs in the trainer: what comes back is JSON, whose values are checked here. No turn is handed out
+a second time, because what it did outside may not be undone: a process that dies with one has failed it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import pickle
+import queue
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import Config
+from jaxrl.config.functions import UserFile, read_user_file
+from jaxrl.environments import worker
+from jaxrl.environments.env import Action, Schema, is_answer
+from jaxrl.mechanisms.turns.rule import Observed
+from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
+from jaxrl.rewards.pool import named_variables
+from jaxrl.rewards.scorers import Scored
+from jaxrl.rewards.worker import WorkerSettings
+from jaxrl.rewards.worker_pool import WorkerPool
+from jaxrl.types import Prompt, SampleKey
+
+SHIPPED = Path(worker.__file__).parent / "shipped"
+"""Files that `environment.path` names without a path."""
+_SLACK_S = 3.0  # beyond environment.timeout_s: a call that does not end is told so by the process itself
+_ROWS = 500  # of the environment's own, asked for at once
+_PLURAL = {"error": "failures", "timeout": "timeouts", "crash": "crashes"}
+
+
+class EnvironmentPool:
+    """Implements `jaxrl.mechanisms.turns.rule.Acting`. Its processes begin to start when it is made.
+
+    Args:
+      config: of the run.
+      log: the file for what environments print; None: it is dropped.
+
+    Raises:
+      ValueError: the file cannot be read, or `environment.env` names a variable that is not set.
+    """
+
+    def __init__(self, config: Config, log: Path | None = None) -> None:
+        options = config.environment
+        assert options.kind != "none"
+        self._kind, self._timeout_s, self._describes = options.kind, options.timeout_s, options.describe_tools
+        file = _file(options.path)
+        scorer = worker.EpisodeScorer(options.kind, file, options.name, options.args, options.timeout_s)
+        settings = WorkerSettings(
+            scorer=pickle.dumps(scorer),
+            loads=scorer.loads,
+            preload=scorer.preload,
+            start_timeout_s=config.reward.start_timeout_s,
+            max_retries=0,
+            max_memory_gib=options.max_memory_gib,
+            log=str(log.resolve()) if log is not None else "",
+            section="environment",
+        )
+        limits = DomainLimits({MAIN: DomainLimit(0, options.timeout_s + _SLACK_S, "environment.timeout_s")})
+        env = named_variables("environment.env", options.env)
+        self._numbers = itertools.count()
+        self._pending: dict[int, tuple[SampleKey, worker.TurnRequest, float]] = {}  # with when it was asked
+        self._workers = WorkerPool(
+            settings, num_workers=options.num_workers, env=env, limits=limits, clock=time.monotonic
+        )
+        self._schemas: dict[str, Sequence[Schema]] = {}
+
+    # -- at the start ------------------------------------------------------------------------------------------------
+
+    def schemas(self, row: Mapping[str, Any], where: str) -> list[Schema]:
+        """What the chat template is to describe in a row. Raises ValueError where the environment cannot be made, or
+        the row asks for what is not there."""
+        if not has_turns(row):
+            return []
+        name = row.get("environment") or ""
+        try:
+            if name not in self._schemas:
+                self._schemas[name] = self._ask(worker.SchemaRequest(name))["schemas"]
+            found = worker.schemas_for(row, self._schemas[name])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return found if self._describes else []
+
+    def problems(self, first: int, last: int, seed: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        """Rows of the environment's own by their numbers, each with the messages that begin its episode. Raises
+        ValueError where it makes none."""
+        for start in range(first, last, _ROWS):
+            asked = worker.ProblemRequest(start, min(start + _ROWS, last), seed)
+            yield from ((each["row"], each["messages"]) for each in self._ask(asked)["problems"])
+
+    def _ask(self, request: worker.SchemaRequest | worker.ProblemRequest) -> dict[str, Any]:
+        """Waits for the answer."""
+        self._workers.wait_ready()
+        number = next(self._numbers)
+        self._workers.submit(number, pickle.dumps(request), MAIN)
+        while True:
+            self._workers.check()
+            with contextlib.suppress(queue.Empty):
+                _, (status, _, info, _), _ = self._workers.ended.get(timeout=1.0)
+                if status != "ok":
+                    raise ValueError(f"environment.path: {info.get('error', status)}")
+                return info
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
+        number = next(self._numbers)
+        row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
+        request = worker.TurnRequest(row | dict(prompt.extra), state, text)
+        self._pending[number] = key, request, time.monotonic()
+        self._workers.submit(number, pickle.dumps(request), MAIN)
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        gone = {number for number, (key, *_) in self._pending.items() if key in keys}
+        for number in gone:
+            del self._pending[number]
+        self._workers.drop(gone)
+
+    def completed(self, timeout_s: float = 0.0) -> list[Observed]:
+        found: list[Observed] = []
+        self._workers.check()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number, scored, time_s = self._workers.ended.get(timeout=0.0 if found else timeout_s)
+                if (pending := self._pending.pop(number, None)) is not None:
+                    key, request, since_s = pending
+                    found.append(replace(self._observed(key, request, scored), seconds=time_s - since_s))
+        return found
+
+    def close(self) -> None:
+        self._pending = {}
+        self._workers.close()
+
+    def _observed(self, key: SampleKey, request: worker.TurnRequest, scored: Scored) -> Observed:
+        status, reward, info, _ = scored
+        if status == "ok":
+            try:
+                return read_answer(key, reward, info)
+            except ValueError as error:
+                status, info = "error", {"error": str(error)}
+        if status == "timeout":
+            info = {"error": f"no answer within environment.timeout_s ({self._timeout_s:g} s)"}
+        error = str(info.get("error", status))
+        action = Action.of(request.text, self._schemas.get(request.row.get("environment") or "", ()))
+        if self._kind == "native" or not (action.calls or action.is_unread):
+            return Observed(key, True, status=status, error=error)
+        names = [call.name for call in action.calls] or [""]
+        messages = tuple({"role": "tool", "name": name, "content": f"Error: {error}"} for name in names)
+        counts = {"tool_calls": len(names), "tool_errors": len(names), f"tool_{_PLURAL[status]}": len(names)}
+        # nothing has changed but what it did outside
+        return Observed(key, False, messages, state=request.state, metrics=counts)
+
+
+def has_turns(row: Mapping[str, Any]) -> bool:
+    """Whether a row of the data has an environment: all have, but those with nothing in a column `environment`."""
+    return bool(row.get("environment", True))
+
+
+def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Observed:
+    """What a process has answered to a turn, every value checked: it runs foreign code. Raises ValueError for what is
+    no answer."""
+    done, messages, state, metrics = (info.get(name) for name in ("done", "messages", "state", "metrics"))
+    if not isinstance(done, bool) or not isinstance(messages, list) or not all(map(is_answer, messages)):
+        raise ValueError(f"what its process has sent is no answer: {info!r:.200}")
+    if not isinstance(metrics, dict) or not all(isinstance(v, int | float) and isfinite(v) for v in metrics.values()):
+        raise ValueError(f"metrics must be finite numbers, found {metrics!r:.200}")
+    if not isinstance(state, str) or not (done or messages):
+        raise ValueError(f"what its process has sent is no answer: {info!r:.200}")
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return Observed(key, done, tuple(messages), reward, base64.b64decode(state), numbers)
+
+
+def _file(path: str) -> UserFile:
+    """The file that `environment.path` names: one that comes with jaxrl, or the user's."""
+    shipped = SHIPPED / f"{path}.py"
+    return read_user_file("environment.path", str(shipped) if "/" not in path and shipped.is_file() else path)

@@ -1,0 +1,142 @@
+"""When a trajectory is over, what its environment has said, and what it comes to. Pure.
+
+Source: names of limits as in tinker-cookbook's rollouts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.types import Episode, Prompt, Sample, SampleKey
+
+STOPS = (
+    "done",
+    "max_turns",
+    "max_trajectory_tokens",
+    "max_sampled_tokens",
+    "max_tool_calls",
+    "rollout_timeout",
+    "error",
+    "timeout",
+    "crash",
+)
+"""Why trajectories end. `done`: the environment said so. `max_trajectory_tokens`: a turn was cut, or the next
+observation has no room. The last three: what became of the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one trajectory, as in `environment`; 0: none."""
+
+    max_turns: int = 0
+    max_trajectory_tokens: int = 0
+    max_sampled_tokens: int = 0
+    max_tool_calls: int = 0
+    rollout_timeout_s: float = 0.0
+
+    @classmethod
+    def configured(cls, config: Config) -> Limits:
+        """The rollout's own limit is always there."""
+        options = config.environment
+        longest = options.max_trajectory_tokens or config.data.max_response_length
+        return cls(
+            options.max_turns, longest, options.max_sampled_tokens, options.max_tool_calls, options.rollout_timeout_s
+        )
+
+    def over(self, episode: Episode, num_tokens: int, num_drawn: int, num_answered: int) -> str:
+        """Why a trajectory ends after its newest turn, though its environment would go on; empty: it goes on.
+
+        Args:
+          episode: with that turn. num_tokens: of the response, answers with it; num_drawn: of those the model's.
+          num_answered: of the answer that would follow. One token at least has to have room behind it.
+        """
+        if self.max_turns and len(episode.turns) >= self.max_turns:
+            return "max_turns"
+        if self.max_tool_calls and total(episode, "tool_calls") >= self.max_tool_calls:
+            return "max_tool_calls"
+        if self.max_sampled_tokens and num_drawn >= self.max_sampled_tokens:
+            return "max_sampled_tokens"
+        if num_tokens + num_answered >= self.max_trajectory_tokens:
+            return "max_trajectory_tokens"
+        return ""
+
+    def max_tokens(self, num_tokens: int, num_drawn: int) -> int:
+        """The longest response that the turn after so many tokens may end."""
+        if not self.max_sampled_tokens:
+            return self.max_trajectory_tokens
+        return min(self.max_trajectory_tokens, num_tokens + self.max_sampled_tokens - num_drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The answer to a turn.
+
+    Attributes:
+      key: of the sample.
+      done: the episode is over.
+      messages: the answer, empty where it is.
+      reward: of the turn.
+      state: of the environment after it.
+      metrics: of the environment.
+      seconds: until it was there.
+      status: `ok`, or what became of it: the last of `STOPS`.
+      error: why, if it is not.
+    """
+
+    key: SampleKey
+    done: bool
+    messages: tuple[Mapping[str, Any], ...] = ()
+    reward: float = 0.0
+    state: bytes | None = b""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    status: str = "ok"
+    error: str = ""
+
+
+class Acting(Protocol):
+    """Environments, beside the rollout. Used from one thread."""
+
+    def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
+        """Has a turn answered. Exactly one answer follows, unless it is cancelled."""
+        ...
+
+    def cancel(self, keys: Collection[SampleKey]) -> None: ...
+
+    def completed(self, timeout_s: float = 0.0) -> list[Observed]:
+        """The answers that have come; waits so long for one."""
+        ...
+
+
+def total(episode: Episode, name: str) -> float:
+    """A metric, over the turns."""
+    return sum(turn.metrics.get(name, 0.0) for turn in episode.turns)
+
+
+def trajectory_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """Of samples with turns: `stop/<reason>`, the share of them that ended so; turns, seconds of answers, and what
+    environments measure, as means over trajectories. Nothing where there are none."""
+    there = [sample for sample in samples if sample.episode is not None and sample.episode.turns]
+    episodes = [sample.episode for sample in there if sample.episode is not None]
+    if not episodes:
+        return {}
+    stops = Counter(episode.stop for episode in episodes)
+    turns = np.array([len(episode.turns) for episode in episodes])
+    seconds = np.array([sum(turn.seconds for turn in episode.turns) for episode in episodes])
+    answered = np.array([len(sample) - sample.num_drawn for sample in there])
+    names = sorted({name for episode in episodes for turn in episode.turns for name in turn.metrics})
+    return {
+        **{f"stop/{name}": stops[name] / len(episodes) for name in STOPS},
+        "environment/num_turns/mean": float(turns.mean()),
+        "environment/num_turns/max": float(turns.max()),
+        "environment/seconds/mean": float(seconds.mean()),
+        "environment/seconds/max": float(seconds.max()),
+        "environment/answer_tokens/mean": float(answered.mean()),
+        **{f"environment/{name}": float(np.mean([total(each, name) for each in episodes])) for name in names},
+    }

@@ -1,0 +1,185 @@
+"""Turns of a simulated run: where they end, how long tools take, and how long answers are.
+
+Purpose: `TurnModel` cuts a response of the workload into turns, and `SimulatedTools` answers them at their simulated
+time; what a run does with answers is the real mechanism (`jaxrl.mechanisms.turns.session`).
+
+Model: a response has 1 + Poisson turns, each of equally many of its tokens; an answer takes lognormal seconds and has
+always as many tokens. All are pure functions of (seed, identity).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.simulation import SimulatedTool
+from jaxrl.mechanisms.simulated_parts import SimulatedParts
+from jaxrl.mechanisms.turns.rule import Limits, Observed
+from jaxrl.mechanisms.turns.session import TurnSession
+from jaxrl.record.files import read_lines
+from jaxrl.record.samples import FILE_NAME as SAMPLES
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
+from jaxrl.sim.workload import Workload, normal, uniform
+from jaxrl.types import Prompt, SampleKey
+
+_TURNS, _SECONDS = 40, 41  # what a random number is for; different from those of the workloads
+_ANSWER = ({"role": "tool", "content": ""},)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnModel:
+    """Where the turns of responses end.
+
+    Attributes:
+      length: of a response, by its identity and its step. counts_answers: whether that is with answers.
+      longest: of one with them.
+    """
+
+    tool: SimulatedTool
+    seed: int
+    length: Callable[[SampleKey, int], int]
+    longest: int
+    counts_answers: bool = False
+
+    def num_turns(self, key: SampleKey) -> int:
+        """One at least."""
+        left, count, term = uniform(_TURNS, self.seed, *_words(key)), 0, math.exp(1 - self.tool.turns)
+        while (left := left - term) > 0 and count < 1000:
+            count += 1
+            term *= (self.tool.turns - 1) / count
+        return 1 + count
+
+    def end(self, key: SampleKey, step: int, kept: int) -> int:
+        """The tokens of a response, answers with them, at the end of the turn that follows so many of them."""
+        count = self.num_turns(key)
+        answered = (count - 1) * self.tool.answer_tokens if self.counts_answers else 0
+        tokens = max(self.length(key, step) - answered, count)
+        ends = (tokens * (k + 1) // count + k * self.tool.answer_tokens for k in range(count))
+        return min(next((end for end in ends if end > kept), kept + 1), self.longest)
+
+
+class SimulatedTools:
+    """Implements `jaxrl.mechanisms.turns.rule.Acting`: workers that take as long as the model says.
+
+    Args:
+      num_workers: each answers one turn at a time.
+      next_verdict_ns: when the next verdict comes, for which a wait for an answer ends as well.
+    """
+
+    def __init__(
+        self,
+        model: TurnModel,
+        num_workers: int,
+        clock: SimulatedClock,
+        phases: SimulatedPhases,
+        next_verdict_ns: Callable[[], int | None],
+    ) -> None:
+        self._model, self._clock, self._phases, self._next_verdict_ns = model, clock, phases, next_verdict_ns
+        self._free_ns = [(0, worker) for worker in range(num_workers)]  # heaps
+        self._coming: list[tuple[int, int, Observed]] = []
+        self._sequence = itertools.count()
+        self._wanted: dict[SampleKey, int] = {}
+
+    def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
+        turn, tool = 0 if state is None else int(state), self._model.tool
+        z = normal(_SECONDS, self._model.seed, *_words(key), turn)
+        free_ns, worker = heapq.heappop(self._free_ns)
+        begin_ns = max(free_ns, self._clock.now_ns)
+        end_ns = begin_ns + nanoseconds(min(tool.median_s * math.exp(tool.sigma * z), tool.max_s))
+        heapq.heappush(self._free_ns, (end_ns, worker))
+        self._phases.complete(f"tool {worker}", "answer", begin_ns / 1e9, end_ns / 1e9)
+        done, seconds = turn + 1 >= self._model.num_turns(key), (end_ns - self._clock.now_ns) / 1e9
+        answer = Observed(key, done, () if done else _ANSWER, state=b"%d" % (turn + 1), seconds=seconds)
+        sequence = self._wanted[key] = next(self._sequence)
+        heapq.heappush(self._coming, (end_ns, sequence, answer))
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        for key in keys:
+            self._wanted.pop(key, None)
+
+    def completed(self, timeout_s: float = 0.0) -> list[Observed]:
+        """A wait moves the clock to the next answer, however far, or to the next verdict before it."""
+        if timeout_s and self._coming:
+            verdict_ns = self._next_verdict_ns()
+            self._clock.reach(min([self._coming[0][0], *([] if verdict_ns is None else [verdict_ns])]))
+        found: list[Observed] = []
+        while self._coming and self._coming[0][0] <= self._clock.now_ns:
+            _, sequence, answer = heapq.heappop(self._coming)
+            if self._wanted.get(answer.key) == sequence:
+                del self._wanted[answer.key]
+                found.append(answer)
+        return found
+
+
+def build(parts: SimulatedParts) -> TurnSession | None:
+    """The mechanism of a simulated run; None: responses have one turn."""
+    config = parts.config
+    if not config.environment.is_on:
+        return None
+    model = turn_model(config, parts.workload)
+    tools = SimulatedTools(model, config.environment.num_workers, parts.clock, parts.phases, parts.next_verdict_ns)
+    answer = (0,) * model.tool.answer_tokens
+
+    def text_of(ids: Sequence[int]) -> str:
+        return ""
+
+    def tokens_of(messages: Sequence[Mapping[str, Any]], last_token: int) -> Sequence[int]:
+        return answer
+
+    return TurnSession(tools, lambda prompt: True, Limits.configured(config), text_of, tokens_of, None, parts.phases)
+
+
+def turn_model(config: Config, workload: Workload) -> TurnModel:
+    """Of the tools that `simulate.tool` describes, or those of the recorded run that lengths come from. Raises
+    ValueError where that had none."""
+    simulated, longest = config.simulate, Limits.configured(config).max_trajectory_tokens
+    is_recorded = simulated.workload == "recorded"
+    tool = _recorded(simulated.recorded_run, simulated.tool) if is_recorded else simulated.tool
+    return TurnModel(tool, config.trainer.seed, workload.length, longest, is_recorded)
+
+
+def _recorded(run_dir: str, tool: SimulatedTool) -> SimulatedTool:
+    path = Path(run_dir) / SAMPLES
+    rows = [row for row in read_lines(path, json.loads) if row.get("turns")]
+    if not rows:
+        raise ConfigError(f"environment.kind: {path} has no samples with turns, of which tools could be simulated")
+    return measured([row["turns"] for row in rows], [row["length"] for row in rows], tool)
+
+
+def measured(
+    turns: Sequence[Sequence[Mapping[str, Any]]], lengths: Sequence[int], tool: SimulatedTool
+) -> SimulatedTool:
+    """What recorded trajectories say of tools, in place of what is given.
+
+    Args:
+      turns: of each trajectory, as `samples.jsonl` has them. lengths: of these, in tokens.
+    """
+    answered = [turn for of in turns for turn in of if turn["answer"]]
+    seconds = np.log([max(turn["seconds"], 1e-4) for turn in answered]) if answered else np.zeros(1)
+    said = [sum(len(turn.get("tokens", ())) for turn in of) for of in turns]
+    gaps = sum(len(of) - 1 for of in turns)
+    tokens = sum(length - drawn for length, drawn in zip(lengths, said, strict=True))
+    return replace(
+        tool,
+        turns=float(np.mean([len(of) for of in turns])),
+        answer_tokens=round(tokens / gaps) if gaps else 0,
+        median_s=float(np.exp(np.median(seconds))) if answered else 0.0,
+        sigma=float(np.subtract(*np.quantile(seconds, [0.75, 0.25])) / _QUARTILES),
+    )
+
+
+_QUARTILES = NormalDist().inv_cdf(0.75) - NormalDist().inv_cdf(0.25)
+
+
+def _words(key: SampleKey) -> tuple[int, int, int, int]:
+    return key.epoch, key.prompt_index, key.sample_index, key.attempt

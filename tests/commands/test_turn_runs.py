@@ -1,0 +1,185 @@
+"""Whole runs over turns: with each rule, killed and resumed, and what a tool that is slow or dies does to others."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import WIDE, Runs, assert_same_end, copied_after, kill
+from tiny import write_tiny_model
+
+from jaxrl.record.journal import read_journal
+
+STEPS = 4
+TALK = """
+import hashlib, os, time
+from jaxrl.environments.env import StepResult
+
+class Talk:
+    def __init__(self, index, notes="", scale=0.004):
+        self.index, self.notes, self.scale, self.said = index, notes, scale, []
+
+    def step(self, action):
+        self.said.append(action.text)
+        name = hashlib.sha256(repr((self.index, self.said)).encode()).hexdigest()[:16]
+        number = int(name, 16)
+        if self.notes:
+            with open(self.notes, "a") as file:
+                file.write(f"{len(repr(self.said))} {int(name[:8], 16)}\\\\n")
+        time.sleep(number % 7 * self.scale)
+        if number % 41 == 0:
+            os._exit(1)
+        done = number % 5 == 0 or len(self.said) == 4
+        metrics = {"odd": number % 2, "name": int(name[:8], 16)}
+        return StepResult(number % 3 / 2, done, "" if done else f"<{number % 100}>", metrics)
+""".replace("\\\\n", "\\n")
+RULES = {
+    "plain": (),
+    "tail batching": ("rollout.tail_batching.enable=true",),
+    "partial rollout": ("rollout.partial_rollout.enable=true",),
+    "over-provisioning": ("rollout.over_provisioning.enable=true",),
+    "dynamic sampling": ("algorithm.filter_groups.enable=true",),
+    "one step off": ("trainer.one_step_off=true",),
+    "stream trainer": ("trainer.stream.enable=true", "actor.ppo_mini_batch_size=0", "rollout.num_workers=2"),
+    "workers": ("rollout.num_workers=2",),
+    "speculation": ("rollout.speculation.enable=true", "rollout.speculation.max_batch=8"),
+}
+
+
+DEVICES = {"stream trainer": 2, "workers": 2}  # 1 by default
+RACING = {"tail batching", "partial rollout", "over-provisioning", "dynamic sampling"}
+
+
+def talking(folder: Path) -> Runs:
+    """Runs whose model ends a turn with one token in thirty."""
+    model = write_tiny_model(folder / "model", eos_token_id=[2, *range(4, 260, 43)])
+    runs = Runs(folder, model)
+    (folder / "talk.py").write_text(TALK)
+    runs.config["environment"] = {
+        "kind": "native",
+        "path": str(folder / "talk.py"),
+        "name": "Talk",
+        "args": {"notes": str(folder / "notes")},
+        "num_workers": 3,
+    }
+    runs.config["reward"] = {"kind": "environment"}
+    runs.config["data"] |= {"max_response_length": 96}
+    runs.config["rollout"] |= {"num_blocks": 90}
+    runs.config["trainer"] |= {"total_training_steps": STEPS, "save_freq": 0}
+    return runs
+
+
+def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def noted(folder: Path) -> list[float]:
+    """The names of the calls that were made; not those of few words, which two samples may say."""
+    file = folder / "notes"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [float(line.split()[1]) for line in lines if int(line.split()[0]) > 16]
+
+
+def answered_in(run_dir: Path) -> set[float]:
+    """The names of the calls whose answers the journal has."""
+    turns = [entry for entry in read_journal(run_dir / "journal.jsonl")[1:] if entry["kind"] == "turn"]
+    return {entry["metrics"]["name"] for entry in turns if entry["metrics"]}
+
+
+def test_a_run_with_turns(tmp_path: Path):
+    runs, run_dir = talking(tmp_path), tmp_path / "run"
+    runs.here(run_dir)
+    lines = lines_of(run_dir, "metrics.jsonl")
+    for line in lines:
+        stops = {name: value for name, value in line.items() if name.startswith("stop/")}
+        assert sum(stops.values()) == pytest.approx(1)
+        assert line["environment/num_turns/mean"] > 1
+        assert line["environment/odd"] >= 0
+    assert sum(line["stop/done"] for line in lines) > 0
+    for sample in lines_of(run_dir, "samples.jsonl"):
+        assert sample["info"]["num_turns"] >= 1
+        assert sample["info"]["stop"]
+
+
+SOME = ("tail batching", *(pytest.param(name, marks=pytest.mark.slow) for name in RULES if name != "tail batching"))
+
+
+@pytest.mark.parametrize("rule", SOME)
+def test_what_was_answered_is_not_asked_again(tmp_path: Path, rule: str):
+    """A run that is killed before its first checkpoint does all of its steps again, on the answers of its journal."""
+    runs, whole, killed = talking(tmp_path), tmp_path / "whole", tmp_path / "killed"
+    with copied_after({STEPS: killed}):
+        runs.here(whole, *RULES[rule], devices=DEVICES.get(rule, 1))
+    answered, num_notes = answered_in(killed), len(noted(tmp_path))
+    (killed / "metrics.jsonl").unlink()
+    runs.here(killed, *RULES[rule], devices=DEVICES.get(rule, 1))
+    again = noted(tmp_path)[num_notes:]
+    assert answered
+    assert not answered & {*again}, "a tool was called again"
+    assert not again or rule in RACING, "only what was waited for when a round ended is asked again"
+    assert_same_end(killed, whole)
+    assert lines_of(killed, "samples.jsonl") == lines_of(whole, "samples.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_that_is_killed_again_and_again(tmp_path: Path, rule: str):
+    """Seven SIGKILLs at random moments; no call that the journal has is made twice, and the bits at the end are those
+    of a run that has been given the same answers and was never killed."""
+    runs, killed, straight = talking(tmp_path), tmp_path / "killed", tmp_path / "straight"
+    chance, cache = random.Random(rule), f"trainer.compilation_cache_dir={tmp_path / 'cache'}"
+    runs.config["environment"]["args"]["scale"] = 0.05
+    answered: set[float] = set()
+    for _ in range(7):
+        num_notes = len(noted(tmp_path))
+        with runs.start(killed, *RULES[rule], cache, devices=DEVICES.get(rule, 1)) as process:
+            time.sleep(chance.uniform(6, 12))
+            assert process.poll() is None, "it was to be killed"
+            kill(process)
+        assert not answered & set(noted(tmp_path)[num_notes:]), "a tool was called again"
+        answered |= answered_in(killed)
+    assert answered, "nothing was answered before the last kill"
+    with copied_after({STEPS: straight}):
+        runs.here(killed, *RULES[rule], devices=DEVICES.get(rule, 1))
+    (straight / "metrics.jsonl").unlink()
+    num_notes, answered = len(noted(tmp_path)), answered_in(straight)
+    runs.here(straight, *RULES[rule], devices=DEVICES.get(rule, 1))
+    assert not answered & {*noted(tmp_path)[num_notes:]}, "a tool was called again"
+    assert_same_end(straight, killed)
+
+
+@pytest.mark.slow
+def test_what_a_tool_does_to_one_prompt_changes_no_bit_of_another(tmp_path: Path):
+    """Its tool hangs, dies, answers garbage or half a megabyte; in float64 the others' samples are those of a run in
+    which all answer well."""
+    runs = talking(tmp_path)
+    runs.config["environment"]["timeout_s"] = 0.5
+    bad = """
+        if self.index == 0 and "bad" in self.notes:
+            import ctypes, threading
+            act = len(self.said) * 7 + number
+            if act % 4 == 0:
+                time.sleep(60)
+            if act % 4 == 1:
+                ctypes.string_at(0)
+            if act % 4 == 2:
+                return "garbage"
+            return StepResult(next_observation="x" * (1 << 19), metrics={"odd": float("nan")})
+"""
+    (tmp_path / "talk.py").write_text(TALK.replace("        time.sleep(number", bad + "        time.sleep(number"))
+    found = []
+    for name in ("good", "bad"):
+        runs.config["environment"]["args"]["notes"] = str(tmp_path / name)
+        run_dir = tmp_path / f"run-{name}"
+        runs.here(run_dir, *WIDE, "trainer.total_training_steps=1", "data.shuffle=false")
+        lines = lines_of(run_dir, "samples.jsonl")
+        found.append([(line, [turn["tokens"] for turn in line["turns"]]) for line in lines])
+    good, spoilt = found
+    assert [tokens for _, tokens in good[2:]] == [tokens for _, tokens in spoilt[2:]]
+    assert len(good) == 4
+    assert {line["info"]["stop"] for line, _ in good} <= {"done", "max_trajectory_tokens"}
+    assert {line["info"]["stop"] for line, _ in spoilt[:2]} & {"timeout", "crash", "error"}

@@ -1,0 +1,264 @@
+"""Environments in processes of their own: what they do to a turn, and what they cannot do to others."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.mechanisms.turns.pool import EnvironmentPool, read_answer
+from jaxrl.mechanisms.turns.rule import Observed
+from jaxrl.types import Prompt, SampleKey
+
+TOOLS = '''
+import ctypes, os, sys, time
+
+def act(what: str, value: str = "") -> str:
+    """Does it.
+
+    Args:
+      what: it is.
+      value: of it.
+    """
+    if what == "say":
+        return value
+    if what == "stay":
+        time.sleep(60)
+    elif what == "die":
+        os._exit(3)
+    elif what == "segfault":
+        ctypes.string_at(0)
+    elif what == "native":
+        sum(iter(int, 1))  # a loop in C
+    elif what == "megabyte":
+        return "x" * (1 << 20)
+    elif what == "memory":
+        return str(len(bytearray(1 << 32)))
+    elif what == "note":
+        with open(value, "a") as file:
+            file.write("x")
+    elif what == "halves":
+        return "\\ud800"
+    elif what == "pid":
+        return str(os.getpid())
+    return what
+
+def _secret(): ...
+'''
+
+CLASSES = '''
+import os, time
+
+class Box:
+    def reset(self, size: int) -> None:
+        self.left = size
+
+    def take(self, count: int) -> str:
+        """Takes things out of the box.
+
+        Args:
+          count: how many.
+        """
+        if count == 99:
+            os._exit(1)
+        self.left -= count
+        return f"{self.left} left"
+
+    def get_reward(self) -> float:
+        return float(self.left == 0)
+
+class Heavy(Box):
+    def reset(self, size: int) -> None:
+        self.left, self.ballast = size, os.urandom(1 << 20)
+
+class Chat:
+    schemas = ()
+
+    def __init__(self, number, seed=0):
+        self.number, self.said = number, []
+
+    def initial_observation(self):
+        return [{"role": "system", "content": "Play."}, {"role": "user", "content": f"Number {self.number}?"}]
+
+    async def step(self, action):
+        from jaxrl.environments.env import StepResult
+        self.said.append(action.text)
+        if action.text == "wrong":
+            return StepResult(next_observation=[{"role": "system", "content": "no"}])
+        return StepResult(0.5, len(self.said) == 2, " ".join(self.said), {"said": len(self.said)})
+
+def problem(index, seed):
+    return {"number": index + seed}
+'''
+
+
+@pytest.fixture
+def pool_of(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
+    with ExitStack() as stack:
+
+        def made(text: str = TOOLS, **options: Any) -> EnvironmentPool:
+            file = tmp_path / "environment.py"
+            file.write_text(text)
+            section = {"kind": "tools", "path": str(file), "num_workers": 2, "timeout_s": 1.0} | options
+            config = from_mapping({"model": {"path": "m"}, "environment": section, "data": {"train_files": ["x"]}})
+            return stack.enter_context(closing(EnvironmentPool(config)))
+
+        yield made
+
+
+def asked(pool: EnvironmentPool, *turns: tuple[str, bytes | None], row: dict[str, Any] | None = None) -> list[Observed]:
+    """Has turns answered at once, each of a sample of its own."""
+    pool.schemas(row or {}, "row 1")
+    for i, (text, state) in enumerate(turns):
+        prompt = Prompt(0, i, (), "", "x", extra=row or {})
+        pool.submit(SampleKey(0, i, 0), prompt, text, state)
+    found: dict[int, Observed] = {}
+    until = time.monotonic() + 60
+    while len(found) < len(turns) and time.monotonic() < until:
+        found |= {each.key.prompt_index: each for each in pool.completed(0.1)}
+    return [found[i] for i in range(len(turns))]
+
+
+def call(tool: str, **arguments: Any) -> str:
+    return f"Well.\n<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+def content(answer: Observed) -> str:
+    (message,) = answer.messages
+    assert message["role"] == "tool"
+    return message["content"]
+
+
+def test_whatever_a_tool_does_the_others_have_their_answers(pool_of: Callable[..., EnvironmentPool]):
+    pool = pool_of(max_memory_gib=1.0)
+    odd = ["stay", "die", "segfault", "native", "megabyte", "memory", "halves"]
+    turns = [
+        turn
+        for what in odd
+        for turn in ((call("act", what=what), None), (call("act", what="say", value=f"not {what}"), None))
+    ]
+    found = asked(pool, *turns, ("It is done.", b""), (call("nothing"), None))
+    for what, answer in zip(odd, found[1::2], strict=False):
+        assert content(answer) == f"not {what}"
+        assert answer.metrics == {"tool_calls": 1, "tool_errors": 0, "tool_timeouts": 0}
+    said = dict(zip(odd, map(content, found[:-2:2]), strict=True))
+    assert said["stay"] == "Error: no answer within 1 s"
+    assert said["die"] == "Error: the environment's process ended with exit code 3"
+    assert said["segfault"].startswith("Error: the environment's process ended with exit code -11")
+    assert said["native"] == "Error: no answer within environment.timeout_s (1 s)"
+    assert said["megabyte"].endswith(f"... and {(1 << 20) - 65536} more characters")
+    assert said["memory"].startswith("Error: MemoryError")
+    assert said["halves"] == "?", "half a character is none"
+    assert [answer.done for answer in found] == [False] * 14 + [True, False]
+    assert content(found[-1]) == "Error: this call cannot be read. Tools are: act"
+    assert {found[0].status, *(each.status for each in found)} == {"ok"}
+
+
+def test_calls_of_many_samples_run_side_by_side(pool_of: Callable[..., EnvironmentPool]):
+    found = asked(pool_of(), (call("act", what="pid"), None), (call("act", what="pid"), None))
+    pids = {int(content(each)) for each in found}
+    assert os.getpid() not in pids
+
+
+def test_what_is_cancelled_has_no_answer(pool_of: Callable[..., EnvironmentPool], tmp_path: Path):
+    pool = pool_of(num_workers=1)
+    pool.schemas({}, "row 1")
+    prompt, note = Prompt(0, 0, (), "", "x"), tmp_path / "note"
+    pool.submit(SampleKey(0, 0, 0), prompt, call("act", what="stay"), None)
+    pool.submit(SampleKey(0, 0, 1), prompt, call("act", what="note", value=str(note)), None)
+    pool.cancel([SampleKey(0, 0, 0), SampleKey(0, 0, 1)])
+    pool.submit(SampleKey(0, 0, 2), prompt, call("act", what="say", value="here"), None)
+    found: list[Observed] = []
+    while not found:
+        found = pool.completed(0.1)
+    assert [each.key.sample_index for each in found] == [2]
+    assert not note.exists()
+
+
+def test_an_object_goes_on_in_any_process(pool_of: Callable[..., EnvironmentPool]):
+    pool, row = pool_of(CLASSES, kind="class", name="Box"), {"size": 3, "note": "no parameter of reset"}
+    assert [each["function"]["name"] for each in pool.schemas(row, "row 1")] == ["take"]
+    (first,) = asked(pool, (call("take", count=1), None), row=row)
+    crashed, second = asked(pool, (call("take", count=99), first.state), (call("take", count=2), first.state), row=row)
+    assert (content(first), content(second)) == ("2 left", "0 left")
+    assert content(crashed).startswith("Error: the environment's process ended")
+    assert (crashed.state, crashed.done) == (first.state, False), "as if the call had not been"
+    assert crashed.metrics == {"tool_calls": 1, "tool_errors": 1, "tool_crashes": 1}
+    last, early = asked(pool, ("Empty.", second.state), ("Enough.", crashed.state), row=row)
+    assert (last.done, last.reward, early.done, early.reward) == (True, 1.0, True, 0.0)
+
+
+def test_a_row_names_another_class_and_its_tools(pool_of: Callable[..., EnvironmentPool]):
+    pool = pool_of(CLASSES, kind="class", name="Box")
+    row = {"environment": "Heavy", "env_args": {"size": 2}}
+    (found,) = asked(pool, (call("take", count=1), None), row=row)
+    assert content(found).startswith("Error: ValueError: the environment takes 10")
+    assert pool.schemas({"tools": []}, "row 1") == []
+    assert pool.schemas({"environment": ""}, "row 1") == []
+    with pytest.raises(ValueError, match="row 2: the column 'tools' names 'put', and there are take"):
+        pool.schemas({"tools": ["put"]}, "row 2")
+    with pytest.raises(ValueError, match=r"row 3: .*defines no class 'Bag'"):
+        pool.schemas({"environment": "Bag"}, "row 3")
+
+
+def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentPool]):
+    pool = pool_of(CLASSES, kind="native", name="Chat")
+    rows = list(pool.problems(0, 1002, seed=7))
+    assert rows[1001] == (
+        {"number": 1008},
+        [{"role": "system", "content": "Play."}, {"role": "user", "content": "Number 1008?"}],
+    )
+    row = rows[0][0]
+    (first,) = asked(pool, ("a", None), row=row)
+    second, wrong = asked(pool, ("b", first.state), ("wrong", None), row=row)
+    assert (first.messages, first.done, first.reward) == (({"role": "user", "content": "a"},), False, 0.5)
+    assert (second.done, second.metrics) == (True, {"said": 2})
+    assert (wrong.done, wrong.status) == (True, "error")
+    assert "messages with the role user or tool" in wrong.error
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (
+            "import nothing_of_the_kind",
+            {},
+            r"environment\.path: importing .* failed in line 1 with ModuleNotFoundError",
+        ),
+        ("def f(x): ...", {}, "f has no docstring"),
+        (CLASSES, {"kind": "native", "name": "Nothing"}, "defines no class 'Nothing'"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    pool_of: Callable[..., EnvironmentPool], text: str, options: dict[str, Any], words: str
+):
+    with pytest.raises(ValueError, match=words):
+        pool_of(text, **options).schemas({}, "row 1")
+
+
+def test_a_file_without_rows(pool_of: Callable[..., EnvironmentPool]):
+    with pytest.raises(ValueError, match=r"defines no function problem\(index, seed\)"):
+        list(pool_of().problems(0, 1, 0))
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {},
+        {"done": 1, "messages": [], "state": "", "metrics": {}},
+        {"done": False, "messages": [], "state": "", "metrics": {}},
+        {"done": True, "messages": [{"role": "assistant", "content": "x"}], "state": "", "metrics": {}},
+        {"done": True, "messages": [], "state": None, "metrics": {}},
+        {"done": True, "messages": [], "state": "", "metrics": {"x": "1"}},
+    ],
+)
+def test_answers_that_no_worker_of_ours_sends(info: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"no answer|finite numbers"):
+        read_answer(SampleKey(0, 0, 0), 0.0, info)

@@ -1,0 +1,321 @@
+"""Trajectories under a real engine, with environments that answer when they like."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from replayed_backend import Bytes, Pool
+from small_models import TRAINED
+
+from jaxrl.mechanisms.turns.rule import STOPS, Limits, Observed, trajectory_metrics
+from jaxrl.mechanisms.turns.session import TurnSession
+from jaxrl.models.decoder import init
+from jaxrl.record.journal import Journal
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.scheduling.mechanism import RoundInfo
+from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
+from jaxrl.scheduling.rounds.events import Abort, Launch, SampleAborted, SampleFinished
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.types import Episode, Prompt, Sample, SampleKey, SamplingParams
+
+PROMPTS = [Prompt(0, i, tuple(range(20 + i, 31 + 2 * i)), "", "game" if i else "plain") for i in range(3)]
+PARAMS = SamplingParams(max_tokens=60, stop_token_ids=tuple(range(0, TRAINED.vocab_size, TRAINED.vocab_size // 7)))
+LIMITS = Limits(max_trajectory_tokens=20)
+TURNS = 3
+
+
+class Answers:
+    """Each turn is answered with a number that its own tokens make, when it has been asked for often enough; after
+    three turns the episode is over."""
+
+    def __init__(self, patience: int, seed: int = 0) -> None:
+        self._random, self._patience = np.random.default_rng((patience, seed)), patience
+        self._held: dict[SampleKey, tuple[int, Observed]] = {}
+        self.asked: list[tuple[SampleKey, str, bytes | None]] = []
+
+    def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
+        assert prompt.key == (key.epoch, key.prompt_index)
+        self.asked.append((key, text, state))
+        turn = 1 if state is None else state[0] + 1
+        messages = ({"role": "user", "content": str(sum(map(int, text.split())))},)
+        answer = Observed(key, turn == TURNS, messages, 0.5 * turn, bytes([turn]), {"tool_calls": 1.0})
+        self._held[key] = int(self._random.integers(self._patience + 1)), answer
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+
+    def completed(self, timeout_s: float = 0.0) -> list[Observed]:
+        due = [key for key, (left, _) in self._held.items() if left <= 0]
+        self._held = {key: (left - 1, answer) for key, (left, answer) in self._held.items()}
+        return [self._held.pop(key)[1] for key in due]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def tokens_of(messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
+    (message,) = messages
+    first = int(message["content"]) % (TRAINED.vocab_size - 3)
+    return [first, first + 1, first + 2]
+
+
+@pytest.fixture
+def journal_at(tmp_path: Path) -> Iterator[Callable[[str], Journal]]:
+    """Opens journals in a folder."""
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(closing(Journal(tmp_path / name, 0)))
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Any]:
+    with jax.enable_x64(True):
+        model = TRAINED
+        params = init(model, jax.random.key(0), "float64")
+        sizes = ExecutorConfig(num_slots=4, max_length=96, dtype="float64", block_size=4, seed=3)
+        yield MeshExecutor(model, Layout(make_mesh(jax.devices()[:1]), 1), sizes), params
+
+
+def backend_of(
+    parts: Any, answers: Answers, limits: Limits = LIMITS, journal: Journal | None = None
+) -> tuple[RolloutBackend, TurnSession]:
+    executor, params = parts
+    session = TurnSession(answers, lambda prompt: prompt.source == "game", limits, text_of, tokens_of, journal)
+    engine = Engine(executor, BatcherConfig(decode_steps=4))
+    backend = RolloutBackend(engine, executor, Pool(), text_by(Bytes()), lambda: params, [session])
+    backend.enter_rollout(0)
+    return backend, session
+
+
+def round_of(backend: RolloutBackend, step: int = 1) -> dict[SampleKey, Sample]:
+    backend.begin(RoundInfo(step), PARAMS)
+    current = Round(PROMPTS, 2)
+    while not current.done:
+        for command in current.handle(backend.wait()):
+            backend.apply(command)
+    backend.end()
+    assert backend.engine.engines[0].batcher.blocks.num_parked(0) == 0, "nothing is kept beyond the weights it is of"
+    return {sample.key: sample for group in current.groups() for sample in group.samples}
+
+
+def turns_of(sample: Sample) -> tuple[Any, ...]:
+    assert sample.episode is not None
+    return sample.episode.turns
+
+
+def check_spans(sample: Sample) -> None:
+    """What lies between two turns is an answer, token by token; all else is the model's."""
+    start = 0
+    for turn in turns_of(sample):
+        assert sample.drawn[start : turn.end].all()
+        assert turn.text == text_of(sample.token_ids[start : turn.end].tolist())
+        start = turn.end
+        if turn.messages:
+            answer = tokens_of(turn.messages, 0)
+            assert sample.token_ids[start : start + 3].tolist() == answer
+            assert not sample.drawn[start : start + 3].any()
+            start += 3
+    assert start == len(sample)
+
+
+def same(one: Mapping[SampleKey, Sample], other: Mapping[SampleKey, Sample]) -> bool:
+    return one.keys() == other.keys() and all(
+        np.array_equal(sample.token_ids, other[key].token_ids)
+        and np.array_equal(sample.versions, other[key].versions)
+        and np.array_equal(sample.rollout_logprobs, other[key].rollout_logprobs)
+        for key, sample in one.items()
+    )
+
+
+def test_tokens_do_not_depend_on_when_answers_come(parts: Any, x64: None):
+    found = []
+    for patience in (0, 3, 40):
+        answers = Answers(patience)
+        backend, _ = backend_of(parts, answers)
+        found.append(round_of(backend))
+        counters = backend.engine.counters
+        assert counters.prefill_tokens < sum(map(len, found[-1].values())), "a turn runs what is new"
+        for key, sample in found[-1].items():
+            if key.prompt_index == 0:
+                assert sample.drawn.all(), "a prompt without an environment"
+                assert sample.episode is None
+                continue
+            check_spans(sample)
+            asked = [(text, state) for each, text, state in answers.asked if each == key]
+            assert [turn.text for turn in turns_of(sample)][: len(asked)] == [text for text, _ in asked]
+            assert [state for _, state in asked] == [None, b"\x01", b"\x02"][: len(asked)]
+            assert sample.episode is not None
+            assert sample.episode.stop == ("done" if len(asked) == TURNS else "max_trajectory_tokens")
+            assert sample.finish_reason == ("stop" if len(asked) == TURNS else "length")
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+    assert {sample.episode.stop for sample in found[0].values() if sample.episode} == {"done", "max_trajectory_tokens"}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_a_step_that_runs_again_asks_only_what_the_journal_does_not_have(
+    parts: Any, x64: None, seed: int, journal_at: Callable[[str], Journal], tmp_path: Path
+):
+    """Whatever of the journal is there when a step begins anew: what was answered is not asked, and takes effect where
+    it did, so that batches are the same and so, in every type, the bits."""
+    journal, answers = journal_at("journal.jsonl"), Answers(6, seed)
+    backend, _ = backend_of(parts, answers, journal=journal)
+    whole, admitted = round_of(backend), backend.engine.counters
+    entries = journal.entries(1, "turn")
+    assert len(entries) == len(answers.asked)
+    lines = (tmp_path / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    for num_kept in (1, len(entries) // 2, len(entries)):
+        again = tmp_path / f"{num_kept}.jsonl"
+        begun = journal_at(again.name)
+        for entry in entries[:num_kept]:
+            said = {name: value for name, value in entry.items() if name not in ("step", "kind", "key")}
+            begun.append(1, "turn", (*entry["key"],), said)
+        others = Answers(6, seed + 100)
+        backend, _ = backend_of(parts, others, journal=journal_at(again.name))
+        assert same(round_of(backend), whole)
+        known = {(*entry["key"],) for entry in entries[:num_kept]}
+        assert not known & {
+            (0, key.epoch, key.prompt_index, key.sample_index, key.attempt, 0 if state is None else state[0])
+            for key, _, state in others.asked
+        }
+        assert len(others.asked) == len(entries) - num_kept
+        if num_kept == len(entries):
+            assert backend.engine.counters == admitted, "plan by plan as before"
+            assert again.read_bytes().splitlines(keepends=True)[1:] == lines[1:]
+
+
+def test_an_entry_of_another_course_is_asked_anew(parts: Any, x64: None, journal_at: Callable[[str], Journal]):
+    journal, answers = journal_at("journal.jsonl"), Answers(2)
+    for key in ((0, 0, 1, 0, 0, 0), (0, 0, 1, 1, 0, 7)):
+        entry = {"served": 1, "commands": 0, "crc32": 1, "done": True, "messages": [], "reward": 9.0, "state": None}
+        journal.append(1, "turn", key, entry | {"metrics": {}, "seconds": 0.0, "status": "ok", "error": ""})
+    backend, _ = backend_of(parts, answers, journal=journal)
+    plain, _ = backend_of(parts, Answers(0))
+    assert same(round_of(backend), round_of(plain))
+
+
+def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: None):
+    """While it decodes, or while it waits for an answer; also out of a checkpoint."""
+    plain, _ = backend_of(parts, Answers(0))
+    whole = round_of(plain)
+    backend, session = backend_of(parts, answers := Answers(4))
+    keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
+    begun: tuple[Sample, ...] = ()
+    finished: dict[SampleKey, Sample] = {}
+    waited = 0
+    for step, num_plans in enumerate((2, 1, 1, 2, 3, 1, 50), 1):
+        backend.begin(RoundInfo(step), PARAMS)
+        backend.wait()
+        left = tuple(key for key in keys if key not in finished)
+        backend.apply(Launch(PROMPTS[1], left, begun))
+        for _ in range(num_plans):
+            session.before_turn()
+            if backend._events.num_plannable is not None:
+                session.after_plan(backend._events.run_plan())
+        backend.apply(Abort(left, keep=True))
+        ended = [backend.wait() for _ in left]
+        finished |= {event.sample.key: event.sample for event in ended if isinstance(event, SampleFinished)}
+        cut = [as_carried(event.sample) for event in ended if isinstance(event, SampleAborted)]
+        waited += sum(sample.episode is not None and sample.episode.awaits for sample in cut)
+        begun = tuple(unpack_samples(pack_samples(cut)))
+        assert [sample.episode for sample in begun] == [sample.episode for sample in cut]
+        assert backend.engine.engines[0].batcher.blocks.num_parked(0) == 0
+        backend.cancel()
+    assert finished.keys() == set(keys)
+    for key, sample in finished.items():
+        assert np.array_equal(sample.token_ids, whole[key].token_ids)
+        check_spans(sample)
+    assert len({(key, state) for key, _, state in answers.asked}) == len(answers.asked), "nothing was asked twice"
+    assert waited, "none was cut off while it waited"
+
+
+def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
+    backend, session = backend_of(parts, answers := Answers(10**6))
+    keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
+    backend.begin(RoundInfo(1), PARAMS)
+    backend.wait()
+    backend.apply(Launch(PROMPTS[1], keys))
+    while len(answers.asked) < 2:
+        backend._events.run_plan()
+    assert session.awaits
+    backend.apply(Abort(keys))
+    ended = [backend.wait() for _ in keys]
+    assert all(isinstance(event, SampleAborted) and event.sample.finish_reason == "abort" for event in ended)
+    assert all(isinstance(event, SampleAborted) and event.sample.episode == Episode(awaits=True) for event in ended)
+    assert not session.awaits
+    backend.cancel()
+
+
+@pytest.mark.parametrize(
+    ("limits", "stop", "turns"),
+    [
+        (replace(LIMITS, max_turns=2), "max_turns", 2),
+        (replace(LIMITS, max_tool_calls=2), "max_tool_calls", 2),
+        (replace(LIMITS, max_sampled_tokens=1), "max_sampled_tokens", 1),
+    ],
+)
+def test_limits(parts: Any, x64: None, limits: Limits, stop: str, turns: int):
+    backend, _ = backend_of(parts, Answers(2), limits)
+    stops = []
+    for sample in round_of(backend).values():
+        if sample.episode is None:
+            continue
+        stops.append(sample.episode.stop)
+        if sample.episode.stop == stop:
+            assert len(sample.episode.turns) == turns
+        check_spans(sample)
+        assert sample.num_drawn <= (limits.max_sampled_tokens or 20)
+    assert stop in stops
+
+
+def test_a_trajectory_that_takes_too_long_ends_between_two_turns(parts: Any, x64: None):
+    backend, _ = backend_of(parts, Answers(10**9), replace(LIMITS, rollout_timeout_s=0.05))
+    found = [sample for sample in round_of(backend).values() if sample.episode is not None]
+    assert "rollout_timeout" in {sample.episode.stop for sample in found if sample.episode}
+    for sample in found:
+        check_spans(sample)
+
+
+def test_twenty_turns_prefill_every_token_once(parts: Any, x64: None, monkeypatch: pytest.MonkeyPatch):
+    """Prompt and answers; and for each turn behind the first its newest token, of which there is no KV yet."""
+    monkeypatch.setattr(sys.modules[__name__], "TURNS", 20)
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", PROMPTS[1:2])
+    executor, params = parts
+    longer = MeshExecutor(TRAINED, executor.layout, replace(executor.config, max_length=512, num_blocks=1000))
+    found = {}
+    for patience in (0, 5):
+        backend, _ = backend_of((longer, params), Answers(patience), Limits(max_trajectory_tokens=450))
+        found[patience] = round_of(backend)
+        counters = backend.engine.counters
+        samples = found[patience].values()
+        assert {len(turns_of(sample)) for sample in samples} == {20}
+        answered = sum(len(sample) - sample.num_drawn for sample in samples)
+        behind = sum(len(turns_of(sample)) - 1 for sample in samples)
+        prompt = len(PROMPTS[0].token_ids) + 4  # the second sample runs the block of its last token
+        assert counters.prefill_tokens == prompt + answered + behind
+    assert same(found[0], found[5])
+
+
+def test_what_a_round_measures(parts: Any, x64: None):
+    backend, _ = backend_of(parts, Answers(1))
+    found = round_of(backend)
+    measured = trajectory_metrics(found.values())
+    assert sum(measured[f"stop/{name}"] for name in STOPS) == pytest.approx(1)
+    with_turns = [sample.episode for sample in found.values() if sample.episode]
+    assert measured["environment/num_turns/mean"] == np.mean([len(each.turns) for each in with_turns])
+    assert trajectory_metrics(sample for sample in found.values() if sample.episode is None) == {}
