@@ -132,6 +132,21 @@ def test_a_log_hears_of_compiling_evaluation_and_long_rollouts(unwatched):
     ]
 
 
+def test_a_log_says_which_sample_waits_for_what(unwatched):
+    output, clock = io.StringIO(), Clock()
+    with LiveView(10, output, clock=clock) as view:
+        view.phase("gen")
+        view.waiting(3, "prompt 5, sample 1 (search)", 2.0)
+        clock.now = 14.0
+        view._tell_progress()
+        view.waiting(0, "", 0.0)
+        clock.now = 60.0
+        view._tell_progress()
+    first, second = output.getvalue().splitlines()
+    assert first == "step 1/10: gen  14s  3 wait for answers, longest prompt 5, sample 1 (search): 12s"
+    assert "wait" not in second
+
+
 def test_a_phase_that_says_nothing_is_named_while_it_runs(monkeypatch):
     monkeypatch.setattr(live, "_LOOK_S", 0.002)
     out, clock = io.StringIO(), Clock()

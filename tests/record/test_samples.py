@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from jaxrl.record.samples import GROUPS_PER_STEP, MAX_INFO, MAX_VALUE, SAMPLES_PER_GROUP, SampleLog
-from jaxrl.types import Group, Prompt, Sample, SampleKey
+from jaxrl.types import ENVIRONMENT, Episode, Group, Prompt, Sample, SampleKey, Turn
 
 
 def make_groups(num_groups: int = 4, size: int = 3) -> list[Group]:
@@ -75,3 +76,26 @@ def test_what_a_scorer_said_is_kept_and_bounded(tmp_path: Path):
     assert info["numbers"].startswith("[0, 1, 2, 3")
     kept = MAX_INFO // 504
     assert many["info"] == {f"{i:04}": "y" * 500 for i in range(kept)} | {"...": f"{1_000 - kept} more"}
+
+
+def test_a_conversation_is_kept_turn_by_turn(tmp_path: Path):
+    (group,) = make_groups(1, 1)
+    answer = ({"role": "user", "content": "y" * 3_000},)
+    turns = (Turn(2, "ab", answer, 0.5, 1.23456), Turn(5, "c", reward=1.0))
+    group.samples[0] = replace(
+        group.samples[0],
+        token_ids=np.arange(5, dtype=np.int32),
+        rollout_logprobs=np.array([-0.5, -2.25, 0, 0, -1], np.float32),
+        versions=np.array([1, 1, ENVIRONMENT, ENVIRONMENT, 1], np.int32),
+        episode=Episode(turns, stop="done"),
+    )
+    for name, pieces_of in (("without", None), ("with", lambda ids: [f"<{i}>" for i in ids])):
+        with closing(SampleLog(tmp_path / name, last_step=-1, pieces_of=pieces_of)) as log:
+            log.write(1, [group])
+    (line,), (with_tokens,) = read(tmp_path / "without"), read(tmp_path / "with")
+    first, last = line["turns"]
+    assert (first["text"], first["reward"], first["seconds"], "tokens" in first) == ("ab", 0.5, 1.235, False)
+    assert first["answer"] == [{"role": "user", "content": "y" * MAX_VALUE}]
+    assert last == {"text": "c", "reward": 1.0, "seconds": 0.0, "answer": []}
+    found = [turn["tokens"] for turn in with_tokens["turns"]]
+    assert found == [[["<0>", -0.5], ["<1>", -2.25]], [["<4>", -1.0]]], "an answer's have no log-probability"

@@ -90,3 +90,16 @@ def test_sources_can_be_chosen_where_there_are_several():
     assert "any source" not in one
     assert "<option>gsm8k</option>" in two
     assert 'data-source="a &quot;b&quot;"' in two
+
+
+def test_a_conversation_is_shown_turn_by_turn():
+    said = {"text": "5<6", "reward": 0.5, "seconds": 1.25, "answer": [{"role": "user", "content": "<Higher>"}]}
+    tokens = [["5", -0.2], ["<", -0.9], ["6", -3.5], ["!", -70]]
+    text = samples_section([sample(1, 1, turns=[said | {"tokens": tokens}, said | {"answer": []}])])
+    assert "turn 1: reward 0.5, answered in 1.25 s" in text
+    assert "turn 2: reward 0.5</p>" in text
+    shaded = re.findall(r"<span class=p(\d)[^>]*>(.*?)</span>", text)
+    assert [(shade, html.unescape(piece)) for shade, piece in shaded] == [("0", "5<"), ("3", "6"), ("4", "!")]
+    assert text.count("<pre class=answer>&lt;Higher&gt;</pre>") == 1
+    assert "<pre tabindex=0>5&lt;6</pre>" in text, "without its tokens, as text"
+    assert "r1" not in text, "once is enough"

@@ -10,6 +10,7 @@ from jaxrl.config import AlgorithmSection
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.train import advantages
+from jaxrl.types import Episode, Turn
 
 
 def group(rewards, lengths=None, index=0):
@@ -22,6 +23,7 @@ TABLE = [
     ("grpo", {}, [0, 0, 0, 1], [-0.5, -0.5, -0.5, 1.5]),
     ("grpo", {"norm_adv_by_std_in_grpo": False}, [0, 0, 0, 1], [-0.25, -0.25, -0.25, 0.75]),
     ("dr_grpo", {}, [0, 0, 0, 1], [-0.25, -0.25, -0.25, 0.75]),
+    ("grpo_turns", {}, [0, 0, 0, 1], [-0.5, -0.5, -0.5, 1.5]),  # one turn each
     ("rloo", {}, [0, 0, 0, 1], [-1 / 3, -1 / 3, -1 / 3, 1]),
     # no spread, no signal
     ("grpo", {}, [1, 1, 1], [0, 0, 0]),
@@ -51,6 +53,21 @@ def test_groups_are_separate_and_lengths_ragged():
     groups = [group([0, 1], [1, 3]), group([5, 5, 8], [2, 0, 1], index=1)]
     found, _ = advantages.compute(groups, AlgorithmSection(adv_estimator="dr_grpo"))
     assert [a.tolist() for a in found] == [[-0.5], [0.5] * 3, [-1, -1], [], [2]]
+
+
+def test_each_turn_has_its_own_reward_and_those_behind_it():
+    """Turn rewards 0, 1 and 0, 0, 2; the second sample's score is 0.5 more than its turns: 2.5 in the last. Of the five
+    the mean is 0.7 and the unbiased variance 4.8 / 4."""
+    whole = group([1, 2.5], [6, 9])
+    ends = [(2, 6), (1, 4, 9)]
+    for sample, turns, stops in zip(whole.samples, [(0, 1), (0, 0, 2)], ends, strict=True):
+        made = tuple(Turn(end, "", reward=reward) for end, reward in zip(stops, turns, strict=True))
+        sample.episode = Episode(made, stop="done")
+    found, _ = advantages.compute([whole], AlgorithmSection(adv_estimator="grpo_turns"))
+    one, other = (np.array(each) / np.sqrt(4.8 / 4) for each in ([-0.7, 0.3], [-0.7, -0.7, 1.8]))
+    np.testing.assert_allclose(found[0], [one.sum()] * 2 + [one[1]] * 4, rtol=1e-5)
+    np.testing.assert_allclose(found[1], [other.sum()] + [other[1:].sum()] * 3 + [other[2]] * 5, rtol=1e-5)
+    assert [each.dtype for each in found] == [np.float32] * 2
 
 
 def test_reinforce_plus_plus_whitens_over_the_tokens_that_are_learnt_from():
