@@ -25,8 +25,12 @@ from tiny import write_tiny_model
 from jaxrl.cli import _parser, main
 from jaxrl.commands.arguments import parse
 from jaxrl.config.files import load
+from jaxrl.config.functions import read_user_file, user_module
 from jaxrl.config.options import DataSection
 from jaxrl.data.problems import read_problems
+from jaxrl.data.tool_calls import Call
+from jaxrl.environments.env import Action, StepResult
+from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
 from jaxrl.models.loading import config_of
 
 LANGUAGES = {*SHELLS, "python", "yaml", "gin", "json"}
@@ -227,10 +231,38 @@ def declaring(block: Block, folder: Path, world: World) -> None:
     exec(compile(block.text, block.place, "exec", dont_inherit=True), {"__name__": "toy"})
 
 
+def environment_of(kind: Callable[[Any], Episodes], row: dict[str, Any], *turns: Action) -> Callable[..., None]:
+    """An episode in what the block defines; what it says in the end is a reward of 1, or an answer of 3."""
+
+    def plays(block: Block, folder: Path, world: World) -> None:
+        (folder / "environment.py").write_text(block.text, encoding="utf-8")
+        episodes = kind(user_module("environment.path", read_user_file("environment.path", "environment.py")))
+        state, result = None, StepResult()
+        for turn in turns:
+            result, state = episodes.step(row, state, turn)
+        assert result.reward == 1.0 or [message["content"] for message in result.messages] == ["3"]
+
+    return plays
+
+
+COUNTS = environment_of(FunctionTools, {}, Action("", (Call("word_count", '{"text": "one and two"}'),)))
+BOX = environment_of(
+    lambda module: MethodTools(module.Box), {"size": 3}, Action("", (Call("take", '{"count": 3}'),)), Action("Empty.")
+)
+GUESS = environment_of(
+    lambda module: NativeEpisodes(module.Guess, "Guess"),
+    {"number": 7},
+    Action("5"),
+    Action("7"),
+)
+
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "CONTRIBUTING.md: from collections.abc import Mapping": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
     "docs/layouts.md: mesh = make_mesh()": swapping,
+    "docs/environments.md: def word_count": COUNTS,
+    "docs/environments.md: class Box": BOX,
+    "docs/environments.md: from jaxrl.environments.env import Action": GUESS,
     "docs/mechanisms/partial_rollout.md: def buffer_filter": buffer_filter,
     "docs/mechanisms/dynamic_sampling.md: def keep_group": keep_group,
     "docs/your-reward.md: def compute_score": reward,
