@@ -323,6 +323,12 @@ class _Rendered:
         ids = self._tokenizer.encode(text, add_special_tokens=special)
         return ids, str(len(ids))
 
+    def _extra(self, problem: Problem) -> Mapping[str, Any]:
+        """An environment, and a reward over turns, gets the conversation that the prompt is."""
+        if self._environments is None:
+            return problem.extra
+        return {**problem.extra, "messages": _messages(problem, self._data)}
+
     def _text(self, problem: Problem) -> str:
         tools = () if self._environments is None else self._environments.schemas(problem.extra, problem.where)
         return _render(problem, self._tokenizer, self._data, tools)
@@ -348,7 +354,7 @@ class _Rendered:
             text=self._text(problem),
             source=problem.source,
             answer=problem.answer,
-            extra=problem.extra,
+            extra=self._extra(problem),
             question=problem.question,
         )
 
@@ -362,6 +368,18 @@ class _Rendered:
 
 
 def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    messages = _messages(problem, data)
+    if data.apply_chat_template:
+        try:
+            variables = {**data.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+        except RefusedMessages as error:
+            raise ValueError(f"{problem.where}: {error}") from None
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def _messages(problem: Problem, data: DataSection) -> list[dict[str, str]]:
+    """The conversation that is rendered."""
     messages = [dict(message) for message in problem.messages]
     for message in reversed(messages):
         if message["role"] == "user":
@@ -371,10 +389,4 @@ def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Se
     if data.system_prompt:
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": data.system_prompt})
-    if data.apply_chat_template:
-        try:
-            variables = {**data.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
-        except RefusedMessages as error:
-            raise ValueError(f"{problem.where}: {error}") from None
-    return "\n\n".join(message["content"] for message in messages)
+    return messages

@@ -129,6 +129,20 @@ class NativeEpisodes:
         return self._make(**accepted(self._make, row))
 
 
+class Program:
+    """A file whose function drives the policy itself (`jaxrl.mechanisms.turns.agents`): what it has at the start."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.schemas: list[Schema] = list(getattr(module, "schemas", ()))
+        self.has_hung = False
+
+    def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
+        raise ValueError("a program asks for turns itself")
+
+    def first_messages(self, row: Row) -> tuple[Message, ...]:
+        return as_messages(row["messages"] if "messages" in row else row["question"])
+
+
 def public_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """The functions that a file defines itself, but for those whose names begin with `_`, and for `problem`, which
     makes rows (`jaxrl.environments.worker`)."""

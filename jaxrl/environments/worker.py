@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from jaxrl.config.functions import UserFile, user_module
 from jaxrl.environments.env import Action, Schema
-from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
+from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes, Program, result_of
 
 MAX_STATE_BYTES = 1 << 19
 """Of a pickled environment; it travels with each of its turns."""
-EnvironmentKind = Literal["tools", "class", "native"]
+EnvironmentKind = Literal["tools", "class", "native", "openai"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,26 @@ class ProblemRequest:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """A program to be run: a whole trajectory.
+
+    Attributes:
+      row: of the data, with `messages`.
+      base_url, api_key: of the policy, as clients of OpenAI's API take them.
+    """
+
+    row: Mapping[str, Any]
+    base_url: str
+    api_key: str
+
+
+Request = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest
+
+
 @dataclass(slots=True)
 class EpisodeScorer:
-    """Answers requests of the three kinds with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
+    """Answers requests of these kinds with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
 
     Attributes:
       kind, name, args, timeout_s: as in `environment`.
@@ -80,17 +97,29 @@ class EpisodeScorer:
 
     def load(self) -> None:
         user_module("environment.path", self.file)
-        if self.kind == "tools" or self.name:
+        if self.kind in ("tools", "openai") or self.name:
             self._episodes(self.name)
 
-    def __call__(self, request: TurnRequest | SchemaRequest | ProblemRequest) -> tuple[float, dict[str, Any]]:
+    def __call__(self, request: Request) -> tuple[Any, dict[str, Any]]:
         match request:
+            case AgentRequest():
+                return self._run(request)
             case SchemaRequest(name=name):
                 return 0.0, {"schemas": self._episodes(name or self.name).schemas}
             case ProblemRequest():
                 return 0.0, {"problems": [self._problem(n, request.seed) for n in range(request.first, request.last)]}
             case TurnRequest():
                 return self._step(request)
+
+    def _run(self, request: AgentRequest) -> tuple[Any, dict[str, Any]]:
+        row = {**request.row, **self.args}
+        run = getattr(user_module("environment.path", self.file), self.name or "run", None)
+        if not callable(run):
+            raise ValueError(f"environment.name: {self.file.path} defines no function {self.name or 'run'!r}")
+        found = result_of(run(row=row, base_url=request.base_url, api_key=request.api_key))
+        if not isinstance(found, Mapping):
+            return found, {}
+        return found["score"], {name: value for name, value in found.items() if name != "score"}
 
     def _step(self, request: TurnRequest) -> tuple[float, dict[str, Any]]:
         own: Mapping[str, Any] = request.row.get("env_args") or {}
@@ -129,6 +158,8 @@ class EpisodeScorer:
         module = user_module("environment.path", self.file)
         if self.kind == "tools":
             return FunctionTools(module)
+        if self.kind == "openai":
+            return Program(module)
         made = getattr(module, name, None)
         if not callable(made):
             raise ValueError(f"environment.name: {self.file.path} defines no class {name!r}")

@@ -286,7 +286,7 @@ def of_evaluation(
 
     return _there(
         build_beside(config, mesh, quiet, pool),
-        None if acting is None else build_turns.build(config, acting, tokenizer),
+        None if acting is None else build_turns.build(config, acting.acting(), tokenizer),
     )
 
 
@@ -302,7 +302,7 @@ def of_run(parts: RunParts) -> list[Mechanism]:
 
     acting, told = parts.environments, (parts.journal, parts.timeline, parts.tell_waiting, parts.notes)
     return _there(
-        None if acting is None else build_turns.build(parts.config, acting, parts.tokenizer, *told),
+        None if acting is None else build_turns.build(parts.config, acting.acting(), parts.tokenizer, *told),
         build_judge.build(parts),
         build_adaptive_layouts.build(parts),
         build_stream_trainer.build(parts),

@@ -19,7 +19,7 @@ class ScoreRequest:
       answer: the reference answer, if there is one.
       extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
         `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names;
-        of a response with turns also `messages`, the conversation from `question` on.
+        of a response with turns also `messages`, the whole conversation.
       limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
         (`jaxrl.mechanisms.reward_timeouts.rule`); those beyond have the last one, and all where it is empty
         `reward.code.max_timeout_s`.
@@ -51,10 +51,10 @@ class ScoreRequest:
         return request if sample.episode is None else request._of_turns(sample.episode)
 
     def _of_turns(self, episode: Episode) -> ScoreRequest:
-        messages: list[Mapping[str, Any]] = [{"role": "user", "content": self.extra["question"]}]
+        messages: list[Mapping[str, Any]] = [*self.extra["messages"]]
         for turn in episode.turns:
             messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
         rewards = tuple(turn.reward for turn in episode.turns)
         said = episode.turns[-1].text
-        extra = {"messages": messages, **self.extra}
+        extra = {**self.extra, "messages": messages}
         return replace(self, response=said, extra=extra, turn_rewards=rewards, stop=episode.stop)

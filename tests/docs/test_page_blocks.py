@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import functools
 import importlib.util
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chat_server import chat_server, says
 from page_world import World, environment
 from pages import CONFIGS, PAGES, ROOT, SHELLS, Block, Command, blocks, commands_of, inner_commands
 from served import serving
@@ -256,10 +258,21 @@ GUESS = environment_of(
     Action("7"),
 )
 
+
+def agent(block: Block, folder: Path, world: World) -> None:
+    """Its function, with a server that answers as the policy would; `tests/mechanisms/turns/test_agents.py` has more."""
+    (folder / "agent.py").write_text(block.text, encoding="utf-8")
+    run = user_module("environment.path", read_user_file("environment.path", "agent.py")).run
+    with chat_server([says(" 4 ")]) as server:
+        row = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+        assert asyncio.run(run(row, server.url, "key")) == 1.0
+
+
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "CONTRIBUTING.md: from collections.abc import Mapping": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
     "docs/layouts.md: mesh = make_mesh()": swapping,
+    "docs/environments.md: import openai": agent,
     "docs/environments.md: def word_count": COUNTS,
     "docs/environments.md: class Box": BOX,
     "docs/environments.md: from jaxrl.environments.env import Action": GUESS,

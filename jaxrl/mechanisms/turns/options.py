@@ -19,9 +19,9 @@ class EnvironmentSection(Checked):
     """Tools and games: what a model says is answered, and it goes on, over several turns."""
 
     kind: Annotated[
-        Literal["none", "tools", "class", "native"],
+        Literal["none", "tools", "class", "native", "openai"],
         "What path holds; none: responses have one turn, tools: functions that the model may call, class: a class "
-        "whose methods are tools, native: an `Env`.",
+        "whose methods are tools, native: an `Env`, openai: a function that asks for turns itself, by OpenAI's API.",
     ] = "none"
     path: Annotated[
         str,
@@ -30,7 +30,9 @@ class EnvironmentSection(Checked):
         "or `frozen_lake`.",
     ] = ""
     name: Annotated[
-        str, "The class in path, of the kinds class and native; a row's column `environment` names another."
+        str,
+        "The class in path, of the kinds class and native; a row's column `environment` names another. Of the kind "
+        "openai the function; empty: run.",
     ] = ""
     args: Annotated[
         dict[str, Any], "Columns that every row has, such as a game's size; a row's own `env_args` go before them."

@@ -22,7 +22,8 @@ from jaxrl.config import Config
 from jaxrl.config.functions import UserFile, read_user_file
 from jaxrl.environments import worker
 from jaxrl.environments.env import Action, Schema, is_answer
-from jaxrl.mechanisms.turns.rule import Observed
+from jaxrl.mechanisms.turns.agents import AgentPool
+from jaxrl.mechanisms.turns.rule import Acting, Observed
 from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
 from jaxrl.rewards.pool import named_variables
 from jaxrl.rewards.scorers import Scored
@@ -34,6 +35,7 @@ SHIPPED = Path(worker.__file__).parent / "shipped"
 """Files that `environment.path` names without a path."""
 _SLACK_S = 3.0  # beyond environment.timeout_s: a call that does not end is told so by the process itself
 _ROWS = 500  # of the environment's own, asked for at once
+_TIMEOUT = "environment.timeout_s"
 _PLURAL = {"error": "failures", "timeout": "timeouts", "crash": "crashes"}
 
 
@@ -64,7 +66,9 @@ class EnvironmentPool:
             log=str(log.resolve()) if log is not None else "",
             section="environment",
         )
-        limits = DomainLimits({MAIN: DomainLimit(0, options.timeout_s + _SLACK_S, "environment.timeout_s")})
+        of_turn, of_all = options.timeout_s + _SLACK_S, options.rollout_timeout_s
+        limit = (of_all, "environment.rollout_timeout_s") if self._kind == "openai" else (of_turn, _TIMEOUT)
+        limits = DomainLimits({MAIN: DomainLimit(0, *limit)})
         env = named_variables("environment.env", options.env)
         self._numbers = itertools.count()
         self._pending: dict[int, tuple[SampleKey, worker.TurnRequest, float]] = {}  # with when it was asked
@@ -72,6 +76,15 @@ class EnvironmentPool:
             settings, num_workers=options.num_workers, env=env, limits=limits, clock=time.monotonic
         )
         self._schemas: dict[str, Sequence[Schema]] = {}
+        self._agents: AgentPool | None = None
+
+    def acting(self) -> Acting:
+        """What answers the turns of a run: this, or a server for programs that ask for them."""
+        if self._kind != "openai":
+            return self
+        self.schemas({}, _TIMEOUT)
+        self._agents = AgentPool(self._workers, self._timeout_s, self._schemas[""])
+        return self._agents
 
     # -- at the start ------------------------------------------------------------------------------------------------
 
@@ -137,6 +150,8 @@ class EnvironmentPool:
 
     def close(self) -> None:
         self._pending = {}
+        if self._agents is not None:
+            self._agents.close()
         self._workers.close()
 
     def _observed(self, key: SampleKey, request: worker.TurnRequest, scored: Scored) -> Observed:
@@ -147,7 +162,7 @@ class EnvironmentPool:
             except ValueError as error:
                 status, info = "error", {"error": str(error)}
         if status == "timeout":
-            info = {"error": f"no answer within environment.timeout_s ({self._timeout_s:g} s)"}
+            info = {"error": f"no answer within {_TIMEOUT} ({self._timeout_s:g} s)"}
         error = str(info.get("error", status))
         action = Action.of(request.text, self._schemas.get(request.row.get("environment") or "", ()))
         if self._kind == "native" or not (action.calls or action.is_unread):

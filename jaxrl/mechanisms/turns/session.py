@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl.mechanisms.turns.rule import Acting, Limits, Observed, trajectory_metrics
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.mechanism import Drawing, Mechanism, RoundEnd, RoundInfo, UnderWay
-from jaxrl.scheduling.rounds.events import AwaitVerdict, CancelScore, Command, Event, Launch, Verdict
+from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Event, Launch, Verdict
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.types import ENVIRONMENT, Episode, Prompt, Sample, SampleKey, Turn
@@ -96,6 +96,7 @@ class TurnSession(Mechanism):
         self._resumed: dict[SampleKey, Sample] = {}  # that were cut off while they waited for an answer
         self._kept: dict[SampleKey, tuple[int, Observed | None]] = {}  # the answers to these, or None: not yet there
         self._awaited: set[SampleKey] = set()  # verdicts
+        self._keeps = False  # what is being ended may go on in a later round
         self._place = (0, 0)  # how often workers were served in the round, and its commands
         self._idle_s = 0.0
 
@@ -117,6 +118,8 @@ class TurnSession(Mechanism):
             self._awaited.add(command.key)
         elif isinstance(command, CancelScore):
             self._awaited -= set(command.keys)
+        elif isinstance(command, Abort):
+            self._keeps = command.keep
 
     def handed(self, event: Event) -> None:
         if isinstance(event, Verdict):
@@ -152,7 +155,7 @@ class TurnSession(Mechanism):
         return {**found, "environment/idle_s": self._idle_s} if found else {}
 
     def cancelled(self) -> None:
-        self._acting.cancel([*self._acted])
+        self._acting.cancel([*self._prompts])
         for key in [*self._prompts]:
             self._forget(key)
         for kept in (self._acted, self._came, self._recorded, self._resumed, self._awaited):
@@ -204,11 +207,11 @@ class TurnSession(Mechanism):
             return None
         if keep:  # what takes longer than a round would never end otherwise
             self._kept[key] = _crc32(acted.sample), None
-        else:
-            self._acting.cancel([key])
         return replace(acted.sample, episode=replace(acted.sample.episode or Episode(), awaits=True))
 
     def aborted(self, key: SampleKey) -> None:
+        if not self._keeps:
+            self._acting.cancel([key])
         self._forget(key)
 
     def _ask(self, acted: _Acted, state: bytes | None) -> None:
@@ -295,6 +298,7 @@ class TurnSession(Mechanism):
 
     def _tell(self, finished: Finished, episode: Episode, stop: str) -> None:
         """A trajectory is over."""
+        self._acting.cancel([finished.sample.key])
         self._forget(finished.sample.key)
         reason = "length" if stop in ("max_trajectory_tokens", "max_sampled_tokens") else "stop"
         episode = replace(episode, state=None, stop=stop)

@@ -1,0 +1,305 @@
+"""Programs that drive the policy themselves, as they would drive a model behind OpenAI's chat completions.
+
+Purpose: `environment.kind=openai` names a function that is run once for each trajectory, in a worker process, and calls
+`/v1/chat/completions` at the address that it is given. `AgentPool` is the server behind it. Seen from the round it is
+like any other environment: what the model has said is the answer to the program's request, and what it asks next holds
+the environment's. A conversation goes on behind what was said before, so nothing is retokenised.
+
+Each trajectory has a key of its own, the program's `api_key`, by which its requests are known. They come one at a time,
+begin with the row's messages, and each is the one before it with what was answered and something new behind; anything
+else is answered with status 400 and the rule, which is the program's to mend.
+
+A program's state is its own: a trajectory that is gone on with elsewhere (after a resume, or where its process has
+died) is run again from its beginning, and given what the model had said, turn by turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import pickle
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from jaxrl.data.tool_calls import calls_in
+from jaxrl.environments.env import Schema, is_answer
+from jaxrl.environments.worker import AgentRequest
+from jaxrl.mechanisms.turns.rule import Observed
+from jaxrl.rewards.domain_limits import MAIN
+from jaxrl.rewards.scorers import Scored
+from jaxrl.rewards.worker_pool import WorkerPool
+from jaxrl.serving.answers import error_object, tool_calls
+from jaxrl.types import Prompt, SampleKey
+
+MODEL = "policy"
+_MAX_BODY = 16 << 20  # bytes
+_SHOWN = 200  # characters of a message in an error
+
+
+class Refused(Exception):
+    """A request that no conversation of this kind has; the sentence is for the program."""
+
+
+@dataclass(slots=True)
+class Session:
+    """A trajectory's program, and its conversation.
+
+    Attributes:
+      number: of its task. given: what the row asks, as messages.
+      replies: what the model has said so far.
+      messages: of the newest request. num_requests: that have come.
+      is_over: nobody answers any more.
+      asked_s: since when it is the program's turn; None: it is the model's.
+    """
+
+    key: SampleKey
+    number: int
+    given: Sequence[Mapping[str, Any]]
+    replies: list[str]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    num_requests: int = 0
+    is_over: bool = False
+    asked_s: float | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def ask(self, messages: Sequence[Any]) -> tuple[int, list[dict[str, Any]]]:
+        """Takes in a request; its number, and what is new in it. Raises Refused."""
+        if self.num_requests > len(self.replies):
+            raise Refused("a conversation has one request at a time, and the one before is not answered yet")
+        found = [_plain(message) for message in messages]
+        if not self.num_requests:
+            if found != [_plain(message) for message in self.given]:
+                raise Refused("the first request must have the row's messages (row['messages']), and no others")
+            new: list[dict[str, Any]] = []
+        else:
+            known = len(self.messages)
+            if found[:known] != self.messages or len(found) < known + 2:
+                raise Refused("a request must have the messages of the one before it, and an answer behind them")
+            said = found[known]
+            if said["role"] != "assistant" or said["content"].strip() not in self.replies[self.num_requests - 1]:
+                raise Refused("behind the messages of the request before must come what was answered, as it was")
+            new = found[known + 1 :]
+            if not all(map(is_answer, new)):
+                raise Refused("what follows an answer must be messages of a user or of tools, with text as content")
+        self.messages, self.num_requests = found, self.num_requests + 1
+        return self.num_requests - 1, new
+
+
+class AgentPool:
+    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs.
+
+    Args:
+      workers: processes that run them, one at a time each; closed by who made it.
+      timeout_s: until a program that has been answered asks again, or ends.
+      schemas: the tools that the chat template describes.
+    """
+
+    def __init__(self, workers: WorkerPool, timeout_s: float, schemas: Sequence[Schema]) -> None:
+        self._workers, self._timeout_s = workers, timeout_s
+        self._names = frozenset(schema["function"]["name"] for schema in schemas)
+        self._numbers = itertools.count(1 << 40)  # others ask the same workers
+        self._sessions: dict[SampleKey, Session] = {}
+        self._by_secret: dict[str, Session] = {}
+        self._secrets: dict[SampleKey, str] = {}
+        self._observed: queue.SimpleQueue[Observed] = queue.SimpleQueue()
+        self._server = _Server(self)
+        self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="agents", daemon=True)
+        self._thread.start()
+
+    # -- Acting ------------------------------------------------------------------------------------------------------
+
+    def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
+        said: list[str] = [] if not state else json.loads(state)
+        session = self._sessions.get(key)
+        if session is None or session.replies != said:
+            self.cancel([key])
+            session = self._begin(key, prompt, said)
+        with session.changed:
+            session.replies.append(text)
+            session.asked_s = time.monotonic()
+            session.changed.notify_all()
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        for key in keys:
+            session = self._sessions.pop(key, None)
+            if session is not None:
+                self._workers.drop({session.number})
+                self._end(session)
+
+    def completed(self, timeout_s: float = 0.0) -> list[Observed]:
+        self._workers.check()
+        found = [*self._ended(), *self._late()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._observed.get(timeout=0.0 if found else timeout_s))
+        return [each for each in found if each.done or each.key in self._sessions]
+
+    def close(self) -> None:
+        self.cancel([*self._sessions])
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _begin(self, key: SampleKey, prompt: Prompt, said: list[str]) -> Session:
+        row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
+        row |= prompt.extra
+        session = Session(key, next(self._numbers), row["messages"], said)
+        secret = self._secrets[key] = secrets.token_urlsafe(24)
+        self._sessions[key] = self._by_secret[secret] = session
+        self._workers.submit(session.number, pickle.dumps(AgentRequest(row, self.base_url, secret)), MAIN)
+        return session
+
+    def _end(self, session: Session) -> None:
+        self._by_secret.pop(self._secrets.pop(session.key), None)
+        with session.changed:
+            session.is_over = True
+            session.changed.notify_all()
+
+    def _ended(self) -> Iterator[Observed]:
+        """Programs that have returned, or failed."""
+        by_number = {session.number: session for session in self._sessions.values()}
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number, scored, _ = self._workers.ended.get_nowait()
+                if (session := by_number.get(number)) is not None:
+                    del self._sessions[session.key]
+                    self._end(session)
+                    yield _outcome(session, scored)
+
+    def _late(self) -> Iterator[Observed]:
+        now_s = time.monotonic()
+        for session in [*self._sessions.values()]:
+            asked_s = session.asked_s
+            if session.num_requests and asked_s is not None and now_s - asked_s > self._timeout_s:
+                self.cancel([session.key])
+                error = f"no request within environment.timeout_s ({self._timeout_s:g} s) of the answer to the last one"
+                yield Observed(session.key, done=True, status="timeout", error=error)
+
+    # -- in the threads of requests ----------------------------------------------------------------------------------
+
+    def answer(self, secret: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A chat completion; None: the trajectory is over. Waits for what the model says. Raises Refused."""
+        session = self._by_secret.get(secret)
+        if session is None:
+            return None
+        messages = body.get("messages")
+        if not isinstance(messages, list) or body.get("n") not in (None, 1):
+            raise Refused("messages must be a list, and n 1: a conversation has one answer")
+        self._check_tools(body.get("tools"))
+        with session.changed:
+            number, new = session.ask(messages)
+            if number and number == len(session.replies):
+                session.asked_s = None
+                state = json.dumps(session.replies).encode()
+                self._observed.put(Observed(session.key, done=False, messages=tuple(new), state=state))
+            session.changed.wait_for(lambda: session.is_over or len(session.replies) > number)
+            if session.is_over:
+                return None
+            return _completion(session.replies[number], self._names)
+
+    def _check_tools(self, tools: Any) -> None:
+        names = {tool.get("function", {}).get("name") for tool in tools or () if isinstance(tool, Mapping)}
+        if names - self._names:
+            raise Refused(f"tools must be among the file's `schemas` ({sorted(self._names)}), found {sorted(names)}")
+
+
+def _outcome(session: Session, scored: Scored) -> Observed:
+    status, reward, info, _ = scored
+    state = json.dumps(session.replies).encode()
+    if status != "ok":
+        return Observed(session.key, True, status=status, error=str(info.get("error", status)), state=state)
+    metrics = {name: float(v) for name, v in info.items() if isinstance(v, int | float)}
+    return Observed(session.key, True, reward=reward, metrics=metrics, state=state)
+
+
+def _completion(text: str, names: frozenset[str]) -> dict[str, Any]:
+    """What a client of OpenAI's chat completions gets."""
+    answer_id = secrets.token_hex(12)
+    said, calls = calls_in(text, names) if names else (text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None}
+    if calls:
+        message["tool_calls"] = tool_calls(calls, answer_id, 0)
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop", "logprobs": None}
+    head = {"id": f"chatcmpl-{answer_id}", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
+    return head | {"choices": [choice]}
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """A message as it is compared, and as a template gets it. Raises Refused."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise Refused(f"a message must be an object with a role, found {json.dumps(message)[:_SHOWN]}")
+    content = message.get("content")
+    if isinstance(content, list):  # parts, as some clients write text
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    found: dict[str, Any] = {"role": message["role"], "content": content or ""}
+    return found | {name: message[name] for name in ("name",) if message.get(name)}
+
+
+class _Server(ThreadingHTTPServer):
+    """On the loopback device, at a free port; a thread for each connection."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, pool: AgentPool) -> None:
+        self.pool = pool
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if not self.path.endswith("/chat/completions") or length > _MAX_BODY:
+            self._say(HTTPStatus.NOT_FOUND, error_object(f"there is no route {self.path[:_SHOWN]}", "not_found"))
+            return
+        secret = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        try:
+            body = json.loads(self.rfile.read(length))
+            if not isinstance(body, dict):
+                raise Refused("the body must be an object")
+            assert isinstance(self.server, _Server)
+            answer = self.server.pool.answer(secret, body)
+        except (Refused, ValueError, RecursionError) as error:
+            self._say(HTTPStatus.BAD_REQUEST, error_object(str(error), "invalid_request_error"))
+            return
+        if answer is None:
+            self._say(HTTPStatus.UNAUTHORIZED, error_object("no trajectory has this key, or it is over", "gone"))
+        elif body.get("stream"):
+            self._stream(answer)
+        else:
+            self._say(HTTPStatus.OK, answer)
+
+    def _say(self, status: HTTPStatus, body: dict[str, Any]) -> None:
+        self._send(status, "application/json", json.dumps(body).encode())
+
+    def _stream(self, answer: dict[str, Any]) -> None:
+        """In one chunk: the model says a turn at once."""
+        (choice,) = answer["choices"]
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        part = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}
+        chunk = answer | {"object": "chat.completion.chunk", "choices": [part]}
+        self._send(HTTPStatus.OK, "text/event-stream", f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        with contextlib.suppress(OSError):  # the program is gone
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: what a program asks is its own."""
