@@ -260,7 +260,7 @@ GUESS = environment_of(
 
 
 def agent(block: Block, folder: Path, world: World) -> None:
-    """Its function, with a server that answers as the policy would; `tests/mechanisms/turns/test_agents.py` has more."""
+    """With a server that answers as the policy would; `tests/mechanisms/turns/test_agents.py` has more."""
     (folder / "agent.py").write_text(block.text, encoding="utf-8")
     run = user_module("environment.path", read_user_file("environment.path", "agent.py")).run
     with chat_server([says(" 4 ")]) as server:
