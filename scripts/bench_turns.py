@@ -3,7 +3,8 @@
 
     python scripts/bench_turns.py [--steps 8] [--median-s 0.2] [--p99-s 20]
 
-A tiny random model plays episodes of several turns, each of which a tool answers after lognormal seconds (it sleeps).
+A tiny random model plays episodes of several turns, each of which a tool answers after lognormal seconds (it sleeps),
+--max-s at the most.
 Rounds of the rules run one after another, in a run each:
 
 - barrier: no turn is answered before all that are under way have ended, and all tools have: what a batch of turns at a
@@ -47,14 +48,16 @@ from statistics import NormalDist
 from jaxrl.environments.env import StepResult
 
 class Slow:
-    def __init__(self, index, epoch, median_s, sigma):
-        self.index, self.epoch, self.median_s, self.sigma, self.said = index, epoch, median_s, sigma, []
+    def __init__(self, index, epoch, median_s, sigma, max_s):
+        self.index, self.epoch, self.said = index, epoch, []
+        self.median_s, self.sigma, self.max_s = median_s, sigma, max_s
 
     def step(self, action):
         self.said.append(action.text)
         word = hashlib.sha256(repr((self.index, self.epoch, self.said)).encode()).digest()
         u, v = (int.from_bytes(word[i : i + 6], "big") / 2**48 for i in (0, 6))
-        time.sleep(self.median_s * math.exp(self.sigma * NormalDist().inv_cdf(min(max(u, 1e-9), 1 - 1e-9))))
+        drawn_s = self.median_s * math.exp(self.sigma * NormalDist().inv_cdf(min(max(u, 1e-9), 1 - 1e-9)))
+        time.sleep(min(drawn_s, self.max_s))
         done = v < 0.3 or len(self.said) == 8
         return StepResult(float(v), done, "" if done else "Go on.")
 """
@@ -69,6 +72,7 @@ RULES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="of each run (8)")
+    parser.add_argument("--max-s", type=float, default=60.0, help="of the slowest call (60)")
     parser.add_argument("--median-s", type=float, default=0.2, help="of a tool, in seconds (0.2)")
     parser.add_argument("--p99-s", type=float, default=20.0, help="the same, of one call in a hundred (20)")
     options = parser.parse_args()
@@ -111,14 +115,17 @@ def _config(folder: Path, rule: str, options: argparse.Namespace, **more: Any) -
 
 def _real(folder: Path, rule: str, options: argparse.Namespace, sigma: float) -> tuple[float, float]:
     values = _config(folder, rule, options)
-    values["environment"] |= {"args": {"median_s": options.median_s, "sigma": sigma}, "timeout_s": 600.0}
+    values["environment"] |= {
+        "args": {"median_s": options.median_s, "sigma": sigma, "max_s": options.max_s},
+        "timeout_s": 600.0,
+    }
     with _barrier() if rule == "barrier" else nullcontext():
         start(from_mapping(values), say=lambda line: None)
     return _per_sample(folder / rule)
 
 
 def _simulated(folder: Path, rule: str, options: argparse.Namespace) -> tuple[float, float]:
-    machine = {"num_devices": 1, "run_dir": str(folder / f"{rule} simulated")}
+    machine = {"num_devices": 1, "run_dir": str(folder / f"{rule} simulated"), "tool": {"max_s": options.max_s}}
     lengths = {"workload": "recorded", "recorded_run": str(folder / "plain"), "recorded_rule": "pooled"}
     simulate(from_mapping(_config(folder, rule, options, simulate=machine | lengths)), say=lambda line: None)
     return _per_sample(folder / f"{rule} simulated")
