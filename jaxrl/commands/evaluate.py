@@ -25,6 +25,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.table import environments, join_pools, of_evaluation, refuse_unread
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
+from jaxrl.mechanisms.turns.rule import trajectory_metrics
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
@@ -193,7 +194,7 @@ def say_failed(errors: Sequence[str], num_samples: int, say: Callable[[str], Non
 
 def figures(groups: Sequence[Group], votes: Ballots) -> dict[str, float]:
     """num_prompts, avg@n, pass@k and maj@k for k = 1, 2, 4, ... n, mean_length (tokens) and clip_ratio; without maj@k
-    where no sample names an answer."""
+    where no sample names an answer, and with why trajectories ended where they have turns."""
     n = len(groups[0].samples)
     right = np.array([[(s.reward or 0.0) >= RIGHT for s in g.samples] for g in groups])
     samples = [sample for group in groups for sample in group.samples]
@@ -204,7 +205,7 @@ def figures(groups: Sequence[Group], votes: Ballots) -> dict[str, float]:
     result["mean_reward"] = float(np.mean([s.reward or 0.0 for s in samples]))
     result["mean_length"] = float(np.mean([len(s) for s in samples]))
     result["clip_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))
-    return result
+    return result | trajectory_metrics(samples)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -29,11 +29,13 @@ class TurnRequest:
       row: of the data; `tools` in it names those that the model may call.
       state: of the environment; None: it has to begin.
       text: what the model has said, without special tokens.
+      timeout_s: of its calls.
     """
 
     row: Mapping[str, Any]
     state: bytes | None
     text: str
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class EpisodeScorer:
     """Answers requests of these kinds with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
 
     Attributes:
-      kind, name, args, timeout_s: as in `environment`.
+      kind, name, args: as in `environment`.
       file: that `environment.path` names.
     """
 
@@ -82,7 +84,6 @@ class EpisodeScorer:
     file: UserFile
     name: str
     args: Mapping[str, Any]
-    timeout_s: float
     preload: tuple[str, ...] = ()
     _made: dict[str, Episodes] = field(default_factory=dict)
 
@@ -126,7 +127,7 @@ class EpisodeScorer:
         row = {**request.row, **self.args, **own}
         episodes = self._episodes(row.get("environment") or self.name)
         action = Action.of(request.text, schemas_for(row, episodes.schemas))
-        result, state = episodes.step(row, request.state, action, self.timeout_s)
+        result, state = episodes.step(row, request.state, action, request.timeout_s)
         if len(state) > MAX_STATE_BYTES:
             raise ValueError(
                 f"the environment takes {len(state)} bytes between two turns, above the {MAX_STATE_BYTES} that it may"

@@ -60,6 +60,11 @@ class EnvironmentSection(Checked):
     timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds until the calls of a turn are given up, each for itself."] = (
         10.0
     )
+    timeout: Annotated[
+        Literal["fixed", "adaptive"],
+        "The time limit of a tool; fixed: timeout_s, adaptive: 1.5 times its longest call that went well, 2 s at least "
+        "and timeout_s at most.",
+    ] = "fixed"
     num_workers: Annotated[int, Ge(1), _MAX_WORKERS, "Processes that answer turns, one at a time each."] = 8
     max_memory_gib: Annotated[float, Ge(0), MAX_GIB, "GiB that each of them may take; 0: no limit."] = 4.0
     env: Annotated[list[str], "Environment variables of the run that they get."] = field(default_factory=list)
@@ -114,6 +119,8 @@ class EnvironmentSection(Checked):
             return
         if self.kind == "tools":
             yield frozenset({"name"}), "environment.kind is tools"
+        if self.kind in ("native", "openai"):
+            yield frozenset({"timeout"}), f"environment.kind is {self.kind}"
         if "environment" not in config.reward.kinds:
             yield frozenset({"reward", "reward_discount"}), "no reward's kind is environment"
         elif self.reward == "last":

@@ -20,10 +20,11 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.functions import UserFile, read_user_file
+from jaxrl.data.tool_calls import Call
 from jaxrl.environments import worker
 from jaxrl.environments.env import Action, Schema, is_answer
 from jaxrl.mechanisms.turns.agents import AgentPool
-from jaxrl.mechanisms.turns.rule import Acting, Observed
+from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Observed
 from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
 from jaxrl.rewards.pool import named_variables
 from jaxrl.rewards.scorers import Scored
@@ -55,7 +56,7 @@ class EnvironmentPool:
         assert options.kind != "none"
         self._kind, self._timeout_s, self._describes = options.kind, options.timeout_s, options.describe_tools
         file = _file(options.path)
-        scorer = worker.EpisodeScorer(options.kind, file, options.name, options.args, options.timeout_s)
+        scorer = worker.EpisodeScorer(options.kind, file, options.name, options.args)
         settings = WorkerSettings(
             scorer=pickle.dumps(scorer),
             loads=scorer.loads,
@@ -75,6 +76,7 @@ class EnvironmentPool:
         self._workers = WorkerPool(
             settings, num_workers=options.num_workers, env=env, limits=limits, clock=time.monotonic
         )
+        self._times = CallTimes(options.timeout == "adaptive", options.timeout_s)
         self._schemas: dict[str, Sequence[Schema]] = {}
         self._agents: AgentPool | None = None
 
@@ -127,7 +129,8 @@ class EnvironmentPool:
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         number = next(self._numbers)
         row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
-        request = worker.TurnRequest(row | dict(prompt.extra), state, text)
+        row |= prompt.extra
+        request = worker.TurnRequest(row, state, text, self._times.limit_s(self._called(row, text)))
         self._pending[number] = key, request, time.monotonic()
         self._workers.submit(number, pickle.dumps(request), MAIN)
 
@@ -154,11 +157,17 @@ class EnvironmentPool:
             self._agents.close()
         self._workers.close()
 
+    def _called(self, row: Mapping[str, Any], text: str) -> tuple[Call, ...]:
+        return Action.of(text, self._schemas.get(row.get("environment") or "", ())).calls
+
     def _observed(self, key: SampleKey, request: worker.TurnRequest, scored: Scored) -> Observed:
-        status, reward, info, _ = scored
+        status, reward, info, duration_s = scored
         if status == "ok":
             try:
-                return read_answer(key, reward, info)
+                answer = read_answer(key, reward, info)
+                if not answer.metrics.get("tool_errors"):
+                    self._times.learn(self._called(request.row, request.text), duration_s)
+                return answer
             except ValueError as error:
                 status, info = "error", {"error": str(error)}
         if status == "timeout":

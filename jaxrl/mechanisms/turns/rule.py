@@ -6,13 +6,14 @@ Source: names of limits as in tinker-cookbook's rollouts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.config import Config
+from jaxrl.data.tool_calls import Call
 from jaxrl.types import Episode, Prompt, Sample, SampleKey
 
 STOPS = (
@@ -98,6 +99,34 @@ class Observed:
     seconds: float = 0.0
     status: str = "ok"
     error: str = ""
+
+
+class CallTimes:
+    """How long calls may take: of each tool 1.5 times its longest that went well, as test cases of programs may
+    (RollPacker §4.3), or always as long as one may at the most.
+
+    Departure: after a resume nothing is known of any tool.
+    """
+
+    FACTOR, LEAST_S = 1.5, 2.0
+
+    def __init__(self, adapts: bool, most_s: float) -> None:
+        self._adapts, self._most_s = adapts, most_s
+        self._longest_s: dict[str, float] = {}
+
+    def limit_s(self, calls: Sequence[Call]) -> float:
+        """Of a turn with these calls, which run side by side."""
+        known = [self._longest_s.get(call.name) for call in calls]
+        longest_s = max((each for each in known if each is not None), default=None)
+        if not self._adapts or longest_s is None or None in known:
+            return self._most_s
+        return min(max(self.LEAST_S, self.FACTOR * longest_s), self._most_s)
+
+    def learn(self, calls: Sequence[Call], seconds: float) -> None:
+        """All of a turn's calls went well, and took so long together: of one alone it is known how long it takes."""
+        if len(calls) == 1:
+            name = calls[0].name
+            self._longest_s[name] = max(seconds, self._longest_s.get(name, 0.0))
 
 
 class Acting(Protocol):

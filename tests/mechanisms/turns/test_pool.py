@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.data.tool_calls import Call
 from jaxrl.mechanisms.turns.pool import EnvironmentPool, read_answer
-from jaxrl.mechanisms.turns.rule import Observed
+from jaxrl.mechanisms.turns.rule import CallTimes, Observed
 from jaxrl.types import Prompt, SampleKey
 
 TOOLS = '''
@@ -159,6 +160,28 @@ def test_whatever_a_tool_does_the_others_have_their_answers(pool_of: Callable[..
     assert [answer.done for answer in found] == [False] * 14 + [True, False]
     assert content(found[-1]) == "Error: this call cannot be read. Tools are: act"
     assert {found[0].status, *(each.status for each in found)} == {"ok"}
+
+
+def test_a_tool_that_is_quick_has_two_seconds(pool_of: Callable[..., EnvironmentPool]):
+    pool = pool_of(timeout="adaptive", timeout_s=30.0)
+    (first,) = asked(pool, (call("act", what="say", value="here"), None))
+    assert content(first) == "here"
+    (late,) = asked(pool, (call("act", what="stay"), None))
+    assert content(late) == "Error: no answer within 2 s"
+
+
+def test_how_long_calls_may_take():
+    times, one, other = CallTimes(adapts=True, most_s=9.0), Call("a", "{}"), Call("b", "{}")
+    assert times.limit_s([one]) == 9.0, "nothing is known"
+    times.learn([one], 4.0)
+    times.learn([one], 2.0)
+    times.learn([one, other], 5.0)
+    assert [times.limit_s(calls) for calls in ([one], [one, other], [])] == [6.0, 9.0, 9.0]
+    times.learn([other], 0.1)
+    assert [times.limit_s(calls) for calls in ([other], [one, other])] == [2.0, 6.0]
+    times.learn([other], 8.0)
+    assert times.limit_s([other]) == 9.0
+    assert CallTimes(adapts=False, most_s=9.0).limit_s([one]) == 9.0
 
 
 def test_calls_of_many_samples_run_side_by_side(pool_of: Callable[..., EnvironmentPool]):
