@@ -13,8 +13,8 @@ Rounds of the rules run one after another, in a run each:
 - tail batching, partial rollout: with their default factors.
 
 `simulated` is what `jaxrl simulate` says of the same rule, with turns and tools as the plain run recorded them. `idle`
-is the share of the rollout in which the devices had nothing to do but to wait for tools. The first step compiles, and
-the last ones empty what is carried: they are left out.
+is the share of the rollout in which the devices had nothing to do but to wait for tools. The first step compiles and
+is left out; the last ones empty what is carried, so that whatever is left behind is paid for.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _simulated(folder: Path, rule: str, options: argparse.Namespace) -> tuple[fl
 
 def _per_sample(run_dir: Path) -> tuple[float, float]:
     """Seconds of rollout per trained sample, and the share of them in which the devices waited for tools."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:-1]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
     rollout_s = fmean(line["timing_s/gen"] + line["timing_s/reward"] for line in lines)
     return rollout_s / 32, fmean(line["environment/idle_s"] for line in lines) / rollout_s
 

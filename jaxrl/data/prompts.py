@@ -67,11 +67,11 @@ def load_train(config: Config, environments: Environments | None = None) -> Prob
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
     """Problems of the environment's own, by their numbers."""
-    source = Path(config.environment.path).stem
+    source = config.environment.id or Path(config.environment.path).stem
     found: list[Problem] = []
     for number, (row, messages) in enumerate(environments.problems(first, first + count, config.data.seed), first):
         answer = row.get("answer")
-        where = f"{config.environment.path}, problem {number}"
+        where = f"{source}, problem {number}"
         answer = None if answer is None else str(answer)
         found.append(Problem(number - first, where, checked_messages(messages, where), answer, source, row))
     return found

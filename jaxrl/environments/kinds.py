@@ -13,12 +13,15 @@ import asyncio
 import inspect
 import json
 import pickle
+import subprocess
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from jaxrl.data.tool_calls import Call
+from jaxrl.environments import program_server
 from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
 from jaxrl.environments.schemas import tool_schema
 
@@ -130,10 +133,16 @@ class NativeEpisodes:
 
 
 class Program:
-    """A file whose function drives the policy itself (`jaxrl.mechanisms.turns.agents`): what it has at the start."""
+    """A file whose function drives the policy itself (`jaxrl.mechanisms.turns.agents`).
 
-    def __init__(self, module: ModuleType) -> None:
-        self.schemas: list[Schema] = list(getattr(module, "schemas", ()))
+    Args:
+      call: calls a function of the file by its name, with arguments by name; a value stands for itself.
+      args: `environment.args`, and under `id` `environment.id`.
+    """
+
+    def __init__(self, call: Callable[[str, Row], Any], args: Row) -> None:
+        self._call, self._args = call, args
+        self.schemas: list[Schema] = list(call("schemas", args) or ())
         self.has_hung = False
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
@@ -141,6 +150,51 @@ class Program:
 
     def first_messages(self, row: Row) -> tuple[Message, ...]:
         return as_messages(row["messages"] if "messages" in row else row["question"])
+
+    def problem(self, index: int, seed: int) -> dict[str, Any]:
+        return self._call("problem", {"index": index, "seed": seed, **self._args})
+
+    def run(self, name: str, row: Row, base_url: str, api_key: str) -> Any:
+        """A whole trajectory; its reward, or a mapping with it under `score`."""
+        return self._call(name, {"row": row, "base_url": base_url, "api_key": api_key, **self._args})
+
+
+def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
+    """Calls functions of a file in this process; one that is not there is None."""
+
+    def call(name: str, given: Row) -> Any:
+        found = getattr(module, name, None)
+        return result_of(found(**accepted(found, given))) if callable(found) else found
+
+    return call
+
+
+class OtherPython:
+    """Calls functions of a file under another Python, in a process that stays (`jaxrl.environments.program_server`).
+
+    Raises:
+      ValueError: it cannot be started, or what is called fails there.
+    """
+
+    def __init__(self, python: str, path: str) -> None:
+        command = [python, "-P", str(Path(program_server.__file__)), path]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise ValueError(f"environment.python: {python} cannot be run: {error}") from None
+
+    def __call__(self, name: str, given: Row) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"call": name, "given": given}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise ValueError(f"the process of environment.python ended with status {self._process.wait()}")
+        found = json.loads(line)
+        if "error" in found:
+            raise ValueError(found["error"])
+        return found["value"]
 
 
 def public_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:

@@ -14,11 +14,20 @@ from typing import Any, Literal
 
 from jaxrl.config.functions import UserFile, user_module
 from jaxrl.environments.env import Action, Schema
-from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes, Program, result_of
+from jaxrl.environments.kinds import (
+    Episodes,
+    FunctionTools,
+    MethodTools,
+    NativeEpisodes,
+    OtherPython,
+    Program,
+    calls_of,
+)
 
 MAX_STATE_BYTES = 1 << 19
 """Of a pickled environment; it travels with each of its turns."""
-EnvironmentKind = Literal["tools", "class", "native", "openai"]
+_CLASSES = ("class", "native")  # kinds of which a file may have several
+EnvironmentKind = Literal["tools", "class", "native", "openai", "verifiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +86,14 @@ class EpisodeScorer:
 
     Attributes:
       kind, name, args: as in `environment`.
-      file: that `environment.path` names.
+      file: that `environment.path` names. python: another one to run it; empty: this one.
     """
 
     kind: EnvironmentKind
     file: UserFile
     name: str
     args: Mapping[str, Any]
+    python: str = ""
     preload: tuple[str, ...] = ()
     _made: dict[str, Episodes] = field(default_factory=dict)
 
@@ -97,9 +107,10 @@ class EpisodeScorer:
         return any(each.has_hung for each in self._made.values())
 
     def load(self) -> None:
-        user_module("environment.path", self.file)
-        if self.kind in ("tools", "openai") or self.name:
+        if self.kind not in _CLASSES or self.name:
             self._episodes(self.name)
+        else:
+            user_module("environment.path", self.file)
 
     def __call__(self, request: Request) -> tuple[Any, dict[str, Any]]:
         match request:
@@ -113,11 +124,9 @@ class EpisodeScorer:
                 return self._step(request)
 
     def _run(self, request: AgentRequest) -> tuple[Any, dict[str, Any]]:
-        row = {**request.row, **self.args}
-        run = getattr(user_module("environment.path", self.file), self.name or "run", None)
-        if not callable(run):
-            raise ValueError(f"environment.name: {self.file.path} defines no function {self.name or 'run'!r}")
-        found = result_of(run(row=row, base_url=request.base_url, api_key=request.api_key))
+        program = self._episodes(self.name)
+        assert isinstance(program, Program)
+        found = program.run(self.name or "run", request.row, request.base_url, request.api_key)
         if not isinstance(found, Mapping):
             return found, {}
         return found["score"], {name: value for name, value in found.items() if name != "score"}
@@ -140,13 +149,17 @@ class EpisodeScorer:
         }
 
     def _problem(self, number: int, seed: int) -> dict[str, Any]:
-        problem = getattr(user_module("environment.path", self.file), "problem", None)
-        if not callable(problem):
+        episodes = self._episodes(self.name)
+        if isinstance(episodes, Program):
+            row: Any = episodes.problem(number, seed)
+        else:
+            problem = getattr(user_module("environment.path", self.file), "problem", None)
+            row = problem(number, seed) if callable(problem) else None
+        if row is None:
             raise ValueError(
                 f"{self.file.path} defines no function problem(index, seed), which makes rows: give data.train_files"
             )
-        row: Any = problem(number, seed)
-        messages = self._episodes(self.name).first_messages(row | dict(self.args))
+        messages = episodes.first_messages(row | dict(self.args))
         return {"row": row, "messages": [dict(message) for message in messages]}
 
     def _episodes(self, name: str) -> Episodes:
@@ -156,11 +169,13 @@ class EpisodeScorer:
         return self._made[name]
 
     def _of_file(self, name: str) -> Episodes:
+        if self.python:
+            return Program(OtherPython(self.python, self.file.path), self.args)
         module = user_module("environment.path", self.file)
         if self.kind == "tools":
             return FunctionTools(module)
         if self.kind == "openai":
-            return Program(module)
+            return Program(calls_of(module), self.args)
         made = getattr(module, name, None)
         if not callable(made):
             raise ValueError(f"environment.name: {self.file.path} defines no class {name!r}")

@@ -19,15 +19,22 @@ class EnvironmentSection(Checked):
     """Tools and games: what a model says is answered, and it goes on, over several turns."""
 
     kind: Annotated[
-        Literal["none", "tools", "class", "native", "openai"],
+        Literal["none", "tools", "class", "native", "openai", "verifiers"],
         "What path holds; none: responses have one turn, tools: functions that the model may call, class: a class "
-        "whose methods are tools, native: an `Env`, openai: a function that asks for turns itself, by OpenAI's API.",
+        "whose methods are tools, native: an `Env`, openai: a function that asks for turns itself, by OpenAI's API; "
+        "verifiers: the environment of that library that id names, without a path.",
     ] = "none"
     path: Annotated[
         str,
         Names("file"),
         "A Python file, or one that comes with jaxrl: `calculator`, `python`, `search`, `number_guessing`, `wordle` "
         "or `frozen_lake`.",
+    ] = ""
+    id: Annotated[str, "With kind verifiers, the environment's name, as its `load_environment` takes it."] = ""
+    python: Annotated[
+        str,
+        Names("file"),
+        "With the kinds openai and verifiers, another Python that runs the program; empty: this one.",
     ] = ""
     name: Annotated[
         str,
@@ -85,7 +92,15 @@ class EnvironmentSection(Checked):
             if config.algorithm.adv_estimator == "grpo_turns":
                 return "algorithm.adv_estimator=grpo_turns needs environment.kind, which is none: there are no turns"
             return None
-        if not self.path:
+        if self.kind == "verifiers":
+            if not self.id or not self.python:
+                return (
+                    "environment.kind=verifiers needs environment.id, the environment's name, and environment.python, "
+                    "the Python of an environment of its own with verifiers in it"
+                )
+        elif self.python and self.kind != "openai":
+            return f"environment.python ({self.python}) needs environment.kind openai or verifiers, found {self.kind}"
+        elif not self.path:
             return f"environment.path is missing: environment.kind is {self.kind}, which needs a Python file"
         if not config.data.apply_chat_template:
             return "environment.kind needs data.apply_chat_template: turns are written in the model's chat template"
@@ -119,8 +134,12 @@ class EnvironmentSection(Checked):
             return
         if self.kind == "tools":
             yield frozenset({"name"}), "environment.kind is tools"
-        if self.kind in ("native", "openai"):
+        if self.kind in ("native", "openai", "verifiers"):
             yield frozenset({"timeout"}), f"environment.kind is {self.kind}"
+        if self.kind == "verifiers":
+            yield frozenset({"path", "name"}), "environment.kind is verifiers"
+        else:
+            yield frozenset({"id"}), f"environment.kind is {self.kind}"
         if "environment" not in config.reward.kinds:
             yield frozenset({"reward", "reward_discount"}), "no reward's kind is environment"
         elif self.reward == "last":

@@ -24,6 +24,7 @@ from jaxrl.data.tool_calls import Call
 from jaxrl.environments import worker
 from jaxrl.environments.env import Action, Schema, is_answer
 from jaxrl.mechanisms.turns.agents import AgentPool
+from jaxrl.mechanisms.turns.options import EnvironmentSection
 from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Observed
 from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
 from jaxrl.rewards.pool import named_variables
@@ -34,6 +35,7 @@ from jaxrl.types import Prompt, SampleKey
 
 SHIPPED = Path(worker.__file__).parent / "shipped"
 """Files that `environment.path` names without a path."""
+VERIFIERS = Path(worker.__file__).with_name("verifiers_program.py")
 _SLACK_S = 3.0  # beyond environment.timeout_s: a call that does not end is told so by the process itself
 _ROWS = 500  # of the environment's own, asked for at once
 _TIMEOUT = "environment.timeout_s"
@@ -55,8 +57,12 @@ class EnvironmentPool:
         options = config.environment
         assert options.kind != "none"
         self._kind, self._timeout_s, self._describes = options.kind, options.timeout_s, options.describe_tools
-        file = _file(options.path)
-        scorer = worker.EpisodeScorer(options.kind, file, options.name, options.args)
+        self._is_program = options.kind in ("openai", "verifiers")
+        args: dict[str, Any] = options.args
+        if options.kind == "verifiers":
+            args = {"id": options.id, "args": args}
+        file, python = _file(options), str(Path(options.python).expanduser()) if options.python else ""
+        scorer = worker.EpisodeScorer(options.kind, file, options.name, args, python)
         settings = WorkerSettings(
             scorer=pickle.dumps(scorer),
             loads=scorer.loads,
@@ -68,7 +74,7 @@ class EnvironmentPool:
             section="environment",
         )
         of_turn, of_all = options.timeout_s + _SLACK_S, options.rollout_timeout_s
-        limit = (of_all, "environment.rollout_timeout_s") if self._kind == "openai" else (of_turn, _TIMEOUT)
+        limit = (of_all, "environment.rollout_timeout_s") if self._is_program else (of_turn, _TIMEOUT)
         limits = DomainLimits({MAIN: DomainLimit(0, *limit)})
         env = named_variables("environment.env", options.env)
         self._numbers = itertools.count()
@@ -82,7 +88,7 @@ class EnvironmentPool:
 
     def acting(self) -> Acting:
         """What answers the turns of a run: this, or a server for programs that ask for them."""
-        if self._kind != "openai":
+        if not self._is_program:
             return self
         self.schemas({}, _TIMEOUT)
         self._agents = AgentPool(self._workers, self._timeout_s, self._schemas[""])
@@ -202,7 +208,8 @@ def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Obser
     return Observed(key, done, tuple(messages), reward, base64.b64decode(state), numbers)
 
 
-def _file(path: str) -> UserFile:
+def _file(options: EnvironmentSection) -> UserFile:
     """The file that `environment.path` names: one that comes with jaxrl, or the user's."""
-    shipped = SHIPPED / f"{path}.py"
+    path = options.path
+    shipped = VERIFIERS if options.kind == "verifiers" else SHIPPED / f"{path}.py"
     return read_user_file("environment.path", str(shipped) if "/" not in path and shipped.is_file() else path)

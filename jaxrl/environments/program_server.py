@@ -1,0 +1,46 @@
+"""What runs a program's file under another Python, which has its packages and need not have jaxrl: nothing but the
+standard library is imported here.
+
+Started with the file's path, it reads a line of JSON for each thing asked and writes one for each answer: `call` (the
+name of a function of the file) with `given` (its arguments by name; those that it has no parameters for are left out),
+answered by `value`, or by `error`. Functions may be async. What the file prints goes to standard error.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import runpy
+import sys
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    with asyncio.Runner() as loop:  # one for all: what is kept between calls may belong to it
+        made = None
+        for line in sys.stdin:
+            asked = json.loads(line)
+            try:
+                made = runpy.run_path(sys.argv[1], run_name="program") if made is None else made
+                found = {"value": _called(made[asked["call"]], asked["given"], loop)}
+            except KeyError as error:
+                found = {"error": f"{sys.argv[1]} defines no {error}"}
+            except BaseException as error:
+                found = {"error": f"{type(error).__name__}: {error}"}
+            answers.write(json.dumps(found, default=str) + "\n")
+            answers.flush()
+
+
+def _called(function: object, given: dict[str, object], loop: asyncio.Runner) -> object:
+    if not callable(function):
+        return function
+    parameters = inspect.signature(function).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        given = {each.name: given[each.name] for each in parameters if each.name in given}
+    value = function(**given)
+    return loop.run(value) if inspect.iscoroutine(value) else value
+
+
+if __name__ == "__main__":
+    main()
