@@ -156,7 +156,10 @@ class Program:
 
     def run(self, name: str, row: Row, base_url: str, api_key: str) -> Any:
         """A whole trajectory; its reward, or a mapping with it under `score`."""
-        return self._call(name, {"row": row, "base_url": base_url, "api_key": api_key, **self._args})
+        found = self._call(name, {"row": row, "base_url": base_url, "api_key": api_key, **self._args})
+        if found is None:
+            raise ValueError(f"the file has no function {name!r}, or it has returned no reward")
+        return found
 
 
 def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
@@ -182,6 +185,9 @@ class OtherPython:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         except OSError as error:
             raise ValueError(f"environment.python: {python} cannot be run: {error}") from None
+
+    def close(self) -> None:
+        self._process.communicate()  # at the end of what it is asked it ends
 
     def __call__(self, name: str, given: Row) -> Any:
         assert self._process.stdin is not None

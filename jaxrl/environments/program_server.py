@@ -3,7 +3,8 @@ standard library is imported here.
 
 Started with the file's path, it reads a line of JSON for each thing asked and writes one for each answer: `call` (the
 name of a function of the file) with `given` (its arguments by name; those that it has no parameters for are left out),
-answered by `value`, or by `error`. Functions may be async. What the file prints goes to standard error.
+answered by `value` (null where there is no such function), or by `error`. Functions may be async. What the file prints
+goes to standard error.
 """
 
 import asyncio
@@ -23,9 +24,7 @@ def main() -> None:
             asked = json.loads(line)
             try:
                 made = runpy.run_path(sys.argv[1], run_name="program") if made is None else made
-                found = {"value": _called(made[asked["call"]], asked["given"], loop)}
-            except KeyError as error:
-                found = {"error": f"{sys.argv[1]} defines no {error}"}
+                found = {"value": _called(made.get(asked["call"]), asked["given"], loop)}
             except BaseException as error:
                 found = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(found, default=str) + "\n")

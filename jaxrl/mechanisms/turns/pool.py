@@ -20,7 +20,6 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.functions import UserFile, read_user_file
-from jaxrl.data.tool_calls import Call
 from jaxrl.environments import worker
 from jaxrl.environments.env import Action, Schema, is_answer
 from jaxrl.mechanisms.turns.agents import AgentPool
@@ -163,8 +162,10 @@ class EnvironmentPool:
             self._agents.close()
         self._workers.close()
 
-    def _called(self, row: Mapping[str, Any], text: str) -> tuple[Call, ...]:
-        return Action.of(text, self._schemas.get(row.get("environment") or "", ())).calls
+    def _called(self, row: Mapping[str, Any], text: str) -> list[str]:
+        """The names of the tools that a turn calls."""
+        schemas = self._schemas.get(row.get("environment") or "", ())
+        return [call.name for call in Action.of(text, schemas).calls]
 
     def _observed(self, key: SampleKey, request: worker.TurnRequest, scored: Scored) -> Observed:
         status, reward, info, duration_s = scored

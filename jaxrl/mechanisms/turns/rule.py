@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.data.tool_calls import Call
 from jaxrl.types import Episode, Prompt, Sample, SampleKey
 
 STOPS = (
@@ -114,19 +113,18 @@ class CallTimes:
         self._adapts, self._most_s = adapts, most_s
         self._longest_s: dict[str, float] = {}
 
-    def limit_s(self, calls: Sequence[Call]) -> float:
-        """Of a turn with these calls, which run side by side."""
-        known = [self._longest_s.get(call.name) for call in calls]
+    def limit_s(self, tools: Sequence[str]) -> float:
+        """Of a turn that calls these, side by side."""
+        known = [self._longest_s.get(name) for name in tools]
         longest_s = max((each for each in known if each is not None), default=None)
         if not self._adapts or longest_s is None or None in known:
             return self._most_s
         return min(max(self.LEAST_S, self.FACTOR * longest_s), self._most_s)
 
-    def learn(self, calls: Sequence[Call], seconds: float) -> None:
+    def learn(self, tools: Sequence[str], seconds: float) -> None:
         """All of a turn's calls went well, and took so long together: of one alone it is known how long it takes."""
-        if len(calls) == 1:
-            name = calls[0].name
-            self._longest_s[name] = max(seconds, self._longest_s.get(name, 0.0))
+        if len(tools) == 1:
+            self._longest_s[tools[0]] = max(seconds, self._longest_s.get(tools[0], 0.0))
 
 
 class Acting(Protocol):

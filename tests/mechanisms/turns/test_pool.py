@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
-from jaxrl.data.tool_calls import Call
 from jaxrl.mechanisms.turns.pool import EnvironmentPool, read_answer
 from jaxrl.mechanisms.turns.rule import CallTimes, Observed
 from jaxrl.types import Prompt, SampleKey
@@ -171,7 +170,7 @@ def test_a_tool_that_is_quick_has_two_seconds(pool_of: Callable[..., Environment
 
 
 def test_how_long_calls_may_take():
-    times, one, other = CallTimes(adapts=True, most_s=9.0), Call("a", "{}"), Call("b", "{}")
+    times, one, other = CallTimes(adapts=True, most_s=9.0), "a", "b"
     assert times.limit_s([one]) == 9.0, "nothing is known"
     times.learn([one], 4.0)
     times.learn([one], 2.0)
