@@ -70,6 +70,11 @@ class Session:
     asked_s: float | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
+    @property
+    def waited_s(self) -> float:
+        """How long it has been the program's turn."""
+        return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
+
     def ask(self, messages: Sequence[Any]) -> tuple[int, list[dict[str, Any]]]:
         """Takes in a request; its number, and what is new in it. Raises Refused."""
         if self.num_requests > len(self.replies):
@@ -176,10 +181,8 @@ class AgentPool:
                     yield _outcome(session, scored)
 
     def _late(self) -> Iterator[Observed]:
-        now_s = time.monotonic()
         for session in [*self._sessions.values()]:
-            asked_s = session.asked_s
-            if session.num_requests and asked_s is not None and now_s - asked_s > self._timeout_s:
+            if session.num_requests and session.waited_s > self._timeout_s:
                 self.cancel([session.key])
                 error = f"no request within environment.timeout_s ({self._timeout_s:g} s) of the answer to the last one"
                 yield Observed(session.key, done=True, status="timeout", error=error)
@@ -198,9 +201,10 @@ class AgentPool:
         with session.changed:
             number, new = session.ask(messages)
             if number and number == len(session.replies):
-                session.asked_s = None
+                seconds, session.asked_s = session.waited_s, None
                 state = json.dumps(session.replies).encode()
-                self._observed.put(Observed(session.key, done=False, messages=tuple(new), state=state))
+                found = Observed(session.key, done=False, messages=tuple(new), state=state, seconds=seconds)
+                self._observed.put(found)
             session.changed.wait_for(lambda: session.is_over or len(session.replies) > number)
             if session.is_over:
                 return None
@@ -218,7 +222,7 @@ def _outcome(session: Session, scored: Scored) -> Observed:
     if status != "ok":
         return Observed(session.key, True, status=status, error=str(info.get("error", status)), state=state)
     metrics = {name: float(v) for name, v in info.items() if isinstance(v, int | float)}
-    return Observed(session.key, True, reward=reward, metrics=metrics, state=state)
+    return Observed(session.key, True, reward=reward, state=state, metrics=metrics, seconds=session.waited_s)
 
 
 def _completion(text: str, names: frozenset[str]) -> dict[str, Any]:

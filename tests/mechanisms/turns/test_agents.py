@@ -104,6 +104,7 @@ def test_a_conversation_from_its_first_request_to_its_reward(agents: AgentPool, 
     agents.submit(key, prompt_of(how), "stop", second.state)
     last = observed(agents)
     assert (last.done, last.reward, last.metrics, last.status) == (True, 3.0, {"depth": 3.0}, "ok")
+    assert 0 < second.seconds < 30
     assert agents.completed() == []
 
 
