@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What slow tools cost a round, with each rule, real and simulated: seconds of rollout per trained sample.
 
-    python scripts/bench_turns.py [--steps 8] [--median-s 0.2] [--p99-s 20]
+    python scripts/bench_turns.py [--steps 8] [--median-s 0.2] [--p99-s 20] [--json]
 
 A tiny random model plays episodes of several turns, each of which a tool answers after lognormal seconds (it sleeps),
 --max-s at the most.
@@ -31,6 +31,10 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 from unittest import mock
+
+from bench import records
+from bench.frame import Benchmark, Record, Session
+from bench.measure import say
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -69,15 +73,23 @@ RULES = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="of each run (8)")
-    parser.add_argument("--max-s", type=float, default=60.0, help="of the slowest call (60)")
-    parser.add_argument("--median-s", type=float, default=0.2, help="of a tool, in seconds (0.2)")
-    parser.add_argument("--p99-s", type=float, default=20.0, help="the same, of one call in a hundred (20)")
-    options = parser.parse_args()
+def _options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--steps", type=int, default=8, help="of each run (8)")
+    made.add_argument("--max-s", type=float, default=60.0, help="of the slowest call (60)")
+    made.add_argument("--median-s", type=float, default=0.2, help="of a tool, in seconds (0.2)")
+    made.add_argument("--p99-s", type=float, default=20.0, help="the same, of one call in a hundred (20)")
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not 0 < options.median_s < options.p99_s:
+        raise ValueError(
+            f"--p99-s ({options.p99_s:g}) must be above --median-s ({options.median_s:g}), which is above 0"
+        )
+
+
+def _measure(options: argparse.Namespace, session: Session) -> Record:
     sigma = math.log(options.p99_s / options.median_s) / NormalDist().inv_cdf(0.99)
-    with tempfile.TemporaryDirectory() as name:
+    with session.on(records.describe_host(), is_timed=False), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sys.path.append(str(_SUPPORT))
         importlib.import_module("tiny").write_tiny_model(folder / "model", eos_token_id=[2, *range(4, 260, 43)])
@@ -85,13 +97,18 @@ def main() -> int:
         (folder / "rows.jsonl").write_text("".join(json.dumps({"question": f"Row {i}."}) + "\n" for i in range(64)))
         real = {rule: _real(folder, rule, options, sigma) for rule in RULES}
         simulated = {rule: _simulated(folder, rule, options) for rule in RULES if rule != "barrier"}
-    print(f"{'':16}{'s a sample':>12}{'idle':>8}{'speed':>8}{'simulated':>12}{'speed':>8}")
+    say(f"{'':16}{'s a sample':>12}{'idle':>8}{'speed':>8}{'simulated':>12}{'speed':>8}")
+    cases: list[dict[str, Any]] = []
     for rule, (seconds, idle) in real.items():
-        line = f"{rule:16}{seconds:12.2f}{idle:8.0%}{real['plain'][0] / seconds:8.2f}"
+        case = {"rule": rule, "s_a_sample": seconds, "idle": idle, "speed": real["plain"][0] / seconds}
+        line = f"{rule:16}{seconds:12.2f}{idle:8.0%}{case['speed']:8.2f}"
         if rule in simulated:
-            line += f"{simulated[rule][0]:12.2f}{simulated['plain'][0] / simulated[rule][0]:8.2f}"
-        print(line)
-    return 0
+            predicted_s = simulated[rule][0]
+            case |= {"simulated_s": predicted_s, "simulated_speed": simulated["plain"][0] / predicted_s}
+            line += f"{predicted_s:12.2f}{case['simulated_speed']:8.2f}"
+        say(line)
+        cases.append(case)
+    return session.record({"cases": cases})
 
 
 def _config(folder: Path, rule: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
@@ -159,6 +176,9 @@ def _barrier() -> Iterator[None]:
     with patch(EnvironmentPool, "completed", completed), patch(EnvironmentPool, "cancel", cancel):
         yield
 
+
+BENCHMARK = Benchmark("turns", __doc__, _measure, _options, None, ("steps",), _check, has_model=False)
+main, parser = BENCHMARK.main, BENCHMARK.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,7 +28,7 @@ from jaxrl.environments.schemas import tool_schema
 MAX_AT_ONCE = 16
 """Calls of one turn that run side by side."""
 MAX_ANSWER = 65_536
-"""Characters of a tool's answer; the rest is left out, which the answer says."""
+"""Characters of the answers of a turn, shared out among its calls; the rest is left out, which the answer says."""
 Row = Mapping[str, Any]
 
 
@@ -41,7 +41,9 @@ class Episodes(Protocol):
     """
 
     schemas: list[Schema]
-    has_hung: bool
+
+    @property
+    def has_hung(self) -> bool: ...
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         """Answers a turn; returns the state after it.
@@ -143,7 +145,10 @@ class Program:
     def __init__(self, call: Callable[[str, Row], Any], args: Row) -> None:
         self._call, self._args = call, args
         self.schemas: list[Schema] = list(call("schemas", args) or ())
-        self.has_hung = False
+
+    @property
+    def has_hung(self) -> bool:
+        return isinstance(self._call, OtherPython) and self._call.has_ended
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         raise ValueError("a program asks for turns itself")
@@ -185,6 +190,10 @@ class OtherPython:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         except OSError as error:
             raise ValueError(f"environment.python: {python} cannot be run: {error}") from None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def close(self) -> None:
         self._process.communicate()  # at the end of what it is asked it ends
@@ -242,7 +251,8 @@ def answers(
         text = f"Error: this call cannot be read. Tools are: {', '.join(functions)}"
         return StepResult(next_observation=[_message("", text)], metrics={"tool_calls": 1, "tool_errors": 1}), True
     threads = ThreadPoolExecutor(min(at_once, len(action.calls)))
-    running = [threads.submit(_answer, functions.get(call.name), call) for call in action.calls]
+    room = MAX_ANSWER // len(action.calls)
+    running = [threads.submit(_answer, functions.get(call.name), call, room) for call in action.calls]
     done, late = wait(running, timeout_s or None)
     threads.shutdown(wait=False, cancel_futures=True)
     found = [each.result() if each in done else (f"Error: no answer within {timeout_s:g} s", False) for each in running]
@@ -259,8 +269,8 @@ def _message(name: str, text: str) -> Message:
     return {"role": "tool", "content": text} | ({"name": name} if name else {})
 
 
-def _answer(function: Callable[..., Any] | None, call: Call) -> tuple[str, bool]:
-    """(the answer, whether the call went well)."""
+def _answer(function: Callable[..., Any] | None, call: Call, room: int) -> tuple[str, bool]:
+    """(the answer, in so many characters, whether the call went well)."""
     if function is None:
         return f"Error: {call.name} is no tool of this conversation", False
     arguments = json.loads(call.arguments)
@@ -273,5 +283,5 @@ def _answer(function: Callable[..., Any] | None, call: Call) -> tuple[str, bool]
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except Exception as error:  # whatever the user's function raises, or returns
         return f"Error: {type(error).__name__}: {error}"[:1000], False
-    more = len(text) - MAX_ANSWER
-    return (text if more <= 0 else f"{text[:MAX_ANSWER]}... and {more} more characters"), True
+    more = len(text) - room
+    return (text if more <= 0 else f"{text[:room]}... and {more} more characters"), True

@@ -11,6 +11,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.request import Request, urlopen
 
 from jaxrl.config.functions import UserFile, user_module
 from jaxrl.environments.env import Action, Schema
@@ -27,6 +28,8 @@ from jaxrl.environments.kinds import (
 MAX_STATE_BYTES = 1 << 19
 """Of a pickled environment; it travels with each of its turns."""
 _CLASSES = ("class", "native")  # kinds of which a file may have several
+STARTED = "/started"
+"""Where a program's process says that it begins, under the policy's address."""
 EnvironmentKind = Literal["tools", "class", "native", "openai", "verifiers"]
 
 
@@ -77,7 +80,7 @@ class AgentRequest:
     api_key: str
 
 
-Request = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest
+Asked = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest
 
 
 @dataclass(slots=True)
@@ -112,7 +115,7 @@ class EpisodeScorer:
         else:
             user_module("environment.path", self.file)
 
-    def __call__(self, request: Request) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, request: Asked) -> tuple[Any, dict[str, Any]]:
         match request:
             case AgentRequest():
                 return self._run(request)
@@ -123,17 +126,23 @@ class EpisodeScorer:
             case TurnRequest():
                 return self._step(request)
 
+    def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """With the columns that all rows have, and those of its own that go before them."""
+        own: Mapping[str, Any] = row.get("env_args") or {}
+        return {**row, **self.args, **own}
+
     def _run(self, request: AgentRequest) -> tuple[Any, dict[str, Any]]:
         program = self._episodes(self.name)
         assert isinstance(program, Program)
-        found = program.run(self.name or "run", request.row, request.base_url, request.api_key)
+        begun = Request(request.base_url + STARTED, b"", {"Authorization": f"Bearer {request.api_key}"})
+        urlopen(begun, timeout=60).close()
+        found = program.run(self.name or "run", self._row(request.row), request.base_url, request.api_key)
         if not isinstance(found, Mapping):
             return found, {}
         return found["score"], {name: value for name, value in found.items() if name != "score"}
 
     def _step(self, request: TurnRequest) -> tuple[float, dict[str, Any]]:
-        own: Mapping[str, Any] = request.row.get("env_args") or {}
-        row = {**request.row, **self.args, **own}
+        row = self._row(request.row)
         episodes = self._episodes(row.get("environment") or self.name)
         action = Action.of(request.text, schemas_for(row, episodes.schemas))
         result, state = episodes.step(row, request.state, action, request.timeout_s)

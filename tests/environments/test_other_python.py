@@ -55,10 +55,12 @@ def test_what_fails_there_is_told_here(other: OtherPython):
     with pytest.raises(ValueError, match="KeyError: 'thirteen'"):
         program.run("run", {"number": 13}, "", "")
     assert program.run("run", {"number": 1}, "", "")["score"] == 2, "it goes on"
+    assert not program.has_hung
     with pytest.raises(ValueError, match="no function 'nothing', or it has returned no reward"):
         program.run("nothing", {}, "", "")
     with pytest.raises(ValueError, match=r"environment\.python ended with status 3"):
         program.run("run", {"number": 99}, "", "")
+    assert program.has_hung, "its worker is replaced"
 
 
 def test_a_python_that_is_none(tmp_path: Path):

@@ -29,9 +29,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from jaxrl.data.tool_calls import calls_in
+from jaxrl.data.tool_calls import OPENS, PYTHON_TAG, calls_in
 from jaxrl.environments.env import Schema, is_answer
-from jaxrl.environments.worker import AgentRequest
+from jaxrl.environments.worker import STARTED, AgentRequest
 from jaxrl.mechanisms.turns.rule import Observed
 from jaxrl.rewards.domain_limits import MAIN
 from jaxrl.rewards.scorers import Scored
@@ -77,9 +77,11 @@ class Session:
 
     def ask(self, messages: Sequence[Any]) -> tuple[int, list[dict[str, Any]]]:
         """Takes in a request; its number, and what is new in it. Raises Refused."""
+        found = [_plain(message) for message in messages]
+        if self.num_requests and found == self.messages:
+            return self.num_requests - 1, []  # a client that has lost its connection asks again
         if self.num_requests > len(self.replies):
             raise Refused("a conversation has one request at a time, and the one before is not answered yet")
-        found = [_plain(message) for message in messages]
         if not self.num_requests:
             if found != [_plain(message) for message in self.given]:
                 raise Refused("the first request must have the row's messages (row['messages']), and no others")
@@ -88,8 +90,10 @@ class Session:
             known = len(self.messages)
             if found[:known] != self.messages or len(found) < known + 2:
                 raise Refused("a request must have the messages of the one before it, and an answer behind them")
-            said = found[known]
-            if said["role"] != "assistant" or said["content"].strip() not in self.replies[self.num_requests - 1]:
+            said, answered = found[known], self.replies[self.num_requests - 1].strip()
+            is_whole = said["content"].strip() == answered
+            has_called = any(begins in answered for begins in (OPENS, PYTHON_TAG, '{"name"'))  # it has the rest
+            if said["role"] != "assistant" or not (is_whole or (has_called and said["content"].strip() in answered)):
                 raise Refused("behind the messages of the request before must come what was answered, as it was")
             new = found[known + 1 :]
             if not all(map(is_answer, new)):
@@ -103,9 +107,11 @@ class AgentPool:
 
     Args:
       workers: processes that run them, one at a time each; closed by who made it.
-      timeout_s: until a program that has been answered asks again, or ends.
+      timeout_s: until a program that has begun, or has been answered, asks again or ends.
       schemas: the tools that the chat template describes.
     """
+
+    keeps = False  # its process is wanted by others, an evaluation's for one
 
     def __init__(self, workers: WorkerPool, timeout_s: float, schemas: Sequence[Schema]) -> None:
         self._workers, self._timeout_s = workers, timeout_s
@@ -130,7 +136,6 @@ class AgentPool:
             session = self._begin(key, prompt, said)
         with session.changed:
             session.replies.append(text)
-            session.asked_s = time.monotonic()
             session.changed.notify_all()
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
@@ -182,7 +187,7 @@ class AgentPool:
 
     def _late(self) -> Iterator[Observed]:
         for session in [*self._sessions.values()]:
-            if session.num_requests and session.waited_s > self._timeout_s:
+            if session.waited_s > self._timeout_s:
                 self.cancel([session.key])
                 error = f"no request within environment.timeout_s ({self._timeout_s:g} s) of the answer to the last one"
                 yield Observed(session.key, done=True, status="timeout", error=error)
@@ -199,21 +204,31 @@ class AgentPool:
             raise Refused("messages must be a list, and n 1: a conversation has one answer")
         self._check_tools(body.get("tools"))
         with session.changed:
+            asked_before = session.num_requests
             number, new = session.ask(messages)
-            if number and number == len(session.replies):
-                seconds, session.asked_s = session.waited_s, None
+            seconds, session.asked_s = session.waited_s, None
+            if number and number == len(session.replies) and session.num_requests > asked_before:
                 state = json.dumps(session.replies).encode()
                 found = Observed(session.key, done=False, messages=tuple(new), state=state, seconds=seconds)
                 self._observed.put(found)
             session.changed.wait_for(lambda: session.is_over or len(session.replies) > number)
             if session.is_over:
                 return None
+            session.asked_s = time.monotonic()
             return _completion(session.replies[number], self._names)
 
+    def started(self, secret: str) -> None:
+        """A program begins to run."""
+        if (session := self._by_secret.get(secret)) is not None:
+            session.asked_s = time.monotonic()
+
     def _check_tools(self, tools: Any) -> None:
-        names = {tool.get("function", {}).get("name") for tool in tools or () if isinstance(tool, Mapping)}
-        if names - self._names:
-            raise Refused(f"tools must be among the file's `schemas` ({sorted(self._names)}), found {sorted(names)}")
+        if not isinstance(tools, list | None):
+            raise Refused("tools must be a list")
+        functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools or ()]
+        names = [str(each.get("name")) if isinstance(each, Mapping) else "" for each in functions]
+        if not self._names.issuperset(names):
+            raise Refused(f"tools must be among the file's `schemas` ({sorted(self._names)}), found {names}")
 
 
 def _outcome(session: Session, scored: Scored) -> Observed:
@@ -244,8 +259,10 @@ def _plain(message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):  # parts, as some clients write text
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    if not isinstance(content, str | None) or not isinstance(message.get("name"), str | None):
+        raise Refused(f"content and name of a message must be text, found {json.dumps(message)[:_SHOWN]}")
     found: dict[str, Any] = {"role": message["role"], "content": content or ""}
-    return found | {name: message[name] for name in ("name",) if message.get(name)}
+    return found | ({"name": message["name"]} if message.get("name") else {})
 
 
 class _Server(ThreadingHTTPServer):
@@ -263,16 +280,22 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        if not self.path.endswith("/chat/completions") or length > _MAX_BODY:
+        secret = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        assert isinstance(self.server, _Server)
+        if self.path.endswith(STARTED):
+            self.server.pool.started(secret)
+            self._say(HTTPStatus.OK, {})
+            return
+        if not self.path.endswith("/chat/completions"):
             self._say(HTTPStatus.NOT_FOUND, error_object(f"there is no route {self.path[:_SHOWN]}", "not_found"))
             return
-        secret = self.headers.get("Authorization", "").removeprefix("Bearer ")
         try:
+            length = int(self.headers.get("Content-Length") or 0)
+            if not 0 <= length <= _MAX_BODY:
+                raise Refused(f"a body may have {_MAX_BODY} bytes at the most")
             body = json.loads(self.rfile.read(length))
             if not isinstance(body, dict):
                 raise Refused("the body must be an object")
-            assert isinstance(self.server, _Server)
             answer = self.server.pool.answer(secret, body)
         except (Refused, ValueError, RecursionError) as error:
             self._say(HTTPStatus.BAD_REQUEST, error_object(str(error), "invalid_request_error"))

@@ -98,6 +98,12 @@ class EnvironmentSection(Checked):
                     "environment.kind=verifiers needs environment.id, the environment's name, and environment.python, "
                     "the Python of an environment of its own with verifiers in it"
                 )
+            data = config.data
+            if data.system_prompt or data.prompt_template != "{question}":
+                return (
+                    "data.system_prompt and data.prompt_template exclude environment.kind=verifiers: its environments "
+                    "begin with prompts of their own"
+                )
         elif self.python and self.kind != "openai":
             return f"environment.python ({self.python}) needs environment.kind openai or verifiers, found {self.kind}"
         elif not self.path:
@@ -134,7 +140,7 @@ class EnvironmentSection(Checked):
             return
         if self.kind == "tools":
             yield frozenset({"name"}), "environment.kind is tools"
-        if self.kind in ("native", "openai", "verifiers"):
+        if self.kind != "tools":
             yield frozenset({"timeout"}), f"environment.kind is {self.kind}"
         if self.kind == "verifiers":
             yield frozenset({"path", "name"}), "environment.kind is verifiers"

@@ -30,13 +30,14 @@ from jaxrl.rewards.pool import named_variables
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.worker_pool import WorkerPool
+from jaxrl.schema.declared import shown
 from jaxrl.types import Prompt, SampleKey
 
 SHIPPED = Path(worker.__file__).parent / "shipped"
 """Files that `environment.path` names without a path."""
 VERIFIERS = Path(worker.__file__).with_name("verifiers_program.py")
 _SLACK_S = 3.0  # beyond environment.timeout_s: a call that does not end is told so by the process itself
-_ROWS = 500  # of the environment's own, asked for at once
+_ROWS = 50  # of the environment's own, asked for at once: an answer has a mebibyte at the most
 _TIMEOUT = "environment.timeout_s"
 _PLURAL = {"error": "failures", "timeout": "timeouts", "crash": "crashes"}
 
@@ -51,6 +52,8 @@ class EnvironmentPool:
     Raises:
       ValueError: the file cannot be read, or `environment.env` names a variable that is not set.
     """
+
+    keeps = True
 
     def __init__(self, config: Config, log: Path | None = None) -> None:
         options = config.environment
@@ -100,6 +103,7 @@ class EnvironmentPool:
         the row asks for what is not there."""
         if not has_turns(row):
             return []
+        _check_columns(row, where)
         name = row.get("environment") or ""
         try:
             if name not in self._schemas:
@@ -188,6 +192,16 @@ class EnvironmentPool:
         counts = {"tool_calls": len(names), "tool_errors": len(names), f"tool_{_PLURAL[status]}": len(names)}
         # nothing has changed but what it did outside
         return Observed(key, False, messages, state=request.state, metrics=counts)
+
+
+def _check_columns(row: Mapping[str, Any], where: str) -> None:
+    name, tools, args = (row.get(column) for column in ("environment", "tools", "env_args"))
+    if not isinstance(name, str | None):
+        raise ValueError(f"{where}: the column 'environment' must name a class, found {shown(name)}")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
+        raise ValueError(f"{where}: the column 'tools' must be a list of names, found {shown(tools)}")
+    if not isinstance(args, Mapping | None):
+        raise ValueError(f"{where}: the column 'env_args' must hold columns by name, found {shown(args)}")
 
 
 def has_turns(row: Mapping[str, Any]) -> bool:

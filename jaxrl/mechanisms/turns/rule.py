@@ -128,7 +128,13 @@ class CallTimes:
 
 
 class Acting(Protocol):
-    """Environments, beside the rollout. Used from one thread."""
+    """Environments, beside the rollout. Used from one thread.
+
+    Attributes:
+      keeps: whether what was submitted may go on between two rounds.
+    """
+
+    keeps: bool
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         """Has a turn answered. Exactly one answer follows, unless it is cancelled."""

@@ -131,6 +131,7 @@ class TurnSession(Mechanism):
         for key in launch.keys:
             self._prompts[key], self._begun_s[key] = launch.prompt, self._under_way.clock()
             self._max_tokens[key] = self._limits.max_tokens(0, 0)
+            self._kept.pop(replace(key, attempt=key.attempt - 1), None)  # it has begun anew
         for sample in launch.resumed:
             self._max_tokens[sample.key] = self._limits.max_tokens(len(sample), sample.num_drawn)
             if sample.episode is not None and sample.episode.awaits:
@@ -155,7 +156,7 @@ class TurnSession(Mechanism):
         return {**found, "environment/idle_s": self._idle_s} if found else {}
 
     def cancelled(self) -> None:
-        self._acting.cancel([*self._prompts])
+        self._acting.cancel([*map(self._named, self._prompts)])
         for key in [*self._prompts]:
             self._forget(key)
         for kept in (self._acted, self._came, self._recorded, self._resumed, self._awaited):
@@ -205,22 +206,21 @@ class TurnSession(Mechanism):
         acted = self._acted.pop(key, None)
         if acted is None:
             return None
-        if keep:  # what takes longer than a round would never end otherwise
+        if keep and self._acting.keeps:  # what takes longer than a round would never end otherwise
             self._kept[key] = _crc32(acted.sample), None
         return replace(acted.sample, episode=replace(acted.sample.episode or Episode(), awaits=True))
 
     def aborted(self, key: SampleKey) -> None:
-        if not self._keeps:
-            self._acting.cancel([key])
+        if not (self._keeps and self._acting.keeps):
+            self._acting.cancel([self._named(key)])
         self._forget(key)
 
     def _ask(self, acted: _Acted, state: bytes | None) -> None:
         """Has a turn answered, unless that is under way since an earlier round."""
         key = acted.sample.key
-        crc32, answer = self._kept.pop(key, (None, None))
-        if crc32 != _crc32(acted.sample):  # none, or of a response that has begun anew
-            self._acting.cancel([key])
-            self._acting.submit(key, self._prompts[key], acted.text, state)
+        crc32, answer = self._kept.pop(key, (None, None)) if self._info.is_training else (None, None)
+        if crc32 != _crc32(acted.sample):
+            self._acting.submit(self._named(key), self._prompts[key], acted.text, state)
         elif answer is not None:
             self._came.append(answer)
 
@@ -250,18 +250,25 @@ class TurnSession(Mechanism):
             self._came += [*self._acting.completed(_WAIT_S if is_idle else 0.0), *self._overdue()]
         while self._came:
             answer = self._came.popleft()
+            key = self._named(answer.key)
             if answer.key in self._kept:
                 self._kept[answer.key] = self._kept[answer.key][0], answer
-            elif (acted := self._acted.get(answer.key)) is not None:
-                return self._noted(acted, answer)
+            elif (acted := self._acted.get(key)) is not None and self._named(key) == answer.key:
+                return self._noted(acted, replace(answer, key=key))
         return None
+
+    def _named(self, key: SampleKey) -> SampleKey:
+        """How environments know a sample, and the other way round: an evaluation may have prompts of the same key as
+        what is carried from one training round to the next."""
+        return key if self._info.is_training else replace(key, epoch=-1 - key.epoch)
 
     def _overdue(self) -> list[Observed]:
         """What becomes of trajectories that take too long."""
         limit_s, now_s = self._limits.rollout_timeout_s, self._under_way.clock()
         late = [key for key in self._acted if limit_s and now_s - self._begun_s[key] > limit_s]
-        self._acting.cancel(late)
-        return [Observed(key, done=True, status="rollout_timeout") for key in late]
+        named = [*map(self._named, late)]
+        self._acting.cancel(named)
+        return [Observed(key, done=True, status="rollout_timeout") for key in named]
 
     def _noted(self, acted: _Acted, answer: Observed) -> Observed:
         """An answer that is new, in the journal."""
@@ -298,7 +305,7 @@ class TurnSession(Mechanism):
 
     def _tell(self, finished: Finished, episode: Episode, stop: str) -> None:
         """A trajectory is over."""
-        self._acting.cancel([finished.sample.key])
+        self._acting.cancel([self._named(finished.sample.key)])
         self._forget(finished.sample.key)
         reason = "length" if stop in ("max_trajectory_tokens", "max_sampled_tokens") else "stop"
         episode = replace(episode, state=None, stop=stop)

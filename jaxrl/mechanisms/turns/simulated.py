@@ -76,6 +76,8 @@ class SimulatedTools:
       next_verdict_ns: when the next verdict comes, for which a wait for an answer ends as well.
     """
 
+    keeps = True
+
     def __init__(
         self,
         model: TurnModel,

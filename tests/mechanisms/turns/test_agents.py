@@ -25,6 +25,9 @@ schemas = [{"type": "function", "function": {"name": "look", "description": "Loo
 
 async def run(row, base_url, api_key):
     """Asks until the model says `stop`; the reward is the number of turns."""
+    if row["how"] == "never asks":
+        import asyncio
+        await asyncio.sleep(60)
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages, count, how = list(row["messages"]), 0, row["how"]
     if how == "other beginning":
@@ -34,7 +37,15 @@ async def run(row, base_url, api_key):
         asked = {"model": "policy", "messages": messages, "tools": schemas, "stream": streams}
         if how == "two at once" and count:
             import asyncio
-            await asyncio.gather(*[client.chat.completions.create(**asked) for _ in range(2)])
+            other = asked | {"messages": [*messages, {"role": "user", "content": "and"}]}
+            await asyncio.gather(*[client.chat.completions.create(**each) for each in (asked, other)])
+        if how == "asks again" and count:
+            import asyncio
+            first = asyncio.ensure_future(client.chat.completions.create(**asked))
+            await asyncio.sleep(0.1)
+            first.cancel()
+        if how == "not text":
+            messages[-1]["content"] = {"text": "Well?"}
         answer = await client.chat.completions.create(**asked)
         if streams:
             chunks = [chunk async for chunk in answer]
@@ -43,6 +54,8 @@ async def run(row, base_url, api_key):
             message = answer.choices[0].message
         count += 1
         said = message.content or ""
+        if how == "shortens":
+            said = said[:2]
         if how == "hangs":
             import asyncio
             await asyncio.sleep(60)
@@ -61,6 +74,7 @@ async def run(row, base_url, api_key):
         else:
             messages.append({"role": "user", "content": f"{len(said)} letters"})
 '''
+_CAME: list[Observed] = []
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Well?"}]
 
 
@@ -84,10 +98,9 @@ def prompt_of(how: str = "") -> Prompt:
 def observed(agents: AgentPool) -> Observed:
     until = time.monotonic() + 30
     while time.monotonic() < until:
-        found = agents.completed(0.1)
-        if found:
-            (one,) = found
-            return one
+        _CAME.extend(agents.completed(0.1))
+        if _CAME:
+            return _CAME.pop(0)
     raise AssertionError("nothing came")
 
 
@@ -123,6 +136,31 @@ def test_a_program_that_is_gone_is_run_again_from_its_beginning(agents: AgentPoo
     assert observed(agents).reward == 3.0
 
 
+def test_a_client_that_asks_again(agents: AgentPool):
+    key, prompt = SampleKey(0, 0, 0), prompt_of("asks again")
+    agents.submit(key, prompt, "hello", None)
+    first = observed(agents)
+    time.sleep(0.5)
+    assert agents.completed() == [], "the same request is answered once"
+    agents.submit(key, prompt, "stop", first.state)
+    assert observed(agents).reward == 2.0
+
+
+def test_waiting_for_a_process_is_no_time_of_the_program(agents: AgentPool):
+    """Three processes, four programs of which three take a while to be answered."""
+    keys = [SampleKey(0, 0, i) for i in range(4)]
+    for key in keys:
+        agents.submit(key, prompt_of(), "hello", None)
+    asked = [observed(agents) for _ in keys[:3]]
+    time.sleep(2.5)  # longer than environment.timeout_s
+    assert agents.completed() == []
+    for each in asked:
+        agents.submit(each.key, prompt_of(), "stop", each.state)
+    left = [observed(agents) for _ in keys]
+    assert sorted(each.done for each in left) == [False, True, True, True]
+    assert all(each.status == "ok" for each in left)
+
+
 def test_many_at_once(agents: AgentPool):
     keys = [SampleKey(0, 0, i) for i in range(9)]
     for key in keys:
@@ -145,6 +183,9 @@ def test_many_at_once(agents: AgentPool):
     [
         ("other beginning", "error", "the first request must have the row's messages"),
         ("rewrites", "error", "what was answered, as it was"),
+        ("shortens", "error", "what was answered, as it was"),
+        ("not text", "error", "content and name of a message must be text"),
+        ("never asks", "timeout", "no request within environment.timeout_s"),
         ("two at once", "error", "one request at a time"),
         ("dies", "crash", "ended with exit code 1"),
         ("hangs", "timeout", "no request within environment.timeout_s"),

@@ -230,6 +230,20 @@ def test_a_row_names_another_class_and_its_tools(pool_of: Callable[..., Environm
         pool.schemas({"environment": "Bag"}, "row 3")
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "row 1: the column 'tools' must be a list of names, found"),
+        ({"tools": "act"}, "row 1: the column 'tools' must be a list of names, found 'act'"),
+        ({"environment": ["a"]}, "row 1: the column 'environment' must name a class, found"),
+        ({"env_args": "{}"}, "row 1: the column 'env_args' must hold columns by name, found"),
+    ],
+)
+def test_columns_of_another_form(pool_of: Callable[..., EnvironmentPool], row: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        pool_of().schemas(row, "row 1")
+
+
 def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentPool]):
     pool = pool_of(CLASSES, kind="native", name="Chat")
     rows = list(pool.problems(0, 1002, seed=7))
