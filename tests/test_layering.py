@@ -74,6 +74,10 @@ WITHOUT_JAX = {
     "jaxrl.runtime.simulation",
     "jaxrl.mechanisms.stream_trainer.session",
 }
+EXTRAS = set("bm25s gin gymnasium huggingface_hub mlflow openai prometheus_client pydantic ray starlette".split())
+EXTRAS |= {"tensorboardX", "trackio", "uvicorn", "wandb"}
+"""Packages that come with one of pyproject.toml's extras."""
+WITH_EXTRAS = ("jaxrl.serving", "jaxrl.environments.verifiers_program")  # loaded where the extra is asked for
 MAX_TOP_MODULES = 6
 
 
@@ -261,12 +265,23 @@ def jax_violations(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
+def extra_violations(sources: Mapping[str, str]) -> list[str]:
+    """An installation without extras loads all but what an extra is for."""
+    return [
+        f"importing {module} loads {name}"
+        for module in sources
+        if not module.startswith(WITH_EXTRAS)
+        for name in sorted({name.split(".")[0] for name in closure(sources, module)} & EXTRAS)
+    ]
+
+
 RULES = (
     layer_violations,
     room_violations,
     scheduling_violations,
     ray_violations,
     jax_violations,
+    extra_violations,
     circles,
     top_violations,
 )
@@ -313,6 +328,10 @@ BROKEN = {
     "ray": (ray_violations, {"jaxrl.runtime.backend": "def f():\n  import ray.util"}),
     "jax by name": (jax_violations, {"jaxrl.sim.a": "def f():\n  from jax import numpy"}),
     "jax by way of": (jax_violations, {"jaxrl.loop": "import jaxrl.train.b", "jaxrl.train": "import jax"}),
+    "an extra's package": (
+        extra_violations,
+        {"jaxrl.mechanisms.a.session": "import jaxrl.serving.b", "jaxrl.serving.b": "from pydantic import BaseModel"},
+    ),
     "jax in a class body": (jax_violations, {"jaxrl.cli": "class A:\n  try:\n    import optax\n  finally: ..."}),
 }
 

@@ -13,6 +13,7 @@ from jaxrl.data.tool_calls import Call, calls_in, may_begin
 from jaxrl.serving.bodies import ChatBody, CompletionBody
 from jaxrl.serving.drawing import Choice, Growth
 from jaxrl.serving.driver import Piece
+from jaxrl.serving.objects import tool_calls
 from jaxrl.serving.texts import HALF
 
 DONE = "data: [DONE]\n\n"
@@ -229,20 +230,3 @@ def chat_logprobs(texts: TokenTexts, choice: Choice, start: int) -> dict[str, An
     for each, top in zip(content, choice.top[start:], strict=False):
         each["top_logprobs"] = [told(*pair) for pair in top]
     return {"content": content, "refusal": None}
-
-
-def tool_calls(calls: Sequence[Call], answer_id: str, index: int) -> list[dict[str, Any]]:
-    """As an assistant's message has them."""
-    return [
-        {
-            "id": f"call_{answer_id}_{index}_{number}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for number, call in enumerate(calls)
-    ]
-
-
-def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -28,10 +28,11 @@ from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.serving import openapi
-from jaxrl.serving.answers import DONE, Answer, Chat, Completion, TokenTexts, error_object, event, generated
+from jaxrl.serving.answers import DONE, Answer, Chat, Completion, TokenTexts, event, generated
 from jaxrl.serving.bodies import Asked, ChatBody, CompletionBody, GenerateBody, Strict
 from jaxrl.serving.drawing import Drawing, Growth
 from jaxrl.serving.driver import Busy, Closing, Failed
+from jaxrl.serving.objects import error_object
 
 SESSION = "x-session-id"
 MAX_SESSION = 200

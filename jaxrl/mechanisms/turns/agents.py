@@ -36,7 +36,7 @@ from jaxrl.mechanisms.turns.rule import Observed
 from jaxrl.rewards.domain_limits import MAIN
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.worker_pool import WorkerPool
-from jaxrl.serving.answers import error_object, tool_calls
+from jaxrl.serving.objects import error_object, tool_calls
 from jaxrl.types import Prompt, SampleKey
 
 MODEL = "policy"
