@@ -1,5 +1,5 @@
-"""`jaxrl train | simulate | tune | generate | serve | eval | export | score | explain-config | explain-layout |
-profile | hosts | options | completion | report`.
+"""`jaxrl train | simulate | tune | generate | serve | eval | replay | export | score | explain-config |
+explain-layout | profile | hosts | options | completion | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -129,6 +129,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         _add_tune,
         add_drawing,
         _add_eval_and_export,
+        _add_replay,
         _add_score,
         _add_explanations,
         _add_profile,
@@ -176,6 +177,16 @@ def _add_eval_and_export(command: Command) -> None:
     )
     export.add_argument("folder", type=filled, help="where to write")
     add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
+
+
+def _add_replay(command: Command) -> None:
+    replay = command("replay", _replay, "Draw a recorded response again, and compare each token.")
+    replay.add_argument("run_dir", type=filled, metavar="RUN")
+    replay.add_argument(
+        "--sample", type=filled, metavar="KEY", required=True, help="as the report and samples.jsonl have it (0-17-3)"
+    )
+    replay.add_argument("--tokens", action="store_true", help="show each token with its log-probability")
+    replay.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the run's own")
 
 
 def _add_score(command: Command) -> None:
@@ -327,6 +338,13 @@ def _eval(options: argparse.Namespace) -> int:
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from jaxrl.commands.replay import replay
+
+    replay(options.run_dir, options.sample, options.overrides, each_token=options.tokens)
     return 0
 
 

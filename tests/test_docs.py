@@ -284,11 +284,11 @@ def anchors_of(page: Path) -> set[str]:
     if page.name == "options.rst":
         names = [*sections(), *(option.path for option in options())]
         return {name.replace(".", "-").replace("_", "-").lower() for name in names}
-    if whole := re.search(r"^```\{include\} (\S+)$", text, re.M):
-        return anchors_of(page.parent / whole[1])
+    included = set(re.findall(r"^```\{include\} (\S+)$", text, re.M))
     titles = re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
     github = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-    return github | {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in titles}
+    own = github | {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in titles}
+    return own.union(*(anchors_of(page.parent / name) for name in included))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

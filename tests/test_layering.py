@@ -74,8 +74,10 @@ WITHOUT_JAX = {
     "jaxrl.runtime.simulation",
     "jaxrl.mechanisms.stream_trainer.session",
 }
-EXTRAS = set("bm25s gin gymnasium huggingface_hub mlflow openai prometheus_client pydantic ray starlette".split())
-EXTRAS |= {"tensorboardX", "trackio", "uvicorn", "wandb"}
+EXTRAS = {
+    *("bm25s", "gin", "gymnasium", "huggingface_hub", "mlflow", "openai", "prometheus_client", "pydantic", "ray"),
+    *("starlette", "tensorboardX", "trackio", "uvicorn", "wandb"),
+}
 """Packages that come with one of pyproject.toml's extras."""
 WITH_EXTRAS = ("jaxrl.serving", "jaxrl.environments.verifiers_program")  # loaded where the extra is asked for
 MAX_TOP_MODULES = 6

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import replace
 from typing import IO, Any
 
 import numpy as np
@@ -18,11 +17,9 @@ from jax.sharding import Mesh
 
 from jaxrl.commands.majority import Ballots, ballots, majorities
 from jaxrl.config import Config, ConfigError, DataSection
-from jaxrl.config.hosts import HostsSection
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.table import environments, join_pools, of_evaluation, refuse_unread
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import trajectory_metrics
@@ -39,6 +36,7 @@ from jaxrl.runtime.build import (
     build_engine,
     build_executor,
     load_weights,
+    on_one_worker,
     read_tokenizer_and_model,
     refuse_too_large,
     share_notes,
@@ -87,9 +85,7 @@ def evaluate(
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
     if place is None:
         said.append(_weights_of_model(config))
-    # nothing is trained: one worker on all devices of this host, whatever the run has, and no history
-    rollout = replace(config.rollout, num_devices=0, num_workers=1, speculation=SpeculationSection())
-    config = replace(config, rollout=rollout, hosts=HostsSection())
+    config = on_one_worker(config)
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
     said += share_notes(config, mesh.devices.ravel().tolist())

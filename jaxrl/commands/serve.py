@@ -20,11 +20,9 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.files import load
-from jaxrl.config.hosts import HostsSection
 from jaxrl.config.inputs import reading
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import CONFIG_FILE
@@ -34,6 +32,7 @@ from jaxrl.runtime.build import (
     build_engine,
     build_executor,
     load_weights,
+    on_one_worker,
     read_tokenizer_and_model,
     refuse_too_large,
     use_compilation_cache,
@@ -237,10 +236,9 @@ def _name(source: str) -> str:
 def _build(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> _Served:
     limit = config_of(resolve_path(config.model.path, weights=True)).max_positions
     length = config.serve.max_model_len or min(DEFAULT_LENGTH, limit)
-    # one worker on all devices of this host, whatever the run has, and no history
-    rollout = replace(config.rollout, num_devices=0, num_workers=1, speculation=SpeculationSection(), stop=[])
+    rollout = replace(config.rollout, stop=[])
     data = replace(config.data, max_prompt_length=length - length // 2, max_response_length=length // 2)
-    config = replace(config, rollout=rollout, data=data, hosts=HostsSection())
+    config = on_one_worker(replace(config, rollout=rollout, data=data))
     with closing(StartupProgress(say)) as stages:
         return _built(config, checkpoint, say, stages.begin)
 

@@ -1,26 +1,33 @@
 """A few samples of each step, for people: `samples.jsonl` in the run directory.
 
-One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with reward
-shaping also overlong_reward and wrong_reward, which are part of reward; with weights and parts own_reward and parts, of
-which it is made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. One
-with an environment has its `turns`: each with what the model said, its tokens as [text, log-probability], the answer,
-the reward and the seconds until the answer was there. The report shows them; `jaxrl simulate` can draw lengths and
-rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
+One line per sample: step, key (its prompt's pass over the data, its prompt, its number, and its attempt if that is not
+the first), prompt, response, answer, reward, length (tokens), finish_reason, source; with reward shaping also
+overlong_reward and wrong_reward, which are part of reward; with weights and parts own_reward and parts, of which it is
+made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. One with an
+environment has its `turns`: each with what the model said, its tokens as [text, log-probability], the answer, the
+reward and the seconds until the answer was there. `ids` has the tokens of the prompt, and those of the response as
+[version, tokens] for each span that a policy drew or an environment answered.
+
+The report shows them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does
+(`jaxrl.sim.recorded`); `jaxrl replay` draws one again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl.record.files import JsonLines, to_json
-from jaxrl.types import Group, Sample
+from jaxrl.record.files import JsonLines, read_lines, to_json
+from jaxrl.types import ENVIRONMENT, Group, Sample, SampleKey
 
 FILE_NAME = "samples.jsonl"
+IDS = "ids"
+"""The one field that is for programs."""
 GROUPS_PER_STEP = 2
 SAMPLES_PER_GROUP = 2
 _OF_REWARD = ("overlong_reward", "wrong_reward", "own_reward", "parts", "error")
@@ -29,6 +36,48 @@ MAX_VALUE, MAX_INFO = 2_000, 8_000
 MAX_TOKENS = 1_000
 """Of a turn."""
 PiecesOf = Callable[[Sequence[int]], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of a response, one behind the other, of one origin.
+
+    Attributes:
+      version: of the weights that drew them; `jaxrl.types.ENVIRONMENT`: an environment answered them.
+    """
+
+    version: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A sample of which all tokens are known. `step`: that trained on it."""
+
+    key: SampleKey
+    step: int
+    prompt_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+def key_text(key: SampleKey) -> str:
+    """As people write a key: `0-17-3`, the fourth sample of prompt 17 in the first pass over the data; `0-17-3-1` where
+    it was launched a second time."""
+    return f"{key.epoch}-{key.prompt_index}-{key.sample_index}" + (f"-{key.attempt}" if key.attempt else "")
+
+
+def read_sample(run_dir: str | Path, key: str) -> Recorded:
+    """The sample of a run with a key. Raises ValueError where the file has none of that key."""
+    path = Path(run_dir) / FILE_NAME
+    lines = read_lines(path)
+    for line in lines:
+        if line.get("key") == key and IDS in line:
+            ids = line[IDS]
+            spans = tuple(Span(version, tuple(token_ids)) for version, token_ids in ids["response"])
+            return Recorded(SampleKey(*map(int, key.split("-"))), line["step"], tuple(ids["prompt"]), spans)
+    some = ", ".join(line["key"] for line in lines[-4:] if "key" in line)
+    there = f"the last ones are {some}" if some else "it has no sample"
+    raise ValueError(f"{path} has no sample {key!r}: {there}")
 
 
 class SampleLog(JsonLines):
@@ -83,6 +132,7 @@ def _first(group: Group) -> list[Sample]:
 def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
     line = {
         "step": step,
+        "key": key_text(sample.key),
         "prompt": group.prompt.text,
         "response": sample.text,
         "answer": group.prompt.answer,
@@ -90,10 +140,17 @@ def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
         "length": len(sample),
         "finish_reason": sample.finish_reason,
         "source": group.prompt.source,
+        IDS: {"prompt": [*group.prompt.token_ids], "response": _spans(sample)},
     }
     line |= {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}
     info = _short({name: value for name, value in sample.reward_info.items() if name not in _OF_REWARD})
     return line | ({"info": info} if info else {})
+
+
+def _spans(sample: Sample) -> list[tuple[int, list[int]]]:
+    starts = np.flatnonzero(np.diff(sample.versions, prepend=ENVIRONMENT - 1))
+    parts = zip(np.split(sample.token_ids, starts[1:]), sample.versions[starts].tolist(), strict=True)
+    return [(version, token_ids.tolist()) for token_ids, version in parts]
 
 
 def _short(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from jaxrl.config.inputs import one_line
 from jaxrl.record.files import write_whole
+from jaxrl.record.samples import IDS
 from jaxrl.types import RunFailed
 
 PACKAGES = {"mlflow": "mlflow", "tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
@@ -336,8 +337,9 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """The names that any row has, in their order, and each row's values; what a row lacks is None."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    """The names that any row has, in their order, and each row's values; what a row lacks is None. What is for programs
+    alone stays in the run's own file."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name != IDS))
     return names, [[_cell(row.get(name)) for name in names] for row in rows]
 
 

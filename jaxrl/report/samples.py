@@ -114,6 +114,12 @@ def _cell(sample: Shown, heading: str, by: str, content: Callable[[Shown], str],
     return f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
 
 
+def _step(sample: Shown) -> str:
+    """With the sample's key, by which `jaxrl replay` finds it."""
+    key = sample.get("key")
+    return f"{sample['step']:g}" + (f"<p class=sub>{escape(str(key))}</p>" if key else "")
+
+
 def _prompt(sample: Shown) -> str:
     answer, text = sample.get("answer"), str(sample.get("prompt") or "")
     shown = "" if answer in (None, "") else f"<p class=sub>answer: {escape(str(answer)[:_MAX_TEXT])}</p>"
@@ -189,7 +195,7 @@ def _pre(text: str) -> str:
 
 
 COLUMNS: tuple[tuple[str, str, Callable[[Shown], str], bool], ...] = (
-    ("Step", "step", lambda sample: f"{sample['step']:g}", True),
+    ("Step", "step", lambda sample: _step(sample), True),
     ("Prompt", "", _prompt, False),
     ("Response", "", lambda sample: _response(sample), False),
     ("Reward", "reward", _reward, True),

@@ -13,9 +13,11 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.hosts import HostsSection
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms import table
+from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
@@ -94,6 +96,13 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
         f"the compilation cache of this run's last start {why} (trainer.compilation_cache_dir): XLA chooses kernels "
         "anew on the GPU, so numbers may differ in their last bits from those of a run that was never stopped"
     )
+
+
+def on_one_worker(config: Config) -> Config:
+    """The configuration where nothing is trained: one worker on all devices of this host, whatever the run has, and no
+    drafts."""
+    rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, speculation=SpeculationSection())
+    return dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
 
 
 def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:

@@ -8,8 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from jaxrl.record.samples import GROUPS_PER_STEP, MAX_INFO, MAX_VALUE, SAMPLES_PER_GROUP, SampleLog
+from jaxrl.record.samples import (
+    GROUPS_PER_STEP,
+    MAX_INFO,
+    MAX_VALUE,
+    SAMPLES_PER_GROUP,
+    Recorded,
+    SampleLog,
+    Span,
+    read_sample,
+)
 from jaxrl.types import ENVIRONMENT, Episode, Group, Prompt, Sample, SampleKey, Turn
 
 
@@ -38,6 +48,7 @@ def test_a_few_samples_of_each_step(tmp_path: Path):
     assert [line["step"] for line in found] == [1] * GROUPS_PER_STEP * SAMPLES_PER_GROUP + [2]
     assert found[0] == {
         "step": 1,
+        "key": "0-0-0",
         "prompt": "prompt 0",
         "response": "é00\n",
         "answer": "7",
@@ -45,8 +56,31 @@ def test_a_few_samples_of_each_step(tmp_path: Path):
         "length": 2,
         "finish_reason": "stop",
         "source": "src",
+        "ids": {"prompt": [1], "response": [[0, [5, 6]]]},
     }
     log.close()
+
+
+def test_a_sample_is_found_by_its_key(tmp_path: Path):
+    """With its tokens, span by span: of several versions, and of an environment."""
+    groups = make_groups()
+    versions = [0, 3, 3, ENVIRONMENT, ENVIRONMENT, 3, 4]
+    wanted = replace(
+        groups[1].samples[1],
+        key=SampleKey(2, 1, 1, 5),
+        token_ids=np.arange(7, dtype=np.int32),
+        versions=np.asarray(versions, np.int32),
+    )
+    groups[1].samples[1] = wanted
+    with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
+        log.write(7, groups)
+    spans = Span(0, (0,)), Span(3, (1, 2)), Span(ENVIRONMENT, (3, 4)), Span(3, (5,)), Span(4, (6,))
+    assert read_sample(tmp_path, "2-1-1-5") == Recorded(wanted.key, 7, (1,), spans)
+    assert read_sample(tmp_path, "0-0-1") == Recorded(SampleKey(0, 0, 1), 7, (1,), (Span(0, (5, 6)),))
+    with pytest.raises(ValueError, match=r"no sample '2-1-1': the last ones are 0-0-0, 0-0-1, 0-1-0, 2-1-1-5"):
+        read_sample(tmp_path, "2-1-1")
+    with pytest.raises(ValueError, match="it has no sample"):
+        read_sample(tmp_path / "other", "0-0-0")
 
 
 def test_overlong_reward_shaping_is_named(tmp_path: Path):
