@@ -341,17 +341,27 @@ class Loop:
         except Interrupted:
             self._backend.cancel()
             raise
-        seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
-        seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
+        compared: dict[str, float] = {}
+        if any(each.compares for each in self._mechanisms):
+            with self._phase("reward"):
+                compared = self._compare(result.groups)
+        seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
+        seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._shaping is not None:
             measured |= self._shaping.metrics([sample for group in result.groups for sample in group.samples])
-        measured |= result.metrics | self._backend.end(result)
+        measured |= result.metrics | compared | self._backend.end(result)
         measured |= numbers.hidden_scoring(measured, seconds)
         return Collected(result.groups, measured | seconds)
+
+    def _compare(self, groups: Sequence[Group]) -> dict[str, float]:
+        measured: dict[str, float] = {}
+        for each in self._mechanisms:
+            measured |= each.compare(groups)
+        return measured
 
     def _next_launches(self, step: int) -> list[Launch] | None:
         """All that the round for training step `step` launches, once update `step` - 2 has ended; asked in the round
@@ -414,6 +424,7 @@ class Loop:
                 return  # the step's update stands; only these numbers are missing
             self._backend.end()
             groups = current.groups()
+            self._compare(groups)
             measured = numbers.evaluation_metrics(groups, self.config.data.max_response_length)
             self._hooks.on_eval(self.step, measured, groups)
 

@@ -39,7 +39,8 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 AT_RUN_TIME = {
-    *("acceptance", "agents", "build", "concurrent_phases", "endpoint", "endpoint_client", "gradients", "memory"),
+    *("acceptance", "agents", "build", "concurrent_phases", "endpoint", "endpoint_client", "gradients"),
+    *("group_session", "memory"),
     *("pool", "proposer", "ranked", "report", "session", "simulated", "verdict_text", "verdict_tokens"),
 }
 """Files of a mechanism's room that are its part in a run. `options.py` declares options; all else are rules, as pure as

@@ -155,13 +155,14 @@ def _responses(
     )
     engine = build_engine(config, executor, tokenizer)
     total = len(prompts) * val.n
+    mechanisms = of_evaluation(config, mesh, executor.wait_quiet, pool, tokenizer, acting)
     backend = RolloutBackend(
         engine,
         executor,
         pool,
         text_by(tokenizer),
         lambda: params,
-        of_evaluation(config, mesh, executor.wait_quiet, pool, tokenizer, acting),
+        mechanisms,
         Surroundings(on_progress=lambda busy, rows, tokens, done, launched: progress(done, total)),
     )
     backend.enter_rollout(0)
@@ -175,7 +176,10 @@ def _responses(
         event = event.unshaped if isinstance(event, Verdict) else event
         for command in current.handle(event):
             backend.apply(command)
-    return current.groups(), errors
+    groups = current.groups()
+    for each in mechanisms:
+        each.compare(groups)
+    return groups, errors
 
 
 def say_failed(errors: Sequence[str], num_samples: int, say: Callable[[str], None]) -> None:

@@ -82,6 +82,34 @@ class Env(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A trajectory that is over.
+
+    Attributes:
+      messages: the whole conversation, each with `role` and `content`.
+      turn_rewards: that its environment gave.
+      reward: what it has been given, by whatever scores.
+      stop: why it is over (`jaxrl.mechanisms.turns.rule.STOPS`).
+    """
+
+    messages: tuple[Message, ...]
+    turn_rewards: tuple[float, ...]
+    reward: float
+    stop: str
+
+
+class EnvGroup(Protocol):
+    """Compares the trajectories of one prompt. Made for the prompt's row, as an `Env` is.
+
+    Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`.
+    """
+
+    def compute_group_rewards(self, trajectories: Sequence[Trajectory]) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """What each is given besides what it has."""
+        ...
+
+
 def as_messages(observation: str | Sequence[Message]) -> tuple[Message, ...]:
     """An observation as messages."""
     if isinstance(observation, str):

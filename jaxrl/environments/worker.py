@@ -8,13 +8,13 @@ reward is its score, and all else that the environment says is the score's `info
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.request import Request, urlopen
 
 from jaxrl.config.functions import UserFile, user_module
-from jaxrl.environments.env import Action, Schema
+from jaxrl.environments.env import Action, Schema, Trajectory
 from jaxrl.environments.kinds import (
     Episodes,
     FunctionTools,
@@ -22,7 +22,9 @@ from jaxrl.environments.kinds import (
     NativeEpisodes,
     OtherPython,
     Program,
+    accepted,
     calls_of,
+    result_of,
 )
 
 MAX_STATE_BYTES = 1 << 19
@@ -80,7 +82,15 @@ class AgentRequest:
     api_key: str
 
 
-Asked = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """Trajectories of one prompt, to be compared. `row`: of the data."""
+
+    row: Mapping[str, Any]
+    trajectories: tuple[Trajectory, ...]
+
+
+Asked = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest | GroupRequest
 
 
 @dataclass(slots=True)
@@ -88,7 +98,7 @@ class EpisodeScorer:
     """Answers requests of these kinds with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
 
     Attributes:
-      kind, name, args: as in `environment`.
+      kind, name, args, group: as in `environment`.
       file: that `environment.path` names. python: another one to run it; empty: this one.
     """
 
@@ -97,6 +107,7 @@ class EpisodeScorer:
     name: str
     args: Mapping[str, Any]
     python: str = ""
+    group: str = ""
     preload: tuple[str, ...] = ()
     _made: dict[str, Episodes] = field(default_factory=dict)
 
@@ -114,6 +125,8 @@ class EpisodeScorer:
             self._episodes(self.name)
         else:
             user_module("environment.path", self.file)
+        if self.group:
+            _ = self._group
 
     def __call__(self, request: Asked) -> tuple[Any, dict[str, Any]]:
         match request:
@@ -125,6 +138,8 @@ class EpisodeScorer:
                 return 0.0, {"problems": [self._problem(n, request.seed) for n in range(request.first, request.last)]}
             case TurnRequest():
                 return self._step(request)
+            case GroupRequest():
+                return 0.0, {"rewards": self._compare(request)}
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """With the columns that all rows have, and those of its own that go before them."""
@@ -156,6 +171,19 @@ class EpisodeScorer:
             "state": base64.b64encode(state).decode(),
             "metrics": dict(result.metrics),
         }
+
+    def _compare(self, request: GroupRequest) -> list[float]:
+        make, row = self._group, self._row(request.row)
+        rewards = result_of(make(**accepted(make, row)).compute_group_rewards(request.trajectories))
+        return [float(reward) for reward in rewards]
+
+    @property
+    def _group(self) -> Callable[..., Any]:
+        made: Any = getattr(user_module("environment.path", self.file), self.group, None)
+        if not callable(getattr(made, "compute_group_rewards", None)):
+            where = f"environment.group: {self.file.path}"
+            raise ValueError(f"{where} defines no class {self.group!r} with a method compute_group_rewards")
+        return made
 
     def _problem(self, number: int, seed: int) -> dict[str, Any]:
         episodes = self._episodes(self.name)

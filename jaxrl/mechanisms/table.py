@@ -284,10 +284,10 @@ def of_evaluation(
     from jaxrl.mechanisms.judge.build import build_beside
     from jaxrl.mechanisms.turns import build as build_turns
 
-    return _there(
-        build_beside(config, mesh, quiet, pool),
-        None if acting is None else build_turns.build(config, acting.acting(), tokenizer),
-    )
+    return [
+        *_there(build_beside(config, mesh, quiet, pool)),
+        *([] if acting is None else build_turns.build(config, acting, tokenizer)),
+    ]
 
 
 def of_run(parts: RunParts) -> list[Mechanism]:
@@ -301,8 +301,9 @@ def of_run(parts: RunParts) -> list[Mechanism]:
     from jaxrl.mechanisms.turns import build as build_turns
 
     acting, told = parts.environments, (parts.journal, parts.timeline, parts.tell_waiting, parts.notes)
+    turns_of_run = [] if acting is None else build_turns.build(parts.config, acting, parts.tokenizer, *told)
     return _there(
-        None if acting is None else build_turns.build(parts.config, acting.acting(), parts.tokenizer, *told),
+        *turns_of_run,
         build_judge.build(parts),
         build_adaptive_layouts.build(parts),
         build_stream_trainer.build(parts),

@@ -9,8 +9,9 @@ Every hook does nothing here, so a mechanism has only those that it needs. Hooks
 - Once: `attach`; `enter_rollout`, when the first weights come to the rollout's devices.
 - In each training step: `round_begins`, then `place` with the round's first commands, then as things happen
   `commanded`, `launched`, `begun`, `request`; `between_plans`, `before_turn`, `before_plan`, `after_plan`; `keeps`,
-  `finished`, `aborted`; `limits`, `is_close`, `scored`; `while_waiting`, `handed`, `after_event`. At its end `counts`,
-  what this process sends all others, and `round_ends` with its metrics; or `cancelled`.
+  `finished`, `aborted`; `limits`, `is_close`, `scored`; `while_waiting`, `handed`, `after_event`. At its end `compare`
+  with what it has brought, `counts`, what this process sends all others, and `round_ends` with its metrics; or
+  `cancelled`.
 - Then the update: `update`, `leave_rollout`, `update_begins`, `update_ends` (one that runs beside a round leaves the
   rollout when both have ended, and its hooks are called in the update's thread); or `update_cancelled`. Then
   `enter_rollout` with the new weights, the round of an evaluation, if one is due, and `step_ends`.
@@ -176,11 +177,13 @@ class Mechanism:
       rounds_ahead: by how many updates a round comes before the update that learns from it.
       reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that were filtered, also of those that other
         processes have drawn.
+      compares: whether `compare` does something.
     """
 
     name: ClassVar[str] = ""
     rounds_ahead: ClassVar[int] = 0
     reads_left_out: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
 
     def attach(self, under_way: UnderWay) -> None:
         """Called once, by the backend, before all else."""
@@ -309,6 +312,11 @@ class Mechanism:
     def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> Mapping[str, float]:
         """The round is over; its metrics, those of an evaluation (`end.result` is None) are dropped. `by_process`: what
         `counts` has returned in each process, None where that was nothing."""
+        return {}
+
+    def compare(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Groups of a round that is over, all of their samples scored, of a training round those that it has brought:
+        rewards may still change. Returns metrics."""
         return {}
 
     def cancelled(self) -> None:

@@ -31,8 +31,9 @@ from jaxrl.config.functions import read_user_file, user_module
 from jaxrl.config.options import DataSection
 from jaxrl.data.problems import read_problems
 from jaxrl.data.tool_calls import Call
-from jaxrl.environments.env import Action, StepResult
+from jaxrl.environments.env import Action, StepResult, Trajectory
 from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
+from jaxrl.environments.worker import EpisodeScorer, GroupRequest
 from jaxrl.models.loading import config_of
 
 LANGUAGES = {*SHELLS, "python", "yaml", "gin", "json"}
@@ -268,6 +269,14 @@ def agent(block: Block, folder: Path, world: World) -> None:
         assert asyncio.run(run(row, server.url, "key")) == 1.0
 
 
+def race(block: Block, folder: Path, world: World) -> None:
+    """Of three trajectories, the two shortest ones are given more."""
+    (folder / "race.py").write_text(block.text, encoding="utf-8")
+    scorer = EpisodeScorer("native", read_user_file("environment.path", "race.py"), "", {}, group="Race")
+    trajectories = tuple(Trajectory((), (0.0,) * turns, 0.0, "done") for turns in (2, 3, 2))
+    assert scorer(GroupRequest({}, trajectories)) == (0.0, {"rewards": [0.5, 0.0, 0.5]})
+
+
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "CONTRIBUTING.md: from collections.abc import Mapping": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
@@ -275,6 +284,7 @@ PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "docs/environments.md: import openai": agent,
     "docs/environments.md: def word_count": COUNTS,
     "docs/environments.md: class Box": BOX,
+    "docs/environments.md: class Race": race,
     "docs/environments.md: from jaxrl.environments.env import Action": GUESS,
     "docs/mechanisms/partial_rollout.md: def buffer_filter": buffer_filter,
     "docs/mechanisms/dynamic_sampling.md: def keep_group": keep_group,

@@ -75,6 +75,11 @@ class EnvironmentSection(Checked):
     num_workers: Annotated[int, Ge(1), _MAX_WORKERS, "Processes that answer turns, one at a time each."] = 8
     max_memory_gib: Annotated[float, Ge(0), MAX_GIB, "GiB that each of them may take; 0: no limit."] = 4.0
     env: Annotated[list[str], "Environment variables of the run that they get."] = field(default_factory=list)
+    group: Annotated[
+        str,
+        "With the kinds tools, class and native, the class in path that compares the trajectories of a prompt, each of "
+        "which is given more or less for it; empty: none does.",
+    ] = ""
     reward: Annotated[
         Literal["sum", "last"],
         "What reward.kind=environment makes of the rewards of turns; last: that of the last turn alone.",
@@ -108,6 +113,20 @@ class EnvironmentSection(Checked):
             return f"environment.python ({self.python}) needs environment.kind openai or verifiers, found {self.kind}"
         elif not self.path:
             return f"environment.path is missing: environment.kind is {self.kind}, which needs a Python file"
+        if self.group:
+            if self.kind in ("openai", "verifiers"):
+                return (
+                    f"environment.group ({self.group}) needs environment.kind tools, class or native, found {self.kind}"
+                )
+            for option, is_on in (
+                ("algorithm.filter_groups.enable", config.algorithm.filter_groups.enable),
+                ("trainer.stream.enable", config.trainer.stream.enable),
+            ):
+                if is_on:
+                    return (
+                        f"environment.group excludes {option}, which needs a sample's whole reward before its round is "
+                        "over: only then are trajectories compared"
+                    )
         if not config.data.apply_chat_template:
             return "environment.kind needs data.apply_chat_template: turns are written in the model's chat template"
         if "tools" in config.data.apply_chat_template_kwargs:

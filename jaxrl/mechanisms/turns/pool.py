@@ -12,6 +12,7 @@ import itertools
 import pickle
 import queue
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -21,7 +22,7 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config.functions import UserFile, read_user_file
 from jaxrl.environments import worker
-from jaxrl.environments.env import Action, Schema, is_answer
+from jaxrl.environments.env import Action, Schema, Trajectory, is_answer
 from jaxrl.mechanisms.turns.agents import AgentPool
 from jaxrl.mechanisms.turns.options import EnvironmentSection
 from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Observed
@@ -51,6 +52,9 @@ class EnvironmentPool:
 
     Raises:
       ValueError: the file cannot be read, or `environment.env` names a variable that is not set.
+
+    Attributes:
+      times: how long calls of tools may take.
     """
 
     keeps = True
@@ -64,7 +68,7 @@ class EnvironmentPool:
         if options.kind == "verifiers":
             args = {"id": options.id, "args": args}
         file, python = _file(options), str(Path(options.python).expanduser()) if options.python else ""
-        scorer = worker.EpisodeScorer(options.kind, file, options.name, args, python)
+        scorer = worker.EpisodeScorer(options.kind, file, options.name, args, python, options.group)
         settings = WorkerSettings(
             scorer=pickle.dumps(scorer),
             loads=scorer.loads,
@@ -84,7 +88,8 @@ class EnvironmentPool:
         self._workers = WorkerPool(
             settings, num_workers=options.num_workers, env=env, limits=limits, clock=time.monotonic
         )
-        self._times = CallTimes(options.timeout == "adaptive", options.timeout_s)
+        self._early: deque[tuple[int, Scored, float]] = deque()  # ended while a comparison was waited for
+        self.times = CallTimes(options.timeout == "adaptive", options.timeout_s)
         self._schemas: dict[str, Sequence[Schema]] = {}
         self._agents: AgentPool | None = None
 
@@ -137,9 +142,8 @@ class EnvironmentPool:
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         number = next(self._numbers)
-        row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
-        row |= prompt.extra
-        request = worker.TurnRequest(row, state, text, self._times.limit_s(self._called(row, text)))
+        row = _row(prompt)
+        request = worker.TurnRequest(row, state, text, self.times.limit_s(self._called(row, text)))
         self._pending[number] = key, request, time.monotonic()
         self._workers.submit(number, pickle.dumps(request), MAIN)
 
@@ -154,11 +158,32 @@ class EnvironmentPool:
         self._workers.check()
         with contextlib.suppress(queue.Empty):
             while True:
-                number, scored, time_s = self._workers.ended.get(timeout=0.0 if found else timeout_s)
+                ended = self._early.popleft() if self._early else None
+                number, scored, time_s = ended or self._workers.ended.get(timeout=0.0 if found else timeout_s)
                 if (pending := self._pending.pop(number, None)) is not None:
                     key, request, since_s = pending
                     found.append(replace(self._observed(key, request, scored), seconds=time_s - since_s))
         return found
+
+    def compared(self, asked: Sequence[tuple[Prompt, Sequence[Trajectory]]]) -> list[list[float] | str]:
+        """Has the trajectories of prompts compared, by `environment.group`, and waits for it. For each prompt what each
+        of its trajectories is given, or why nothing is."""
+        waiting: dict[int, int] = {}
+        for i, (prompt, trajectories) in enumerate(asked):
+            waiting[number := next(self._numbers)] = i
+            request = worker.GroupRequest(_row(prompt), tuple(trajectories))
+            self._workers.submit(number, pickle.dumps(request), MAIN)
+        found: dict[int, list[float] | str] = {}
+        while waiting:
+            self._workers.check()
+            with contextlib.suppress(queue.Empty):
+                ended = number, scored, _ = self._workers.ended.get(timeout=1.0)
+                if number not in waiting:
+                    self._early.append(ended)  # a turn that goes on between two rounds
+                    continue
+                i = waiting.pop(number)
+                found[i] = read_rewards(scored, len(asked[i][1]), self._timeout_s)
+        return [found[i] for i in range(len(asked))]
 
     def close(self) -> None:
         self._pending = {}
@@ -177,7 +202,7 @@ class EnvironmentPool:
             try:
                 answer = read_answer(key, reward, info)
                 if not answer.metrics.get("tool_errors"):
-                    self._times.learn(self._called(request.row, request.text), duration_s)
+                    self.times.learn(self._called(request.row, request.text), duration_s)
                 return answer
             except ValueError as error:
                 status, info = "error", {"error": str(error)}
@@ -192,6 +217,12 @@ class EnvironmentPool:
         counts = {"tool_calls": len(names), "tool_errors": len(names), f"tool_{_PLURAL[status]}": len(names)}
         # nothing has changed but what it did outside
         return Observed(key, False, messages, state=request.state, metrics=counts)
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """What an environment is told of a prompt."""
+    row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
+    return row | dict(prompt.extra)
 
 
 def _check_columns(row: Mapping[str, Any], where: str) -> None:
@@ -221,6 +252,20 @@ def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Obser
         raise ValueError(f"what its process has sent is no answer: {info!r:.200}")
     numbers = {name: float(value) for name, value in metrics.items()}
     return Observed(key, done, tuple(messages), reward, base64.b64decode(state), numbers)
+
+
+def read_rewards(scored: Scored, count: int, timeout_s: float) -> list[float] | str:
+    """What a process has made of so many trajectories, every value checked; what went wrong where it is nothing."""
+    status, _, info, _ = scored
+    if status == "timeout":
+        return f"no answer within {_TIMEOUT} ({timeout_s:g} s)"
+    if status != "ok":
+        return str(info.get("error", status))
+    rewards = info.get("rewards")
+    numbers = [float(each) for each in rewards or () if isinstance(each, int | float) and isfinite(each)]
+    if isinstance(rewards, list) and len(numbers) == len(rewards) == count:
+        return numbers
+    return f"compute_group_rewards must return {count} finite numbers, one for each trajectory, found {rewards!r:.200}"
 
 
 def _file(options: EnvironmentSection) -> UserFile:

@@ -104,27 +104,29 @@ class CallTimes:
     """How long calls may take: of each tool 1.5 times its longest that went well, as test cases of programs may
     (RollPacker §4.3), or always as long as one may at the most.
 
-    Departure: after a resume nothing is known of any tool.
+    Attributes:
+      longest_s: what is known of tools, by their names.
+      adapts: whether limits follow from it.
     """
 
     FACTOR, LEAST_S = 1.5, 2.0
 
     def __init__(self, adapts: bool, most_s: float) -> None:
-        self._adapts, self._most_s = adapts, most_s
-        self._longest_s: dict[str, float] = {}
+        self.adapts, self._most_s = adapts, most_s
+        self.longest_s: dict[str, float] = {}
 
     def limit_s(self, tools: Sequence[str]) -> float:
         """Of a turn that calls these, side by side."""
-        known = [self._longest_s.get(name) for name in tools]
+        known = [self.longest_s.get(name) for name in tools]
         longest_s = max((each for each in known if each is not None), default=None)
-        if not self._adapts or longest_s is None or None in known:
+        if not self.adapts or longest_s is None or None in known:
             return self._most_s
         return min(max(self.LEAST_S, self.FACTOR * longest_s), self._most_s)
 
     def learn(self, tools: Sequence[str], seconds: float) -> None:
         """All of a turn's calls went well, and took so long together: of one alone it is known how long it takes."""
         if len(tools) == 1:
-            self._longest_s[tools[0]] = max(seconds, self._longest_s.get(tools[0], 0.0))
+            self.longest_s[tools[0]] = max(seconds, self.longest_s.get(tools[0], 0.0))
 
 
 class Acting(Protocol):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.mechanisms.turns.rule import Acting, Limits, Observed, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Limits, Observed, trajectory_metrics
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.mechanism import Drawing, Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Event, Launch, Verdict
@@ -68,7 +68,10 @@ class TurnSession(Mechanism):
       journal: where answers go; None: nowhere.
       drawing: where turns that wait are counted; None: nowhere.
       tell: told how many turns wait, which one for longest, and since when.
+      times: how long calls may take, of which checkpoints keep what is known.
     """
+
+    name = "turns"
 
     def __init__(
         self,
@@ -80,10 +83,11 @@ class TurnSession(Mechanism):
         journal: Journal | None = None,
         drawing: Drawing | None = None,
         tell: Callable[[int, str, float], None] = lambda *_: None,
+        times: CallTimes | None = None,
     ) -> None:
         self._acting, self._has_turns, self._limits = acting, has_turns, limits
         self._text_of, self._tokens_of, self._journal = text_of, tokens_of, journal
-        self._drawing, self._tell_waiting = drawing, tell
+        self._drawing, self._tell_waiting, self._times = drawing, tell, times
         self._under_way: UnderWay
         self._info = RoundInfo(-1)
         self._prompts: dict[SampleKey, Prompt] = {}  # of trajectories under way
@@ -162,6 +166,13 @@ class TurnSession(Mechanism):
         for kept in (self._acted, self._came, self._recorded, self._resumed, self._awaited):
             kept.clear()
 
+    def state_dict(self) -> dict[str, Any] | None:
+        return {"longest_s": dict(self._times.longest_s)} if self._times is not None and self._times.adapts else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._times is not None:
+            self._times.longest_s = dict(state.get("longest_s", {}))
+
     # -- turns -------------------------------------------------------------------------------------------------------
 
     @property
@@ -181,7 +192,7 @@ class TurnSession(Mechanism):
             self._tell(finished, episode, "max_sampled_tokens" if cut else "max_trajectory_tokens")
             return True
         place = (self._info.index, *astuple(key), len(episode.turns))
-        crc32 = _crc32(sample)
+        crc32 = tokens_crc32(sample)
         is_recorded = any((*entry["key"],) == place and entry["crc32"] == crc32 for entry in self._recorded)
         self._acted[key] = _Acted(finished, text, self._under_way.clock(), place, is_recorded)
         self._under_way.requests.pop(key, None)
@@ -207,7 +218,7 @@ class TurnSession(Mechanism):
         if acted is None:
             return None
         if keep and self._acting.keeps:  # what takes longer than a round would never end otherwise
-            self._kept[key] = _crc32(acted.sample), None
+            self._kept[key] = tokens_crc32(acted.sample), None
         return replace(acted.sample, episode=replace(acted.sample.episode or Episode(), awaits=True))
 
     def aborted(self, key: SampleKey) -> None:
@@ -219,7 +230,7 @@ class TurnSession(Mechanism):
         """Has a turn answered, unless that is under way since an earlier round."""
         key = acted.sample.key
         crc32, answer = self._kept.pop(key, (None, None)) if self._info.is_training else (None, None)
-        if crc32 != _crc32(acted.sample):
+        if crc32 != tokens_crc32(acted.sample):
             self._acting.submit(self._named(key), self._prompts[key], acted.text, state)
         elif answer is not None:
             self._came.append(answer)
@@ -274,7 +285,7 @@ class TurnSession(Mechanism):
         """An answer that is new, in the journal."""
         if self._journal is not None:
             served, commands = self._place
-            place = {"served": served, "commands": commands, "crc32": _crc32(acted.sample)}
+            place = {"served": served, "commands": commands, "crc32": tokens_crc32(acted.sample)}
             self._journal.append(self._info.step, _KIND, acted.place, place | _entry(answer))
         return answer
 
@@ -342,8 +353,8 @@ class TurnSession(Mechanism):
             self._tell_waiting(len(self._acted), f"{who} ({called[1]})" if called else who, first.since_s)
 
 
-def _crc32(sample: Sample) -> int:
-    """Of its tokens: an answer in the journal is one to these."""
+def tokens_crc32(sample: Sample) -> int:
+    """What is in the journal about a sample is about these tokens."""
     return zlib.crc32(np.ascontiguousarray(sample.token_ids, np.int32).tobytes())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.environments.env import Trajectory
 from jaxrl.mechanisms.turns.pool import EnvironmentPool, read_answer
 from jaxrl.mechanisms.turns.rule import CallTimes, Observed
 from jaxrl.types import Prompt, SampleKey
@@ -277,6 +278,56 @@ def test_files_that_cannot_be_used(
 ):
     with pytest.raises(ValueError, match=words):
         pool_of(text, **options).schemas({}, "row 1")
+
+
+GROUPS = (
+    CLASSES
+    + """
+class Contest:
+    def __init__(self, size, how=""):
+        self.size, self.how = size, how
+
+    async def compute_group_rewards(self, trajectories):
+        best = max(each.reward for each in trajectories)
+        found = [self.size * (each.reward == best) + len(each.messages) / 10 for each in trajectories]
+        if self.how == "hangs":
+            time.sleep(60)
+        if self.how == "dies":
+            os._exit(3)
+        return {"": found, "short": found[1:], "nan": [float("nan")] * 2, "none": None}[self.how]
+"""
+)
+
+
+def test_trajectories_are_compared(pool_of: Callable[..., EnvironmentPool]):
+    """Whatever becomes of one comparison, the others have theirs; a turn that ends meanwhile is not lost."""
+    pool = pool_of(GROUPS, kind="class", name="Box", group="Contest", args={"size": 2})
+    pool.schemas({"size": 2}, "row 1")
+    prompt, said = Prompt(0, 0, (), "", "x", extra={"size": 2}), {"role": "user", "content": "?"}
+    pair = [Trajectory((said,) * count, (0.0,), reward, "done") for count, reward in ((2, 0.5), (4, 1.5))]
+    pool.submit(SampleKey(0, 0, 0), prompt, call("take", count=1), None)
+    hows = ["", "hangs", "dies", "short", "nan", "none", "unknown"]
+    found = pool.compared([(Prompt(0, i, (), "", "x", extra={"how": how}), pair) for i, how in enumerate(hows)])
+    assert found[0] == pytest.approx([0.2, 2.4])
+    assert found[1:3] == [
+        "no answer within environment.timeout_s (1 s)",
+        "the environment's process ended with exit code 3",
+    ]
+    assert found[3] == "compute_group_rewards must return 2 finite numbers, one for each trajectory, found [2.4]"
+    assert "finite numbers" in found[4]
+    assert "TypeError" in found[5]
+    assert "KeyError" in found[6]
+    answers: list[Observed] = []
+    while not answers:
+        answers = pool.completed(0.1)
+    assert content(answers[0]) == "1 left"
+
+
+def test_a_class_that_compares_nothing(pool_of: Callable[..., EnvironmentPool]):
+    with pytest.raises(
+        ValueError, match=r"environment\.group: .* defines no class 'Box' with a method compute_group_rew"
+    ):
+        pool_of(GROUPS, kind="class", name="Box", group="Box").schemas({}, "row 1")
 
 
 def test_a_file_without_rows(pool_of: Callable[..., EnvironmentPool]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +16,7 @@ import pytest
 from replayed_backend import Bytes, Pool
 from small_models import TRAINED
 
-from jaxrl.mechanisms.turns.rule import STOPS, Limits, Observed, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import STOPS, CallTimes, Limits, Observed, trajectory_metrics
 from jaxrl.mechanisms.turns.session import TurnSession
 from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
@@ -142,6 +143,26 @@ def same(one: Mapping[SampleKey, Sample], other: Mapping[SampleKey, Sample]) -> 
         and np.array_equal(sample.rollout_logprobs, other[key].rollout_logprobs)
         for key, sample in one.items()
     )
+
+
+def test_what_is_known_of_tools_goes_on_after_a_resume():
+    sessions = []
+    for adapts in (True, True, False):
+        times = CallTimes(adapts, 9.0)
+        session = TurnSession(Answers(0), lambda prompt: True, LIMITS, text_of, tokens_of, times=times)
+        sessions.append((session, times))
+    (first, known), (second, times), (fixed, _) = sessions
+    known.learn(["search"], 4.0)
+    state = first.state_dict()
+    assert state is not None
+    assert json.loads(json.dumps(state)) == state
+    second.load_state_dict(state)
+    assert times.limit_s(["search"]) == 6.0
+    known.learn(["search"], 5.0)
+    assert times.limit_s(["search"]) == 6.0, "it is a copy"
+    second.load_state_dict({})
+    assert times.limit_s(["search"]) == 9.0
+    assert fixed.state_dict() is None
 
 
 def test_tokens_do_not_depend_on_when_answers_come(parts: Any, x64: None):

@@ -1,0 +1,103 @@
+"""Trajectories of a prompt, compared by a class of the user's when all of them are over and scored.
+
+Purpose: what a trajectory is worth may depend on the others of its prompt: a game of several players, a tournament of
+answers. Each is given more or less for it before advantages are made.
+
+A comparison is asked of a process of the user's, so what it says is written to the journal before it takes effect: a
+step that runs again compares nothing anew.
+
+Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`. Departure: none of its metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.environments.env import Trajectory
+from jaxrl.mechanisms.turns.session import tokens_crc32
+from jaxrl.record.journal import Journal
+from jaxrl.rewards.request import ScoreRequest
+from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
+from jaxrl.types import Group, Prompt, Sample
+
+_KIND = "group"  # of entries in the journal
+Compared = Callable[[Sequence[tuple[Prompt, Sequence[Trajectory]]]], Sequence[list[float] | str]]
+
+
+class GroupSession(Mechanism):
+    """The mechanism.
+
+    Args:
+      compared: as `jaxrl.mechanisms.turns.pool.EnvironmentPool.compared`.
+      journal: where rewards go; None: nowhere.
+    """
+
+    compares = True
+
+    def __init__(self, compared: Compared, journal: Journal | None = None) -> None:
+        self._compared, self._journal = compared, journal
+        self._info = RoundInfo(-1)
+
+    def round_begins(self, info: RoundInfo) -> None:
+        self._info = info
+
+    def compare(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        there = [(group, samples) for group in groups if (samples := _with_turns(group))]
+        if not there:
+            return {}
+        found = [self._recorded(group.prompt, samples) for group, samples in there]
+        new = [i for i, each in enumerate(found) if each is None]
+        asked = [(group.prompt, [_trajectory(group.prompt, each) for each in samples]) for group, samples in there]
+        for i, rewards in zip(new, self._compared([asked[i] for i in new]), strict=True):
+            found[i] = rewards
+            self._note(there[i][0].prompt, there[i][1], rewards)
+        for (_, samples), rewards in zip(there, found, strict=True):
+            assert rewards is not None
+            _give(samples, rewards)
+        given = [reward for rewards in found if isinstance(rewards, list) for reward in rewards]
+        return {
+            "environment/group_reward/mean": float(np.mean(given)) if given else 0.0,
+            "environment/group_errors": float(sum(isinstance(rewards, str) for rewards in found)),
+        }
+
+    def _place(self, prompt: Prompt) -> tuple[int, int, int]:
+        return self._info.index, prompt.epoch, prompt.index
+
+    def _recorded(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float] | str | None:
+        """What the journal says of these trajectories; None: nothing."""
+        if self._journal is None:
+            return None
+        entry = self._journal.find(self._info.step, _KIND, self._place(prompt))
+        return None if entry is None or entry["crc32"] != _crc32(samples) else entry["rewards"]
+
+    def _note(self, prompt: Prompt, samples: Sequence[Sample], rewards: list[float] | str) -> None:
+        if self._journal is not None:
+            entry = {"crc32": _crc32(samples), "rewards": rewards}
+            self._journal.append(self._info.step, _KIND, self._place(prompt), entry)
+
+
+def _with_turns(group: Group) -> list[Sample]:
+    return [sample for sample in group.samples if sample.episode is not None and sample.episode.turns]
+
+
+def _trajectory(prompt: Prompt, sample: Sample) -> Trajectory:
+    seen = ScoreRequest.of(prompt, sample)
+    return Trajectory(tuple(seen.extra["messages"]), seen.turn_rewards or (), sample.reward or 0.0, seen.stop)
+
+
+def _give(samples: Sequence[Sample], rewards: list[float] | str) -> None:
+    if isinstance(rewards, str):
+        for sample in samples:
+            sample.reward_info = {**sample.reward_info, "group_error": rewards}
+        return
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = (sample.reward or 0.0) + reward
+        sample.reward_info = {**sample.reward_info, "group_reward": reward}
+
+
+def _crc32(samples: Sequence[Sample]) -> list[Any]:
+    """Of what was compared: tokens, and rewards before."""
+    return [[tokens_crc32(sample), sample.reward] for sample in samples]
