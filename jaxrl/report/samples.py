@@ -117,7 +117,7 @@ def _cell(sample: Shown, heading: str, by: str, content: Callable[[Shown], str],
 def _step(sample: Shown) -> str:
     """With the sample's key, by which `jaxrl replay` finds it."""
     key = sample.get("key")
-    return f"{sample['step']:g}" + (f"<p class=sub>{escape(str(key))}</p>" if key else "")
+    return f"{sample['step']:g}" + (f"<p class='sub key'>{escape(str(key))}</p>" if key else "")
 
 
 def _prompt(sample: Shown) -> str:

@@ -57,7 +57,8 @@ vertical-align:top}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;
 white-space:pre-wrap;max-height:20em;overflow:auto}
 .samples pre.answer{color:var(--soft);margin-left:1.5em}.p1{background:#d6272822}.p2{background:#d6272844}
-.p3{background:#d6272866}.p4{background:#d6272899}.samples{table-layout:fixed}.samples th:nth-child(1){width:64px}
+.p3{background:#d6272866}.p4{background:#d6272899}.samples{table-layout:fixed}.samples th:nth-child(1){width:84px}
+.samples .key{white-space:nowrap}
 .samples th:nth-child(2){width:32%}.samples th:nth-child(4){width:130px}.samples th:nth-child(5){width:140px}
 .facts th{width:110px;color:var(--soft);
 font-weight:400}.legend{list-style:none;margin:16px 0;padding:0;display:flex;flex-wrap:wrap;gap:4px 20px}
