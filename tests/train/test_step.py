@@ -1,20 +1,23 @@
 """The trainer: packed, chunked, accumulated, sharded gradients are those of the padded whole batch."""
 
 import dataclasses
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_models import TRAINED
-from trainer_fixtures import padded, programs_of, weights_of, whole_hidden
+from trainer_fixtures import padded, programs_of, turn_masks, weights_of, whole_hidden
 
 from jaxrl.config import ConfigError, OptimSection
 from jaxrl.config.reference import options
 from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import losses
@@ -22,7 +25,7 @@ from jaxrl.train import optimizer as optimizers
 from jaxrl.train.packing import Shape, row_length
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.types import RunFailed
+from jaxrl.types import ENVIRONMENT, Prompt, RunFailed, Sample, SampleKey, TrainBatch
 
 SLOW = pytest.mark.slow  # the same again in another combination
 EVERYTHING_ON = {"actor__use_kl_loss": True, "actor__entropy_coeff": 0.1, "actor__clip_ratio_c": 3.0}
@@ -129,6 +132,68 @@ def test_gradients_of_turns_float64(x64, make_config, make_batch, make_trainer):
                 values[~sample.drawn] = random.choice([0, -1e30, 1e30, 3], np.sum(~sample.drawn))
         trainer.accumulate(other)
         assert jax.tree.all(jax.tree.map(np.array_equal, trainer.gradients(), expected))
+
+
+@pytest.fixture(scope="module")
+def of_torch():
+    """What record_torch.py has written."""
+    with np.load(Path(__file__).parent / "data" / "turns_gradient.npz") as file:
+        return dict(file)
+
+
+def part(arrays, name):
+    return {key.removeprefix(f"{name}/"): value for key, value in arrays.items() if key.startswith(f"{name}/")}
+
+
+def tree_of(arrays):
+    layers = part(arrays, "layers")
+    return {name: value for name, value in arrays.items() if "/" not in name} | {"layers": layers}
+
+
+def recorded_batch(arrays, old):
+    """The batch of record_torch.py, one row a sample, as a TrainBatch."""
+    prompts, samples, advantages, olds = [], [], [], []
+    for i, (start, stop) in enumerate(zip(arrays["prompt_length"], arrays["length"], strict=True)):
+        sample, response = Sample.empty(SampleKey(0, i // 4, i % 4)), (i, slice(start, stop))
+        sample.token_ids = arrays["tokens"][response].astype(np.int32)
+        sample.versions = np.where(arrays["mask"][response] > 0, 0, ENVIRONMENT).astype(np.int32)
+        sample.rollout_logprobs = sample.sampled_logprobs = old[response]
+        prompts.append(Prompt(0, i // 4, tuple(arrays["tokens"][i, :start].tolist()), "", "test"))
+        samples.append(sample)
+        advantages.append(arrays["advantages"][response])
+        olds.append(old[response])
+    return TrainBatch(prompts, samples, advantages, olds, loss_masks=turn_masks(samples))
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_the_gradient_of_turns_is_torchs(x64, head, of_torch, make_config):
+    case, sizes = part(of_torch, head), json.loads(of_torch["model"].item())
+    weights, expected = (tree_of(part(case, name)) for name in ("weights", "gradient"))
+    model = ModelConfig("llama", **sizes, tie_word_embeddings=head == "tied")
+    config = make_config(**WIDE, **json.loads(of_torch["options"].item()), algorithm__loss_agg_mode="token-mean")
+    programs = programs_of(config, model, 1, LONG)
+    weights = jax.tree.map(lambda x: x.astype(np.float64), weights)
+    trainer = Trainer(config, model, weights, programs.mesh, programs=programs)
+    batch = recorded_batch(part(of_torch, "batch"), case["old"])
+    turns = [1 + np.count_nonzero(np.diff(sample.drawn.astype(int)) > 0) for sample in batch.samples]
+    assert {1, 2, 3, 4, 5} <= {*turns}
+    assert any(not sample.drawn[-1] for sample in batch.samples), "some end with an answer"
+    micros = trainer._passes.pack(batch).microbatches
+    assert all(micro.num_sequences.max() > 1 for micro in micros)
+    assert any((micro.prefix_ids != micro.segment_ids).any() for micro in micros), "prompts are shared"
+    trainer.accumulate(batch)
+    same = partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
+    jax.tree.map(same, trainer.gradients(), expected)
+    for mask in batch.loss_masks:  # with one token more or less to learn from, it is another
+        for place in {0, len(mask) // 2, len(mask) - 1}:
+            mask[place] = 1 - mask[place]
+            trainer.discard()
+            trainer.accumulate(batch)
+            assert distance(trainer.gradients(), expected) > 1e-4
+            mask[place] = 1 - mask[place]
+    trainer.discard()
+    trainer.accumulate(batch)
+    assert trainer.apply()["actor/pg_loss"] == pytest.approx(case["loss"].item(), rel=1e-6)
 
 
 def test_gradients_float32(make_config, make_batch, make_trainer):
