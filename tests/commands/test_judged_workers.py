@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from runs import MADE_UP_PROFILE, STOPS, Runs, end, judged, state_of
+from runs import MADE_UP_PROFILE, STOPS, Runs, assert_same_end, end, judged
 from tiny import write_tiny_model
 
 from jaxrl.record.layouts import read_layouts
@@ -54,16 +54,7 @@ def assert_same_run(run_dir: Path, other: Path, *, but: str = "") -> None:
             assert ours[name] == theirs[name], name
         assert ours["reward/num_scored"] == theirs["reward/num_scored"]
     with jax.enable_x64(True):
-        (arrays, values), (expected, expected_values) = state_of(run_dir), state_of(other)
-    for found in (arrays, expected):
-        for name in [name for name in found if but and name.startswith(f"host.{but}")]:
-            del found[name]
-    assert {name: value for name, value in values.items() if name != but} == {
-        name: value for name, value in expected_values.items() if name != but
-    }
-    assert {name: array.tobytes() for name, array in arrays.items()} == {
-        name: array.tobytes() for name, array in expected.items()
-    }
+        assert_same_end(run_dir, other, but=but)
 
 
 def test_two_workers_on_two_devices(runs: Runs):

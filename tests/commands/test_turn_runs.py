@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import WIDE, assert_same_end, copied_after, kill
+from runs import MADE_UP_PROFILE, PATIENCE_S, WIDE, Runs, assert_same_end, copied_after, end, judged, kill, wait_until
 from talking_runs import STEPS, TALK, talking
+from tiny import write_tiny_model
 
 from jaxrl.record.journal import read_journal
+from jaxrl.record.layouts import read_layouts
 
 PROGRAM = """
 import hashlib, json, os, time, urllib.request
@@ -45,11 +47,48 @@ RULES = {
     "stream trainer": ("trainer.stream.enable=true", "actor.ppo_mini_batch_size=0", "rollout.num_workers=2"),
     "workers": ("rollout.num_workers=2",),
     "speculation": ("rollout.speculation.enable=true", "rollout.speculation.max_batch=8"),
+    "judge": ("reward.kind=judge", f"reward.judge={json.dumps(judged(Path('FOLDER/judge'))['judge'])}"),
+    "layouts": (
+        *("rollout.layout.switch=true", "rollout.layout.min_gain=0.0", "rollout.layout.cooldown=2"),
+        *("rollout.layout.profile=FOLDER/profile.json", "rollout.layout.allow_synthetic=true"),
+    ),
 }
 
 
-DEVICES = {"stream trainer": 2, "workers": 2}  # 1 by default
+DEVICES = {"stream trainer": 2, "workers": 2, "layouts": 2}  # 1 by default
+CLOCKED = {"layouts": "layouts"}  # what of a checkpoint the seconds of steps are in
+OTHERWISE = {"layouts": ("rollout.layout.min_gain=0.99",)}  # by which a run that asked no journal would never switch
 RACING = {"tail batching", "partial rollout", "over-provisioning", "dynamic sampling"}
+
+
+def options_of(rule: str, runs: Runs) -> tuple[str, ...]:
+    """The rule's options; the files that they name are written."""
+    options = tuple(each.replace("FOLDER", str(runs.folder)) for each in RULES[rule])
+    if rule == "judge":
+        write_tiny_model(runs.folder / "judge")
+    if rule == "layouts":
+        program = (MADE_UP_PROFILE, f"--out={runs.folder / 'profile.json'}")
+        with runs.start(runs.folder / "none", *options, devices=DEVICES[rule], program=program) as process:
+            end(process)
+    return options
+
+
+def assert_acted(rule: str, run_dir: Path, other: Path) -> None:
+    """The rule did what it is for, and the same in both runs."""
+    if rule == "judge":
+        lines = lines_of(run_dir, "metrics.jsonl")
+        rewards = [line["critic/rewards/mean"] for line in lines]
+        assert all(line["reward/judge/turns"] > 0 for line in lines)
+        assert any(rewards), "some verdicts hold a score"
+        assert rewards == [line["critic/rewards/mean"] for line in lines_of(other, "metrics.jsonl")]
+    if rule == "layouts":
+        found, expected = ([switches_of(line) for line in read_layouts(each)] for each in (run_dir, other))
+        assert found == expected
+        assert any(found), "the layout never switched"
+
+
+def switches_of(line: dict[str, Any]) -> list[tuple[int, ...]]:
+    return [(switch["dispatch"], switch["to_tp"], switch["num_live"]) for switch in line["switches"]]
 
 
 def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -82,6 +121,12 @@ def noted(folder: Path) -> list[float]:
     return [float(line.split()[1]) for line in lines if int(line.split()[0]) > 16]
 
 
+def num_turns(run_dir: Path) -> int:
+    """Answers that the journal of a run has, which may be under way."""
+    file = run_dir / "journal.jsonl"
+    return file.read_bytes().count(b'"kind":"turn"') if file.exists() else 0
+
+
 def answered_in(run_dir: Path) -> set[float]:
     """The names of the calls whose answers the journal has."""
     turns = [entry for entry in read_journal(run_dir / "journal.jsonl")[1:] if entry["kind"] == "turn"]
@@ -110,44 +155,53 @@ SOME = ("tail batching", *(pytest.param(name, marks=pytest.mark.slow) for name i
 def test_what_was_answered_is_not_asked_again(tmp_path: Path, rule: str):
     """A run that is killed before its first checkpoint does all of its steps again, on the answers of its journal."""
     runs, whole, killed = talking(tmp_path), tmp_path / "whole", tmp_path / "killed"
+    options, devices = options_of(rule, runs), DEVICES.get(rule, 1)
     with copied_after({STEPS: killed}):
-        runs.here(whole, *RULES[rule], devices=DEVICES.get(rule, 1))
+        runs.here(whole, *options, devices=devices)
     answered, num_notes = answered_in(killed), len(noted(tmp_path))
     (killed / "metrics.jsonl").unlink()
-    runs.here(killed, *RULES[rule], devices=DEVICES.get(rule, 1))
+    runs.here(killed, *options, *OTHERWISE.get(rule, ()), devices=devices)
     again = noted(tmp_path)[num_notes:]
     assert answered
     assert not answered & {*again}, "a tool was called again"
     assert not again or rule in RACING, "only what was waited for when a round ended is asked again"
-    assert_same_end(killed, whole)
+    assert_same_end(killed, whole, but=CLOCKED.get(rule, ""))
+    assert_acted(rule, killed, whole)
     assert lines_of(killed, "samples.jsonl") == lines_of(whole, "samples.jsonl")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_that_is_killed_again_and_again(tmp_path: Path, rule: str):
-    """Seven SIGKILLs at random moments; no call that the journal has is made twice, and the bits at the end are those
-    of a run that has been given the same answers and was never killed."""
+    """Seven SIGKILLs, each so many answers behind the one before, or at a random moment on the way there; no call that
+    the journal has is made twice, and the bits at the end are those of a run that has been given the same answers and
+    was never killed."""
     runs, killed, straight = talking(tmp_path), tmp_path / "killed", tmp_path / "straight"
     chance, cache = random.Random(rule), f"trainer.compilation_cache_dir={tmp_path / 'cache'}"
+    options, devices = options_of(rule, runs), DEVICES.get(rule, 1)
     runs.config["environment"]["args"]["scale"] = 0.05
     answered: set[float] = set()
-    for _ in range(7):
-        num_notes = len(noted(tmp_path))
-        with runs.start(killed, *RULES[rule], cache, devices=DEVICES.get(rule, 1)) as process:
-            time.sleep(chance.uniform(6, 12))
+    took = PATIENCE_S
+    for number in range(7):
+        num_notes, began, more = len(noted(tmp_path)), time.monotonic(), num_turns(killed) + chance.randint(1, 8)
+        latest = began + (chance.uniform(0, took) if number in (2, 5) else PATIENCE_S)
+        with runs.start(killed, *options, cache, devices=devices) as process:
+            wait_until(process, lambda: num_turns(killed) >= more or time.monotonic() > latest)  # noqa: B023
+            took = time.monotonic() - began
+            time.sleep(chance.uniform(0, 0.1))
             assert process.poll() is None, "it was to be killed"
             kill(process)
         assert not answered & set(noted(tmp_path)[num_notes:]), "a tool was called again"
         answered |= answered_in(killed)
     assert answered, "nothing was answered before the last kill"
     with copied_after({STEPS: straight}):
-        runs.here(killed, *RULES[rule], devices=DEVICES.get(rule, 1))
+        runs.here(killed, *options, devices=devices)
     (straight / "metrics.jsonl").unlink()
     num_notes, answered = len(noted(tmp_path)), answered_in(straight)
-    runs.here(straight, *RULES[rule], devices=DEVICES.get(rule, 1))
+    runs.here(straight, *options, *OTHERWISE.get(rule, ()), devices=devices)
     assert not answered & {*noted(tmp_path)[num_notes:]}, "a tool was called again"
-    assert_same_end(straight, killed)
+    assert_same_end(straight, killed, but=CLOCKED.get(rule, ""))
+    assert_acted(rule, straight, killed)
 
 
 @pytest.mark.slow
