@@ -56,7 +56,7 @@ RULES = {
 
 
 DEVICES = {"stream trainer": 2, "workers": 2, "layouts": 2}  # 1 by default
-CLOCKED = {"layouts": "layouts"}  # what of a checkpoint the seconds of steps are in
+CLOCKED = {"layouts": "layouts"}  # what of a checkpoint has seconds that were measured
 OTHERWISE = {"layouts": ("rollout.layout.min_gain=0.99",)}  # by which a run that asked no journal would never switch
 RACING = {"tail batching", "partial rollout", "over-provisioning", "dynamic sampling"}
 
