@@ -169,10 +169,14 @@ class Program:
 
 def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
     """Calls functions of a file in this process; one that is not there is None."""
+    loop = asyncio.Runner()  # one for all: what is kept between calls, such as connections, may belong to it
 
     def call(name: str, given: Row) -> Any:
         found = getattr(module, name, None)
-        return result_of(found(**accepted(found, given))) if callable(found) else found
+        if not callable(found):
+            return found
+        value = found(**accepted(found, given))
+        return loop.run(value) if inspect.iscoroutine(value) else value
 
     return call
 

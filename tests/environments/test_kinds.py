@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl.data.tool_calls import Call
 from jaxrl.environments.env import Action, StepResult
-from jaxrl.environments.kinds import MAX_ANSWER, FunctionTools, MethodTools, NativeEpisodes
+from jaxrl.environments.kinds import MAX_ANSWER, FunctionTools, MethodTools, NativeEpisodes, calls_of
 
 TOOLS = '''
 import threading
@@ -233,3 +233,11 @@ def test_answers_that_are_none(text: str, words: str):
 def test_what_cannot_be_kept():
     with pytest.raises(TypeError, match="cannot pickle"):
         NativeEpisodes(Guess, "Guess").step({"number": 5}, None, Action("lock"))  # pyright: ignore[reportArgumentType]
+
+
+def test_functions_of_a_program_share_a_loop():
+    """What one has opened (a client's connections) another one goes on with."""
+    made = "import asyncio\nasync def run():\n    return asyncio.get_running_loop()\nschemas = 3\n"
+    call = calls_of(module_of(made))
+    assert call("run", {}) is call("run", {"row": 1})
+    assert (call("schemas", {}), call("problem", {})) == (3, None)

@@ -21,6 +21,7 @@ import json
 import pickle
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from jaxrl.serving.objects import error_object, tool_calls
 from jaxrl.types import Prompt, SampleKey
 
 MODEL = "policy"
+_ROUTE = "/chat/completions"
 _MAX_BODY = 16 << 20  # bytes
 _SHOWN = 200  # characters of a message in an error
 
@@ -202,7 +204,7 @@ class AgentPool:
         messages = body.get("messages")
         if not isinstance(messages, list) or body.get("n") not in (None, 1):
             raise Refused("messages must be a list, and n 1: a conversation has one answer")
-        self._check_tools(body.get("tools"))
+        names = self._callable(body)
         with session.changed:
             asked_before = session.num_requests
             number, new = session.ask(messages)
@@ -215,20 +217,23 @@ class AgentPool:
             if session.is_over:
                 return None
             session.asked_s = time.monotonic()
-            return _completion(session.replies[number], self._names)
+            return _completion(session.replies[number], names)
 
     def started(self, secret: str) -> None:
         """A program begins to run."""
         if (session := self._by_secret.get(secret)) is not None:
             session.asked_s = time.monotonic()
 
-    def _check_tools(self, tools: Any) -> None:
+    def _callable(self, body: Mapping[str, Any]) -> frozenset[str]:
+        """The tools whose calls are read in what is answered to a request."""
+        tools = body.get("tools")
         if not isinstance(tools, list | None):
             raise Refused("tools must be a list")
         functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools or ()]
         names = [str(each.get("name")) if isinstance(each, Mapping) else "" for each in functions]
         if not self._names.issuperset(names):
             raise Refused(f"tools must be among the file's `schemas` ({sorted(self._names)}), found {names}")
+        return frozenset(() if body.get("tool_choice") == "none" else names)
 
 
 def _outcome(session: Session, scored: Scored) -> Observed:
@@ -258,10 +263,13 @@ def _plain(message: Any) -> dict[str, Any]:
         raise Refused(f"a message must be an object with a role, found {json.dumps(message)[:_SHOWN]}")
     content = message.get("content")
     if isinstance(content, list):  # parts, as some clients write text
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            raise Refused(f"parts of a message must be text, found {json.dumps(message)[:_SHOWN]}")
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None) or not isinstance(message.get("name"), str | None):
         raise Refused(f"content and name of a message must be text, found {json.dumps(message)[:_SHOWN]}")
-    found: dict[str, Any] = {"role": message["role"], "content": content or ""}
+    role = "system" if message["role"] == "developer" else message["role"]  # its name in newer clients
+    found: dict[str, Any] = {"role": role, "content": content or ""}
     return found | ({"name": message["name"]} if message.get("name") else {})
 
 
@@ -275,6 +283,11 @@ class _Server(ThreadingHTTPServer):
         self.pool = pool
         super().__init__(("127.0.0.1", 0), _Handler)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a program that has gone; of all else as usual."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -282,18 +295,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         secret = self.headers.get("Authorization", "").removeprefix("Bearer ")
         assert isinstance(self.server, _Server)
-        if self.path.endswith(STARTED):
-            self.server.pool.started(secret)
-            self._say(HTTPStatus.OK, {})
-            return
-        if not self.path.endswith("/chat/completions"):
-            self._say(HTTPStatus.NOT_FOUND, error_object(f"there is no route {self.path[:_SHOWN]}", "not_found"))
-            return
         try:
-            length = int(self.headers.get("Content-Length") or 0)
-            if not 0 <= length <= _MAX_BODY:
-                raise Refused(f"a body may have {_MAX_BODY} bytes at the most")
-            body = json.loads(self.rfile.read(length))
+            content = self._content()  # before any answer: what is left would be taken for the next request
+            if self.path.endswith(STARTED):
+                self.server.pool.started(secret)
+                self._say(HTTPStatus.OK, {})
+                return
+            if not self.path.endswith(_ROUTE):
+                words = f"there is no route {self.path[:_SHOWN]}: the policy is asked by {_ROUTE}"
+                self._say(HTTPStatus.NOT_FOUND, error_object(words, "not_found"))
+                return
+            body = json.loads(content)
             if not isinstance(body, dict):
                 raise Refused("the body must be an object")
             answer = self.server.pool.answer(secret, body)
@@ -306,6 +318,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(answer)
         else:
             self._say(HTTPStatus.OK, answer)
+
+    def _content(self) -> bytes:
+        length = int(self.headers.get("Content-Length") or 0)
+        if not 0 <= length <= _MAX_BODY:
+            self.close_connection = True
+            raise Refused(f"a body may have {_MAX_BODY} bytes at the most")
+        return self.rfile.read(length)
 
     def _say(self, status: HTTPStatus, body: dict[str, Any]) -> None:
         self._send(status, "application/json", json.dumps(body).encode())

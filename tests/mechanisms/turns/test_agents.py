@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -32,9 +35,21 @@ async def run(row, base_url, api_key):
     messages, count, how = list(row["messages"]), 0, row["how"]
     if how == "other beginning":
         messages = [{"role": "system", "content": "I know better."}, *messages]
+    if how == "other words":  # as newer clients write the same
+        messages = [{"role": "developer" if message["role"] == "system" else message["role"],
+                     "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    if how == "picture":
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        messages[-1] = messages[-1] | {"content": [{"type": "text", "text": "Well?"}, part]}
     while True:
         streams = how == "streams"
         asked = {"model": "policy", "messages": messages, "tools": schemas, "stream": streams}
+        if how == "no tools":
+            del asked["tools"]
+        if how == "none":
+            asked["tool_choice"] = "none"
+        if how == "wishes":
+            asked |= {"tool_choice": "required", "parallel_tool_calls": False, "store": True, "temperature": 0.1}
         if how == "two at once" and count:
             import asyncio
             other = asked | {"messages": [*messages, {"role": "user", "content": "and"}]}
@@ -104,7 +119,7 @@ def observed(agents: AgentPool) -> Observed:
     raise AssertionError("nothing came")
 
 
-@pytest.mark.parametrize("how", ["", "streams"])
+@pytest.mark.parametrize("how", ["", "streams", "other words", "wishes"])
 def test_a_conversation_from_its_first_request_to_its_reward(agents: AgentPool, how: str):
     key = SampleKey(0, 0, 0)
     agents.submit(key, prompt_of(how), "hello", None)
@@ -119,6 +134,13 @@ def test_a_conversation_from_its_first_request_to_its_reward(agents: AgentPool, 
     assert (last.done, last.reward, last.metrics, last.status) == (True, 3.0, {"depth": 3.0}, "ok")
     assert 0 < second.seconds < 30
     assert agents.completed() == []
+
+
+@pytest.mark.parametrize("how", ["no tools", "none"])
+def test_a_call_of_what_a_request_does_not_offer_is_text(agents: AgentPool, how: str):
+    key, called = SampleKey(0, 0, 0), '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+    agents.submit(key, prompt_of(how), called, None)
+    assert observed(agents).messages == ({"role": "user", "content": f"{len(called)} letters"},)
 
 
 def test_a_program_that_is_gone_is_run_again_from_its_beginning(agents: AgentPool):
@@ -184,6 +206,7 @@ def test_many_at_once(agents: AgentPool):
         ("other beginning", "error", "the first request must have the row's messages"),
         ("rewrites", "error", "what was answered, as it was"),
         ("shortens", "error", "what was answered, as it was"),
+        ("picture", "error", "parts of a message must be text"),
         ("not text", "error", "content and name of a message must be text"),
         ("never asks", "timeout", "no request within environment.timeout_s"),
         ("two at once", "error", "one request at a time"),
@@ -207,5 +230,15 @@ def test_keys_of_others_and_other_routes(agents: AgentPool):
     client = openai.OpenAI(base_url=agents.base_url, api_key="guessed", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="no trajectory has this key"):
         client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
-    with pytest.raises(openai.NotFoundError, match="there is no route"):
+    with pytest.raises(openai.NotFoundError, match=r"no route /v1/embeddings: the policy is asked by /chat/comp"):
         client.embeddings.create(model="policy", input="x")
+
+
+def test_what_is_left_of_a_refused_request_is_no_part_of_the_next(agents: AgentPool):
+    client = http.client.HTTPConnection("127.0.0.1", urlsplit(agents.base_url).port, timeout=10)
+    for path, status in (("/v1/responses", 404), ("/v1/chat/completions", 401)):
+        client.request("POST", path, json.dumps({"input": "x" * 1000, "messages": []}))
+        answer = client.getresponse()
+        assert answer.status == status
+        assert json.loads(answer.read())["error"]["message"]
+    client.close()
