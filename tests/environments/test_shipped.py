@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ GAMES = {"number_guessing": "NumberGuessing", "wordle": "Wordle", "frozen_lake":
 
 
 def module(name: str) -> Any:
-    if name == "frozen_lake":
+    if name in ("frozen_lake", "gymnasium"):
         pytest.importorskip("gymnasium")
     if name == "search":
         pytest.importorskip("bm25s")
@@ -101,7 +102,7 @@ def test_wordle_and_its_end():
 
 def test_a_lake_that_is_walked_over():
     episodes, row = game("frozen_lake"), {"number": "0.0", "size": 4, "moves": 6}
-    lake = module("frozen_lake").FrozenLake(**row)._lake
+    lake = module("frozen_lake").FrozenLake(**row)._env.unwrapped
     cells = [[cell.decode() for cell in line] for line in lake.desc]
     (message,) = episodes.first_messages(row)
     assert message["content"].splitlines()[1:] == [
@@ -115,8 +116,83 @@ def test_a_lake_that_is_walked_over():
                 path[there] = [*path[i, j], word]
                 seen.append(there)
     assert played(episodes, row, [f"Go {word}." for word in path[3, 3]]).reward == 1.0
-    assert played(episodes, row, ["hm"] * 6) == StepResult(0.0, episode_done=True, metrics={"solved": 0.0})
-    assert played(episodes, row, ["hm"]).next_observation == "Answer with one word: left, down, right or up."
+    assert played(episodes, row, ["hm"] * 6) == StepResult(0.0, True, metrics={"no_move": 1.0, "solved": 0.0})
+    assert played(episodes, row, ["hm"]).next_observation == "Answer with one of: left, down, right, up."
+
+
+TAXI = ["south", "north", "east", "west", "pick up", "drop off"]
+
+
+def gym_game() -> NativeEpisodes:
+    return NativeEpisodes(module("gymnasium").Gymnasium, "Gymnasium")
+
+
+def test_a_taxi_of_gymnasium_is_driven_by_words():
+    """A plan for where it stands by its table of transitions, played from pickled states."""
+    episodes = gym_game()
+    newest = max(name for name in pytest.importorskip("gymnasium").registry if name.startswith("Taxi-"))
+    row = {"number": "1.0", "id": newest, "actions": TAXI, "rules": "Drive."}
+    taxi = module("gymnasium").Gymnasium(**row)._env.unwrapped
+    (message,) = episodes.first_messages(row)
+    lines = message["content"].splitlines()
+    assert lines[0] == "Drive. Answer with one of: south, north, east, west, pick up, drop off."
+    assert message["content"].count("[") == 1, "the taxi"
+    assert "(blue)" in message["content"], "the passenger"
+    plans, seen, plan = {int(taxi.s): []}, [int(taxi.s)], []
+    for state in seen:  # the shortest plan for each
+        for number, name in enumerate(TAXI):
+            ((_, there, _, over),) = taxi.P[state][number]
+            if there not in plans:
+                plans[there] = [*plans[state], name]
+                seen.append(there)
+            if over:
+                plan = plan or plans[there]
+    said = [f"I will {name.upper()}!" for name in plan]
+    state, result, rewards = None, StepResult(), []
+    for text in said:
+        result, state = episodes.step(row, state, Action(text))
+        rewards.append(result.reward)
+    assert (rewards, result.episode_done) == ([-1.0] * (len(plan) - 1) + [20.0], True)
+    assert played(episodes, row, ["drop off"]).reward == -10.0
+
+
+def test_what_names_no_action_is_told_which_there_are():
+    row = {"number": "1.0", "id": "CliffWalking-v1", "actions": ["up", "right", "down", "left"], "moves": 3}
+    answer = played(gym_game(), row, ["upwards, downright"])
+    assert answer.next_observation == "Answer with one of: up, right, down, left."
+    assert (answer.reward, answer.metrics) == (0.0, {"no_move": 1.0})
+    fallen = played(gym_game(), row, ["go right, not left"])
+    assert (fallen.reward, str(fallen.next_observation).splitlines()[-1][0]) == (-100.0, "x")
+    assert played(gym_game(), row, ["hm", "up", "up"]).episode_done, "of moves"
+
+
+def test_observations_without_a_drawing():
+    row = {"number": "1.0", "id": "Blackjack-v1", "actions": ["stick", "hit"]}
+    (message,) = gym_game().first_messages(row)
+    assert re.fullmatch(r"Answer with one of: stick, hit\.\n\[\d+, \d+, [01]\]", message["content"])
+    said = row | {"sentence": "You have {0}, the dealer shows {1}."}
+    (message,) = gym_game().first_messages(said)
+    assert re.fullmatch(r"You have \d+, the dealer shows \d+\.", message["content"].splitlines()[1])
+    assert played(gym_game(), row, ["stick"]).episode_done
+    state, result = None, StepResult()
+    while not result.episode_done:
+        result, state = gym_game().step(row, state, Action("hit"))
+    assert result.reward == -1.0, "over 21"
+    plain = {"number": "1.0", "id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "sentence": "Cell {0}."}
+    assert played(gym_game(), plain, ["1"]).next_observation == "Cell 4."
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"id": "Blackjack-v1", "actions": ["hit"]}, "has 2 actions, each with a name, found"),
+        ({"id": "Blackjack-v1", "actions": ["hit", "hit"]}, "has 2 actions, each with a name, found"),
+        ({"id": "Pendulum-v1"}, "the actions of Pendulum-v1 are Box"),
+    ],
+)
+def test_games_of_gymnasium_that_are_refused(args: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        gym_game().first_messages({"number": "0", **args})
 
 
 @pytest.mark.parametrize(
@@ -166,6 +242,8 @@ def test_search(tmp_path: Path):
         "[2] Owls",
     ]
     assert called(tools, "search", row, query="submarine") == "No document has these words."
+    other = row | {"text": "title", "title": "text"}
+    assert called(tools, "search", other, query="honey") == "[1] Bees make honey in hives.\nBees", "columns by name"
     corpus.with_name("bad.jsonl").write_text('{"title": "x"}\n')
     with pytest.raises(ValueError, match="an object with text under 'text'"):
         called(tools, "search", {"corpus": str(corpus.with_name("bad.jsonl"))}, query="x")

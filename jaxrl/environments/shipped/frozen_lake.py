@@ -5,52 +5,33 @@
 """
 
 import hashlib
-from typing import Any
+import re
 
 from jaxrl.environments.env import Action, StepResult
+from jaxrl.environments.shipped.gymnasium import Gymnasium
 
 _MOVES = ("left", "down", "right", "up")  # by gymnasium's numbers
+_BETWEEN = re.compile(r"(?<=[\]SFHG])(?=[\[SFHG])")  # two cells: a token for each
 
 
-class FrozenLake:
-    """An episode: from the start S over frozen F to the goal G; holes H end it."""
+class FrozenLake(Gymnasium):
+    """An episode: from the start S over frozen F to the goal G, for a reward of 1; holes H end it."""
 
     def __init__(self, number: str, size: int = 4, moves: int = 12, *, slippery: bool = False) -> None:
-        import gymnasium
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
         seed = int(hashlib.sha256(number.encode()).hexdigest()[:8], 16)
-        self._lake: Any = gymnasium.make(
-            "FrozenLake-v1", desc=generate_random_map(size, seed=seed), is_slippery=slippery
-        ).unwrapped
-        self._lake.reset(seed=seed)
-        self._left = moves
-
-    def initial_observation(self) -> str:
-        return (
-            "Walk from S to G over the frozen lake. F is frozen, H is a hole. You are at the place in brackets. Answer "
-            f"with one word: left, down, right or up.\n{self._drawn()}"
-        )
+        lake = {"desc": generate_random_map(size, seed=seed), "is_slippery": slippery}
+        rules = "Walk from S to G over the frozen lake. F is frozen, H is a hole. You are at the place in brackets."
+        super().__init__(number, "FrozenLake-v1", _MOVES, rules, moves=moves, kwargs=lake)
 
     def step(self, action: Action) -> StepResult:
-        """1 at the goal. A turn moves where the first of the four words in it says."""
-        self._left -= 1
-        words = action.text.lower().replace(".", " ").replace(",", " ").split()
-        move = next((_MOVES.index(word) for word in words if word in _MOVES), None)
-        reward, done = 0.0, False
-        if move is not None:
-            _, reward, done, _, _ = self._lake.step(move)
-        if done or not self._left:
-            return StepResult(float(reward), episode_done=True, metrics={"solved": float(reward)})
-        said = self._drawn() if move is not None else "Answer with one word: left, down, right or up."
-        return StepResult(next_observation=said, metrics={"no_move": float(move is None)})
+        result = super().step(action)
+        solved = {"solved": result.reward} if result.episode_done else {}
+        return StepResult(result.reward, result.episode_done, result.next_observation, {**result.metrics, **solved})
 
-    def _drawn(self) -> str:
-        here = divmod(int(self._lake.s), self._lake.ncol)
-        return "\n".join(
-            " ".join(f"[{cell.decode()}]" if (i, j) == here else cell.decode() for j, cell in enumerate(row))
-            for i, row in enumerate(self._lake.desc)
-        )
+    def _shown(self) -> str:
+        return _BETWEEN.sub(" ", super()._shown())
 
 
 def problem(index: int, seed: int) -> dict[str, object]:

@@ -1,8 +1,9 @@
 """A tool: search in a corpus on this machine, by BM25 (Robertson and Zaragoza 2009), with the package bm25s.
 
 `environment.kind=class environment.path=search environment.name=Search environment.args={corpus: documents.jsonl}`: a
-line for each document, with its `text` and perhaps its `title`. An index is built once in each process. There is no
-reward of its own (`get_reward` is 0): the answer is scored, by `reward.kind=math` or a function.
+line for each document, an object with its text under `text` and perhaps its title under `title`; `text` and `title`
+beside `corpus` name other columns. An index is built once in each process. There is no reward of its own (`get_reward`
+is 0): the answer is scored, by `reward.kind=math` or a function.
 """
 
 import functools
@@ -16,9 +17,9 @@ _SHOWN = 600  # characters of a document
 class Search:
     """A conversation with the tool."""
 
-    def reset(self, corpus: str) -> None:
-        self._corpus = corpus
-        _index(corpus)
+    def reset(self, corpus: str, text: str = "text", title: str = "title") -> None:
+        self._read = corpus, text, title
+        _index(*self._read)
 
     def search(self, query: str, num_results: int = 3) -> str:
         """Searches the documents and returns the beginnings of those that fit best.
@@ -29,12 +30,12 @@ class Search:
         """
         import bm25s
 
-        index, documents = _index(self._corpus)
+        index, documents = _index(*self._read)
         count = max(1, min(num_results, 10, len(documents)))
         tokens = bm25s.tokenize(query, stopwords="en", show_progress=False)
         found, scores = index.retrieve(tokens, k=count, show_progress=False)
         texts = [
-            f"[{place}] {documents[number].get('title', '')}\n{documents[number]['text'][:_SHOWN]}".strip()
+            f"[{place}] {documents[number][0]}\n{documents[number][1][:_SHOWN]}".strip()
             for place, (number, score) in enumerate(zip(found[0].tolist(), scores[0].tolist(), strict=True), 1)
             if score > 0
         ]
@@ -45,15 +46,16 @@ class Search:
 
 
 @functools.cache
-def _index(corpus: str) -> tuple[Any, list[dict[str, str]]]:
-    """The index of a file, and its documents. Raises ValueError for a file that holds none."""
+def _index(corpus: str, text: str, title: str) -> tuple[Any, list[tuple[str, str]]]:
+    """The index of a file, and its documents, each with its title. Raises ValueError for a file that holds none."""
     import bm25s
 
     lines = Path(corpus).expanduser().read_text(encoding="utf-8").splitlines()
-    documents = [json.loads(line) for line in lines if line.strip()]
-    if not documents or not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in documents):
-        raise ValueError(f"{corpus} must hold a line for each document, an object with text under 'text'")
+    rows = [json.loads(line) for line in lines if line.strip()]
+    if not rows or not all(isinstance(row, dict) and isinstance(row.get(text), str) for row in rows):
+        raise ValueError(f"{corpus} must hold a line for each document, an object with text under {text!r}")
+    documents = [(str(row.get(title) or ""), row[text]) for row in rows]
     index = bm25s.BM25()
-    texts = [f"{each.get('title', '')} {each['text']}" for each in documents]
-    index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+    tokens = bm25s.tokenize([" ".join(each) for each in documents], stopwords="en", show_progress=False)
+    index.index(tokens, show_progress=False)
     return index, documents

@@ -27,8 +27,8 @@ class EnvironmentSection(Checked):
     path: Annotated[
         str,
         Names("file"),
-        "A Python file, or one that comes with jaxrl: `calculator`, `python`, `search`, `number_guessing`, `wordle` "
-        "or `frozen_lake`.",
+        "A Python file, or one that comes with jaxrl: `calculator`, `python`, `search`, `number_guessing`, `wordle`, "
+        "`frozen_lake`, `gymnasium` or `openenv`.",
     ] = ""
     id: Annotated[str, "With kind verifiers, the environment's name, as its `load_environment` takes it."] = ""
     python: Annotated[
