@@ -134,6 +134,10 @@ PROFILED = ON_TWO | {"--max-batch": "4", "--token-budget": "1024", "--repeats": 
 ON_EIGHT = {"trainer.num_devices": "8"}
 JUDGE = {"reward.judge.model": "random:tiny", "reward.judge.resident_layers": "1"}
 MIXED = {"data.train_batch_size": "4", "data.max_response_length": "32"}  # its quotas, and a part's free tokens
+TURNS = {name: value for name, value in SMALL.items() if name != "rollout.stop"} | {  # which they refuse
+    "data.max_prompt_length": "640",
+    "actor.ppo_max_token_len_per_gpu": "1024",
+}
 ALGORITHM = {  # some have two updates of three prompts; rewards that differ; a step after the critic's own
     "data.train_batch_size": "6",
     "reward.kind": "custom",
@@ -151,6 +155,7 @@ RULES = (
     Rule(r"ray start", cannot="a cluster that stays; tests/faults/test_host_ray.py starts one", check=check_nothing),
     Rule(r"srun|mpirun", cannot="needs a cluster, or Open MPI", check=check_started),
     Rule(r"jaxrl train .*hosts.launcher=ray", cannot="needs a cluster of Ray's with four nodes"),
+    Rule(r"jaxrl train .*agents_sdk", cannot="needs openai-agents; tests/mechanisms/turns has its protocol"),
     Rule(
         r"jaxrl serve", cannot="goes on until it is stopped: test_page_blocks.py runs servers with the page's clients"
     ),
@@ -176,6 +181,7 @@ RULES = (
     Rule(r"jaxrl train .*(Qwen/|openai/)", SMALL, how="process", more=("hub",), slow=True),
     Rule(r"jaxrl train .*adaptive_layout", SMALL | ON_EIGHT, more=(PROFILE,), slow=True),
     Rule(r"jaxrl train .*stream_trainer", SMALL | ON_TWO, slow=True),
+    Rule(r"jaxrl train .*(calculator|frozen_lake|guessing|python|search|wordle).yaml", TURNS, slow=True),
     Rule(r"jaxrl train .*judge", SMALL | JUDGE, slow=True),
     Rule(r"jaxrl train .*mixed_domains", SMALL | MIXED, slow=True),
     Rule(r"jaxrl train .*algorithms/", SMALL | ALGORITHM, more=("out/reward.py",), slow=True),

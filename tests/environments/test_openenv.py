@@ -113,7 +113,5 @@ def test_what_is_refused(program: ModuleType, monkeypatch: pytest.MonkeyPatch):
         asyncio.run(program.problem(0, 0, ARGS["url"], "words"))
     row = row_of(program, 2, observation="text")
     monkeypatch.setattr(Client, "begins", "Now it is {}.")
-    with pytest.raises(
-        ValueError, match=r"the same each time, found 'Now it is 2\.', and 'It is 2\.' before"
-    ):
+    with pytest.raises(ValueError, match=r"the same each time, found 'Now it is 2\.', and 'It is 2\.' before"):
         asyncio.run(program.run(row, "http://nowhere", "key", **ARGS))

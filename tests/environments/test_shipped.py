@@ -187,6 +187,7 @@ def test_observations_without_a_drawing():
     [
         ({"id": "Blackjack-v1", "actions": ["hit"]}, "has 2 actions, each with a name, found"),
         ({"id": "Blackjack-v1", "actions": ["hit", "hit"]}, "has 2 actions, each with a name, found"),
+        ({"id": "Blackjack-v1", "sentence": "You have {3}."}, r"`sentence` needs parts that \[\d+, \d+, \d\] has not"),
         ({"id": "Pendulum-v1"}, "the actions of Pendulum-v1 are Box"),
     ],
 )

@@ -7,9 +7,9 @@
 The model sees what the environment draws with render_mode="ansi", where it can, or else the observation: as it is, or
 in a sentence (`sentence`) with {0}, {1} ... for its parts.
 
-Between turns the environment is pickled, with its random numbers: any process goes on with it exactly, and after 100
-turns as quickly as after one. To play the actions again from the seed would do neither where an environment draws from
-elsewhere. One that cannot be pickled is refused in its first turn.
+Between turns the environment is pickled, with its random numbers: any process goes on with it exactly. To play its
+actions again from the seed would take longer with each turn, and come out otherwise where it draws from elsewhere. One
+that cannot be pickled is refused in its first turn.
 """
 
 import hashlib
@@ -94,7 +94,10 @@ class Gymnasium:
     def _shown(self) -> str:
         seen = _plain(self._seen)
         if self._sentence:
-            return self._sentence.format(*(seen if isinstance(seen, list) else [seen]))
+            try:
+                return self._sentence.format(*(seen if isinstance(seen, list) else [seen]))
+            except (IndexError, KeyError) as error:
+                raise ValueError(f"environment.args: `sentence` needs parts that {seen} has not: {error}") from None
         if self._env.render_mode == "ansi":
             return _COLOURED.sub(_without_colour, self._env.render()).strip("\n")
         return str(seen)

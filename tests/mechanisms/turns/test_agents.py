@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -242,3 +244,26 @@ def test_what_is_left_of_a_refused_request_is_no_part_of_the_next(agents: AgentP
         assert answer.status == status
         assert json.loads(answer.read())["error"]["message"]
     client.close()
+
+
+def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("agents", reason="openai-agents is not installed")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the worker finds the SDK
+    example = Path(__file__).resolve().parents[3] / "examples" / "agents_sdk.py"
+    section = {"kind": "openai", "path": str(example), "num_workers": 1, "env": ["PYTHONPATH"]}
+    config = from_mapping({"model": {"path": "m"}, "environment": section})
+    call = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
+    with closing(EnvironmentPool(config)) as pool:
+        agents = pool.acting()
+        assert isinstance(agents, AgentPool)
+        assert [each["function"]["name"] for each in pool.schemas({}, "row 1")] == ["add"]
+        ((row, messages),) = pool.problems(0, 1, 0)
+        prompt = Prompt(0, 0, (), "", row["answer"], extra=row | {"messages": messages})
+        for index, (text, reward) in enumerate([(row["answer"], 1.0), ("Who knows?", 0.0)]):  # one process plays both
+            key = SampleKey(0, index, 0)
+            agents.submit(key, prompt, f"Well.\n{call}", None)
+            told = observed(agents)
+            assert (told.messages, told.status) == (({"role": "tool", "content": "42"},), "ok")
+            agents.submit(key, prompt, text, told.state)
+            last = observed(agents)
+            assert (last.done, last.reward, last.metrics) == (True, reward, {"calls": 1.0})
