@@ -45,7 +45,7 @@ async def run(row, base_url, api_key, url, action, observation="", pattern="", m
             )
         while True:
             answer = await policy.chat.completions.create(model="policy", messages=messages)
-            said = answer.choices[0].message.content.strip()
+            said = (answer.choices[0].message.content or "").strip()
             found = re.search(pattern, said) if pattern else None
             steps, done = steps + 1, False
             if pattern and not found:
