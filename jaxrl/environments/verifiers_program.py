@@ -1,55 +1,32 @@
 """An environment of Prime Intellect's verifiers, as a program that asks for turns (`environment.kind=verifiers`).
 
-Runs under the Python that `environment.python` names, with `verifiers` (0.1, the classic environments) and the
-environment's own package installed there. Rows are those of its data set, with its prompts; its tools, its turns and
-its rubric are its own.
+Runs under the Python that `environment.python` names, with `verifiers` and the environment's own package installed
+there. What the library calls an environment is another thing from 0.4 on, so a file beside this one drives each kind;
+this one picks it by the version that is installed.
 """
 
-import openai
-import verifiers as vf  # pyright: ignore[reportMissingImports]
-from verifiers.clients.openai_chat_completions_client import (  # pyright: ignore[reportMissingImports]
-    OpenAIChatCompletionsClient,
-)
+import re
+import runpy
+import sys
+from importlib import metadata
+from pathlib import Path
 
-HELD_OUT = 1_000_000_000  # the number of the first held-out row
-_loaded = {}
-
-
-def schemas(id, args):
-    """The tools of the environment, as chat templates take them."""
-    return [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-        }
-        for tool in _environment(id, args).tool_defs or []
-    ]
+FIRST, TASKSETS, UNKNOWN = (0, 1, 11), (0, 4), (0, 5)
 
 
-def problem(index, seed, id, args):
-    row = _row(index, id, args)
-    return {"number": index, "answer": row.get("answer") or None, "messages": row["prompt"]}
+def _driver():
+    """The file that drives the installed version."""
+    try:
+        version = metadata.version("verifiers")
+    except metadata.PackageNotFoundError:
+        raise ValueError(
+            f"environment.python: {sys.executable} has no verifiers: install it there, with the environment's package"
+        ) from None
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if not FIRST <= release < UNKNOWN:
+        raise ValueError(f"environment.python: {sys.executable} has verifiers {version}, and 0.1.11 to 0.4 are driven")
+    return "verifiers_classic.py" if release < TASKSETS else "verifiers_tasksets.py"
 
 
-async def run(row, base_url, api_key, id, args):
-    """A rollout, scored by the environment's rubric."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
-        environment = _environment(id, args)
-        given = dict(_row(row["number"], id, args))
-        found = await environment.run_rollout(given, OpenAIChatCompletionsClient(client), "policy", {})
-    if found.get("error"):
-        raise RuntimeError(str(found["error"]))
-    numbers = {name: value for name, value in (found.get("metrics") or {}).items() if isinstance(value, int | float)}
-    return {**numbers, "score": found["reward"]}
-
-
-def _environment(id, args):
-    if id not in _loaded:
-        _loaded[id] = vf.load_environment(id, **args)
-    return _loaded[id]
-
-
-def _row(index, id, args):
-    environment = _environment(id, args)
-    rows = environment.get_dataset() if index < HELD_OUT else environment.get_eval_dataset()
-    return rows[index % HELD_OUT % len(rows)]
+_functions = runpy.run_path(str(Path(__file__).with_name(_driver())))
+schemas, problem, run = (_functions[name] for name in ("schemas", "problem", "run"))
