@@ -80,7 +80,7 @@ EXTRAS = {
     *("starlette", "tensorboardX", "trackio", "uvicorn", "wandb"),
 }
 """Packages that come with one of pyproject.toml's extras."""
-WITH_EXTRAS = ("jaxrl.serving", "jaxrl.environments.verifiers_program")  # loaded where the extra is asked for
+WITH_EXTRAS = ("jaxrl.serving", "jaxrl.environments.verifiers_")  # loaded where the extra is asked for
 MAX_TOP_MODULES = 6
 
 

@@ -26,7 +26,8 @@ def main() -> None:
                 made = runpy.run_path(sys.argv[1], run_name="program") if made is None else made
                 found = {"value": _called(made.get(asked["call"]), asked["given"], loop)}
             except BaseException as error:
-                found = {"error": f"{type(error).__name__}: {error}"}
+                kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+                found = {"error": f"{kind}{error}"}
             answers.write(json.dumps(found, default=str) + "\n")
             answers.flush()
 

@@ -3,6 +3,8 @@
 Rows are those of its data set, with its prompts; its tools, its turns and its rubric are its own.
 """
 
+import os
+
 import openai
 import verifiers as vf  # pyright: ignore[reportMissingImports]
 from verifiers.clients.openai_chat_completions_client import (  # pyright: ignore[reportMissingImports]
@@ -26,7 +28,9 @@ def schemas(id, args):
 
 def problem(index, seed, id, args):
     row = _row(index, id, args)
-    return {"number": index, "answer": row.get("answer") or None, "messages": row["prompt"]}
+    prompt, answer = row["prompt"], row.get("answer")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {"number": index, "answer": answer if answer and isinstance(answer, str) else None, "messages": messages}
 
 
 async def run(row, base_url, api_key, id, args):
@@ -43,7 +47,16 @@ async def run(row, base_url, api_key, id, args):
 
 def _environment(id, args):
     if id not in _loaded:
-        _loaded[id] = vf.load_environment(id, **args)
+        try:
+            made = vf.load_environment(id, **args)
+        except Exception as error:  # the environment's own, or pydantic's in several lines
+            raise ValueError(f"environment.id: {' '.join(str(error).split(' [type=')[0].split())}") from None
+        if any(kind.__name__ == "SandboxEnv" for kind in type(made).__mro__) and not os.environ.get("PRIME_API_KEY"):
+            raise ValueError(
+                f"environment.id: {id} runs code in Prime's sandboxes, which take PRIME_API_KEY: name it in "
+                "environment.env"
+            )
+        _loaded[id] = made
     return _loaded[id]
 
 

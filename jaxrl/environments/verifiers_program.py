@@ -28,5 +28,6 @@ def _driver():
     return "verifiers_classic.py" if release < TASKSETS else "verifiers_tasksets.py"
 
 
-_functions = runpy.run_path(str(Path(__file__).with_name(_driver())))
-schemas, problem, run = (_functions[name] for name in ("schemas", "problem", "run"))
+if __name__ == "program":  # as program_server.py runs it
+    _functions = runpy.run_path(str(Path(__file__).with_name(_driver())))
+    schemas, problem, run = (_functions[name] for name in ("schemas", "problem", "run"))

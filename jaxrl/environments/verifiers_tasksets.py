@@ -71,8 +71,21 @@ async def _environment(id, args, held_out):
 
 
 def _merged(own, changed):
-    both = {name: _merged(own[name], changed[name]) for name in own.keys() & changed.keys() if isinstance(own[name], dict)}
+    both = {
+        name: _merged(own[name], changed[name]) for name in own.keys() & changed.keys() if isinstance(own[name], dict)
+    }
     return own | changed | both
+
+
+def _config(id, args):
+    try:
+        return vf.resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": id}})
+    except ModuleNotFoundError as error:
+        raise ValueError(f"environment.id: {id} cannot be imported: {error.__cause__ or error}") from None
+    except ValueError as error:
+        told = getattr(error, "errors", list)()  # pydantic's, in several lines
+        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in told] or [str(error)]
+        raise ValueError(f"environment.args: {'; '.join(wrong)}") from None
 
 
 def _failure(episode):
@@ -89,7 +102,7 @@ class Environment:
     """
 
     def __init__(self, id, args, is_held_out_whole):
-        config = vf.resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": id}})
+        config = _config(id, args)
         seats = {name: agent for name, agent in config if isinstance(agent, vf.AgentConfig) and agent.client is None}
         if len(seats) != 1:
             raise ValueError(

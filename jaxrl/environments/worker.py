@@ -99,7 +99,7 @@ class EpisodeScorer:
 
     Attributes:
       kind, name, args, group: as in `environment`.
-      file: that `environment.path` names. python: another one to run it; empty: this one.
+      file: that `environment.path` names, or what drives verifiers. python: another one to run it; empty: this one.
     """
 
     kind: EnvironmentKind

@@ -135,7 +135,8 @@ class EnvironmentPool:
             with contextlib.suppress(queue.Empty):
                 _, (status, _, info, _), _ = self._workers.ended.get(timeout=1.0)
                 if status != "ok":
-                    raise ValueError(f"environment.path: {info.get('error', status)}")
+                    named = "" if self._kind == "verifiers" else "environment.path: "  # its errors name the place
+                    raise ValueError(f"{named}{info.get('error', status)}")
                 return info
 
     # -- turns -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,211 @@
+"""Environments of verifiers, in a Python of their own: stand-ins of both kinds of the library, and the library itself
+under each Python that JAXRL_VERIFIERS_PYTHON names (their paths, with a colon between)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.environments.kinds import OtherPython, Program
+from jaxrl.mechanisms.turns.agents import AgentPool
+from jaxrl.mechanisms.turns.pool import VERIFIERS, EnvironmentPool
+from jaxrl.mechanisms.turns.rule import Observed
+from jaxrl.types import Prompt, SampleKey
+
+pytest.importorskip("openai")
+
+HELD_OUT = 1_000_000_000
+PYTHONS = [path for path in os.environ.get("JAXRL_VERIFIERS_PYTHON", "").split(":") if path]
+CALL = '<tool_call>{"name": "calc_double", "arguments": {"x": 3}}</tool_call>'
+STAND_INS = Path(__file__).parent / "stand_ins"
+CHAT = """
+def message_to_wire(message):
+    return {"role": message.role, "content": message.content}
+"""
+MCP = """
+async def connect_mcp(config, stack):
+    assert config["mcpServers"]["calc"]["url"] == "http://tools"
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    function = {"name": "calc_double", "description": "Doubles.", "parameters": parameters}
+    return [{"type": "function", "function": function}], {"calc_double": ("calc", "double")}, {}
+
+async def call_mcp(servers, names, name, arguments):
+    return str(2 * arguments["x"])
+"""
+
+
+def stand_in(folder: Path, version: str) -> Path:
+    """A folder with a package that says it is this version of verifiers."""
+    info = folder / f"verifiers-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
+    classic, tasksets = ((STAND_INS / f"{name}.py").read_text() for name in ("classic", "tasksets"))
+    files = {"__init__.py": "", "v1/__init__.py": tasksets}
+    files |= {"v1/dialects/chat.py": CHAT, "v1/harnesses/utils/mcp.py": MCP}
+    if version < "0.4":
+        client = "from verifiers import Client as OpenAIChatCompletionsClient\n"
+        files = {"__init__.py": classic, "clients/openai_chat_completions_client.py": client}
+    for name, text in files.items():
+        path = folder / "verifiers" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Program]]:
+    """Makes a program of a version's stand-in."""
+    with ExitStack() as stack:
+
+        def made(version: str, id: str = "sums", **args: Any) -> Program:
+            monkeypatch.setenv("PYTHONPATH", str(stand_in(tmp_path / version / id, version)))
+            python = OtherPython(sys.executable, str(VERIFIERS))
+            stack.callback(python.close)
+            return Program(python, {"id": id, "args": args})
+
+        yield made
+
+
+def test_the_version_decides_what_drives_it(program: Callable[..., Program]):
+    for version, first in (("0.1.14", "Be short."), ("0.3.1", "Be short."), ("0.4.0", "Be short.")):
+        made = program(version)
+        assert [each["function"]["name"] for each in made.schemas] == ["calc_double"]
+        assert made.problem(3, 0)["messages"] == [
+            {"role": "system", "content": first},
+            {"role": "user", "content": "What is 3 + 3?"},
+        ]
+        assert made.problem(3, 0)["answer"] == "6"
+    for version in ("0.1.10", "0.5.0"):
+        with pytest.raises(ValueError, match=rf"has verifiers {re.escape(version)}, and 0\.1\.11 to 0\.4 are driven"):
+            program(version)
+
+
+def test_held_out_rows_of_a_data_set(program: Callable[..., Program]):
+    made = program("0.1.14", count=4)
+    assert made.problem(5, 0)["answer"] == "2", "rows come again"
+    held_out = made.problem(HELD_OUT + 7, 0)
+    assert (held_out["messages"], held_out["answer"]) == ([{"role": "user", "content": "What is 50 + 50?"}], None)
+
+
+def test_held_out_tasks_of_a_taskset(program: Callable[..., Program]):
+    def answers(made: Program, first: int, count: int) -> list[int]:
+        return [int(made.problem(first + i, 0)["answer"]) // 2 for i in range(count)]
+
+    tasks = {"count": 25}
+    made = program("0.4.0", taskset=tasks)
+    assert answers(made, 0, 25) == [*range(9), *range(10, 19), *range(20, 25), 0, 1], "23 of 25, and from the beginning"
+    assert answers(made, HELD_OUT, 3) == [9, 19, 9]
+    endless = program("0.4.0", "endless")
+    assert answers(endless, HELD_OUT, 3) == [9, 19, 29]
+    assert answers(endless, 100, 1) == [111]
+    own = Program(endless._call, {"id": "sums", "args": {"taskset": tasks, "eval": {"taskset": {"count": 2}}}})
+    assert answers(own, HELD_OUT, 3) == [0, 1, 0], "what `eval` changes has them all"
+    assert answers(own, 9, 1) == [10]
+
+
+def test_a_conversation_that_the_environment_opens(program: Callable[..., Program]):
+    assert program("0.4.0", "opened").problem(0, 0)["messages"] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "I open."},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "id", "args", "words"),
+    [
+        ("0.1.14", "none", {}, "environment.id: Could not import 'none' environment. Ensure that it is installed."),
+        ("0.1.14", "sandboxed", {}, "sandboxed runs code in Prime's sandboxes, which take PRIME_API_KEY"),
+        ("0.4.0", "none", {}, "environment.id: none cannot be imported: No module named 'nothing'"),
+        ("0.4.0", "sums", {"agents": 1}, "environment.args: agents.0: there is no such option"),
+        ("0.4.0", "sums", {"other": {}}, "has the agents agent, other to be the policy"),
+        ("0.4.0", "sums", {"taskset": {"count": 0}}, "the taskset sums has no tasks"),
+        ("0.4.0", "boxed", {}, "an episode fails before its first turn: ValueError: it needs a container"),
+    ],
+)
+def test_what_cannot_be_driven(
+    program: Callable[..., Program],
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    id: str,
+    args: dict[str, Any],
+    words: str,
+):
+    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        program(version, id, **args)
+
+
+def test_a_python_without_verifiers(tmp_path: Path):
+    empty = tmp_path / "empty"
+    venv.create(empty, with_pip=False)
+    words = r"environment\.python: .*python has no verifiers: install it there"
+    with (
+        closing(OtherPython(str(empty / "bin" / "python"), str(VERIFIERS))) as python,
+        pytest.raises(ValueError, match=words),
+    ):
+        Program(python, {"id": "sums", "args": {}})
+
+
+@pytest.fixture(params=["0.1.14", "0.4.0", *PYTHONS])
+def agents(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[AgentPool, EnvironmentPool]]:
+    """A run's processes, over a stand-in or the library itself with the same environment."""
+    python, id = request.param, "sums"
+    if python in PYTHONS:
+        folder, id = tmp_path, "sums_tasks" if is_tasksets(python) else "sums"
+        for name in ("sums.py", "sums_tasks.py", "sums_tools.py"):
+            shutil.copy(STAND_INS / name, folder)
+    else:
+        folder, python = stand_in(tmp_path, python), sys.executable
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    section = {"kind": "verifiers", "id": id, "python": python, "num_workers": 1, "timeout_s": 60}
+    section |= {"env": ["PYTHONPATH"], "max_memory_gib": 0}
+    config = from_mapping({"model": {"path": "m"}, "environment": section, "reward": {"kind": "environment"}})
+    with ExitStack() as stack:
+        pool = stack.enter_context(closing(EnvironmentPool(config)))
+        made = pool.acting()
+        assert isinstance(made, AgentPool)
+        yield made, pool
+
+
+def is_tasksets(python: str) -> bool:
+    asked = "import importlib.metadata as m; print(m.version('verifiers') >= '0.4')"
+    return subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip() == "True"
+
+
+def observed(agents: AgentPool) -> Observed:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if found := agents.completed(0.1):
+            return found[0]
+    raise AssertionError("nothing came")
+
+
+def test_an_episode_from_its_first_request_to_its_reward(agents: tuple[AgentPool, EnvironmentPool]):
+    acting, pool = agents
+    assert [each["function"]["name"] for each in pool.schemas({}, "row 1")] == ["calc_double"]
+    ((row, messages),) = pool.problems(3, 4, 0)
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 3?"}]
+    assert messages == asked
+    key, prompt = SampleKey(0, 0, 0), Prompt(3, 0, (), "", row["answer"], extra={**row, "messages": messages})
+    for last, reward in (("6", 1.0), ("seven", 0.0)):
+        acting.submit(key, prompt, CALL, None)
+        tool = observed(acting)
+        assert (tool.done, [(each["role"], each["content"]) for each in tool.messages]) == (False, [("tool", "6")])
+        acting.submit(key, prompt, last, tool.state)
+        end = observed(acting)
+        assert (end.done, end.status, end.reward, end.error) == (True, "ok", reward, "")
+        assert end.metrics
