@@ -147,8 +147,8 @@ class Environment:
 
     def task_of(self, data):
         """A task that has been in a row: another process may have made it."""
-        kind = type(self._tasks[0]) if self._tasks else self._env.taskset.task_type()
-        return kind(type(self._tasks[0].data).model_validate(data), self._env.config.taskset.task)
+        first = self.task(0, held_out=False)
+        return type(first)(type(first.data).model_validate(data), self._env.config.taskset.task)
 
     async def messages(self, task):
         """What the policy is asked first."""

@@ -115,6 +115,13 @@ def test_held_out_tasks_of_a_taskset(program: Callable[..., Program]):
     assert answers(own, 9, 1) == [10]
 
 
+def test_a_task_is_played_in_a_process_that_has_made_none(program: Callable[..., Program]):
+    made = program("0.4.0", "endless", eval={"taskset": {"count": 3}})
+    row = {"number": HELD_OUT, "task": made.problem(4, 0)["task"]}
+    with pytest.raises(ValueError, match="APIConnectionError"):  # it has come as far as to the policy
+        made.run("run", row, "http://127.0.0.1:1/v1", "key")
+
+
 def test_a_conversation_that_the_environment_opens(program: Callable[..., Program]):
     assert program("0.4.0", "opened").problem(0, 0)["messages"] == [
         {"role": "system", "content": "Be short."},
