@@ -37,8 +37,12 @@ class Sums:
 
     async def run_rollout(self, row, client, model, sampling):
         messages, turns = list(row["prompt"]), 0
+        tools = [
+            {"type": "function", "function": {"name": each.name, "parameters": each.parameters}}
+            for each in self.tool_defs
+        ]
         while True:
-            answer = await client.client.chat.completions.create(model=model, messages=messages)
+            answer = await client.client.chat.completions.create(model=model, messages=messages, tools=tools)
             said, turns = answer.choices[0].message, turns + 1
             messages.append(said.model_dump(exclude_none=True))
             if said.content == "fail":
