@@ -80,7 +80,8 @@ EXTRAS = {
     *("starlette", "tensorboardX", "trackio", "uvicorn", "wandb"),
 }
 """Packages that come with one of pyproject.toml's extras."""
-WITH_EXTRAS = ("jaxrl.serving", "jaxrl.environments.verifiers_")  # loaded where the extra is asked for
+WITH_EXTRAS = ("jaxrl.serving", "jaxrl.environments.verifiers_", "jaxrl.environments.shipped.openenv")
+"""Loaded where the extra is asked for, or under another Python."""
 MAX_TOP_MODULES = 6
 
 

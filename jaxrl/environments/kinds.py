@@ -14,6 +14,7 @@ import inspect
 import json
 import pickle
 import subprocess
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -178,6 +179,7 @@ def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
         value = found(**accepted(found, given))
         return loop.run(value) if inspect.iscoroutine(value) else value
 
+    weakref.finalize(call, loop.close)
     return call
 
 

@@ -148,9 +148,10 @@ def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
 
 
 def _spans(sample: Sample) -> list[tuple[int, list[int]]]:
+    """Of a sample without tokens, as simulated ones are, none."""
     starts = np.flatnonzero(np.diff(sample.versions, prepend=ENVIRONMENT - 1))
-    parts = zip(np.split(sample.token_ids, starts[1:]), sample.versions[starts].tolist(), strict=True)
-    return [(version, token_ids.tolist()) for token_ids, version in parts]
+    parts = zip(sample.versions[starts].tolist(), np.split(sample.token_ids, starts)[1:], strict=True)
+    return [(version, token_ids.tolist()) for version, token_ids in parts]
 
 
 def _short(info: Mapping[str, Any]) -> dict[str, Any]:
