@@ -176,6 +176,7 @@ def _add_eval_and_export(command: Command) -> None:
         "source", type=filled, metavar="RUN|MODEL", help="a run directory (its last checkpoint), or a model.path"
     )
     export.add_argument("folder", type=filled, help="where to write")
+    export.add_argument("--merge", action="store_true", help="with adapters (model.lora_rank): the whole model")
     add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
 
 
@@ -372,7 +373,7 @@ def _score(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from jaxrl.commands.export import export
 
-    for file in export(options.source, options.folder, options.dtype, stop=options.signals):
+    for file in export(options.source, options.folder, options.dtype, stop=options.signals, merge=options.merge):
         print(file)
     return 0
 

@@ -27,9 +27,10 @@ from jaxrl.commands.profile import adaptive
 from jaxrl.config import files as config_files
 from jaxrl.rollout.profiler import Profiler
 from jaxrl.rollout.profiles import identity_of, load_profile
-from jaxrl.runtime.build import build_executor, load_weights, read_tokenizer_and_model
+from jaxrl.runtime.build import build_executor, read_tokenizer_and_model
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.memory import layout_degrees
+from jaxrl.runtime.weights import load_weights
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sharding.layout import Layout
@@ -74,7 +75,8 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
     config = adaptive(config_files.load(options.config, options.overrides))
     mesh = submeshes(make_mesh(prepare_jax(config)), config.rollout.num_workers)[0]  # a profile is of one worker
     config = replace(config, rollout=replace(config.rollout, num_workers=1))
-    model, params = read_tokenizer_and_model(config)[1], load_weights(config, mesh)
+    _, model = read_tokenizer_and_model(config)
+    params = load_weights(config, model, mesh)
     profile = load_profile(options.profile)
     profile.check(identity_of(config, model, mesh))
     executor = build_executor(config, model, Layout(mesh, layout_degrees(config, mesh.size)[0]))

@@ -3,7 +3,8 @@
 Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...); a rollout layout splits it over
 a prefix of them; so a weight sync is an all-gather and a cast. Query and key/value heads that do not divide in whole
 groups are padded with zero heads; MLP columns and vocabulary rows likewise. The padded entries of the output
-projections are zero, so they change nothing, and training never sees them.
+projections are zero, so they change nothing, and training never sees them. Adapters (`Model.lora`) are added to their
+matrices on the way: rollout knows none.
 
 The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
 """
@@ -57,7 +58,10 @@ class Model(Protocol):
     def num_heads(self) -> int: ...
     @property
     def num_kv_heads(self) -> int: ...
+    @property
+    def base(self) -> Model: ...
     def weights(self) -> Mapping[str, Any]: ...
+    def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array: ...
 
 
 M = TypeVar("M", bound=Model)
@@ -137,7 +141,7 @@ def rollout_shardings(
     def one(weight: Weight) -> NamedSharding:
         return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
 
-    tree = map_weights(one, config.weights())
+    tree = map_weights(one, config.base.weights())
     layer = fused_shardings(tree["layers"], layout) if fused_projections else tree["layers"]
     return tree | {"layers": [dict(layer) for _ in range(config.num_layers)]}
 
@@ -219,7 +223,7 @@ def _converters(
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
     """The conversion of what is outside the layers, and of `count` layers from `start` on."""
     padded = padded_config(config, max_tp)
-    before, after = config.weights(), padded.weights()
+    before, after = config.base.weights(), padded.base.weights()
     group = (config.num_heads // config.num_kv_heads, padded.num_heads // padded.num_kv_heads)
 
     def convert(weight: Weight, padded_weight: Weight, array: jax.Array) -> jax.Array:
@@ -230,11 +234,12 @@ def _converters(
         return {name: convert(before[name], after[name], array) for name, array in params.items()}
 
     def layers(stacked: Tree, start: int | jax.Array, count: int) -> list[Tree]:
-        def one(name: str, index: int | jax.Array) -> jax.Array:
-            array = lax.dynamic_index_in_dim(stacked[name], index, keepdims=False)
-            return convert(before["layers"][name], after["layers"][name], array)
+        def one(index: int | jax.Array) -> Tree:
+            own = {name: lax.dynamic_index_in_dim(array, index, keepdims=False) for name, array in stacked.items()}
+            weights = before["layers"].items()
+            return {n: convert(w, after["layers"][n], config.merged(n, own)) for n, w in weights if n in own}
 
-        separate = [{name: one(name, start + i) for name in stacked} for i in range(count)]
+        separate = [one(start + i) for i in range(count)]
         return [fuse(layer) for layer in separate] if fused_projections else separate
 
     return outer, layers

@@ -31,11 +31,8 @@ from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.build import (
-    abstract,
-    abstract_params,
     build_engine,
     build_executor,
-    load_weights,
     on_one_worker,
     read_tokenizer_and_model,
     refuse_too_large,
@@ -45,13 +42,13 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
+from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import find_step, whole_step
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams
 
@@ -93,7 +90,7 @@ def evaluate(
     refuse_unread(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     if place is not None:
-        refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
+        refuse_other_model(place, config, model, mesh)
     with ExitStack() as stack:
         if (acting := environments(config)) is not None:
             stack.enter_context(closing(acting))
@@ -103,9 +100,9 @@ def evaluate(
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
         join_pools(config, pool)
         pool.warm()
-        params = load_weights(config, mesh)
+        params = load_weights(config, model, mesh)
         if place is not None:
-            params = restore_params(place, abstract(params))
+            params = restored(place, model, params)
         # open from here on: that it cannot be written is known before the evaluation, not after it
         file = stack.enter_context(writing_whole(out, removing=removing)) if out else None
         use_compilation_cache(config)

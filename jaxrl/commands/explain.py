@@ -24,6 +24,7 @@ from jaxrl.runtime.build import share_notes
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem
+from jaxrl.runtime.weights import adapted
 from jaxrl.schema.declared import Declared, number_problem
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.sharding.memory import DEFAULT_SHARE, device_bytes, in_bytes, memory_of, memory_share, share_variable
@@ -87,7 +88,7 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
         raise ValueError(f"--device-gib must be from 1 to {MAX_MEMORY_BYTES} bytes, found {memory_bytes}")
     batch_rule(config)  # its settings may be refused
     devices = [] if num_devices else prepare_jax(config)
-    model = SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path))
+    model = adapted(config, SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path)))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = platform_of(devices[0]) if devices else "gpu"
     num_devices = num_devices or len(devices) * config.hosts.num

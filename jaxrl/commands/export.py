@@ -14,21 +14,29 @@ import jax.numpy as jnp
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
+from jaxrl.models.lora import with_adapters
+from jaxrl.models.peft import export_adapter, merged_params
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import refuse_folder, system_error, temporary_path
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
-from jaxrl.runtime.build import abstract_params
 from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.weights import adapted, load_weights, trained_weights
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import restore_params
 from jaxrl.train.steps import whole_step
 
 
 def export(
-    source: str, folder: str, dtype: str, say: Callable[[str], None] = print, stop: Stop | None = None
+    source: str,
+    folder: str,
+    dtype: str,
+    say: Callable[[str], None] = print,
+    stop: Stop | None = None,
+    *,
+    merge: bool = False,
 ) -> list[Path]:
-    """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
+    """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files. Of a run
+    that trains adapters it is a folder of peft's, with the adapters alone.
 
     A temporary folder is written and renamed at the end: a failed export leaves no partial folder, and of two into one
     folder the second is refused.
@@ -39,6 +47,7 @@ def export(
       dtype: of the weights.
       say: gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
       stop: the program's signals, if it has any.
+      merge: of a run that trains adapters, write the whole model with them in its weights.
 
     Raises:
       ValueError: `source` has no weights to export, or `folder` cannot be written or is not empty.
@@ -56,11 +65,17 @@ def export(
     said: list[str] = []  # shown once nothing is refused any more
     place = None if config is None else whole_step(source, say=said.append)
     mesh = make_mesh()
+    if merge and (config is None or not config.model.lora_rank):
+        raise ValueError(
+            f"export --merge: {source} has no adapters to merge: it is no run with model.lora_rank above 0"
+        )
     if config is not None and place is not None:
         path = resolve_path(config.model.path)
-        model = config_of(path)
-        shapes = abstract_params(model, mesh, config.actor.param_dtype)
-        params: Any = restore_params(place, shapes)
+        model = adapted(config, config_of(path))
+        params: Any = trained_weights(place, config, model, mesh)
+        if merge:
+            params = merged_params(model, with_adapters(load_weights(config, model, mesh), params))
+            model = model.base
     else:
         path = resolve_path(source, weights=True)
         if not os.path.lexists(path.removeprefix(RANDOM)):
@@ -73,7 +88,10 @@ def export(
     partial.mkdir(parents=True)
     try:
         with (stop or Stop()).removing(partial):
-            export_hf(params, model, partial, dtype=jnp.dtype(dtype))
+            if model.lora is not None:
+                export_adapter(params, model, partial, jnp.dtype(dtype), path.removeprefix(RANDOM))
+            else:
+                export_hf(params, model, partial, dtype=jnp.dtype(dtype))
             if tokenizer is not None:
                 tokenizer.save(partial)
             partial.rename(target)  # also in place of an empty folder

@@ -26,7 +26,6 @@ from jaxrl.rollout.profiler import Profiler, pairs
 from jaxrl.rollout.profiles import identity_of, load_profile
 from jaxrl.runtime.build import (
     build_executor,
-    load_weights,
     read_tokenizer_and_model,
     refuse_too_large,
     use_compilation_cache,
@@ -34,6 +33,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.memory import layout_degrees
+from jaxrl.runtime.weights import load_weights
 from jaxrl.scheduling.layouts.latency_profile import (
     Profile,
     ProfilePoint,
@@ -96,7 +96,7 @@ def profile(
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     path = Path(out).expanduser()
     table = _continued(path, Profile(identity_of(config, model, mesh)))
-    params = load_weights(config, mesh)
+    params = load_weights(config, model, mesh)
     layout = Layout(mesh, config.rollout.tp)
     executor = build_executor(config, model, layout, lambda: params)
     row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,11 +23,8 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.record.samples import Recorded, read_sample
 from jaxrl.runtime.build import (
-    abstract,
-    abstract_params,
     build_engine,
     build_executor,
-    load_weights,
     on_one_worker,
     read_tokenizer_and_model,
     refuse_too_large,
@@ -37,11 +33,11 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
+from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import whole_step
 from jaxrl.types import ENVIRONMENT, RunFailed, Sample, SamplingParams
 
@@ -124,10 +120,9 @@ def _drawn(
     config = with_degree(config, mesh, say)
     tokenizer, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
-    shapes = abstract_params(model, mesh, config.actor.param_dtype)
     for place in places.values():
         if place is not None:
-            refuse_other_model(place, shapes)
+            refuse_other_model(place, config, model, mesh)
     use_compilation_cache(config)
     executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
     engine = build_engine(config, executor, tokenizer)
@@ -135,9 +130,9 @@ def _drawn(
     for span in recorded.spans:
         spans.append(_Span(span.version, sum(len(each.token_ids) for each in spans), span.token_ids))
     for version, place in places.items():
-        params: Any = load_weights(config, mesh)
+        params = load_weights(config, model, mesh)
         if place is not None:
-            params = restore_params(place, abstract(params))
+            params = restored(place, model, params)
         executor.sync_weights(params, version)
         executor.allocate()
         own = [i for i, span in enumerate(spans) if span.version == version]

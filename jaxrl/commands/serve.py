@@ -27,11 +27,8 @@ from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.runtime.build import (
-    abstract,
-    abstract_params,
     build_engine,
     build_executor,
-    load_weights,
     on_one_worker,
     read_tokenizer_and_model,
     refuse_too_large,
@@ -41,11 +38,11 @@ from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import whole_step
 
 DEFAULT_LENGTH = 4096
@@ -249,11 +246,11 @@ def _built(config: Config, checkpoint: Path | None, say: Callable[[str], None], 
     tokenizer, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     if checkpoint is not None:
-        refuse_other_model(checkpoint, abstract_params(model, mesh, config.actor.param_dtype))
+        refuse_other_model(checkpoint, config, model, mesh)
     begin("reading the model")
-    params = load_weights(config, mesh)
+    params = load_weights(config, model, mesh)
     if checkpoint is not None:
-        params = restore_params(checkpoint, abstract(params))
+        params = restored(checkpoint, model, params)
     use_compilation_cache(config)
     from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
 

@@ -39,11 +39,8 @@ from jaxrl.rollout.profiles import checked_profile
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.beginnings import refuse_other_data, refuse_other_init
 from jaxrl.runtime.build import (
-    abstract,
-    abstract_params,
     build_engines,
     build_workers,
-    load_weights,
     read_tokenizer_and_model,
     refuse_too_large,
     retuning_note,
@@ -58,11 +55,12 @@ from jaxrl.runtime.hosts.process_group import ProcessGroup
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
-from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic, refuse_other_model, restore_params
+from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic
 from jaxrl.train.critic import Critic
 from jaxrl.train.learner import Learner
 from jaxrl.train.learning import Models
@@ -108,7 +106,7 @@ class Run:
         self.tokenizer, self.model = read_tokenizer_and_model(config)
         refuse_too_large(config, self.model, len(self.devices), self.place.memory)
         if config.trainer.init_from and start.earlier is None:
-            refuse_other_init(config, abstract_params(self.model, self.mesh, config.actor.param_dtype))
+            refuse_other_init(config, self.model, self.mesh)
         self._data(start)
         refuse_other_data(self.run_dir, self.prompts, config)
         mesh = self.rollout_mesh
@@ -149,7 +147,7 @@ class Run:
             self.init_from = Path(self.joined.first("the checkpoint to begin from", lambda: str(look())))
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
-                refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
+                refuse_other_model(place, config, self.model, self.mesh)
         if self.resuming and holds_critic(place := self.run_dir.file(f"checkpoints/{self.step}")) != config.has_critic:
             found, needed = ("no", "needs one") if config.has_critic else ("a", "has none")
             raise ConfigError(
@@ -183,9 +181,9 @@ class Run:
 
     def _weights(self, trained: Config) -> None:
         config = self.config
-        params = load_weights(config, self.mesh)
+        params = load_weights(config, self.model, self.mesh)
         if self.init_from is not None:
-            params = restore_params(self.init_from, abstract(params))
+            params = restored(self.init_from, self.model, params)
         given = trained, self.model, params, self.mesh
         told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
         updates = (self.total_steps - config.critic_warmup) * config.updates_per_step

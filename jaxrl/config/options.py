@@ -10,6 +10,7 @@ whether it counts prompts, samples or tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, overload
 
@@ -34,7 +35,7 @@ MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
 
 
 @dataclass(frozen=True)
-class ModelSection:
+class ModelSection(Checked):
     """The model to train."""
 
     path: Annotated[
@@ -46,6 +47,29 @@ class ModelSection:
     random_init: Annotated[
         bool, "Start from random weights; model.path then needs only config.json and the tokenizer's files."
     ] = False
+    lora_rank: Annotated[
+        int,
+        Ge(0),
+        Cap(4096, "an adapter of such a rank is as large as its matrix"),
+        "Rank of the adapters that are trained in place of the weights (LoRA); 0: all weights are trained.",
+    ] = 0
+    lora_alpha: Annotated[
+        float,
+        Gt(0),
+        "What an adapter's product is multiplied by, divided by the rank: a larger rank needs no other lr.",
+    ] = 32.0
+    target_modules: Annotated[
+        list[str],
+        "The matrices with adapters, by their names in Hugging Face files (q_proj, down_proj); all-linear: all those "
+        "of the layers.",
+    ] = field(default_factory=lambda: ["all-linear"])
+    exclude_modules: Annotated[list[str], "Those of them that have none."] = field(default_factory=list)
+    use_rslora: Annotated[bool, "Divide lora_alpha by the square root of the rank (rsLoRA)."] = False
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        if not self.lora_rank:
+            names = frozenset({"lora_alpha", "target_modules", "exclude_modules", "use_rslora"})
+            yield names, "model.lora_rank is 0"
 
 
 @dataclass(frozen=True)

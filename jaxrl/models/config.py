@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
+from jaxrl.models.lora import Lora, adapters, merged
 from jaxrl.models.rope import DEFAULT_THETA, RopeScaling, read_rope
 from jaxrl.models.weights import Init, Weight, leaves
 from jaxrl.schema.declared import shown
+
+if TYPE_CHECKING:
+    import jax
 
 Family = Literal["llama", "qwen2", "qwen3"]
 ARCHITECTURES: dict[str, str] = {
@@ -51,6 +55,8 @@ _DEFAULT_WINDOW, _DEFAULT_WINDOW_START = 4096, 28
 class ModelConfig:
     """Shapes and constants of a decoder. Hashable, so that compiled functions can be cached by it.
 
+    With `lora` its layers have adapters, and all other weights are frozen.
+
     With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
     head it has one number, read at a text's last token that is not `pad_token_id`.
 
@@ -81,6 +87,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     scalar_head: bool = False
     pad_token_id: int | None = None
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -156,9 +163,21 @@ class ModelConfig:
             case _:
                 return given
 
+    @property
+    def base(self) -> ModelConfig:
+        """The same without adapters."""
+        return self if self.lora is None else replace(self, lora=None)
+
     def weights(self) -> dict[str, Any]:
-        """The table of weights: the training form's tree with a `Weight` at each leaf."""
-        return _weights(self)
+        """The table of weights: the training form's tree with a `Weight` at each leaf, adapters behind the rest."""
+        table = _weights(self)
+        return (
+            table if self.lora is None else table | {"layers": table["layers"] | adapters(self.lora, table["layers"])}
+        )
+
+    def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
+        """A weight of one layer as the layer computes with it: with its adapter, if it has one."""
+        return layer[name] if self.lora is None else merged(self.lora, name, layer)
 
     def num_params(self) -> int:
         """How many numbers the weights hold; tied embeddings count once."""

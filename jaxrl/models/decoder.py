@@ -37,6 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.lora import A, B
 from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
 
@@ -48,14 +49,22 @@ _PRODUCT = "product"  # the name under which a remat policy keeps products with 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
     """Random weights in training form. A weight's values depend on its path and the key, not on the other weights."""
+    return init_table(config.weights(), key, dtype)
+
+
+def init_table(table: Params, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """The same of a table of weights, or of a part of one."""
 
     def one(path: Any, weight: Weight) -> jax.Array:
-        if weight.init != "normal":
+        if weight.init in ("ones", "zeros"):
             return jnp.full(weight.shape, 1 if weight.init == "ones" else 0, dtype)
         own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        if weight.init == "inputs":
+            bound = weight.hf_shape[1] ** -0.5
+            return jax.random.uniform(own_key, weight.shape, _at_least_float32(dtype), -bound, bound).astype(dtype)
         return (INIT_STD * jax.random.normal(own_key, weight.shape, _at_least_float32(dtype))).astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(one, config.weights(), is_leaf=lambda x: isinstance(x, Weight))
+    return jax.tree_util.tree_map_with_path(one, table, is_leaf=lambda x: isinstance(x, Weight))
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
@@ -142,7 +151,7 @@ def layer(
       cos, sin: [..., D / 2] from `rope_tables`.
       attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
         key/value head h // (H // K). `attend` scales by 1/sqrt(D).
-      config: only constants are taken from it (eps).
+      config: only constants are taken from it (eps, the factor of adapters).
       features_first: matrices are [out..., in...].
       widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
@@ -151,7 +160,8 @@ def layer(
       (x, extra).
     """
 
-    weights = _LayerWeights(lp, x.dtype, config.rms_norm_eps, features_first, widen)
+    scale = 0.0 if config.lora is None else config.lora.scale
+    weights = _LayerWeights(lp, x.dtype, config.rms_norm_eps, features_first, widen, scale)
     q, k, v = _queries_keys_values(weights, x, cos, sin)
     out, extra = attend(q, k, v)
     x = _add_attention(weights, x, out.astype(x.dtype))
@@ -166,6 +176,7 @@ class _LayerWeights(NamedTuple):
     eps: float
     features_first: bool
     widen: bool
+    scale: float
 
     def get(self, name: str) -> jax.Array:
         return self.lp[name].astype(self.dtype)
@@ -173,17 +184,25 @@ class _LayerWeights(NamedTuple):
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         return _rms_norm(x, self.lp[name], self.eps, self.features_first)
 
-    def product(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    def product(self, x: jax.Array, name: str) -> jax.Array:
+        """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O]."""
         if self.features_first:
-            return _from_the_left("oe,e...->o...", matrix, x)
-        return _dense(self.widen, x, matrix)
+            return _from_the_left("oe,e...->o...", self.get(name), x)
+        matrix = self.get(name)
+        out: Any = _dense(self.widen, x, matrix.reshape(x.shape[-1], -1))
+        if name + A not in self.lp:
+            return out
+        a, b = self.get(name + A), self.get(name + B)
+        low: Any = _dense(self.widen, x, a.reshape(x.shape[-1], -1))
+        added: Any = _dense(self.widen, low, b.reshape(low.shape[-1], -1))
+        return out + self.scale * added
 
     def heads(self, name: str, h: jax.Array) -> jax.Array:
         """[..., heads, D]"""
         w = self.get(name)
         if self.features_first:
             return jnp.moveaxis(_from_the_left("hde,e...->hd...", w, h), (0, 1), (-2, -1))
-        return self.product(h, w.reshape(w.shape[0], -1)).reshape(*h.shape[:-1], *w.shape[1:])
+        return self.product(h, name).reshape(*h.shape[:-1], *w.shape[1:])
 
 
 def _queries_keys_values(
@@ -216,8 +235,7 @@ def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.
         # a product with two summed dims makes XLA:CPU transpose the weights in every call, so they are joined into one
         out = out.reshape(*out.shape[:-2], -1)
         return x + _from_the_left("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
-    w = weights.get("o")
-    return x + weights.product(out.reshape(*x.shape[:-1], -1), w.reshape(-1, w.shape[-1]))
+    return x + weights.product(out.reshape(*x.shape[:-1], -1), "o")
 
 
 def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
@@ -227,9 +245,9 @@ def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
         both = jnp.einsum("...e,exf->...xf", h, weights.get("gate_up"))
         gate, up = both[..., 0, :], both[..., 1, :]
     else:
-        gate, up = weights.product(h, weights.get("gate")), weights.product(h, weights.get("up"))
+        gate, up = weights.product(h, "gate"), weights.product(h, "up")
     h = jax.nn.silu(gate) * up
-    return x + weights.product(h, weights.get("down"))
+    return x + weights.product(h, "down")
 
 
 def _from_the_left(spec: str, matrix: jax.Array, x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ Random initialisation, shardings, loading (safetensors and GGUF), export and pad
 a weight's shape, its logical dims and its names in files are written down in one place only.
 
 Logical dims: `vocab`, `embed` (the residual stream), `heads` (query heads), `kv_heads`, `head_dim`, `mlp`, `layers`,
-`labels` (the one number of a reward model).
+`labels` (the one number of a reward model), `rank` (of an adapter).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-Init = Literal["normal", "ones", "zeros"]
+Init = Literal["normal", "ones", "zeros", "inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Weight:
     Attributes:
       shape: its shape; the weights of layers are stacked on a leading dim.
       dims: the logical dim of each entry of `shape`.
-      init: `normal` (standard deviation 0.02), `ones` (norms) or `zeros` (biases).
+      init: `normal` (standard deviation 0.02), `ones` (norms), `zeros` (biases) or `inputs` (uniform, at most one over
+        the square root of the number of inputs: adapters).
       hf_name: its name in Hugging Face files; `{layer}` stands for the layer's index.
       gguf_name: its name in GGUF files.
       hf_shape: the shape of one layer's tensor in both kinds of files.

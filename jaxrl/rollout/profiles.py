@@ -20,7 +20,7 @@ from jaxrl.sharding.mesh import submeshes
 
 def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
     """The model, machine and versions for which a profile of a worker holds; `mesh` is the worker's."""
-    shapes = {name: (weight.shape, weight.dims) for name, weight in _named(model.weights())}
+    shapes = {name: (weight.shape, weight.dims) for name, weight in _named(model.base.weights())}
     device = mesh.devices.ravel()[0]
     cores = f" ({os.cpu_count()} cores)" if device.platform == "cpu" else ""
     return ProfileIdentity(

@@ -11,12 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxrl.config import Config, ConfigError, differences
 from jaxrl.config.inputs import read_json
 from jaxrl.data.prompts import PromptSource
+from jaxrl.models.config import ModelConfig
 from jaxrl.record.run_dir import RunFolder
+from jaxrl.runtime.weights import refuse_other_model
 from jaxrl.train import manifest
-from jaxrl.train.checkpoint import refuse_other_model
 from jaxrl.train.steps import HOST, STATE, find_step, steps_of
 
 _FILE = f"{HOST}/metadata"
@@ -47,12 +50,8 @@ def refuse_other_data(run_dir: RunFolder, prompts: PromptSource, config: Config)
     )
 
 
-def refuse_other_init(config: Config, abstract_params: Any) -> None:
-    """Raises ConfigError where the newest checkpoint in `trainer.init_from` holds parameters of other names or shapes.
-
-    Args:
-      abstract_params: of the run's model; a tree of `jax.ShapeDtypeStruct`.
-    """
+def refuse_other_init(config: Config, model: ModelConfig, mesh: Mesh) -> None:
+    """Raises ConfigError where the newest checkpoint in `trainer.init_from` holds other weights than the run trains."""
     folder, place = find_step(config.trainer.init_from)
     place = place or folder / str(steps_of(folder)[-1])
     try:
@@ -60,7 +59,7 @@ def refuse_other_init(config: Config, abstract_params: Any) -> None:
     except (manifest.Damaged, OSError):
         return  # an older one may be taken
     try:
-        refuse_other_model(place, abstract_params)
+        refuse_other_model(place, config, model, mesh)
     except ValueError as error:
         raise ConfigError(f"trainer.init_from: {error}") from None
 

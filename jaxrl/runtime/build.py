@@ -18,16 +18,16 @@ from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms import table
 from jaxrl.mechanisms.speculation.options import SpeculationSection
-from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
-from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
+from jaxrl.models.loading import checked_path, config_of, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config, workers_of
+from jaxrl.runtime.weights import adapted
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
@@ -45,7 +45,6 @@ from jaxrl.sharding.memory import (
     share_variable,
 )
 from jaxrl.sharding.mesh import platform_of, submeshes
-from jaxrl.sharding.rules import train_shardings
 from jaxrl.train.update_memory import plan_chunk, plan_remat
 
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
@@ -151,7 +150,7 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     """
     path = resolve_path(config.model.path)
     folder = str(checked_path(path))
-    model = config_of(path)
+    model = adapted(config, config_of(path))
     tokenizer = Tokenizer.from_path(folder)
     check_vocabulary(tokenizer, model, folder)
     data = config.data
@@ -164,23 +163,6 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     if model.scalar_head:
         raise ConfigError(f"model.path ({folder}) is a reward model, which writes nothing; it can score (reward.kind)")
     return tokenizer, model
-
-
-def load_weights(config: Config, mesh: Mesh) -> Any:
-    """The weights that `model.path` names, with training's shardings."""
-    seed = config.trainer.seed if config.model.random_init else None
-    path = resolve_path(config.model.path, weights=not config.model.random_init)
-    return load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)[1]
-
-
-def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:
-    """Shapes, dtypes and training's shardings of a model's weights, without any."""
-    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        train_shardings(model, mesh),
-    )
 
 
 def build_executor(
@@ -293,8 +275,3 @@ def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
     """The row counts of a worker's decode programs, by the degrees that its rounds may use."""
     first = workers.executors[0]
     return {tp: first.row_sizes(tp) for tp in layout_degrees(config, workers.mesh.size)}
-
-
-def abstract(tree: Any) -> Any:
-    """Shapes, dtypes and shardings of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -172,7 +172,7 @@ def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) ->
 
 
 def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:
-    padded = padded_config(model_config, layout_degrees(config, num_devices)[-1])
+    padded = padded_config(model_config.base, layout_degrees(config, num_devices)[-1])
     return device_numbers(padded, config.rollout.tp) * BYTES[config.rollout.dtype]
 
 

@@ -128,12 +128,13 @@ class Learner:
 
     def state(self) -> dict[str, Tree]:
         """Everything that decides the future of training: nested dicts of arrays, unpadded and free of any layout.
+        Weights that are frozen are not in it.
 
         Only between updates, because the accumulator is not part of it. `apply` invalidates the arrays.
         """
         assert self._passes.accumulator is None, "a checkpoint is cut at a step boundary, not inside a minibatch"
         return {
-            "params": self.params,
+            "params": _without_frozen(self._trainable),
             "optimizer": _flat(self._optimizer_state),
             "counters": {"updates": np.asarray(self.updates), "skipped_updates": np.asarray(self.skipped_updates)},
         }
@@ -149,8 +150,10 @@ class Learner:
 
     def load_state(self, state: Mapping[str, Tree]) -> None:
         """Takes over what `state()` returned, on any mesh; arrays that have our shardings already are not copied."""
-        params = jax.tree.map(jax.device_put, dict(state["params"]), self.programs.shardings)
-        self._trainable, self._frozen = self._partition(params)
+        wanted = self.programs.trainable
+        found = zip(jax.tree.leaves(dict(state["params"])), jax.tree.leaves(wanted), strict=True)
+        moved = [jax.device_put(x, to.sharding) for x, to in found]
+        self._trainable = jax.tree.unflatten(jax.tree.structure(wanted), moved)
         leaves = state["optimizer"]
         template = self._optimizer_state
         moved = [jax.device_put(leaves[key], old.sharding) for key, old in _flat(template).items()]
@@ -190,6 +193,12 @@ class Learner:
         kind = "device" if to == "device" else "pinned_host"
         places = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), self.programs.state)
         return jax.device_put(state, places, donate=False)
+
+
+def _without_frozen(trainable: Tree) -> Tree:
+    """The part that is trained, without the places of the other."""
+    kept = {name: _without_frozen(x) if isinstance(x, Mapping) else x for name, x in trainable.items()}
+    return {name: x for name, x in kept.items() if jax.tree.leaves(x)}
 
 
 def placed(params: Tree, shardings: Tree, dtype: str) -> Tree:

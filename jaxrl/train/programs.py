@@ -32,6 +32,7 @@ from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.lora import is_trained, without_adapters
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.mesh import platform_of
@@ -84,7 +85,7 @@ class TrainPrograms(CompiledPrograms):
         mesh: Mesh,
         *,
         total_updates: int = 0,
-        trainable: optimizers.Trainable = optimizers.everything,
+        trainable: optimizers.Trainable | None = None,
         interpret: bool = False,
         updates: bool = True,
     ) -> None:
@@ -95,6 +96,8 @@ class TrainPrograms(CompiledPrograms):
         """
         super().__init__()
         self._updates = updates
+        if trainable is None:
+            trainable = optimizers.everything if model_config.lora is None else is_trained
         self._made_with: dict[str, Any] = {
             "total_updates": total_updates,
             "trainable": trainable,
@@ -164,10 +167,9 @@ class TrainPrograms(CompiledPrograms):
                 jitted = jax.jit(self._add, donate_argnums=2, out_shardings=(_shardings(total), self._replicated))
                 return jitted.lower(*params, total, self._batch(rows, tokens))
             case "logprobs" | "ref_logprobs" | "values":
-                actor = self.config.actor
-                dtype = actor.dtype if kind == "ref_logprobs" else actor.param_dtype
                 jitted = jax.jit(self._first_of, out_shardings=self._replicated)
-                return jitted.lower(self._abstract_params(dtype), self._batch(rows, tokens))
+                params = self._abstract_ref() if kind == "ref_logprobs" else optimizers.combine(*params)
+                return jitted.lower(params, self._batch(rows, tokens))
             case "zeros":
                 zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), total)
                 return jax.jit(zeros, out_shardings=_shardings(total)).lower()
@@ -184,6 +186,12 @@ class TrainPrograms(CompiledPrograms):
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
 
         return map_weights(one, self.model_config.weights(), self.shardings)
+
+    def _abstract_ref(self) -> Tree:
+        """The reference's weights: of a model with adapters its base, which is there."""
+        if self.model_config.lora is None:
+            return self._abstract_params(self.config.actor.dtype)
+        return without_adapters(self._abstract_params(self.config.actor.param_dtype))
 
     def _batch(self, rows: int, tokens: int) -> TokenBatch:
         return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.learner import Learner, placed
@@ -43,7 +44,7 @@ class Trainer(Learner):
         mesh: Mesh,
         *,
         total_updates: int = 0,
-        trainable: optimizers.Trainable = optimizers.everything,
+        trainable: optimizers.Trainable | None = None,
         interpret: bool = False,
         programs: TrainPrograms | None = None,
         on_progress: Callable[[], None] = lambda: None,
@@ -60,7 +61,8 @@ class Trainer(Learner):
             one is needed, has these weights.
           mesh: rows and weights are split over all of its axes.
           total_updates: optimizer updates in the whole run; only schedules that decay need it.
-          trainable: which parameters are trained; the rest is kept as it is.
+          trainable: which parameters are trained; the rest is kept as it is. Default: the adapters of a model that has
+            some, else all.
           interpret: run the GPU kernels of `actor.attention: pallas` as plain JAX, on any device (slow; for tests).
           programs: of the same options, model and mesh, some of them compiled or being compiled; they decide
             `total_updates`, `trainable` and `interpret`. Made here if None.
@@ -81,12 +83,15 @@ class Trainer(Learner):
             )
         super().__init__(programs, params, on_progress=on_progress, meet=meet)
         self._ref: Tree | None = None
-        if self.config.needs_ref:
+        if self.config.needs_ref and model_config.lora is None:
             self._ref = placed(params, programs.shardings, self.config.actor.dtype)
 
     @property
     def ref_params(self) -> Tree | None:
-        """The reference's weights in training form; None where no option needs them."""
+        """The reference's weights in training form; None where no option needs them. With adapters those of the base,
+        which training leaves as they are: there is no second copy."""
+        if self.config.needs_ref and self.model_config.lora is not None:
+            return without_adapters(self.params)
         return self._ref
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"] = "actor") -> list[np.ndarray]:
@@ -102,11 +107,11 @@ class Trainer(Learner):
         Raises:
           ValueError: `ref` without a KL option that needs one; a sample that is too long.
         """
-        if which == "ref" and self._ref is None:
+        if which == "ref" and not self.config.needs_ref:
             raise ValueError(
                 "the reference model is only kept with actor.use_kl_loss or algorithm.use_kl_in_reward: set one of them"
             )
-        params, kind = (self.params, "logprobs") if which == "actor" else (self._ref, "ref_logprobs")
+        params, kind = (self.params, "logprobs") if which == "actor" else (self.ref_params, "ref_logprobs")
         return self._forward(params, batch, kind)
 
     def take_over(self, sums: Accumulator) -> None:

@@ -69,19 +69,31 @@ def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -
     return total
 
 
+def trained_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
+    """How many of them are trained: all, or those of adapters and a critic's head."""
+    numbers = device_numbers(model_config, degree, num_hosts)
+    if model_config.lora is None:
+        return numbers
+    head = model_config.hidden_size if model_config.scalar_head else 0
+    return numbers - device_numbers(model_config.base, degree, num_hosts) + head
+
+
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
-    """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights."""
+    """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights,
+    which with adapters are those of the base."""
     numbers = device_numbers(model_config, num_devices, config.hosts.num)
+    trained = trained_numbers(model_config, num_devices, config.hosts.num)
     size = BYTES[config.actor.param_dtype]
     parts = {"master weights": numbers * size}
     if not config.actor.offload_optimizer:
-        parts["optimizer (adam m, v)"] = 2 * numbers * size
+        parts["optimizer (adam m, v)"] = 2 * trained * size
     if config.has_critic:
-        own = device_numbers(critic_config(model_config), num_devices, config.hosts.num)
-        parts["critic: master weights"] = own * size
+        critic = critic_config(model_config)
+        parts["critic: master weights"] = device_numbers(critic, num_devices, config.hosts.num) * size
         if not config.actor.offload_optimizer:
-            parts["critic: optimizer (adam m, v)"] = 2 * own * size
-    if config.needs_ref:
+            trained = trained_numbers(critic, num_devices, config.hosts.num)
+            parts["critic: optimizer (adam m, v)"] = 2 * trained * size
+    if config.needs_ref and model_config.lora is None:
         parts["reference weights"] = numbers * size
     return parts
 
@@ -143,11 +155,11 @@ def update_phases(
     and while the embedding's gradient is made; and in the optimizer's update."""
     m, actor = model_config, config.actor
     num_hosts, size, wide = config.hosts.num, BYTES[actor.param_dtype], BYTES[actor.dtype]
-    numbers = device_numbers(m, num_devices, num_hosts)
+    numbers, trains_all = trained_numbers(m, num_devices, num_hosts), m.lora is None
     full = full_microbatch(config, m, num_devices, platform)
     rows, row, tokens = full.rows, full.length, full.tokens
     kept, working = _layer_bytes(m, remat, platform, wide)
-    weights = m.num_params() - m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    weights = m.base.num_params() - m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
     one_layer = weights // m.num_layers * wide * (1 if num_devices == 1 else 2)  # gathered: its gradient is whole, too
     if remat == "none" and wide < size:
         kept += weights // m.num_layers * wide / tokens  # cast once, and kept
@@ -159,7 +171,11 @@ def update_phases(
     total = {"gradients": numbers * size}
     activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
     # XLA allocates the table for the embedding's gradient after the layers: where it is not the head's as well, apart
-    apart = 0 if m.tie_word_embeddings else vocabulary // splits(m.vocab_size, num_devices, num_hosts) * size
+    apart = (
+        0
+        if m.tie_word_embeddings or not trains_all
+        else vocabulary // splits(m.vocab_size, num_devices, num_hosts) * size
+    )
     own = {"gradients of a microbatch": numbers * size - apart}
     table = (vocabulary if m.tie_word_embeddings else 0) + 2 * tokens * m.hidden_size
     return {
@@ -167,9 +183,10 @@ def update_phases(
         | activations
         | {
             "logits of a chunk and their gradient": _chunk_bytes(config, m, min(chunk, tokens)),
-            "vocabulary head and its gradient": vocabulary * (wide + size),
+            "vocabulary head and its gradient": vocabulary * (wide + size * trains_all),
             # takes the place of the logits; only what is larger counts
-            "a chunk's part of the head's gradient": max(vocabulary * size - min(chunk, tokens) * m.vocab_size * 4, 0),
+            "a chunk's part of the head's gradient": trains_all
+            * max(vocabulary * size - min(chunk, tokens) * m.vocab_size * 4, 0),
             "hidden states and their gradient": 4 * tokens * m.hidden_size * wide,
         },
         "layers": total
@@ -179,7 +196,7 @@ def update_phases(
             "one layer at work (estimate)": int(tokens * working) + one_layer,
             f"attention scores ({why_scores})": scores * score_layers,
         },
-        "embedding": total | own | {"the embedding's gradient": table * size},
+        "embedding": total | own | {"the embedding's gradient": trains_all * table * size},
         "optimizer": total
         | ({"optimizer (adam m, v), from the host": 2 * numbers * size} if actor.offload_optimizer else {}),
     }

@@ -100,7 +100,8 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
     from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
-    from jaxrl.runtime.build import build_engines, build_workers, load_weights, read_tokenizer_and_model, row_sizes
+    from jaxrl.runtime.build import build_engines, build_workers, read_tokenizer_and_model, row_sizes
+    from jaxrl.runtime.weights import load_weights
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.learning import Models
     from jaxrl.train.step import Trainer
@@ -111,7 +112,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         mesh = make_mesh(devices)
         tokenizer, model = read_tokenizer_and_model(config)
-        trainer = Trainer(config, model, load_weights(config, mesh), mesh)
+        trainer = Trainer(config, model, load_weights(config, model, mesh), mesh)
         pool = stack.enter_context(contextlib.closing(build_pool(config, build_scorer(config))))
         pool.warm()
         timeline = stack.enter_context(Timeline(scratch / "timeline.json"))

@@ -86,9 +86,9 @@ def test_several_words_in_any_order():
     [
         ("trainer.n_gpus_per_node", "here it is trainer.num_devices"),
         ("gpu_memory_utilization", "here it is rollout.memory_fraction"),
-        ("lora", "there is no LoRA: all weights are trained"),
-        ("lora_rank", "there is no LoRA: all weights are trained"),
-        ("trainer.lora_rank", "there is no LoRA: all weights are trained"),
+        ("liger", "jaxrl has kernels of its own (actor.attention)"),
+        ("use_liger", "jaxrl has kernels of its own (actor.attention)"),
+        ("trainer.use_liger", "jaxrl has kernels of its own (actor.attention)"),
     ],
 )
 def test_names_of_verl(capsys: pytest.CaptureFixture[str], name: str, said: str):

@@ -56,9 +56,9 @@ def test_the_innermost_section_speaks():
     assert advice("rollout.temprature") is advice("made", {"up": 1}) is None
 
 
-@pytest.mark.parametrize("option", ["lora_rank", "trainer.lora_rank", f"{PREFIX}.rollout.lora_rank"])
+@pytest.mark.parametrize("option", ["use_liger", "trainer.use_liger", f"{PREFIX}.rollout.use_liger"])
 def test_a_last_name_of_verl_alone(option: str):
-    with pytest.raises(ConfigError, match=rf"^unknown option {option}: there is no LoRA: all weights are trained "):
+    with pytest.raises(ConfigError, match=rf"^unknown option {option}: jaxrl has kernels of its own "):
         load(None, ["model.path=m", f"{option}=8"])
     assert advice("rollout.name_of_it") is advice("trainer.enable") is advice("ppo_mini_batch_size") is None
 

@@ -234,7 +234,8 @@ def written_by(command: Command) -> list[str]:
     """What the command says that it writes."""
     found = [command.given("--out"), *re.findall(r"> (\S+)$", command.text)]
     if command.words[:2] == ("jaxrl", "export"):
-        found.append(f"{command.words[3]}/model.safetensors")
+        is_adapter = command.words[2] == "runs/lora" and "--merge" not in command.words
+        found.append(f"{command.words[3]}/{'adapter_' * is_adapter}model.safetensors")
     if command.words[:2] == ("jaxrl", "train") and (run_dir := command.given("trainer.run_dir")):
         found += [f"{run_dir}/report.html", f"{run_dir}/checkpoints"]
     return [name for name in found if name]

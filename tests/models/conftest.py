@@ -1,5 +1,6 @@
 """What the model tests share: tiny models, plain attention, and transformers where it is installed."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from beside import import_transformers
 
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.lora import Lora
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.weights import Weight
 
@@ -91,6 +93,18 @@ def tiny_config(family: str = "llama", scaling: str = "none", **changes: Any) ->
         "rope_scaling": SCALINGS[scaling],
     }
     return ModelConfig(family=family, **(sizes | changes))  # type: ignore[arg-type]
+
+
+LORAS = {
+    "llama": Lora(3, 6.0, ("q", "k", "v", "o", "gate", "up", "down")),
+    "qwen2": Lora(4, 2.0, ("q", "v", "down"), use_rslora=True),
+    "qwen3": Lora(2, 5.0, ("k", "o", "gate")),
+}
+
+
+def lora_config(family: str) -> ModelConfig:
+    """A tiny model with adapters, some of which leave matrices out."""
+    return dataclasses.replace(tiny_config(family), lora=LORAS[family])
 
 
 def unstack(params: Any) -> Any:

@@ -55,6 +55,7 @@ class World:
             "bin": self._shims,
             "runs/a": self._run,
             "runs/b": self._other_run,
+            "runs/lora": self._run_of_adapters,
             "runs/c": self._other_run,
             "runs/quarter-simulated": self._simulated_run,
             "out/model": lambda path: self._jaxrl("export", "runs/a", "out/model"),
@@ -112,6 +113,10 @@ class World:
         """A run of so many steps that a search for factors has enough responses."""
         options = SMALL | {"trainer.total_training_steps": "6", "trainer.run_dir": "runs/a"}
         self._jaxrl("train", "--config", "configs/chain_sum.yaml", *(f"{k}={v}" for k, v in options.items()))
+
+    def _run_of_adapters(self, path: Path) -> None:
+        more = {"trainer.total_training_steps": "1", "trainer.run_dir": "runs/lora", "model.lora_rank": "2"}
+        self._jaxrl("train", "--config", "configs/chain_sum.yaml", *(f"{k}={v}" for k, v in (SMALL | more).items()))
 
     def _other_run(self, path: Path) -> None:
         self._make("runs/a")

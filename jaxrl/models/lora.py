@@ -1,0 +1,138 @@
+"""Low-rank adapters: beside a frozen matrix W of a layer, A and B, so that W + s·A·B is what the layer multiplies with.
+
+Source: Hu et al. 2021 (arXiv:2106.09685): s = alpha / rank, A random and B zero at the start; s = alpha / sqrt(rank) as
+an option (Kalajdzievski 2023, arXiv:2312.03732). Names of options, the start of A (uniform, at most one over the square
+root of its inputs) and names in files are those of peft.
+
+An adapter's two weights are declared in the model's table like all others, under the matrix's name with `_lora_a`
+[L, in..., R] and `_lora_b` [L, R, out...]; so shardings, files and checks follow from there.
+
+Letters: L layers, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.models.weights import Weight
+
+if TYPE_CHECKING:
+    import jax
+
+A, B = "_lora_a", "_lora_b"
+ALL_LINEAR = "all-linear"
+_IN_FILES = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Which matrices of a decoder's layers have adapters.
+
+    Attributes:
+      rank: of each adapter.
+      alpha: divided by the rank, or by its square root with `use_rslora`, an adapter's factor.
+      targets: names of matrices, as in the model's table.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    use_rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def matrices(layers: Mapping[str, Weight]) -> dict[str, str]:
+    """The matrices of a layer that may have adapters: names in files (`q_proj`), and in the table."""
+    return {weight.hf_name.split(".")[-2]: name for name, weight in layers.items() if weight.transpose}
+
+
+def chosen(
+    layers: Mapping[str, Weight], target_modules: Sequence[str], exclude_modules: Sequence[str]
+) -> tuple[str, ...]:
+    """The matrices that modules name, in the order of the table. Raises ValueError for a module that is none, or where
+    nothing is left."""
+    known = matrices(layers)
+    for option, names in (("target_modules", target_modules), ("exclude_modules", exclude_modules)):
+        for name in names:
+            if name not in known and not (option == "target_modules" and name == ALL_LINEAR):
+                raise ValueError(
+                    f"model.{option} names {name!r}, and the layers of this model have {', '.join(known)} "
+                    f"({ALL_LINEAR}: all of them)"
+                )
+    wanted = {*known} if ALL_LINEAR in target_modules else {*target_modules}
+    found = tuple(known[name] for name in known if name in wanted and name not in exclude_modules)
+    if not found:
+        raise ValueError("model.target_modules and model.exclude_modules leave no matrix that has an adapter")
+    return found
+
+
+def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
+    """The weights of the adapters of a table of layers."""
+    found: dict[str, Weight] = {}
+    for name in lora.targets:
+        weight = layers[name]
+        split = 1 + weight.num_inputs
+        module = _IN_FILES + weight.hf_name.removesuffix("weight")
+        outputs, inputs = weight.hf_shape
+        found[name + A] = replace(
+            weight,
+            shape=(*weight.shape[:split], lora.rank),
+            dims=(*weight.dims[:split], "rank"),
+            init="inputs",
+            hf_name=f"{module}lora_A.weight",
+            gguf_name="",
+            hf_shape=(lora.rank, inputs),
+        )
+        found[name + B] = replace(
+            weight,
+            shape=(weight.shape[0], lora.rank, *weight.shape[split:]),
+            dims=("layers", "rank", *weight.dims[split:]),
+            init="zeros",
+            hf_name=f"{module}lora_B.weight",
+            gguf_name="",
+            hf_shape=(outputs, lora.rank),
+        )
+    return found
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a weight at a path like `layers/q_lora_a` is one of an adapter."""
+    return path.endswith((A, B))
+
+
+def is_trained(path: str) -> bool:
+    """Whether a model with adapters trains a weight: those of adapters, and a critic's head."""
+    return is_adapter(path) or path == "score"
+
+
+def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The base's weights in training form."""
+    return {**params, "layers": {name: x for name, x in params["layers"].items() if not is_adapter(name)}}
+
+
+def adapters_alone(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapters' weights in training form."""
+    return {"layers": {name: x for name, x in params["layers"].items() if is_adapter(name)}}
+
+
+def with_adapters(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The base's weights with those of adapters, in training form."""
+    return {**base, "layers": {**base["layers"], **own["layers"]}}
+
+
+def merged(lora: Lora, name: str, layer: Mapping[str, Any]) -> jax.Array:
+    """A matrix of one layer, [in..., out...], with its adapter added in at least float32, if it has one."""
+    import jax.numpy as jnp  # what only looks at a model loads without
+
+    matrix = layer[name]
+    if name + A not in layer:
+        return matrix
+    wide = jnp.promote_types(matrix.dtype, jnp.float32)
+    a, b = layer[name + A].astype(wide), layer[name + B].astype(wide)
+    return matrix.astype(wide) + lora.scale * jnp.tensordot(a, b, 1, precision="highest")

@@ -1,0 +1,145 @@
+"""Adapters in training: their gradients, what is kept of them, and that the rollout gets what the trainer has."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import TRAINED
+from trainer_fixtures import programs_of
+
+from jaxrl.models import decoder
+from jaxrl.models.lora import Lora, adapters_alone, is_adapter, without_adapters
+from jaxrl.models.peft import merged_params
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.rules import to_rollout
+from jaxrl.train.packing import Shape, row_length
+from jaxrl.train.step import Trainer
+from jaxrl.train.update_memory import resident_parts, trained_numbers, update_phases
+
+ALL = ("q", "k", "v", "o", "gate", "up", "down")
+LORA = Lora(rank=3, alpha=6.0, targets=ALL)
+MODEL = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", lora=LORA)
+SOME = dataclasses.replace(MODEL, lora=Lora(rank=2, alpha=2.0, targets=("q", "down"), use_rslora=True))
+WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
+LONG = (Shape(1, row_length(96)),)
+
+
+def weights_of(model: Any, dtype: str) -> Any:
+    """Random weights, adapters of which both parts differ from zero among them."""
+    params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), dtype))
+    random = np.random.default_rng(1)
+    for name, x in params["layers"].items():
+        if name.endswith("_lora_b"):
+            params["layers"][name] = 0.3 * random.normal(size=x.shape).astype(dtype)
+    return params
+
+
+def trainer_of(config: Any, model: Any, devices: int = 1, params: Any = None) -> Trainer:
+    programs = programs_of(config, model, devices, LONG)
+    given = weights_of(model, config.actor.param_dtype) if params is None else params
+    return Trainer(config, model, given, programs.mesh, programs=programs)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices"),
+    [(MODEL, 1), pytest.param(SOME, 1, marks=pytest.mark.slow), pytest.param(MODEL, 8, marks=pytest.mark.slow)],
+)
+def test_gradients_are_those_of_the_merged_matrix(x64, model, devices, make_config, make_batch):
+    """With W + s A B in place of W, and G the gradient for it, those of A and B are s G B^T and s A^T G."""
+    config, batch = make_config(**WIDE), make_batch()
+    trainer = trainer_of(config, model, devices)
+    whole = trainer_of(config, model.base, devices, merged_params(model, weights_of(model, "float64")))
+    for each in (trainer, whole):
+        each.accumulate(batch)
+    found, full = trainer.gradients(), whole.gradients()
+    assert {path for path in found["layers"] if found["layers"][path] is not None} == {*adapters_alone(found)["layers"]}
+    assert [name for name, x in found.items() if name != "layers" and x is not None] == []
+    scale, params = model.lora.scale, weights_of(model, "float64")["layers"]
+    for name in model.lora.targets:
+        weight = model.weights()["layers"][name]
+        inputs = weight.num_inputs
+        g = full["layers"][name].reshape(2, np.prod(weight.layer_shape[:inputs]), -1)
+        a, b = params[f"{name}_lora_a"].reshape(2, g.shape[1], -1), params[f"{name}_lora_b"].reshape(2, -1, g.shape[2])
+        wanted = scale * g @ b.swapaxes(1, 2), scale * a.swapaxes(1, 2) @ g
+        for part, expected in zip("ab", wanted, strict=True):
+            own = np.asarray(found["layers"][f"{name}_lora_{part}"]).reshape(expected.shape)
+            np.testing.assert_allclose(own, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_rollout_has_the_merged_weights(x64, tp):
+    layout = Layout(make_mesh(jax.devices()[:4]), tp)
+    params = weights_of(MODEL, "float64")
+    with_adapters = to_rollout(params, MODEL, layout, "float64")
+    merged = to_rollout(merged_params(MODEL, params), MODEL.base, layout, "float64")
+    assert jax.tree.structure(with_adapters) == jax.tree.structure(merged)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), with_adapters, merged)
+    plain = to_rollout(without_adapters(params), MODEL.base, layout, "float64")
+    assert not np.allclose(plain["layers"][0]["q"], merged["layers"][0]["q"])
+
+
+def test_training_moves_adapters_alone(make_config, make_batch):
+    config, batch = make_config(actor__use_kl_loss=True), make_batch()
+    trainer = trainer_of(config, MODEL)
+    before = jax.tree.map(np.asarray, trainer.params)
+    ref = trainer.token_logprobs(batch, "ref")
+    for _ in range(3):
+        trainer.accumulate(batch)
+        trainer.apply()
+    after = jax.tree.map(np.asarray, trainer.params)
+    for name, x in after["layers"].items():
+        assert (x.tobytes() == before["layers"][name].tobytes()) == (not is_adapter(name)), name
+    assert after["embed"].tobytes() == before["embed"].tobytes()
+    again = trainer.token_logprobs(batch, "ref")
+    assert [x.tobytes() for x in ref] == [x.tobytes() for x in again], "the base is the reference"
+    assert not np.allclose(ref[0], trainer.token_logprobs(batch)[0])
+
+
+def test_a_checkpoint_has_adapters_alone(make_config, make_batch):
+    config, batch = make_config(), make_batch()
+    trainer = trainer_of(config, MODEL)
+    trainer.accumulate(batch)
+    trainer.apply()
+    state = jax.tree.map(np.asarray, trainer.state())
+    assert [*state["params"]] == ["layers"]
+    assert all(map(is_adapter, state["params"]["layers"]))
+    assert sum(x.size for x in jax.tree.leaves(state["params"])) == trained_numbers(MODEL, 1)
+    assert sum(x.size for x in state["optimizer"].values()) == 2 * trained_numbers(MODEL, 1) + 2
+    other = trainer_of(config, MODEL)
+    assert jax.tree.structure(other.abstract_state()) == jax.tree.structure(state)
+    other.load_state(state)
+    for each in (trainer, other):
+        each.accumulate(batch)
+        each.apply()
+    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), trainer.params, other.params)
+    assert jax.tree.all(same)
+
+
+def test_new_adapters_change_nothing():
+    params = decoder.init(MODEL, jax.random.key(3))
+    merged = merged_params(MODEL, params)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), merged, without_adapters(params)))
+    a = params["layers"]["down_lora_a"]
+    bound = MODEL.intermediate_size**-0.5
+    assert 0.9 * bound < float(jnp.abs(a).max()) <= bound
+    assert float(jnp.abs(params["layers"]["down_lora_b"]).max()) == 0
+
+
+def test_memory(make_config):
+    """Of what an update needs beside activations, all but the frozen weights is as small as the adapters."""
+    config = make_config(actor__use_kl_loss=True)
+    full, own = resident_parts(config, MODEL.base, 1), resident_parts(config, MODEL, 1)
+    trained = trained_numbers(MODEL, 1)
+    assert own["master weights"] == full["master weights"] + 4 * trained
+    assert own["optimizer (adam m, v)"] == 8 * trained
+    assert "reference weights" in full
+    assert "reference weights" not in own
+    phases = update_phases(config, MODEL, 1, "gpu", "dots", 16)
+    assert all(parts.get("gradients") == 4 * trained for parts in phases.values())
+    assert phases["embedding"]["the embedding's gradient"] == 0
