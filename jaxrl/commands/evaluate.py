@@ -42,7 +42,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
-from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
+from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
@@ -100,9 +100,7 @@ def evaluate(
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
         join_pools(config, pool)
         pool.warm()
-        params = load_weights(config, model, mesh)
-        if place is not None:
-            params = restored(place, model, params)
+        params = load_weights(config, model, mesh, place)
         # open from here on: that it cannot be written is known before the evaluation, not after it
         file = stack.enter_context(writing_whole(out, removing=removing)) if out else None
         use_compilation_cache(config)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
-from jaxrl.models.lora import with_adapters
 from jaxrl.models.peft import export_adapter, merged_params
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import refuse_folder, system_error, temporary_path
@@ -72,10 +71,11 @@ def export(
     if config is not None and place is not None:
         path = resolve_path(config.model.path)
         model = adapted(config, config_of(path))
-        params: Any = trained_weights(place, config, model, mesh)
         if merge:
-            params = merged_params(model, with_adapters(load_weights(config, model, mesh), params))
+            params: Any = merged_params(model, load_weights(config, model, mesh, place))
             model = model.base
+        else:
+            params = trained_weights(place, config, model, mesh)
     else:
         path = resolve_path(source, weights=True)
         if not os.path.lexists(path.removeprefix(RANDOM)):

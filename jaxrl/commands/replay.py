@@ -33,7 +33,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
-from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
+from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
@@ -130,10 +130,7 @@ def _drawn(
     for span in recorded.spans:
         spans.append(_Span(span.version, sum(len(each.token_ids) for each in spans), span.token_ids))
     for version, place in places.items():
-        params = load_weights(config, model, mesh)
-        if place is not None:
-            params = restored(place, model, params)
-        executor.sync_weights(params, version)
+        executor.sync_weights(load_weights(config, model, mesh, place), version)
         executor.allocate()
         own = [i for i, span in enumerate(spans) if span.version == version]
         stops = stop_ids(tokenizer, model.eos_token_ids)

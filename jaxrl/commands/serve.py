@@ -38,7 +38,7 @@ from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
+from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
@@ -248,9 +248,7 @@ def _built(config: Config, checkpoint: Path | None, say: Callable[[str], None], 
     if checkpoint is not None:
         refuse_other_model(checkpoint, config, model, mesh)
     begin("reading the model")
-    params = load_weights(config, model, mesh)
-    if checkpoint is not None:
-        params = restored(checkpoint, model, params)
+    params = load_weights(config, model, mesh, checkpoint)
     use_compilation_cache(config)
     from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
 

@@ -55,7 +55,7 @@ from jaxrl.runtime.hosts.process_group import ProcessGroup
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.weights import load_weights, refuse_other_model, restored
+from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
@@ -181,9 +181,7 @@ class Run:
 
     def _weights(self, trained: Config) -> None:
         config = self.config
-        params = load_weights(config, self.model, self.mesh)
-        if self.init_from is not None:
-            params = restored(self.init_from, self.model, params)
+        params = load_weights(config, self.model, self.mesh, self.init_from)
         given = trained, self.model, params, self.mesh
         told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
         updates = (self.total_steps - config.critic_warmup) * config.updates_per_step

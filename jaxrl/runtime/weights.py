@@ -34,13 +34,24 @@ def adapted(config: Config, model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, lora=Lora(asked.lora_rank, asked.lora_alpha, targets, asked.use_rslora))
 
 
-def load_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Any:
-    """The weights that `model.path` names, with training's shardings, and new adapters."""
+def load_weights(config: Config, model: ModelConfig, mesh: Mesh, place: Path | None = None) -> Any:
+    """The weights that `model.path` names, with training's shardings, and new adapters.
+
+    Args:
+      place: a checkpoint, whose weights are taken: the adapters, or all, where those of `model.path` are not read.
+
+    Raises:
+      ValueError: it holds another model.
+    """
+    if place is not None and model.lora is None:
+        return trained_weights(place, config, model, mesh)
     seed, dtype = config.trainer.seed, config.actor.param_dtype
     path = resolve_path(config.model.path, weights=not config.model.random_init)
     _, base = load_model(path, mesh, dtype, random_init_seed=seed if config.model.random_init else None)
     if model.lora is None:
         return base
+    if place is not None:
+        return with_adapters(base, trained_weights(place, config, model, mesh))
     table, shardings = adapters_alone(model.weights()), adapters_alone(train_shardings(model, mesh))
     new = jax.jit(lambda key: decoder.init_table(table, key, dtype), out_shardings=shardings)(jax.random.key(seed))
     return with_adapters(base, new)
@@ -49,13 +60,6 @@ def load_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Any:
 def trained_weights(place: Path, config: Config, model: ModelConfig, mesh: Mesh) -> Any:
     """What a checkpoint holds of the weights of a run with this model. Raises ValueError where it holds another one."""
     return checkpoint.restore_params(place, _saved(config, model, mesh))
-
-
-def restored(place: Path, model: ModelConfig, params: Any) -> Any:
-    """`params` with those of a checkpoint in their place. Raises ValueError where it holds another model."""
-    if model.lora is None:
-        return checkpoint.restore_params(place, _abstract(params))
-    return with_adapters(params, checkpoint.restore_params(place, _abstract(adapters_alone(params))))
 
 
 def refuse_other_model(place: Path, config: Config, model: ModelConfig, mesh: Mesh) -> None:
@@ -72,7 +76,3 @@ def _saved(config: Config, model: ModelConfig, mesh: Mesh) -> Any:
         train_shardings(model, mesh),
     )
     return placed if model.lora is None else adapters_alone(placed)
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
