@@ -16,9 +16,11 @@ suspended for longer than the rest of its timeout and the grace on top of it end
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from jaxrl.record.timeline import Timeline
@@ -98,7 +100,7 @@ class Watchdog:
         silent_s = self._looked_s - self._last_s
         self._arm(max(self._timeout_s - silent_s, 0.0))
         if silent_s >= self._timeout_s:
-            faulthandler.dump_traceback(_STDERR, all_threads=True)
+            _dump_stacks()
             faulthandler.dump_traceback_later(_END_S, exit=True, file=_STDERR)
             self._end(f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {self._kept()}")
             return True
@@ -106,7 +108,7 @@ class Watchdog:
             self._reported = False
         elif not self._reported:
             self._reported = True
-            faulthandler.dump_traceback(_STDERR, all_threads=True)
+            _dump_stacks()
             self._report(
                 f"no progress for {silent_s:.3g} s in {self._where()}; the threads' stacks are on stderr; after "
                 f"{self._timeout_s:g} s the run is ended (trainer.hang_timeout_s)"
@@ -125,3 +127,13 @@ class Watchdog:
         if self.saved_step is None:
             return "there is no checkpoint yet"
         return f"the last checkpoint is step {self.saved_step}: run again to go on from it"
+
+
+def _dump_stacks() -> None:
+    """The stacks of all threads on stderr, the main one first: faulthandler has no names, begins with the youngest and
+    stops at the hundredth."""
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        stack = "".join(traceback.format_stack(frame))
+        os.write(_STDERR, f"Thread {names.get(ident, ident)}:\n{stack}\n".encode(errors="replace"))
