@@ -1,4 +1,4 @@
-"""`jaxrl train | simulate | tune | generate | serve | eval | replay | export | score | explain-config |
+"""`jaxrl train | sft | dpo | simulate | tune | generate | serve | eval | replay | export | score | explain-config |
 explain-layout | profile | hosts | options | completion | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
@@ -54,6 +54,7 @@ from jaxrl.runtime.stop import Stop
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.record.files import Removing
+    from jaxrl.record.run_record import RunOutcome
 
 
 def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
@@ -124,6 +125,8 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         return sub
 
     command("train", _train, "Train, or resume the run in trainer.run_dir.", config=True)
+    command("sft", _sft, "Learn from conversations, or resume such a run: supervised fine-tuning.", config=True)
+    command("dpo", _dpo, "Learn from pairs of which one was preferred, or resume such a run: DPO, IPO.", config=True)
     command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
     for add in (
         _add_tune,
@@ -288,11 +291,35 @@ def _removing(options: argparse.Namespace) -> Removing:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from jaxrl.commands.start import launched, start
+    from jaxrl.commands.opening import launched
+    from jaxrl.commands.start import start
+    from jaxrl.mechanisms.table import batch_rule
 
     config = _config(options, launches=True)
     if config.hosts.launcher != "none":
-        return launched(config, ["train", *_given(options)], options.signals)
+        return launched(config, ["train", *_given(options)], options.signals, check=batch_rule)
+    start(config, stop=options.signals, progress=partial(print, flush=True))
+    return 0
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from jaxrl.commands.supervised import start_sft
+
+    return _learn(options, "sft", start_sft)
+
+
+def _dpo(options: argparse.Namespace) -> int:
+    from jaxrl.commands.supervised import start_dpo
+
+    return _learn(options, "dpo", start_dpo)
+
+
+def _learn(options: argparse.Namespace, name: str, start: Callable[..., RunOutcome]) -> int:
+    from jaxrl.commands.opening import launched
+
+    config = _config(options, launches=True)
+    if config.hosts.launcher != "none":
+        return launched(config, [name, *_given(options)], options.signals)
     start(config, stop=options.signals, progress=partial(print, flush=True))
     return 0
 
@@ -430,7 +457,7 @@ def _profile(options: argparse.Namespace) -> int:
 def _hosts(options: argparse.Namespace) -> int:
     config = _config(options, launches=True)
     if config.hosts.launcher != "none":
-        from jaxrl.commands.start import launched
+        from jaxrl.commands.opening import launched
 
         written = ["--json", options.json] if options.json else []
         return launched(config, ["hosts", *written, *_given(options)], options.signals, writes=False)

@@ -64,8 +64,8 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
         raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")
-    with closing(RunDir(folder, "simulate.run_dir")) as run_dir:
-        run_dir.refuse_other_kind(simulated=True)
+    with closing(RunDir(folder, "simulate.run_dir", kind="simulate")) as run_dir:
+        run_dir.refuse_other_kind()
         state = _earlier_state(run_dir)
         refuse_damaged(run_dir)
         config, of_degree = _with_degree(config, folder)

@@ -21,6 +21,7 @@ from jaxrl.config.rewards import RewardSection
 from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.serving import ServeSection
 from jaxrl.config.simulation import SimulateSection
+from jaxrl.config.supervised import DpoSection, SftSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
@@ -261,6 +262,8 @@ class Config:
     hosts: HostsSection = field(default_factory=HostsSection)
     simulate: SimulateSection = field(default_factory=SimulateSection)
     serve: ServeSection = field(default_factory=ServeSection)
+    sft: SftSection = field(default_factory=SftSection)
+    dpo: DpoSection = field(default_factory=DpoSection)
 
     @property
     def mini_batch_prompts(self) -> int:

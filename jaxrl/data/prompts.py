@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,6 +24,7 @@ import numpy as np
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.domains import source_problem
 from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.order import nth
 from jaxrl.data.problems import Problem, checked_messages, read_problems
 from jaxrl.data.quotas import SourceQuotas
 from jaxrl.data.tasks import draw_task
@@ -186,10 +186,10 @@ class PromptSource:
     def _place(self, position: int) -> tuple[int, int]:
         """The row and the epoch of a position."""
         if self._quotas is None:
-            return _nth(len(self._rendered), self._seed, position), position // len(self._rendered)
+            return nth(len(self._rendered), self._seed, position), position // len(self._rendered)
         source, count = self._quotas.at(position)
         rows = self._quotas.members[source]
-        return rows[_nth(len(rows), self._seed, count)], count // len(rows)
+        return rows[nth(len(rows), self._seed, count)], count // len(rows)
 
     @property
     def num_prompts(self) -> int:
@@ -256,22 +256,6 @@ class PromptSource:
                 "data.source_quotas and the version of grain must be what they were"
             )
         self._position = int(state["position"])
-
-
-@lru_cache(maxsize=1 << 14)  # of few prompts grain takes ten milliseconds for each
-def _nth(count: int, seed: int | None, position: int) -> int:
-    """The row at a position of the endless order of so many; without a seed they stay as they are."""
-    row = _endless(count, seed)[position]
-    assert row is not None  # grain writes None for an element that a filter removed; nothing here filters
-    return row
-
-
-@lru_cache(maxsize=128)  # one for each source
-def _endless(count: int, seed: int | None) -> Any:
-    import grain
-
-    order = grain.MapDataset.range(count)
-    return (order if seed is None else order.shuffle(seed=seed)).repeat()
 
 
 class _Rendered:

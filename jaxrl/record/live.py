@@ -386,6 +386,7 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) ->
             parts.append(text.format(*(_value(value) for value in values)))
 
     add("reward {}", "critic/rewards/mean")
+    add("loss {}", "train/loss")
     add("length {} (longest {})", "response_length/mean", "response_length/max")
     seconds_of = step_phases(metrics)
     phases = {name: seconds for name in _PHASES if (seconds := _finite(seconds_of.get(name))) is not None}

@@ -54,9 +54,13 @@ class RunFolder:
       path: of the run's folder.
       option: the one that names it, for messages.
       process: the number of this one; of several, process 0 writes the run's files.
+      kind: the command that the run belongs to (`train`).
     """
 
-    def __init__(self, path: str | Path, option: str = "trainer.run_dir", process: int = 0) -> None:
+    def __init__(
+        self, path: str | Path, option: str = "trainer.run_dir", process: int = 0, *, kind: str = "train"
+    ) -> None:
+        self.kind = kind
         self.path, self._option, self.process = refuse_folder(path, option), option, process
         self._started = False
         self._early: dict[Path, int | None] = {}  # sizes before this start
@@ -67,15 +71,14 @@ class RunFolder:
         """Whether this process writes the run's files."""
         return self.process == 0
 
-    def refuse_other_kind(self, *, simulated: bool) -> None:
-        """Raises ValueError if the earlier run here was simulated and this one is not, or the other way round."""
+    def refuse_other_kind(self) -> None:
+        """Raises ValueError if the earlier run here was begun by another command."""
         earlier = recorded_start(self.path)
-        if earlier is None:
-            return
-        was_simulated = earlier["devices"].get("platform") == SIMULATED
-        if was_simulated != simulated:
-            kind = "was simulated" if was_simulated else "was not simulated"
-            raise ValueError(f"{self.path} holds a run that {kind}: choose another {self._option}")
+        if earlier is not None and earlier.get("kind", self.kind) != self.kind:
+            raise ValueError(
+                f"{self.path} holds a run of `jaxrl {earlier['kind']}`, and this is `jaxrl {self.kind}`: choose "
+                f"another {self._option}"
+            )
 
     def file(self, name: str) -> Path:
         return self.path / name
@@ -118,8 +121,8 @@ class RunDir(RunFolder):
       ValueError: it cannot be a folder that this process writes, or another process holds it.
     """
 
-    def __init__(self, path: str | Path, option: str = "trainer.run_dir") -> None:
-        super().__init__(path, option)
+    def __init__(self, path: str | Path, option: str = "trainer.run_dir", *, kind: str = "train") -> None:
+        super().__init__(path, option, kind=kind)
         self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         file = self.path / ".lock"
         self._lock_is_new = not file.exists()
@@ -154,6 +157,7 @@ class RunDir(RunFolder):
         write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False), sync=True)
         starts = [] if earlier is None else earlier.get("starts", [])
         now = {
+            "kind": self.kind,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "from_step": step,
             "command": hider()(" ".join(sys.argv)),
@@ -199,9 +203,9 @@ class FollowerRunDir(RunFolder):
     processes of one number belong to two runs, of which only one can have the run's.
     """
 
-    def __init__(self, path: str | Path, process: int, option: str = "trainer.run_dir") -> None:
+    def __init__(self, path: str | Path, process: int, option: str = "trainer.run_dir", *, kind: str = "train") -> None:
         assert process > 0, "process 0 has a RunDir"
-        super().__init__(path, option, process)
+        super().__init__(path, option, process, kind=kind)
 
     def own(self, name: str) -> Path:
         """A file of this process's own; its folder is made."""
@@ -289,6 +293,8 @@ def _fault(found: Any) -> str | None:
         return "checkpoint must be a step or null"
     if not _is_written(found.get("written", {})):
         return "written must be an object of files, with whole numbers as " + ", ".join(Written._fields)
+    if not isinstance(found.get("kind"), str | None):
+        return "kind must be a command's name"
     if not isinstance(found.get("compilation_cache"), str | None):
         return "compilation_cache must be a name or null"
     return None

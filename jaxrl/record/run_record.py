@@ -98,16 +98,14 @@ class RunRecord:
             self.batches.write(step, groups)
         self.view.step(step, measured)
 
-    def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
+    def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """An evaluation's numbers stand in the line of its training step; those of step 0 have a line of their own."""
         if step > 0:
             self._evaluated = measured
         elif self.metrics is not None:
             self.metrics.write(0, {**measured, **self._kind()})
         if not self.simulated:
-            reward, accuracy = measured["val/reward"], measured["val/accuracy"]
-            which = f"reward {reward:.3f}, accuracy {accuracy:.3f}"
-            self.view.message(f"step {step}: held-out {which} on {len(groups)} prompts")
+            self.view.message(f"step {step}: held-out {_held_out(measured, len(groups))}")
 
     def beat(self) -> None:
         """Tells the watchdog that the run has made progress."""
@@ -116,6 +114,13 @@ class RunRecord:
 
     def _kind(self) -> dict[str, float]:
         return {"simulated": 1} if self.simulated else {}
+
+
+def _held_out(measured: Mapping[str, float], num_prompts: int) -> str:
+    if "val/loss" in measured:
+        accuracy = measured.get("val/rewards/accuracies")
+        return f"loss {measured['val/loss']:.4f}" + ("" if accuracy is None else f", accuracy {accuracy:.3f}")
+    return f"reward {measured['val/reward']:.3f}, accuracy {measured['val/accuracy']:.3f} on {num_prompts} prompts"
 
 
 @dataclass(frozen=True, slots=True)

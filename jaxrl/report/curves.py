@@ -51,6 +51,8 @@ def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
     def curve(label: str, name: str, colour: str = "c1") -> list[Curve]:
         return [Curve(label, points, colour)] if (points := run.series(name)) else []
 
+    if run.series("train/loss"):
+        return _supervised(run)
     reward, idle = curve("mean", "critic/rewards/mean"), curve("idle", "rollout/bubble_ratio")
     band = (run.series("critic/rewards/min"), run.series("critic/rewards/max"))
     limit = run.option("data.max_response_length")
@@ -86,6 +88,30 @@ def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
     if run.is_simulated:  # it has no weights: nothing is missing
         return [chart for chart in drawn if chart.stack or any(finite(each.points) for each in chart.curves)]
     return drawn
+
+
+def _supervised(run: Run) -> list[Chart]:
+    """Of a run that learns from files."""
+    held_out = [Curve("held-out", points, "c2", dots=True)] if (points := run.series("val/loss")) else []
+    means = (
+        ("preferred", "rewards/chosen", "c1"),
+        ("other", "rewards/rejected", "c3"),
+        ("margin", "rewards/margins", "c2"),
+    )
+    rewards = [Curve(label, run.series(name), colour) for label, name, colour in means]
+    accuracy = [
+        Curve("training", run.series("rewards/accuracies")),
+        Curve("held-out", run.series("val/rewards/accuracies"), "c2", dots=True),
+    ]
+    charts = [
+        Chart("Loss", "per step", [Curve("training", run.series("train/loss")), *held_out], "train/loss"),
+        Chart("Implicit rewards", "beta times the log-ratio, means", _ever(rewards), "", from_zero=False),
+        Chart("Preferred by the policy", "share of pairs", _ever(accuracy), "", top=1),
+        Chart("Step time by phase", "seconds", [], "timing_s/*", stack=_phases(run)),
+        Chart("Throughput", "tokens/s/device", [Curve("throughput", run.series("perf/throughput"))], "perf/throughput"),
+        *_update(run),
+    ]
+    return [chart for chart in charts if chart.stack or any(finite(each.points) for each in chart.curves)]
 
 
 def _update(run: Run) -> list[Chart]:

@@ -15,7 +15,7 @@ what the rollout has is released. `rollout.memory_fraction` bounds the rollout p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl.config import Config
@@ -266,15 +266,8 @@ def memory_problem(
             f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "
             f"{limit}: " + (f"lower {lower}" if pool > needed / 2 else "use more devices, or a smaller model")
         )
-    update = sum(plan.resident.values()) + sum(plan.update.values())
-    if trains and update > _ESTIMATE_ROOM * bytes_each:
-        largest = max(plan.update, key=lambda name: plan.update[name])
-        return (
-            f"the update needs about {in_bytes(update)} per device, most of it for: {largest}, and each of "
-            f"{num_devices} has {in_bytes(bytes_each)}: lower actor.ppo_max_token_len_per_gpu "
-            f"({config.actor.ppo_max_token_len_per_gpu} tokens), data.max_response_length or "
-            "actor.logprob_chunk_tokens, or use more devices"
-        )
+    if trains and (problem := _update_problem(config, plan.resident, plan.update, num_devices, bytes_each)) is not None:
+        return problem
     stays = [each for each in plan.beside if each.stays]
     for freed in plan.freed if trains else ():
         if (size := plan.freed_bytes(freed)) > _ESTIMATE_ROOM * bytes_each:
@@ -285,3 +278,29 @@ def memory_problem(
                 f"actor.ppo_max_token_len_per_gpu ({config.actor.ppo_max_token_len_per_gpu} tokens)"
             )
     return None
+
+
+def update_problem(
+    config: Config, model_config: ModelConfig, num_devices: int, platform: str, bytes_each: int
+) -> str | None:
+    """As `memory_problem`, of a run without a rollout. `config`: with `auto` of the update resolved."""
+    remat, chunk = config.actor.remat, config.actor.logprob_chunk_tokens
+    assert remat != "auto", "with_planned_update comes before"
+    assert chunk != "auto", "with_planned_update comes before"
+    resident = resident_parts(config, model_config, num_devices)
+    update = update_parts(config, model_config, num_devices, platform, remat, chunk)
+    return _update_problem(config, resident, update, num_devices, bytes_each)
+
+
+def _update_problem(
+    config: Config, resident: Mapping[str, int], parts: Mapping[str, int], num_devices: int, bytes_each: int
+) -> str | None:
+    update = sum(resident.values()) + sum(parts.values())
+    if update <= _ESTIMATE_ROOM * bytes_each:
+        return None
+    return (
+        f"the update needs about {in_bytes(update)} per device, most of it for: {max(parts, key=lambda n: parts[n])}, "
+        f"and each of {num_devices} has {in_bytes(bytes_each)}: lower actor.ppo_max_token_len_per_gpu "
+        f"({config.actor.ppo_max_token_len_per_gpu} tokens), data.max_response_length or "
+        "actor.logprob_chunk_tokens, or use more devices"
+    )

@@ -53,17 +53,23 @@ class Objective(Protocol):
         ...
 
 
+class ObjectiveOf(Protocol):
+    """Makes the objective of a model. `widen`: as in `HeadOptions`."""
+
+    def __call__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool) -> Objective: ...
+
+
 def objective_of(config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool) -> Objective:
-    """A model with a scalar head is a critic, any other one the policy; `widen`: as in `HeadOptions`."""
+    """A model with a scalar head is a critic, any other one the policy."""
     if model_config.scalar_head:
         return ValueObjective(config)
-    return PolicyObjective(config, model_config, mesh, widen)
+    return PolicyObjective(config, model_config, mesh, widen=widen)
 
 
 class PolicyObjective:
     """Log-probabilities of the tokens that were drawn, and `losses.compute`."""
 
-    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, widen: bool) -> None:
+    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool) -> None:
         actor = config.actor
         self.name, self.optim, self.grad_clip = "actor", actor.optim, actor.grad_clip
         self.passes: tuple[str, ...] = (

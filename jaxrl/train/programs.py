@@ -39,7 +39,7 @@ from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.objectives import objective_of
+from jaxrl.train.objectives import ObjectiveOf, objective_of
 from jaxrl.train.packing import TokenBatch, microbatch_shapes
 
 Tree = Any
@@ -88,11 +88,14 @@ class TrainPrograms(CompiledPrograms):
         trainable: optimizers.Trainable | None = None,
         interpret: bool = False,
         updates: bool = True,
+        objective: ObjectiveOf = objective_of,
     ) -> None:
         """See `jaxrl.train.step.Trainer` for the arguments and for what is refused.
 
-        `updates`: whether the optimizer is among the programs that will be needed; False where gradients alone are
-        computed.
+        Args, besides those:
+          updates: whether the optimizer is among the programs that will be needed; False where gradients alone are
+            computed.
+          objective: what the model is trained for.
         """
         super().__init__()
         self._updates = updates
@@ -102,6 +105,7 @@ class TrainPrograms(CompiledPrograms):
             "total_updates": total_updates,
             "trainable": trainable,
             "interpret": interpret,
+            "objective": objective,
         }
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
@@ -110,7 +114,7 @@ class TrainPrograms(CompiledPrograms):
         self.packed_attention = choose_packed(actor.attention, self.platform, heads, interpret=interpret)
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self._widen = self.packed_attention.tiling.widen
-        self.objective = own = objective_of(config, model_config, mesh, widen=self._widen)
+        self.objective = own = objective(config, model_config, mesh, widen=self._widen)
         self.optimizer = optimizers.build(own.optim, own.grad_clip, total_updates, own.name)
         self.shardings = train_shardings(model_config, mesh)
         self.rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

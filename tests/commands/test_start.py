@@ -142,7 +142,7 @@ def test_the_checkpoint_of_another_model_is_refused_before_it_is_read(
 
 
 def test_quotas_are_compared_with_the_data_before_the_model_is_read(place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxrl.commands.train.prepare_hosts", lambda *_: pytest.fail("after jax and the devices"))
+    monkeypatch.setattr("jaxrl.commands.run.prepare_hosts", lambda *_: pytest.fail("after jax and the devices"))
     assert start(place, "data.source_quotas={gone: 2}") == 2
 
 
@@ -274,7 +274,7 @@ def test_a_resume_on_a_gpu_whose_cache_is_gone_says_so_and_keeps_it(
     capsys.readouterr()
     other = f"trainer.compilation_cache_dir={folder / 'other'}"
     real = retuning_note
-    monkeypatch.setattr("jaxrl.commands.train.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
+    monkeypatch.setattr("jaxrl.commands.run.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
     assert start(folder, longer, other, stop=asked()) == 0
     said = "the compilation cache of this run's last start is not there any more, or another folder is used now"
     assert said in " ".join(capsys.readouterr().out.split())

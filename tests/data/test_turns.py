@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,39 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, pre_tokenizers
+from turn_templates import CHATML, TEMPLATES, THINKS, renders
 
 from jaxrl.data.chat_template import ChatTemplate, RefusedMessages
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.turns import Between
 
-# Written as the families write theirs, in the special tokens of SmolLM2's vocabulary.
-CHATML = """
-{%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-TOOLS_TOGETHER = """
-{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\n<answer>\n' ~ m.content ~ '\n</answer>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-{%- else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-HEADERS = """
-{{- bos_token }}{% for m in messages %}
-{{- '<repo_name>' ~ ('ipython' if m.role == 'tool' else m.role) ~ '<file_sep>\n' ~ m.content | trim ~ '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<repo_name>assistant<file_sep>\n' }}{% endif %}"""
-THINKS = """
-{%- set last = namespace(user=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{%- set said = m.content.split('</think>')[-1].lstrip('\n') if loop.index0 < last.user else m.content %}
-{{- '<|im_start|>' ~ m.role ~ '\n' ~ (said if m.role == 'assistant' else m.content) ~ '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-TEMPLATES = {"chatml": CHATML, "tools together": TOOLS_TOGETHER, "headers": HEADERS, "thinks": THINKS}
 WORDS = [
     "Guess",
     "42",
@@ -64,13 +36,6 @@ WORDS = [
 @pytest.fixture(scope="module")
 def tokenizer(smollm2: Path) -> Tokenizer:
     return Tokenizer.from_path(smollm2)
-
-
-def renders(tokenizer: Tokenizer, template: str) -> Tokenizer:
-    """The same tokenizer, with this template."""
-    found = copy.copy(tokenizer)
-    found.chat_templates = {"default": ChatTemplate(template.strip(), "test")}
-    return found
 
 
 def text(random: np.random.Generator) -> str:

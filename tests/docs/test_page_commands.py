@@ -134,6 +134,7 @@ PROFILED = ON_TWO | {"--max-batch": "4", "--token-budget": "1024", "--repeats": 
 ON_EIGHT = {"trainer.num_devices": "8"}
 JUDGE = {"reward.judge.model": "random:tiny", "reward.judge.resident_layers": "1"}
 MIXED = {"data.train_batch_size": "4", "data.max_response_length": "32"}  # its quotas, and a part's free tokens
+LEARNS = {"actor.optim.lr_warmup_steps": "0"}  # of one step
 TURNS = {name: value for name, value in SMALL.items() if name != "rollout.stop"} | {  # which they refuse
     "data.max_prompt_length": "640",
     "actor.ppo_max_token_len_per_gpu": "1024",
@@ -176,6 +177,8 @@ RULES = (
     Rule(r"jaxrl simulate", {"trainer.total_training_steps": "3"}),
     Rule(r"jaxrl profile .*adaptive_layout", SMALL | ON_EIGHT | {"--repeats": "1"}, slow=True),
     Rule(r"jaxrl profile", PROFILED, slow=True),
+    Rule(r"jaxrl (sft|dpo|train) .*runs/sft", SMALL | LEARNS | {"model.lora_rank": "0"}, slow=True),
+    Rule(r"jaxrl (sft|dpo)", SMALL | LEARNS),
     Rule(r"jaxrl train .*hosts.launcher=local", how="process", slow=True),
     Rule(r"jaxrl train .*run.yaml", ON_TWO, slow=True),
     Rule(r"jaxrl train .*(Qwen/|openai/)", SMALL, how="process", more=("hub",), slow=True),

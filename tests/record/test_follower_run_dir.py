@@ -55,7 +55,7 @@ def test_one_leads_and_one_follows(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "hosts").exists()
     with closing(FollowerRunDir(tmp_path, 1)) as following:
         assert following.earlier == config
-        following.refuse_other_kind(simulated=False)
+        following.refuse_other_kind()
         with open(following.early_file("rewards.log"), "a") as log:
             log.write("printed by a reward\n")
         steps(following, config)

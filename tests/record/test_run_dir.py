@@ -91,15 +91,15 @@ def test_versions_and_commit():
     assert commit() == "" or len(commit().removesuffix("+changes")) == 40
 
 
-def test_simulated_and_real_runs_keep_apart(tmp_path: Path):
-    for platform, simulated in (("simulated", True), ("cpu", False)):
-        run_dir = RunDir(tmp_path / platform)
-        run_dir.refuse_other_kind(simulated=simulated)
-        run_dir.record_start(make_config(), {"platform": platform, "kind": "x", "count": 1}, 0)
-        run_dir.refuse_other_kind(simulated=simulated)
-        with pytest.raises(ValueError, match=r"holds a run that was .*simulated: choose another trainer\.run_dir"):
-            run_dir.refuse_other_kind(simulated=not simulated)
-        run_dir.close()
+def test_runs_of_different_commands_keep_apart(tmp_path: Path):
+    for kind, other in (("simulate", "train"), ("train", "sft"), ("sft", "dpo")):
+        with closing(RunDir(tmp_path / kind, kind=kind)) as run_dir:
+            run_dir.refuse_other_kind()
+            run_dir.record_start(make_config(), {"platform": "cpu", "kind": "x", "count": 1}, 0)
+            run_dir.refuse_other_kind()
+        rule = rf"holds a run of `jaxrl {kind}`, and this is `jaxrl {other}`: choose another trainer\.run_dir"
+        with closing(RunDir(tmp_path / kind, kind=other)) as run_dir, pytest.raises(ValueError, match=rule):
+            run_dir.refuse_other_kind()
 
 
 def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path):

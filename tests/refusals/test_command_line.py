@@ -16,8 +16,8 @@ from refusals import Refusal
 from jaxrl.cli import main
 
 COMMANDS = (
-    "train, simulate, tune, generate, serve, eval, export, replay, score, explain-config, explain-layout, profile, "
-    "hosts, options, completion, report"
+    "train, sft, dpo, simulate, tune, generate, serve, eval, export, replay, score, explain-config, explain-layout, "
+    "profile, hosts, options, completion, report"
 )
 REFUSED = {
     "trian": "unknown command 'trian': did you mean train?",

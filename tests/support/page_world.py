@@ -42,6 +42,8 @@ SMALL = {
 """Options that are added to a training configuration of the pages where the command does not give them itself."""
 
 PROBLEMS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}. #### {2 * i}"} for i in range(12)]
+CONVERSATIONS = [{"prompt": f"{i} + {i}?", "completion": str(2 * i)} for i in range(4)]
+PAIRS = [{"prompt": f"{i} + {i}?", "chosen": str(2 * i), "rejected": str(i)} for i in range(4)]
 HUB_MODEL, HUB_DATA = "Qwen/Qwen2.5-0.5B-Instruct", "openai/gsm8k"
 
 
@@ -68,6 +70,9 @@ class World:
             "answers.jsonl": lambda path: _write_rows(path, [{**row, "response": "#### 4"} for row in PROBLEMS]),
             "path/to/HumanEval.jsonl.gz": _programs,
             "hub": self._hub,
+            "runs/sft": self._run_of_sft,
+            "conversations.jsonl": lambda path: _write_rows(path, CONVERSATIONS),
+            "pairs.jsonl": lambda path: _write_rows(path, PAIRS),
             **dict.fromkeys(("train.jsonl", "test.jsonl", "chain_sum.jsonl"), _problems),
             **dict.fromkeys(("path/to/gsm8k_train.jsonl", "path/to/gsm8k_test.jsonl"), _problems),
         }
@@ -117,6 +122,11 @@ class World:
     def _run_of_adapters(self, path: Path) -> None:
         more = {"trainer.total_training_steps": "1", "trainer.run_dir": "runs/lora", "model.lora_rank": "2"}
         self._jaxrl("train", "--config", "configs/chain_sum.yaml", *(f"{k}={v}" for k, v in (SMALL | more).items()))
+
+    def _run_of_sft(self, path: Path) -> None:
+        more = {"model.lora_rank": "0", "trainer.run_dir": "runs/sft", "data.train_files": "[conversations.jsonl]"}
+        more |= {"actor.optim.lr_warmup_steps": "0"}
+        self._jaxrl("sft", "--config", "configs/sft.yaml", *(f"{k}={v}" for k, v in (SMALL | more).items()))
 
     def _other_run(self, path: Path) -> None:
         self._make("runs/a")

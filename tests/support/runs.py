@@ -23,7 +23,8 @@ import yaml
 from quick_xla import flags
 
 from jaxrl.cli import main
-from jaxrl.commands.train import Run
+from jaxrl.commands.run import TrainingRun
+from jaxrl.record.run_record import RunRecord
 from jaxrl.runtime.stop import Stop
 from jaxrl.train.checkpoint import Checkpointer, _stored
 
@@ -164,16 +165,22 @@ def asked() -> Stop:
 def copied_after(places: Mapping[int, Path]) -> Iterator[None]:
     """Runs in this process leave what a SIGKILL behind a step would leave: the run directory, copied when the step has
     ended. A save that was begun before is complete; tests/faults/test_kills.py kills while one is under way."""
-    stepped = Run._stepped
+    begun: list[TrainingRun] = []
+    begin, on_step = TrainingRun.begin, RunRecord.on_step
 
-    def copying(run: Run, record: Any, step: int, *rest: Any) -> None:
-        stepped(run, record, step, *rest)
+    def beginning(run: TrainingRun, record: RunRecord) -> None:
+        begun[:] = [run]
+        begin(run, record)
+
+    def copying(record: RunRecord, step: int, *rest: Any) -> None:
+        on_step(record, step, *rest)
         if step in places:
-            run.store.wait()
-            shutil.copytree(run.run_dir.path, places[step])
+            begun[0].store.wait()
+            shutil.copytree(begun[0].run_dir.path, places[step])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_stepped", copying)
+        patch.setattr(TrainingRun, "begin", beginning)
+        patch.setattr(RunRecord, "on_step", copying)
         yield
 
 

@@ -1,0 +1,255 @@
+"""A run that trains, whatever it learns from: checkpoints, the record, and how it ends.
+
+`jaxrl.commands.train` and `jaxrl.commands.supervised` add what is trained on. The order in which a run is built stands
+in docs/architecture.md, "Starting a run".
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl.commands.opening import Opened
+from jaxrl.config import ConfigError
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.mechanisms.table import page_parts
+from jaxrl.models.config import ModelConfig
+from jaxrl.record.failures import summary_of
+from jaxrl.record.files import reason, way_on
+from jaxrl.record.integrity import lost_lines, missing_checkpoint, missing_journal
+from jaxrl.record.run_dir import recorded_start
+from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
+from jaxrl.record.state import join_arrays
+from jaxrl.report.page import write_report
+from jaxrl.runtime.build import retuning_note, use_compilation_cache
+from jaxrl.runtime.devices import prepare_hosts
+from jaxrl.runtime.hosts.process_group import ProcessGroup
+from jaxrl.runtime.weights import refuse_other_model
+from jaxrl.sharding.mesh import platform_of
+from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic
+from jaxrl.train.critic import Critic
+from jaxrl.train.learner import Learner
+from jaxrl.train.step import Trainer
+from jaxrl.train.steps import Choice, choose, whole_step
+from jaxrl.types import RunFailed
+
+
+class TrainingRun(ABC):
+    """A run that trains, while it is being built and while it goes. What is trained on is a subclass's.
+
+    Attributes, besides those that `Opened` has:
+      place, devices, mesh: of the trainer. tokenizer, model: that `model.path` names. changes: since the last start.
+      said: notes that are shown once nothing is refused any more.
+      step: that the run has reached. total_steps: the last one. is_over: there is none to run.
+      needs_ref: whether the beginning's weights are kept.
+      resuming: whether there is a checkpoint to go on from; init_from: the one whose weights the run begins with.
+      trainer, critic: the models in training.
+    """
+
+    total_steps: int
+    is_over: bool
+    trainer: Trainer
+    record: RunRecord
+
+    def __init__(self, opened: Opened) -> None:
+        self.run_dir, self.stop, self.stages, self.stack = opened.run_dir, opened.stop, opened.stages, opened.stack
+        self.began_s, self.say, self.watchdog = opened.began_s, opened.say, opened.watchdog
+        self.earlier, self.config = opened.earlier, opened.config
+        self.needs_ref = self.config.needs_ref
+        self.joined = ProcessGroup(opened.world, opened.stop, opened.watchdog.beat)
+        self.critic: Critic | None = None
+        self.said: list[str] = []
+        self.changes: list[str] = []
+        self.tokenizer: Tokenizer
+        self.model: ModelConfig
+        self.place = place = self.joined.compare(self.config, prepare_hosts(self.config))
+        self.devices, self.mesh = place.devices, place.mesh
+
+    @abstractmethod
+    def train(self, record: RunRecord, stack: ExitStack) -> Mapping[str, str]:
+        """Trains up to `total_steps`, or until a stop is asked for; `step` is the last one. Calls `begin` once nothing
+        can refuse the start any more. Returns lines for the summary."""
+
+    def find_checkpoints(self) -> None:
+        """Finds what the run goes on or begins from. That reads all of a checkpoint, which may take minutes: after
+        everything that a look at the options could have told."""
+        config = self.config
+        self.watchdog.beat("comparing the checkpoint with its checksums")
+        self.store = self._find_checkpoint()
+        latest = self.store.latest_step()
+        self.step, self.resuming = latest or 0, latest is not None
+        self.watchdog.saved_step = latest
+        if self.run_dir.leads:
+            self.said += lost_lines(self.run_dir, self.step) if self.resuming else []
+            self.said += [gone] if (gone := missing_journal(self.run_dir)) is not None else []
+        self.init_from = None
+        # a run that goes on has its weights; only the reference is always that of the beginning
+        if config.trainer.init_from and (self.needs_ref or not self.resuming):
+            look = partial(whole_step, config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
+            self.init_from = Path(self.joined.first("the checkpoint to begin from", lambda: str(look())))
+        for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
+            if place is not None:
+                refuse_other_model(place, config, self.model, self.mesh)
+        if self.resuming and holds_critic(place := self.run_dir.file(f"checkpoints/{self.step}")) != config.has_critic:
+            found, needed = ("no", "needs one") if config.has_critic else ("a", "has none")
+            raise ConfigError(
+                f"checkpoint {place} holds {found} critic, and "
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: go on with the run's estimator, "
+                "or begin a run from its parameters (trainer.init_from)"
+            )
+
+    def _find_checkpoint(self) -> Checkpointer:
+        """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
+        store = Checkpointer(
+            self.run_dir.file("checkpoints"),
+            max_to_keep=self.config.trainer.max_ckpt_to_keep,
+            on_commit=self._committed,
+            progress=self.watchdog.beat,
+            find=self._choose,
+        )
+        chosen = store.chosen
+        newest = None if chosen is None else max([chosen.step, *chosen.faults])
+        missing = missing_checkpoint(self.run_dir, newest)
+        self.said += [*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())]
+        return store
+
+    def _choose(self, folder: Path, progress: Callable[[], None]) -> Choice | None:
+        """`choose`, with the same result in every process: one of them reads all of the checkpoint."""
+
+        def look() -> str:
+            found = choose(folder, progress)
+            return "" if found is None else found.to_json()
+
+        told = self.joined.first("the checkpoint to go on from", look)
+        return Choice.from_json(told) if told else None
+
+    def go(self) -> RunOutcome:
+        """Runs to the end.
+
+        Raises:
+          RunFailed: the system refused a file or memory, with how to go on.
+        """
+        try:
+            return self._go()
+        except RunFailed:
+            with suppress(OSError, ValueError):  # the cause is more than that its page cannot be written
+                self.run_dir.report(_write_page)
+            raise
+        except OSError as error:
+            place = error.filename or self.run_dir.path
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: {way_on(error)}") from error
+        except jax.errors.JaxRuntimeError as error:
+            said = str(error).partition("\n")[0]
+            if not said.startswith("RESOURCE_EXHAUSTED"):
+                raise
+            raise RunFailed(
+                f"the memory of the device is full ({self.devices[0].device_kind}; {said}); {self.store.last_good()}: "
+                "lower rollout.memory_fraction or actor.ppo_max_token_len_per_gpu, or set actor.remat=full, and run "
+                "again"
+            ) from error
+
+    def _over(self) -> RunOutcome:
+        """The run has had all of its steps: no weight is loaded, and only its page is written anew."""
+        option = "trainer.total_training_steps" if self.config.trainer.total_training_steps else "trainer.total_epochs"
+        with closing(self.store):
+            self.stages.close()
+            report = self.run_dir.report(_write_page)
+            of = f"already at step {self.step} of {self.total_steps}"
+            unused = f"; what has changed since has no effect: {'; '.join(self.changes)}" if self.changes else ""
+            for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to go on{unused}"):
+                self.say(line)
+        return RunOutcome(self.step, True, {"run": str(self.run_dir.path), "steps": of, "report": str(report)}, report)
+
+    def _go(self) -> RunOutcome:
+        if self.is_over:
+            return self._over()
+        with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
+            stack.enter_context(closing(self.store))
+            resume_step = self.step if self.resuming else -1
+            opened = open_record(
+                self.config,
+                self.run_dir,
+                resume_step,
+                total_steps=self.total_steps,
+                watchdog=self.watchdog,
+                tell=self.joined.tell,
+                pieces_of=self.tokenizer.pieces,
+            )
+            self.record = record = stack.enter_context(opened)
+            carried = self.train(record, stack)
+            self.watchdog.beat("waiting for the last checkpoint")
+            with self.joined.waiting("the last checkpoint"):
+                self.store.wait()
+            self.watchdog.beat("closing the run's files")
+        self.watchdog.beat("writing the report")
+        report = self.run_dir.report(_write_page)
+        finished = self.step >= self.total_steps
+        summary = {
+            "run": str(self.run_dir.path),
+            "steps": f"{self.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
+            **(summary_of(self.run_dir.path) if self.run_dir.leads else {}),
+            **carried,
+            "time": f"{time.monotonic() - self.began_s:.0f} s",
+            "report": str(report),
+        }
+        record.view.final_table(summary)
+        return RunOutcome(self.step, finished, summary, report)
+
+    def begin(self, record: RunRecord) -> None:
+        """The first writes: nothing about the start is refused any more."""
+        described = {
+            "platform": self.devices[0].platform,
+            "kind": self.devices[0].device_kind,
+            "count": len(self.devices),
+        }
+        self.watchdog.beat("opening what trainer.logger names")
+        record.open_sinks()  # the last that can fail; a signal does not wait for the network
+        cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
+        with self.stop.held():
+            newest = self.step if self.resuming else None
+            self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)
+            self.store.tidy()
+            record.begin()
+            self.run_dir.record_checkpoint(newest, record.written())
+            cache = use_compilation_cache(self.config)
+            note = retuning_note(cache_before, cache, platform_of(self.devices[0])) if self.resuming else None
+            self.run_dir.record_cache(cache, note)
+        self.said += [] if note is None else [note]
+        if self.resuming:
+            self.said += self.run_dir.resuming(self.changes, self.step, self.total_steps)
+        for line in self.said:
+            self.say(line)
+        self.stages.close()
+
+    def save(self, step: int, host: HostState) -> None:
+        self.store.save(step, self._state(Learner.state), host)
+
+    def _committed(self, step: int) -> None:
+        """A checkpoint is complete; in the thread that wrote it."""
+        self.run_dir.record_checkpoint(step, self.record.written())
+        self.watchdog.saved_step = step
+
+    def _state(self, of: Callable[[Learner], dict[str, Any]]) -> dict[str, Any]:
+        """The policy's, and the critic's under its name."""
+        return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
+
+    def restored(self) -> dict[str, Any]:
+        """Brings the trainer to the checkpoint; returns the host's part of it."""
+        self.joined.enter(f"the restore of step {self.step}")
+        state, host = self.store.restore(self._state(Learner.abstract_state), self.step)
+        self.trainer.load_state(state)
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
+        self.joined.leave()
+        return join_arrays(host.values, host.arrays)
+
+
+def _write_page(folder: Path) -> Path:
+    return write_report(folder, parts=page_parts())

@@ -1,0 +1,170 @@
+"""`jaxrl sft` and `jaxrl dpo`: a run that learns from files, without a rollout.
+
+It has the trainer, the checkpoints and the record of `jaxrl train`, whose sections `model`, `data`, `actor`, `trainer`
+and `hosts` it reads; what it does with its rows is in `jaxrl.train.supervised`. A step is one optimizer update on
+`data.train_batch_size` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from jaxrl.commands.opening import Opened, open_run
+from jaxrl.commands.run import TrainingRun
+from jaxrl.config import Config, ConfigError, differences
+from jaxrl.config.options import total_steps
+from jaxrl.data.conversations import ConversationTokens, RowSource
+from jaxrl.data.stops import stop_ids
+from jaxrl.record import metrics as numbers
+from jaxrl.record.alarms import Alarms
+from jaxrl.record.run_record import RunOutcome, RunRecord
+from jaxrl.runtime.beginnings import refuse_other_init
+from jaxrl.runtime.build import read_tokenizer_and_model, with_planned_update
+from jaxrl.runtime.memory import update_problem
+from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.weights import load_weights
+from jaxrl.train.checkpoint import HostState
+from jaxrl.train.likelihood import LikelihoodObjective
+from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.step import Trainer
+from jaxrl.train.supervised import Demonstrations, Method, Preferences, batch_of
+from jaxrl.types import RunFailed
+
+
+def start_sft(config: Config, stop: Stop | None = None, progress: Callable[[str], None] = print) -> RunOutcome:
+    """Runs (or resumes) supervised fine-tuning; raises ValueError for what a user can mend."""
+    return _start("sft", config, Demonstrations(), stop, progress)
+
+
+def start_dpo(config: Config, stop: Stop | None = None, progress: Callable[[str], None] = print) -> RunOutcome:
+    """Runs (or resumes) preference optimization; raises ValueError for what a user can mend."""
+    return _start("dpo", config, Preferences(config), stop, progress)
+
+
+def _start(kind: str, config: Config, method: Method, stop: Stop | None, progress: Callable[[str], None]) -> RunOutcome:
+    if not config.data.train_files:
+        raise ConfigError(f"data.train_files is missing: jaxrl {kind} learns from files")
+    return open_run(kind, config, lambda opened: SupervisedRun(opened, method).go(), stop=stop, progress=progress)
+
+
+class SupervisedRun(TrainingRun):
+    """A run that learns from files, while it is being built and while it goes."""
+
+    def __init__(self, opened: Opened, method: Method) -> None:
+        super().__init__(opened)
+        config, self._method = self.config, method
+        trained = method.trained(config)
+        self.needs_ref = trained.needs_ref
+        self.changes = [] if self.earlier is None else differences(self.earlier, config)
+        self.tokenizer, self.model = read_tokenizer_and_model(config)
+        trained = with_planned_update(trained, self.model, self.mesh.size, self.place.memory)
+        problem = update_problem(
+            trained, self.model, self.mesh.size, self.place.memory.platform, self.place.memory.share
+        )
+        if problem is not None:
+            raise ConfigError(problem)
+        if config.trainer.init_from and self.earlier is None:
+            refuse_other_init(config, self.model, self.mesh)
+        self._read_rows()
+        self.total_steps = total_steps(config, len(self._source))
+        self.find_checkpoints()
+        self.is_over = self.resuming and self.step >= self.total_steps and config.hosts.num == 1
+        if self.is_over:
+            return
+        self.watchdog.beat("loading the weights")
+        programs = TrainPrograms(
+            trained, self.model, self.mesh, total_updates=self.total_steps, objective=LikelihoodObjective
+        )
+        params = load_weights(config, self.model, self.mesh, self.init_from)
+        told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
+        self.trainer = Trainer(trained, self.model, params, self.mesh, programs=programs, **told)
+        self.trainer.programs.dispatched = self.joined.dispatched
+        if note := programs.packed_attention.note:
+            self.said.append(note)
+        if self.resuming:
+            self.watchdog.beat("restoring the checkpoint")
+            self._load(self.restored())
+
+    def _read_rows(self) -> None:
+        config = self.config
+        self.watchdog.beat("reading the data")
+        tokens = ConversationTokens(self.tokenizer, stop_ids(self.tokenizer, self.model.eos_token_ids), config)
+        self._source = RowSource(self._method.read(config.data.train_files, "data.train_files", config, tokens), config)
+        held_out, size = [], config.data.train_batch_size
+        if config.data.val_files:
+            rows = self._method.read(config.data.val_files, "data.val_files", config, tokens)
+            held_out = [(place, rows[place]) for place in range(min(len(rows), config.data.val_size or len(rows)))]
+        self.said += [tokens.note] if tokens.note else []
+        self._held_out = [held_out[first : first + size] for first in range(0, len(held_out), size)]
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._source.load_state(state)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.run_dir.path} holds a run with other data: {error}: choose another trainer.run_dir, with "
+                f"trainer.init_from={self.run_dir.path} to begin from its parameters"
+            ) from None
+
+    def train(self, record: RunRecord, stack: ExitStack) -> Mapping[str, str]:
+        assert record.timeline is not None, "only a simulated run goes without"
+        self._timeline, self._alarms = record.timeline, Alarms(self.config)
+        self._saved = self.step if self.resuming else None
+        trainer = self.config.trainer
+        self.begin(record)
+        self.stop.save_first(record.view.message)
+        if trainer.val_before_train and not self.step:
+            self._evaluate()
+            self._timeline.take_phases()  # its time belongs to no step
+        while self.step < self.total_steps and not self.joined.stops():
+            self._run_step(self.step + 1)
+        self._save(self.step)
+        return {}
+
+    def _run_step(self, step: int) -> None:
+        trainer = self.config.trainer
+        with self._timeline.phase("step", step=step):
+            if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
+                self._save(step)
+            with self._phase(step, "data"):
+                batch = batch_of(self._source.next(self.config.data.train_batch_size))
+            with self._phase(step, "update_actor"):
+                learned = self._method.learn(self.trainer, batch)
+            self.step = step
+            if trainer.test_freq and (step % trainer.test_freq == 0 or step == self.total_steps):
+                self._evaluate()
+        seconds = {"timing_s/save": 0.0} | self._timeline.take_phases()
+        measured = {"training/epoch": float(self._source.epoch)} | learned | seconds
+        measured |= numbers.throughput(batch, measured, len(self.devices)) | self.joined.take_metrics()
+        self.record.on_step(step, measured, ())
+        skipped = {"actor": (1, int(learned["actor/skipped_updates"]))}
+        if (failing := self._alarms.updated(step, skipped, learned, batch)) is not None:
+            self._save(step)
+            raise RunFailed(f"{failing}; saved after step {step}")
+
+    def _evaluate(self) -> None:
+        if not self._held_out:
+            return
+        found: list[tuple[dict[str, float], float]] = []
+        with self._phase(self.step, "testing"):
+            self.joined.enter(f"testing of step {self.step}")
+            found = [self._method.evaluate(self.trainer, batch_of(rows)) for rows in self._held_out]
+        whole = sum(weight for _, weight in found)
+        measured = {f"val/{name}": sum(m[name] * weight for m, weight in found) / whole for name in found[0][0]}
+        self.record.on_eval(self.step, measured)
+
+    def _save(self, step: int) -> None:
+        """`step`: that is running."""
+        if self._saved != self.step:
+            with self._phase(step, "save"):
+                self.save(self.step, HostState(self._source.state()))
+            self._saved = self.step
+
+    @contextmanager
+    def _phase(self, step: int, name: str) -> Iterator[None]:
+        self.record.on_phase(step, name)
+        self.joined.on_phase(step, name)
+        with self._timeline.phase(name):
+            yield

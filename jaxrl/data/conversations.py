@@ -1,0 +1,429 @@
+"""Rows with an assistant's turns in them -> tokens to learn from: conversations, and pairs of which one was preferred.
+
+A conversation is tokenised as a rollout makes it: the prompt with the beginning of the first turn, then by turns what
+the assistant has said, up to the token that ends its turn, and what stands between that and the next turn
+(`jaxrl.data.turns`). So what is learnt here is what will be drawn there, token by token, and the tokens that are learnt
+from are known without marks in the template. Where a template only appends, the tokens are those of the whole
+conversation rendered at once; one that rewrites earlier turns (Qwen3's drops their thinking) is given each turn as it
+was when it was the last one, as in a rollout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.config.inputs import reading, strict_json
+from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.files import data_files, rows
+from jaxrl.data.order import nth
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.turns import Between
+from jaxrl.schema.declared import shown
+
+_log = logging.getLogger(__name__)
+_ROLES = ("system", "user", "assistant", "tool")
+_PASSED_ON = ("name", "reasoning_content", "tool_calls", "tool_call_id")
+TOOLS = "tools"
+"""Column of what the assistant may call, as chat templates take it."""
+
+Messages = tuple[Mapping[str, Any], ...]
+Turns = Literal["all", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of a conversation, one behind the other; `is_said`: by the assistant, its end of the turn with them."""
+
+    token_ids: list[int]
+    is_said: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A context and what follows it.
+
+    Attributes:
+      prompt: int32 [P], up to the first turn that is learnt from.
+      response: int32 [T], all that follows.
+      is_said: bool [T], the assistant's tokens.
+    """
+
+    prompt: np.ndarray
+    response: np.ndarray
+    is_said: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the data. `examples`: one conversation, or of a pair the preferred one and the other."""
+
+    where: str
+    examples: tuple[Example, ...]
+
+
+class ConversationTokens:
+    """Conversations as tokens.
+
+    Args:
+      tokenizer: of the model.
+      stops: token ids that end a turn.
+      config: `data` is read.
+
+    Attributes:
+      note: what a user should know of how turns were written, as a sentence; empty: nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[int], config: Config) -> None:
+        self._tokenizer, self._stops, self._data = tokenizer, frozenset(stops), config.data
+        self._between = lru_cache(maxsize=64)(self._made_between)
+        self.note = ""
+
+    def example(self, context: Messages, said: Messages, tools: Any, train_on: Turns = "all") -> Example:
+        """What follows `context`: the assistant's turns, and all that was said between them.
+
+        Args:
+          tools: what the assistant may call; None: nothing.
+          train_on: `last`: all turns but the last one are part of the prompt.
+
+        Raises:
+          RefusedMessages: the chat template refuses these messages.
+          ValueError: there is no template.
+        """
+        spans = list(self._spans(context, said, tools))
+        first = max(i for i, span in enumerate(spans) if span.is_said) if train_on == "last" else 1
+        before, after = spans[:first], spans[first:]
+        return _example([i for span in before for i in span.token_ids], after)
+
+    def plain(self, prompt: str, completion: str) -> Example:
+        """Two texts, without a template; the end of the text is learnt, too."""
+        ids = self._tokenizer.encode(prompt, add_special_tokens=True)
+        said = [*self._tokenizer.encode(completion), *self._tokenizer.eos_token_ids[:1]]
+        return _example(ids, [Span(said, is_said=True)])
+
+    def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[Span]:
+        messages, asked = (*context, *said), len(context)
+        between = self._between(json.dumps(tools) if tools else "")
+        yield Span(self._tokenizer.encode(self._rendered(context, tools, begins=True)), is_said=False)
+        while asked < len(messages):
+            turn = self._turn(messages[: asked + 1], tools)
+            yield Span(turn, is_said=True)
+            answers = _answers(messages, asked + 1)
+            asked += 1 + len(answers)
+            if asked < len(messages):
+                if not self.note and (rewritten := between.rewritten()):
+                    self.note = f"{rewritten}: each turn is learnt behind those before it as they were said"
+                yield Span([*between.answer(answers, turn[-1])], is_said=False)
+
+    def _turn(self, messages: Messages, tools: Any) -> list[int]:
+        """The tokens of the last message, up to the one that ends it."""
+        before = self._rendered(messages[:-1], tools, begins=True)
+        after = self._rendered(messages, tools, begins=False)
+        if not after.startswith(before):
+            raise RefusedMessages(
+                f"the chat template writes message {len(messages)} otherwise than it begins a turn, so no turn could "
+                "become it"
+            )
+        ids = self._tokenizer.encode(after[len(before) :])
+        ends = [place for place, i in enumerate(ids) if i in self._stops]
+        if not ids:
+            raise RefusedMessages(f"the chat template leaves out message {len(messages)}")
+        return ids[: ends[-1] + 1] if ends else ids
+
+    def _rendered(self, messages: Messages, tools: Any, *, begins: bool) -> str:
+        variables = {**self._data.apply_chat_template_kwargs, **({TOOLS: tools} if tools else {})}
+        return self._tokenizer.apply_chat_template(messages, begins, **variables)
+
+    def _made_between(self, tools: str) -> Between:
+        variables = dict(self._data.apply_chat_template_kwargs)
+        return Between(self._tokenizer, variables | ({TOOLS: json.loads(tools)} if tools else {}))
+
+
+def _example(prompt: Sequence[int], spans: Sequence[Span]) -> Example:
+    response = np.concatenate([np.asarray(span.token_ids, np.int32) for span in spans])
+    is_said = np.concatenate([np.full(len(span.token_ids), span.is_said) for span in spans])
+    return Example(np.asarray(prompt, np.int32), response, is_said)
+
+
+def _answers(messages: Messages, start: int) -> Messages:
+    """The messages from `start` up to the assistant's next one."""
+    end = start
+    while end < len(messages) and messages[end]["role"] != "assistant":
+        end += 1
+    return messages[start:end]
+
+
+# ---------------------------------------------------------------- rows of files
+
+
+class Rows:
+    """The rows of files, tokenised; those that are too long are left out and counted, or refused.
+
+    Attributes:
+      num_filtered: rows that were left out.
+    """
+
+    def __init__(self, found: Iterator[Row], config: Config) -> None:
+        limit, data = config.max_model_length, config.data
+        self._rows: list[Row] = []
+        self.num_filtered = 0
+        for row in found:
+            longest = max(map(len, row.examples))
+            if longest <= limit:
+                self._rows.append(row)
+                continue
+            if not data.filter_overlong_prompts:
+                raise ValueError(
+                    f"{row.where}: {longest} tokens are more than data.max_prompt_length ({data.max_prompt_length}) + "
+                    f"data.max_response_length ({data.max_response_length}) = {limit}, and "
+                    "data.filter_overlong_prompts is false"
+                )
+            self.num_filtered += 1
+        if self.num_filtered:
+            _log.warning(
+                "dropped %d of %d rows: over %d tokens", self.num_filtered, self.num_filtered + len(self), limit
+            )
+        if not self._rows:
+            raise ValueError(
+                f"no rows to learn from: all {self.num_filtered} are longer than data.max_prompt_length "
+                f"({data.max_prompt_length}) + data.max_response_length ({data.max_response_length}) tokens"
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Row:
+        return self._rows[row]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all tokens, and of which are learnt from."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            for example in row.examples:
+                digest.update(np.array([len(example.prompt), len(example.response)], np.int64).tobytes())
+                for array in (example.prompt, example.response, example.is_said):
+                    digest.update(array.tobytes())
+        return digest.hexdigest()[:16]
+
+
+class RowSource:
+    """Training rows without end, in a new deterministic order in each epoch; batches cross epoch ends.
+
+    Attributes:
+      position: rows handed out so far, over all epochs.
+    """
+
+    def __init__(self, rows: Rows, config: Config) -> None:
+        self._rows, self._seed = rows, config.data.seed if config.data.shuffle else None
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> int:
+        """Of the last row that was handed out, from 0."""
+        return max(self.position - 1, 0) // len(self)
+
+    def next(self, count: int) -> list[tuple[int, Row]]:
+        """The next rows, each with its position."""
+        positions = range(self.position, self.position + count)
+        self.position = positions.stop
+        return [(place, self._rows[nth(len(self), self._seed, place)]) for place in positions]
+
+    def state(self) -> dict[str, Any]:
+        """The cursor, as JSON values."""
+        return {"position": self.position, "rows": self._rows.fingerprint, "order": self._seed}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved cursor. Raises ValueError for one of other rows, or of another order."""
+        now = self.state()
+        for name, options in (
+            ("rows", "the files, the tokenizer, the chat template or the lengths"),
+            ("order", "data.seed or data.shuffle"),
+        ):
+            if state[name] != now[name]:
+                raise ValueError(f"{options} have changed since the checkpoint ({state[name]} then, {now[name]} now)")
+        self.position = int(state["position"])
+
+
+def read_demonstrations(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+    """The conversations of `jaxrl sft`. Raises ValueError with file, line and rule."""
+    return Rows((_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), config)
+
+
+def read_pairs(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+    """The pairs of `jaxrl dpo`. Raises ValueError with file, line and rule."""
+    return Rows((_pair(where, row, config, tokens) for where, row in _rows_of(names, option)), config)
+
+
+def _rows_of(names: Sequence[str], option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for path in data_files(names, option):
+        yield from rows(path)
+
+
+def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
+    sft = config.sft
+    if row.get(sft.messages_key) is not None:
+        named = f"{where}: {sft.messages_key!r} (sft.messages_key)"
+        if not config.data.apply_chat_template:
+            raise ValueError(f"{named} holds a conversation, and data.apply_chat_template is off")
+        messages = _with_system(_messages(row[sft.messages_key], named), config)
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        context, said = messages[:first], messages[first:]
+        _check_said(said, named)
+    else:
+        for key, option in ((sft.prompt_key, "sft.prompt_key"), (sft.completion_key, "sft.completion_key")):
+            if row.get(key) is None:
+                raise ValueError(
+                    f"{where}: a row must have {sft.messages_key!r} (sft.messages_key), or {sft.prompt_key!r} "
+                    f"(sft.prompt_key) and {sft.completion_key!r} (sft.completion_key); {key!r} ({option}) is missing, "
+                    f"found {', '.join(map(repr, row)) or 'nothing'}"
+                )
+        prompt, completion = row[sft.prompt_key], row[sft.completion_key]
+        if not config.data.apply_chat_template:
+            text = _text(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)")
+            return Row(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
+        context = _context(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
+        said = _said(completion, f"{where}: {sft.completion_key!r} (sft.completion_key)")
+    return Row(where, (_tokenised(where, context, said, row, tokens, sft.train_on),))
+
+
+def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
+    dpo = config.dpo
+    named = {
+        key: f"{where}: {key!r} (dpo.{name})"
+        for key, name in (
+            (dpo.prompt_key, "prompt_key"),
+            (dpo.chosen_key, "chosen_key"),
+            (dpo.rejected_key, "rejected_key"),
+        )
+    }
+    for key in (dpo.chosen_key, dpo.rejected_key):
+        if row.get(key) is None:
+            raise ValueError(f"{named[key]} is missing, found {', '.join(map(repr, row)) or 'nothing'}")
+    both = [row[dpo.chosen_key], row[dpo.rejected_key]]
+    prompt = row.get(dpo.prompt_key)
+    if not config.data.apply_chat_template:
+        text = _text(prompt, named[dpo.prompt_key])
+        texts = zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)
+        return Row(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
+    said = [_said_or_all(each, named[key]) for each, key in zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)]
+    shared = _shared(*said)
+    if shared and said[0][0]["role"] != "assistant":  # both are whole conversations, the prompt in them
+        context = _with_system(said[0][:shared], config)
+        said = [each[shared:] for each in said]
+    elif prompt is None:
+        raise ValueError(
+            f"{named[dpo.prompt_key]} is missing, and {dpo.chosen_key!r} and {dpo.rejected_key!r} do not begin with "
+            "the same messages"
+        )
+    else:
+        context = _context(prompt, named[dpo.prompt_key], config)
+    for each, key in zip(said, (dpo.chosen_key, dpo.rejected_key), strict=True):
+        _check_said(each, named[key])
+    return Row(where, tuple(_tokenised(where, context, each, row, tokens) for each in said))
+
+
+def _tokenised(
+    where: str,
+    context: Messages,
+    said: Messages,
+    row: Mapping[str, Any],
+    tokens: ConversationTokens,
+    train_on: Turns = "all",
+) -> Example:
+    if not context:
+        raise ValueError(f"{where}: the conversation begins with the assistant: something must be asked first")
+    tools = row.get(TOOLS)
+    if isinstance(tools, str):
+        with reading(f"{where}, {TOOLS!r}"):
+            tools = strict_json(tools)
+    try:
+        return tokens.example(context, said, tools, train_on)
+    except RefusedMessages as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _context(prompt: Any, named: str, config: Config) -> Messages:
+    """What is asked: messages, or one of the user's, in `data.prompt_template`."""
+    if not isinstance(prompt, str):
+        return _with_system(_messages(prompt, named), config)
+    asked = config.data.prompt_template.replace("{question}", _text(prompt, named))
+    return _with_system(({"role": "user", "content": asked},), config)
+
+
+def _with_system(messages: Messages, config: Config) -> Messages:
+    if not config.data.system_prompt:
+        return messages
+    others = (message for message in messages if message["role"] != "system")
+    return ({"role": "system", "content": config.data.system_prompt}, *others)
+
+
+def _said(value: Any, named: str) -> Messages:
+    found = _said_or_all(value, named)
+    _check_said(found, named)
+    return found
+
+
+def _said_or_all(value: Any, named: str) -> Messages:
+    return (
+        ({"role": "assistant", "content": _text(value, named)},) if isinstance(value, str) else _messages(value, named)
+    )
+
+
+def _shared(first: Messages, second: Messages) -> int:
+    """How many messages both begin with, of those before the last ones."""
+    count = 0
+    for one, other in zip(first[:-1], second[:-1], strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _check_said(said: Messages, named: str) -> None:
+    """The assistant speaks first and last, and never twice in a row."""
+    roles = [message["role"] for message in said]
+    if not said or roles[0] != "assistant" or roles[-1] != "assistant":
+        raise ValueError(f"{named}: the last message must be the assistant's, found {roles[-1] if roles else 'none'}")
+    if any(one == other == "assistant" for one, other in pairwise(roles)):
+        raise ValueError(f"{named}: two messages of the assistant follow each other: join them, or answer the first")
+
+
+def _text(value: Any, named: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{named} must hold some text, found {shown(value)}")
+    return value
+
+
+def _messages(value: Any, named: str) -> Messages:
+    if isinstance(value, str):
+        with reading(named):
+            value = strict_json(value)
+    rule = f"{named} must be a list of messages with 'role' and 'content'"
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{rule}, found {shown(value)}")
+    found: list[Mapping[str, Any]] = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise ValueError(f"{rule}, of a role among {', '.join(_ROLES)}: message {number} is {shown(message)}")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ValueError(f"{named}: message {number} must have text in 'content', found {shown(content)}")
+        more = {name: message[name] for name in _PASSED_ON if message.get(name)}
+        found.append({"role": message["role"], "content": content or "", **more})
+    return tuple(found)

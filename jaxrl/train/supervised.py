@@ -1,0 +1,135 @@
+"""What a step of `jaxrl sft` and of `jaxrl dpo` does with its rows. Imports no jax.
+
+A `Method` says how the options of a run are read for it, and turns rows into one update of a trainer whose objective is
+`jaxrl.train.likelihood`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.data.conversations import ConversationTokens, Row, Rows, read_demonstrations, read_pairs
+from jaxrl.train.preferences import Pairs, preference_losses, preference_metrics
+from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
+
+
+class Trainer(Protocol):
+    """`jaxrl.train.step.Trainer`."""
+
+    def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]: ...
+
+    def accumulate(self, batch: TrainBatch) -> None: ...
+
+    def apply(self) -> dict[str, float]: ...
+
+
+class Method(Protocol):
+    """What is learnt from."""
+
+    def trained(self, config: Config) -> Config:
+        """The configuration for the trainer of `jaxrl.train.step`."""
+        ...
+
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+        """The rows of files."""
+        ...
+
+    def learn(self, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
+        """One update; returns its metrics."""
+        ...
+
+    def evaluate(self, trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], float]:
+        """Metrics of held-out rows, without `val/`, and by how much they count in a mean over batches."""
+        ...
+
+
+def batch_of(rows: Sequence[tuple[int, Row]]) -> TrainBatch:
+    """The examples of rows, each row with a number of its own; of a row they are the samples of one prompt."""
+    batch = TrainBatch.of([_group(number, row) for number, row in rows])
+    batch.loss_masks = [sample.drawn.astype(np.float32) for sample in batch.samples]
+    return batch
+
+
+def _group(number: int, row: Row) -> Group:
+    prompt = Prompt(0, number, tuple(row.examples[0].prompt.tolist()), "", "")
+    samples: list[Sample] = []
+    for place, example in enumerate(row.examples):
+        unknown = np.zeros(len(example.response), np.float32)
+        versions = np.where(example.is_said, 0, ENVIRONMENT).astype(np.int32)
+        samples.append(Sample(SampleKey(0, number, place), example.response, unknown, unknown, versions))
+    return Group(prompt, samples)
+
+
+class Demonstrations:
+    """Supervised fine-tuning: the negative log-likelihood of what the assistant has said."""
+
+    def trained(self, config: Config) -> Config:
+        return _at_temperature_1(config)
+
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+        return read_demonstrations(names, option, config, tokens)
+
+    def learn(self, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
+        batch.advantages = [np.ones(len(sample), np.float32) for sample in batch.samples]
+        trainer.accumulate(batch)
+        return trainer.apply()
+
+    def evaluate(self, trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], float]:
+        """The mean over tokens, whatever `algorithm.loss_agg_mode` is."""
+        sums, lengths = _sums(trainer.token_logprobs(batch, "actor"), batch)
+        return {"loss": float(-sums.sum() / lengths.sum())}, float(lengths.sum())
+
+
+class Preferences:
+    """Direct preference optimization, of pairs; see `jaxrl.train.preferences`."""
+
+    def __init__(self, config: Config) -> None:
+        self._options = config.dpo
+
+    def trained(self, config: Config) -> Config:
+        """A reference is kept as for a KL loss; the loss of a pair is a sum over tokens, and the batch's a mean."""
+        actor = replace(config.actor, use_kl_loss=not self._options.reference_free)
+        algorithm = replace(config.algorithm, loss_agg_mode="seq-mean-token-sum", use_kl_in_reward=False)
+        return replace(_at_temperature_1(config), actor=actor, algorithm=algorithm)
+
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+        return read_pairs(names, option, config, tokens)
+
+    def learn(self, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
+        pairs = self._pairs(trainer, batch)
+        losses, weights = preference_losses(pairs, self._options)
+        each = 2.0 * weights.ravel()  # the mean is over pairs, and a minibatch's sum is divided by its samples
+        batch.advantages = [np.full(len(s), w, np.float32) for s, w in zip(batch.samples, each, strict=True)]
+        trainer.accumulate(batch)
+        measured = preference_metrics(pairs, losses, self._options)
+        return trainer.apply() | {"train/loss": measured.pop("loss")} | measured
+
+    def evaluate(self, trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], float]:
+        pairs = self._pairs(trainer, batch)
+        losses, _ = preference_losses(pairs, self._options)
+        return preference_metrics(pairs, losses, self._options), float(len(losses))
+
+    def _pairs(self, trainer: Trainer, batch: TrainBatch) -> Pairs:
+        own, lengths = _sums(trainer.token_logprobs(batch, "actor"), batch)
+        ref = np.zeros_like(own)
+        if not self._options.reference_free:
+            ref, _ = _sums(trainer.token_logprobs(batch, "ref"), batch)
+        return Pairs(own.reshape(-1, 2), ref.reshape(-1, 2), lengths.reshape(-1, 2))
+
+
+def _at_temperature_1(config: Config) -> Config:
+    """What is learnt is the model's own distribution."""
+    actor = replace(config.actor, use_kl_loss=False, entropy_coeff=0.0, old_logprobs="recompute")
+    return replace(config, actor=actor, rollout=replace(config.rollout, temperature=1.0))
+
+
+def _sums(logprobs: Sequence[np.ndarray], batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+    """float64 per sample: the sum of the log-probabilities of what was said, and the number of those tokens."""
+    said = [sample.drawn for sample in batch.samples]
+    sums = [each[own].sum(dtype=np.float64) for each, own in zip(logprobs, said, strict=True)]
+    return np.array(sums), np.array([own.sum() for own in said], np.float64)

@@ -1,0 +1,196 @@
+"""Masks, losses and gradients of `jaxrl sft` and `jaxrl dpo` against TRL 1.16's (record_trl.py), float32, to 1e-5."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from keyword_options import with_options
+from preference_rows import CONVERSATIONS, LOSSES, PAIRS, moved, written_model
+
+from jaxrl.config import Config
+from jaxrl.config.supervised import DpoSection
+from jaxrl.data.conversations import ConversationTokens, Example, Row
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import Weight
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.rules import map_weights
+from jaxrl.train.likelihood import LikelihoodObjective
+from jaxrl.train.preferences import Pairs, preference_losses
+from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.step import Trainer
+from jaxrl.train.supervised import Demonstrations, Method, Preferences, batch_of
+
+FOUND = np.load(Path(__file__).parent / "data" / "trl.npz")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelConfig, Any]:
+    return written_model(tmp_path_factory.mktemp("trl") / "base")
+
+
+def config_of(**options: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": "unused"},
+        "data": {"max_prompt_length": 256, "max_response_length": 256},
+        "actor": {"ppo_max_token_len_per_gpu": 512, "logprob_chunk_tokens": 64},
+    }
+    return with_options(values, options)
+
+
+def trainer_of(config: Config, method: Method, model: ModelConfig, params: Any, devices: int = 1) -> Trainer:
+    """With `params` as its reference."""
+    mesh, trained = make_mesh(jax.devices()[:devices]), method.trained(config)
+    programs = TrainPrograms(trained, model, mesh, objective=LikelihoodObjective)
+    return Trainer(trained, model, params, mesh, programs=programs)
+
+
+def demonstrations(path: Path, conversations: Sequence[Any] = CONVERSATIONS) -> list[tuple[int, Row]]:
+    tokens = tokens_of(path)
+    rows = []
+    for number, messages in enumerate(conversations):
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        example = tokens.example(tuple(messages[:first]), tuple(messages[first:]), None)
+        rows.append((number, Row(f"row {number}", (example,))))
+    return rows
+
+
+def tokens_of(path: Path) -> ConversationTokens:
+    tokenizer = Tokenizer.from_path(path)
+    return ConversationTokens(tokenizer, tokenizer.stop_token_ids, config_of())
+
+
+def assert_gradients(trainer: Trainer, model: ModelConfig, name: str) -> None:
+    compared: list[str] = []
+
+    def compare(weight: Weight, gradient: jax.Array) -> None:
+        for layer, hf_name in enumerate(weight.names()):
+            if f"{name}/{hf_name}" in FOUND:
+                ours = weight.to_file(np.asarray(gradient[layer] if weight.stacked else gradient))
+                theirs = FOUND[f"{name}/{hf_name}"]
+                assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max(), hf_name
+                compared.append(hf_name)
+
+    map_weights(compare, model.weights(), trainer.gradients())
+    assert len(compared) == 3
+
+
+def test_tokens_and_masks_are_those_of_assistant_only_loss(written: Any):
+    path, *_ = written
+    for i, (_, row) in enumerate(demonstrations(path)):
+        (example,) = row.examples
+        ids = np.concatenate([example.prompt, example.response])
+        labels = np.where(np.concatenate([np.zeros(len(example.prompt), bool), example.is_said]), ids, -100)
+        np.testing.assert_array_equal(FOUND["sft/tokens"][i][: len(ids)], ids)
+        np.testing.assert_array_equal(FOUND["sft/labels"][i][: len(ids)], labels)
+        assert (FOUND["sft/labels"][i][len(ids) :] == -100).all()
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_sft_has_trls_loss_and_gradient_packed_or_not(written: Any, devices: int):
+    path, model, params = written
+    trainer = trainer_of(config_of(), method := Demonstrations(), model, params, devices)
+    batch = batch_of(demonstrations(path))
+    batch.advantages = [np.ones(len(sample), np.float32) for sample in batch.samples]
+    trainer.accumulate(batch)
+    for name in ("sft", "packed"):
+        assert_gradients(trainer, model, name)
+    trainer.discard()
+    measured, tokens = method.evaluate(trainer, batch)
+    assert tokens == (FOUND["sft/labels"] >= 0).sum()
+    assert measured["loss"] == pytest.approx(FOUND["sft/loss"].item(), rel=1e-5)
+    assert method.learn(trainer, batch)["train/loss"] == pytest.approx(FOUND["packed/loss"].item(), rel=1e-5)
+
+
+def test_what_is_no_assistants_is_not_learnt_from(written: Any):
+    """Other tokens of the last answer leave no bit of the loss of what came before."""
+    path, model, params = written
+    trainer = trainer_of(config_of(), Demonstrations(), model, params)
+    rows = demonstrations(path, CONVERSATIONS[:1])
+    (example,) = rows[0][1].examples
+    ends = np.flatnonzero(~example.is_said)[-1] + 1
+    cut = replace(example, response=example.response[:ends], is_said=example.is_said[:ends])
+    other = replace(cut, response=np.where(cut.is_said | (np.arange(ends) < ends - 3), cut.response, 70))
+    losses = [Demonstrations().evaluate(trainer, batch_of([(0, Row("", (each,)))]))[0]["loss"] for each in (cut, other)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_dpo_has_trls_loss_metrics_and_gradient(written: Any, name: str, devices: int):
+    """On TRL's own tokens: it also learns the line break that the template writes after a turn."""
+    _, model, params = written
+    config = config_of(**{f"dpo__{option}": value for option, value in LOSSES[name].items()})
+    method = Preferences(config)
+    trainer = trainer_of(config, method, model, params, devices)
+    batch = batch_of(trls_pairs(name))
+    other = trainer_of(config, method, model, moved(params), devices)
+    state = trainer.state()
+    trainer.load_state({**state, "params": other.state()["params"]})
+    kept: list[float] = []
+    trainer.apply, apply = lambda: kept.append(1.0) or {}, trainer.apply  # what was accumulated stays
+    measured = method.learn(trainer, batch)
+    assert measured["train/loss"] == pytest.approx(FOUND[f"{name}/loss"].item(), rel=1e-5)
+    assert_gradients(trainer, model, name)
+    theirs = json.loads(FOUND[f"{name}/metrics"].item())
+    for metric in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+        assert measured[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), metric
+    assert apply()["actor/skipped_updates"] == 0
+
+
+def trls_pairs(name: str) -> list[tuple[int, Row]]:
+    tokens, masks = FOUND[f"{name}/tokens"], FOUND[f"{name}/mask"]
+    half = len(tokens) // 2
+
+    def example(i: int) -> Example:
+        said = np.flatnonzero(masks[i])
+        first, last = said[0], said[-1] + 1
+        return Example(tokens[i][:first], tokens[i][first:last].astype(np.int32), np.ones(last - first, bool))
+
+    return [(i, Row("", (example(i), example(half + i)))) for i in range(half)]
+
+
+def test_pairs_are_tokenised_as_by_trl_up_to_the_end_of_the_turn(written: Any):
+    path, *_ = written
+    tokens = tokens_of(path)
+    for (_, theirs), pair in zip(trls_pairs("sigmoid"), PAIRS, strict=True):
+        for their, said in zip(theirs.examples, (pair["chosen"], pair["rejected"]), strict=True):
+            ours = tokens.example(tuple(pair["prompt"]), tuple(said), None)
+            np.testing.assert_array_equal(ours.prompt, their.prompt)
+            np.testing.assert_array_equal(ours.response, their.response[:-1])
+
+
+def test_weights_are_the_derivative_of_the_loss():
+    random = np.random.default_rng(0)
+    pairs = Pairs(random.normal(size=(5, 2)) * 9, random.normal(size=(5, 2)) * 9, random.integers(1, 9, (5, 2)))
+    for options in (
+        DpoSection(beta=0.3, label_smoothing=0.2),
+        DpoSection(loss_type="robust", beta=0.3, label_smoothing=0.2),
+        DpoSection(loss_type="ipo", beta=0.4),
+    ):
+        _, weights = preference_losses(pairs, options)
+        for i, j in np.ndindex(5, 2):
+            moved = np.zeros((5, 2))
+            moved[i, j] = 1e-5
+            up, down = (
+                preference_losses(replace(pairs, logps=pairs.logps + sign * moved), options)[0].sum()
+                for sign in (1, -1)
+            )
+            assert -weights[i, j] == pytest.approx((up - down) / 2e-5, rel=1e-5, abs=1e-8)
+
+
+def test_label_smoothing_takes_some_pairs_the_other_way_round():
+    """-(1 - e) log sigmoid(h) - e log sigmoid(-h), of the authors' conservative DPO; h far from 0 overflows nothing."""
+    pairs = Pairs(np.array([[2.0, -1.0], [1e4, -1e4]]), np.zeros((2, 2)), np.ones((2, 2)))
+    losses, weights = preference_losses(pairs, DpoSection(beta=0.5, label_smoothing=0.1))
+    h = 1.5
+    assert losses[0] == pytest.approx(-0.9 * np.log(1 / (1 + np.exp(-h))) - 0.1 * np.log(1 / (1 + np.exp(h))))
+    assert losses[1] == pytest.approx(0.1 * 1e4)
+    assert np.isfinite(weights).all()
