@@ -32,7 +32,7 @@ def validation_names(run: Run) -> list[str]:
     """The scores among the evaluation metrics, the mean reward and the accuracy first."""
     names = {name for row in run.metrics for name in row if name.startswith("val")}
     scores = [name for name in names if not any(word in name for word in ("length", "timing", "num_"))]
-    return sorted(scores, key=lambda name: (not name.endswith("/reward"), "acc" not in name, name))
+    return sorted(scores, key=lambda name: (not name.endswith(("/reward", "/loss")), "acc" not in name, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
     def curve(label: str, name: str, colour: str = "c1") -> list[Curve]:
         return [Curve(label, points, colour)] if (points := run.series(name)) else []
 
-    if run.series("train/loss"):
+    if run.learns_from_files:
         return _supervised(run)
     reward, idle = curve("mean", "critic/rewards/mean"), curve("idle", "rollout/bubble_ratio")
     band = (run.series("critic/rewards/min"), run.series("critic/rewards/max"))

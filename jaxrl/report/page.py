@@ -72,7 +72,7 @@ def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
         f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}"
         f"{histogram_card(run.batches)}{heat_card(run.batches)}</section>"
         f"{rows_card(run.drawn_round())}{rewards_section(run.metrics, span)}"
-        f"{''.join(part.section(run) for part in parts)}<h2>Samples</h2>{samples_section(run.samples)}"
+        f"{''.join(part.section(run) for part in parts)}{_samples(run)}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
 
@@ -89,6 +89,10 @@ def _failed(run: Run) -> str:
     if (run.folder / "rewards.log").is_file():
         text += " What the reward printed, with tracebacks, is in rewards.log."
     return f"<p class='note{' alarm' if found.share >= ALARMING else ''}'>{text}</p>"
+
+
+def _samples(run: Run) -> str:
+    return "" if run.learns_from_files else f"<h2>Samples</h2>{samples_section(run.samples)}"
 
 
 def _simulated(run: Run) -> str:
@@ -109,7 +113,7 @@ def _model(run: Run) -> str:
 def _subtitle(run: Run) -> str:
     parts = [
         f"simulated {_model(run)}".strip() if run.is_simulated else _model(run),
-        run.option("algorithm.adv_estimator"),
+        run.info.get("kind") if run.learns_from_files else run.option("algorithm.adv_estimator"),
         devices(run),
         run.info.get("started"),
     ]
@@ -124,9 +128,11 @@ def _headlines(run: Run) -> str:
         tenth = max(len(reward) // 10, 1)
         first, end = (fmean(y for _, y in part) for part in (reward[:tenth], reward[-tenth:]))
         cells.append(("reward", number(end), f"from {number(first)}"))
+    if loss := finite(run.series("train/loss")):
+        cells.append(("loss", number(loss[-1][1]), f"from {number(loss[0][1])}"))
     for key in validation_names(run)[:2]:
         if points := finite(run.series(key)):
-            best = max(points, key=lambda point: point[1])
+            best = (min if key.endswith("loss") else max)(points, key=lambda point: point[1])
             since = f"from {number(points[0][1])}, " if len(points) > 1 else ""
             note = f"{short(key)}; {since}best {number(best[1])} at step {best[0]:g}"
             cells.append(("held-out", number(points[-1][1]), note))

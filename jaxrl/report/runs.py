@@ -59,6 +59,11 @@ class Run:
         return value if isinstance(value, Mapping) else {}
 
     @property
+    def learns_from_files(self) -> bool:
+        """Whether it is one of `jaxrl sft` or `jaxrl dpo`: without rollouts and rewards."""
+        return self.info.get("kind") in ("sft", "dpo")
+
+    @property
     def is_simulated(self) -> bool:
         """Whether its seconds are those of modelled devices."""
         lines = self.metrics[:1]

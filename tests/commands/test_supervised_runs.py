@@ -81,6 +81,8 @@ def test_it_learns_and_says_so(sft: tuple[Path, Path, str]):
     page = (whole / "report.html").read_text()
     assert "Loss <small>per step" in page
     assert "critic/rewards/mean" not in page, "what such a run has not is not missed"
+    assert "grpo" not in page.partition("<h2>")[0]
+    assert "Samples" not in page
 
 
 def test_a_run_that_is_killed_goes_on(learning: Learning, sft: tuple[Path, Path, str]):

@@ -140,7 +140,7 @@ REFUSALS = (
     ),
     in_yaml(
         "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, environment, "
-        "trainer, hosts, simulate, serve (run.yaml, line 1)",
+        "trainer, hosts, simulate, serve, sft, dpo (run.yaml, line 1)",
         "x: &x {n: 0}\nrollout:\n  <<: *x\n",
     ),
     in_yaml("rollout.n must be at least 1, found 0 (run.yaml, line 1)", "rollout: {<<: {n: 0}}\n"),

@@ -39,13 +39,14 @@ def prepared(*steps: Prepare) -> Callable[[Path], None]:
     return prepare
 
 
-def a_run(platform: str = "cpu", **files: str | bytes | None) -> Prepare:
+def a_run(kind: str = "train", **files: str | bytes | None) -> Prepare:
     """A run directory with what each start writes; a file's content by its name (`run_json`), None for a folder."""
 
     def prepare(folder: Path) -> None:
         run = folder / "run"
         run.mkdir()
-        told: dict[str, Any] = {"devices": {"platform": platform, "kind": "cpu", "count": 1}, "starts": []}
+        devices = {"platform": "simulated" if kind == "simulate" else "cpu", "kind": "cpu", "count": 1}
+        told: dict[str, Any] = {"kind": kind, "devices": devices, "starts": []}
         contents = {"run_json": json.dumps(told), "config_yaml": yaml.safe_dump(DEFAULTS), "_lock": ""} | files
         for name, content in contents.items():
             path = run / name.replace("_", ".")
@@ -146,24 +147,30 @@ DAMAGED = (
 )  # fmt: skip
 SIMULATIONS = (
     Refusal(
-        RUN, "{tmp}/run holds a run that was simulated: choose another trainer.run_dir", prepared(a_run("simulated"))
+        RUN,
+        "{tmp}/run holds a run of `jaxrl simulate`, and this is `jaxrl train`: choose another trainer.run_dir",
+        prepared(a_run("simulate")),
     ),
-    Refusal(SIMULATE, "{tmp}/run holds a run that was not simulated: choose another simulate.run_dir", a_run()),
+    Refusal(
+        SIMULATE,
+        "{tmp}/run holds a run of `jaxrl train`, and this is `jaxrl simulate`: choose another simulate.run_dir",
+        a_run(),
+    ),
     Refusal(SIMULATE, "simulate.run_dir: {tmp}/run is not a folder", file()),
     Refusal(
         SIMULATE,
         "{tmp}/run/state.json: not a simulation's state of schema 2; remove it to start again",
-        a_run("simulated", state_json='{"simu'),
+        a_run("simulate", state_json='{"simu'),
     ),
     Refusal(
         SIMULATE,
         "{tmp}/run/state.json: not a simulation's state of schema 2; remove it to start again",
-        a_run("simulated", state_json='{"simulation": 9, "state": {}}'),
+        a_run("simulate", state_json='{"simulation": 9, "state": {}}'),
     ),
     Refusal(
         SIMULATE,
         "{tmp}/run/state.json: a simulation's state without its step; remove it to start again",
-        a_run("simulated", state_json=dump_state({})),
+        a_run("simulate", state_json=dump_state({})),
     ),
 )
 
@@ -174,7 +181,7 @@ def export(sentence: str, *steps: Prepare, source: str = "{tmp}/run", out: str =
 
 OTHERS = (
     export("{tmp}/run: neither a run nor a model: there is no such file or folder"),
-    export("{tmp}/run is a simulated run: it has no weights to export", a_run("simulated")),
+    export("{tmp}/run is a simulated run: it has no weights to export", a_run("simulate")),
     export(
         "{tmp}/run is a run without its config.yaml, which names its model: put it back",
         a_run(),
