@@ -7,19 +7,22 @@ and `hosts` it reads; what it does with its rows is in `jaxrl.train.supervised`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import numpy as np
 
 from jaxrl.commands.opening import Opened, open_run
 from jaxrl.commands.run import TrainingRun
 from jaxrl.config import Config, ConfigError, differences
 from jaxrl.config.options import total_steps
-from jaxrl.data.conversations import ConversationTokens, RowSource
+from jaxrl.data.conversations import ConversationTokens, Row, RowSource
 from jaxrl.data.stops import stop_ids
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
 from jaxrl.record.run_record import RunOutcome, RunRecord
+from jaxrl.record.state import split_arrays
 from jaxrl.runtime.beginnings import refuse_other_init
 from jaxrl.runtime.build import read_tokenizer_and_model, with_planned_update
 from jaxrl.runtime.memory import update_problem
@@ -92,14 +95,31 @@ class SupervisedRun(TrainingRun):
         self.watchdog.beat("reading the data")
         tokens = ConversationTokens(self.tokenizer, stop_ids(self.tokenizer, self.model.eos_token_ids), config)
         self._source = RowSource(self._method.read(config.data.train_files, "data.train_files", config, tokens), config)
-        held_out, size = [], config.data.train_batch_size
+        self._held_out: list[list[tuple[int, Row]]] = []
         if config.data.val_files:
             rows = self._method.read(config.data.val_files, "data.val_files", config, tokens)
-            held_out = [(place, rows[place]) for place in range(min(len(rows), config.data.val_size or len(rows)))]
+            self._held_out = [*rows.batches(config.data.val_size, config.data.train_batch_size)]
         self.said += [tokens.note] if tokens.note else []
-        self._held_out = [held_out[first : first + size] for first in range(0, len(held_out), size)]
+        self._known: dict[str, np.ndarray] = {}  # by `Method.reference`: of the training rows, and of the held-out ones
+
+    def _look_ahead(self) -> None:
+        """Computes what is to be known under the weights that the run begins with."""
+        size = self.config.data.train_batch_size
+        for name, batches in (("train", [*self._source.rows.batches(0, size)]), ("val", self._held_out)):
+            with self._phase(0, "ref"):
+                found = [self._method.reference(self.trainer, batch_of(rows)) for rows in batches]
+            self._known |= {name: np.concatenate(found)} if found else {}
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        self._known = dict(state["known"])
+        if self._method.precomputes:
+            held_out = sum(map(len, self._held_out))
+            if not self._known or len(self._known.get("val", ())) != held_out:
+                raise ConfigError(
+                    "dpo.precompute_ref_log_probs: the run began without it, or with other held-out rows, and the "
+                    f"weights that it began with are gone: leave data.val_files and the option as they were, or choose "
+                    f"another trainer.run_dir ({self.run_dir.path})"
+                )
         try:
             self._source.load_state(state)
         except ValueError as error:
@@ -115,9 +135,11 @@ class SupervisedRun(TrainingRun):
         trainer = self.config.trainer
         self.begin(record)
         self.stop.save_first(record.view.message)
+        if self._method.precomputes and not self._known:
+            self._look_ahead()
         if trainer.val_before_train and not self.step:
             self._evaluate()
-            self._timeline.take_phases()  # its time belongs to no step
+        self._timeline.take_phases()  # of no step
         while self.step < self.total_steps and not self.joined.stops():
             self._run_step(self.step + 1)
         self._save(self.step)
@@ -129,9 +151,10 @@ class SupervisedRun(TrainingRun):
             if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
                 self._save(step)
             with self._phase(step, "data"):
-                batch = batch_of(self._source.next(self.config.data.train_batch_size))
+                rows = self._source.next(self.config.data.train_batch_size)
+                batch = batch_of(rows)
             with self._phase(step, "update_actor"):
-                learned = self._method.learn(self.trainer, batch)
+                learned = self._method.learn(self.trainer, batch, self._known_of("train", rows))
             self.step = step
             if trainer.test_freq and (step % trainer.test_freq == 0 or step == self.total_steps):
                 self._evaluate()
@@ -150,16 +173,22 @@ class SupervisedRun(TrainingRun):
         found: list[tuple[dict[str, float], float]] = []
         with self._phase(self.step, "testing"):
             self.joined.enter(f"testing of step {self.step}")
-            found = [self._method.evaluate(self.trainer, batch_of(rows)) for rows in self._held_out]
+            found = [
+                self._method.evaluate(self.trainer, batch_of(rows), self._known_of("val", rows))
+                for rows in self._held_out
+            ]
         whole = sum(weight for _, weight in found)
         measured = {f"val/{name}": sum(m[name] * weight for m, weight in found) / whole for name in found[0][0]}
         self.record.on_eval(self.step, measured)
+
+    def _known_of(self, name: str, rows: Sequence[tuple[int, Row]]) -> np.ndarray | None:
+        return self._known[name][[number for number, _ in rows]] if self._known else None
 
     def _save(self, step: int) -> None:
         """`step`: that is running."""
         if self._saved != self.step:
             with self._phase(step, "save"):
-                self.save(self.step, HostState(self._source.state()))
+                self.save(self.step, HostState(*split_arrays(self._source.state() | {"known": self._known})))
             self._saved = self.step
 
     @contextmanager

@@ -47,7 +47,16 @@ class DpoSection(Checked):
     label_smoothing: Annotated[
         float, Interval(ge=0, lt=0.5), "The share of pairs that are taken to be the wrong way round."
     ] = 0.0
+    precompute_ref_log_probs: Annotated[
+        bool,
+        "Compute the reference's log-likelihoods of all pairs before the first step, and keep no copy of its weights.",
+    ] = False
     reference_free: Annotated[bool, "Compare with a reference that finds all equally likely, and keep none."] = False
+
+    def problem(self, config: Any) -> str | None:
+        if self.reference_free and self.precompute_ref_log_probs:
+            return "dpo.reference_free and dpo.precompute_ref_log_probs exclude each other: there is no reference"
+        return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if self.loss_type == "ipo":

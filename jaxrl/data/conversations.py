@@ -207,6 +207,11 @@ class Rows:
     def __getitem__(self, row: int) -> Row:
         return self._rows[row]
 
+    def batches(self, count: int, size: int) -> Iterator[list[tuple[int, Row]]]:
+        """The first `count` rows (0: all), each with its number, `size` at a time."""
+        numbered = list(enumerate(self._rows[: count or len(self)]))
+        return (numbered[first : first + size] for first in range(0, len(numbered), size))
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all tokens, and of which are learnt from."""
@@ -223,15 +228,16 @@ class RowSource:
     """Training rows without end, in a new deterministic order in each epoch; batches cross epoch ends.
 
     Attributes:
+      rows: all of them.
       position: rows handed out so far, over all epochs.
     """
 
     def __init__(self, rows: Rows, config: Config) -> None:
-        self._rows, self._seed = rows, config.data.seed if config.data.shuffle else None
+        self.rows, self._seed = rows, config.data.seed if config.data.shuffle else None
         self.position = 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     @property
     def epoch(self) -> int:
@@ -239,14 +245,15 @@ class RowSource:
         return max(self.position - 1, 0) // len(self)
 
     def next(self, count: int) -> list[tuple[int, Row]]:
-        """The next rows, each with its position."""
+        """The next rows, each with its number."""
         positions = range(self.position, self.position + count)
         self.position = positions.stop
-        return [(place, self._rows[nth(len(self), self._seed, place)]) for place in positions]
+        numbers = (nth(len(self), self._seed, place) for place in positions)
+        return [(number, self.rows[number]) for number in numbers]
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values."""
-        return {"position": self.position, "rows": self._rows.fingerprint, "order": self._seed}
+        return {"position": self.position, "rows": self.rows.fingerprint, "order": self._seed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved cursor. Raises ValueError for one of other rows, or of another order."""

@@ -39,34 +39,48 @@ class Method(Protocol):
         """The rows of files."""
         ...
 
-    def learn(self, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
-        """One update; returns its metrics."""
+    @property
+    def precomputes(self) -> bool:
+        """Whether `reference` is called for all rows, before the first step."""
         ...
 
-    def evaluate(self, trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], float]:
+    def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
+        """What is to be known of rows under the weights that a run begins with: float64, a line for each row."""
+        ...
+
+    def learn(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
+        """One update; returns its metrics. `known`: of the rows, by `reference`."""
+        ...
+
+    def evaluate(
+        self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
+    ) -> tuple[dict[str, float], float]:
         """Metrics of held-out rows, without `val/`, and by how much they count in a mean over batches."""
         ...
 
 
 def batch_of(rows: Sequence[tuple[int, Row]]) -> TrainBatch:
-    """The examples of rows, each row with a number of its own; of a row they are the samples of one prompt."""
-    batch = TrainBatch.of([_group(number, row) for number, row in rows])
+    """The examples of rows, each with its number; of a row they are the samples of one prompt."""
+    batch = TrainBatch.of([_group(place, number, row) for place, (number, row) in enumerate(rows)])
     batch.loss_masks = [sample.drawn.astype(np.float32) for sample in batch.samples]
     return batch
 
 
-def _group(number: int, row: Row) -> Group:
-    prompt = Prompt(0, number, tuple(row.examples[0].prompt.tolist()), "", "")
+def _group(place: int, number: int, row: Row) -> Group:
+    """`place`: in the batch, in which a row may be twice where an epoch ends."""
+    prompt = Prompt(place, number, tuple(row.examples[0].prompt.tolist()), "", "")
     samples: list[Sample] = []
-    for place, example in enumerate(row.examples):
+    for index, example in enumerate(row.examples):
         unknown = np.zeros(len(example.response), np.float32)
         versions = np.where(example.is_said, 0, ENVIRONMENT).astype(np.int32)
-        samples.append(Sample(SampleKey(0, number, place), example.response, unknown, unknown, versions))
+        samples.append(Sample(SampleKey(place, number, index), example.response, unknown, unknown, versions))
     return Group(prompt, samples)
 
 
 class Demonstrations:
     """Supervised fine-tuning: the negative log-likelihood of what the assistant has said."""
+
+    precomputes = False
 
     def trained(self, config: Config) -> Config:
         return _at_temperature_1(config)
@@ -74,12 +88,17 @@ class Demonstrations:
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
         return read_demonstrations(names, option, config, tokens)
 
-    def learn(self, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
+    def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
+        raise AssertionError("nothing is compared")
+
+    def learn(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
         batch.advantages = [np.ones(len(sample), np.float32) for sample in batch.samples]
         trainer.accumulate(batch)
         return trainer.apply()
 
-    def evaluate(self, trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], float]:
+    def evaluate(
+        self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
+    ) -> tuple[dict[str, float], float]:
         """The mean over tokens, whatever `algorithm.loss_agg_mode` is."""
         sums, lengths = _sums(trainer.token_logprobs(batch, "actor"), batch)
         return {"loss": float(-sums.sum() / lengths.sum())}, float(lengths.sum())
@@ -91,17 +110,26 @@ class Preferences:
     def __init__(self, config: Config) -> None:
         self._options = config.dpo
 
+    @property
+    def precomputes(self) -> bool:
+        return self._options.precompute_ref_log_probs
+
+    def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
+        """The log-likelihoods of both responses, [N, 2]."""
+        return _sums(trainer.token_logprobs(batch, "actor"), batch)[0].reshape(-1, 2)
+
     def trained(self, config: Config) -> Config:
         """A reference is kept as for a KL loss; the loss of a pair is a sum over tokens, and the batch's a mean."""
-        actor = replace(config.actor, use_kl_loss=not self._options.reference_free)
+        resident = not (self._options.reference_free or self.precomputes)
+        actor = replace(config.actor, use_kl_loss=resident)
         algorithm = replace(config.algorithm, loss_agg_mode="seq-mean-token-sum", use_kl_in_reward=False)
         return replace(_at_temperature_1(config), actor=actor, algorithm=algorithm)
 
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
         return read_pairs(names, option, config, tokens)
 
-    def learn(self, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
-        pairs = self._pairs(trainer, batch)
+    def learn(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
+        pairs = self._pairs(trainer, batch, known)
         losses, weights = preference_losses(pairs, self._options)
         each = 2.0 * weights.ravel()  # the mean is over pairs, and a minibatch's sum is divided by its samples
         batch.advantages = [np.full(len(s), w, np.float32) for s, w in zip(batch.samples, each, strict=True)]
@@ -109,17 +137,20 @@ class Preferences:
         measured = preference_metrics(pairs, losses, self._options)
         return trainer.apply() | {"train/loss": measured.pop("loss")} | measured
 
-    def evaluate(self, trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], float]:
-        pairs = self._pairs(trainer, batch)
+    def evaluate(
+        self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
+    ) -> tuple[dict[str, float], float]:
+        pairs = self._pairs(trainer, batch, known)
         losses, _ = preference_losses(pairs, self._options)
         return preference_metrics(pairs, losses, self._options), float(len(losses))
 
-    def _pairs(self, trainer: Trainer, batch: TrainBatch) -> Pairs:
+    def _pairs(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None) -> Pairs:
         own, lengths = _sums(trainer.token_logprobs(batch, "actor"), batch)
-        ref = np.zeros_like(own)
-        if not self._options.reference_free:
-            ref, _ = _sums(trainer.token_logprobs(batch, "ref"), batch)
-        return Pairs(own.reshape(-1, 2), ref.reshape(-1, 2), lengths.reshape(-1, 2))
+        if known is None:
+            known = np.zeros_like(own)
+            if not self._options.reference_free:
+                known, _ = _sums(trainer.token_logprobs(batch, "ref"), batch)
+        return Pairs(own.reshape(-1, 2), known.reshape(-1, 2), lengths.reshape(-1, 2))
 
 
 def _at_temperature_1(config: Config) -> Config:

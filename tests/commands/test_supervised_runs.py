@@ -114,6 +114,23 @@ def test_preferences_are_learnt_and_a_kill_changes_nothing(
     assert_same_end(killed, whole)
 
 
+def test_what_the_reference_says_may_be_known_before(learning: Learning, sft: tuple[Path, Path, str]):
+    """The same run, without a copy of the weights; a kill changes nothing, though no first weights are read."""
+    folder, given = learning.folder, (f"trainer.init_from={sft[0]}", "trainer.total_training_steps=3")
+    whole, killed = folder / "before", folder / "before_killed"
+    learning.learn("dpo", folder / "beside", *given)
+    with copied_after({2: killed}):
+        learning.learn("dpo", whole, *given, "dpo.precompute_ref_log_probs=true")
+    for line, other in zip(read_metrics(whole), read_metrics(folder / "beside"), strict=True):
+        for name in ("train/loss", "rewards/margins", "actor/grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+    longer = ("trainer.total_training_steps=3", "dpo.precompute_ref_log_probs=true")
+    said = learning.learn("dpo", killed, *longer, "data.val_files=[]", "trainer.test_freq=0", status=2)
+    assert "the run began without it, or with other held-out rows" in said
+    learning.learn("dpo", killed, *longer)
+    assert_same_end(killed, whole)
+
+
 def test_without_a_reference_none_is_kept(learning: Learning):
     learning.learn("dpo", learning.folder / "free", "dpo.reference_free=true", "trainer.total_training_steps=1")
     (line,) = read_metrics(learning.folder / "free")
