@@ -117,7 +117,7 @@ class SupervisedRun(TrainingRun):
             if not self._known or len(self._known.get("val", ())) != held_out:
                 raise ConfigError(
                     "dpo.precompute_ref_log_probs: the run began without it, or with other held-out rows, and the "
-                    f"weights that it began with are gone: leave data.val_files and the option as they were, or choose "
+                    "weights that it began with are gone: leave data.val_files and the option as they were, or choose "
                     f"another trainer.run_dir ({self.run_dir.path})"
                 )
         try:
@@ -170,7 +170,6 @@ class SupervisedRun(TrainingRun):
     def _evaluate(self) -> None:
         if not self._held_out:
             return
-        found: list[tuple[dict[str, float], float]] = []
         with self._phase(self.step, "testing"):
             self.joined.enter(f"testing of step {self.step}")
             found = [
