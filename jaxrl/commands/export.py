@@ -64,9 +64,10 @@ def export(
     said: list[str] = []  # shown once nothing is refused any more
     place = None if config is None else whole_step(source, say=said.append)
     mesh = make_mesh()
-    if merge and (config is None or not config.model.lora_rank):
+    if merge and (config is None or not config.model.has_adapters):
         raise ValueError(
-            f"export --merge: {source} has no adapters to merge: it is no run with model.lora_rank above 0"
+            f"export --merge: {source} has no adapters to merge: it is no run with model.lora_rank or "
+            "model.lora_adapter_path"
         )
     if config is not None and place is not None:
         path = resolve_path(config.model.path)

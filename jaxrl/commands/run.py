@@ -89,18 +89,21 @@ class TrainingRun(ABC):
         if self.run_dir.leads:
             self.said += lost_lines(self.run_dir, self.step) if self.resuming else []
             self.said += [gone] if (gone := missing_journal(self.run_dir)) is not None else []
+        saved = self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None
         self.init_from = None
-        # a run that goes on has its weights; only the reference is always that of the beginning
-        if config.trainer.init_from and (self.needs_ref or not self.resuming):
+        # a run that goes on has its weights; only the reference is always that of the beginning, or the base
+        if self.model.lora is not None and self.resuming:
+            self.init_from = saved
+        elif config.trainer.init_from and (self.needs_ref or not self.resuming):
             look = partial(whole_step, config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
             self.init_from = Path(self.joined.first("the checkpoint to begin from", lambda: str(look())))
-        for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
+        for place in dict.fromkeys((self.init_from, saved)):
             if place is not None:
                 refuse_other_model(place, config, self.model, self.mesh)
-        if self.resuming and holds_critic(place := self.run_dir.file(f"checkpoints/{self.step}")) != config.has_critic:
+        if saved is not None and holds_critic(saved) != config.has_critic:
             found, needed = ("no", "needs one") if config.has_critic else ("a", "has none")
             raise ConfigError(
-                f"checkpoint {place} holds {found} critic, and "
+                f"checkpoint {saved} holds {found} critic, and "
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: go on with the run's estimator, "
                 "or begin a run from its parameters (trainer.init_from)"
             )

@@ -28,7 +28,7 @@ from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.turns.options import EnvironmentSection
 from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names, Or
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_WAIT
+from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae"]
 
@@ -51,7 +51,7 @@ class ModelSection(Checked):
     lora_rank: Annotated[
         int,
         Ge(0),
-        Cap(4096, "an adapter of such a rank is as large as its matrix"),
+        MAX_RANK,
         "Rank of the adapters that are trained in place of the weights (LoRA); 0: all weights are trained.",
     ] = 0
     lora_alpha: Annotated[
@@ -66,9 +66,26 @@ class ModelSection(Checked):
     ] = field(default_factory=lambda: ["all-linear"])
     exclude_modules: Annotated[list[str], "Those of them that have none."] = field(default_factory=list)
     use_rslora: Annotated[bool, "Divide lora_alpha by the square root of the rank (rsLoRA)."] = False
+    lora_adapter_path: Annotated[
+        str,
+        Names("folder"),
+        "A folder of adapters as peft writes it, which training begins from; rank, factor and matrices are its own.",
+    ] = ""
+
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self.lora_rank or self.lora_adapter_path)
+
+    def problem(self, config: Any) -> str | None:
+        if self.lora_adapter_path and config.trainer.init_from:
+            return (
+                f"model.lora_adapter_path ({self.lora_adapter_path}) and trainer.init_from "
+                f"({config.trainer.init_from}) exclude each other: adapters begin from one of them"
+            )
+        return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
-        if not self.lora_rank:
+        if not self.has_adapters:
             names = frozenset({"lora_alpha", "target_modules", "exclude_modules", "use_rslora"})
             yield names, "model.lora_rank is 0"
 

@@ -110,7 +110,6 @@ ABSENT: Mapping[str, str] = {
     "data.trust_remote_code": "no code that comes with a model is run",
     "model.trust_remote_code": "no code that comes with a model is run",
     "model.external_lib": "no code that comes with a model is run",
-    "model.lora_adapter_path": "adapters begin anew, or with those of another run (trainer.init_from)",
     "model.use_remove_padding": "sequences are always packed, without padding between them",
     "model.use_liger": "jaxrl has kernels of its own (actor.attention)",
     "model.use_fused_kernels": "jaxrl has kernels of its own (actor.attention)",

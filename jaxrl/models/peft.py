@@ -1,21 +1,122 @@
-"""Adapters as peft writes and reads them: a folder with adapter_config.json and adapter_model.safetensors."""
+"""Adapters as peft writes and reads them: a folder with adapter_config.json and adapter_model.safetensors.
+
+Which matrices have adapters follows from `target_modules` and `exclude_modules` by peft's rules: a list of names or of
+ends of names, a regular expression for whole names, or all-linear. What changes a layer's function otherwise (DoRA,
+biases, other ranks for some matrices, other modules) is refused when the folder is read, never ignored.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from jaxrl.config.inputs import read_object
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.lora import adapters_alone, matrices, merged
+from jaxrl.models.fields import Fields
+from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, matrices, merged
+from jaxrl.models.safetensors import check_tensors, place, read_header, shardings_of
 from jaxrl.models.weights import Weight, leaves
+from jaxrl.schema.declared import shown
+from jaxrl.schema.limits import MAX_RANK
+from jaxrl.sharding.rules import map_weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_OTHER_FUNCTIONS = (  # of peft 0.21: each makes a layer compute something else, and is null, false or empty here
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora"),
+    *("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters", "use_bdlora"),
+    *("alora_invocation_tokens", "monteclora_config", "arrow_config", "kasa_config", "velora_config"),
+)
+_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights
+_LARGEST_ALPHA = 1e6
+
+
+def read_lora(folder: Path, model: ModelConfig) -> Lora:
+    """The adapters that a folder says it has, for a model without some; no tensor is read.
+
+    Raises:
+      ValueError: there is no adapter_config.json, or it asks for what is not computed here.
+    """
+    file = folder / CONFIG
+    try:
+        fields = Fields(read_object(file), str(file))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{file}: no such file; a folder of adapters, as peft writes it, has one") from None
+    for name, wanted in (("peft_type", "LORA"), ("bias", "none")):
+        if (found := fields.get(name, "none")) != wanted:
+            fields.refuse(f"{name} {shown(found)}", f"it must be {wanted!r}")
+    for name in _OTHER_FUNCTIONS:
+        if fields.get(name):
+            fields.refuse(f"{name} {shown(fields.get(name))}", "adapters must be plain ones (LoRA)")
+    if (start := fields.get("init_lora_weights", True)) not in _STARTS:
+        fields.refuse(f"init_lora_weights {shown(start)}", "the base must be as its own files have it")
+    return Lora(
+        fields.integer("r", 8, high=int(MAX_RANK.most)),
+        fields.number("lora_alpha", 8.0, high=_LARGEST_ALPHA),
+        _targets(fields, model.weights()["layers"]),
+        fields.flag("use_rslora"),
+    )
+
+
+def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
+    """The matrices that a config names, in the order of the table."""
+    wanted, excluded = _rule(fields, "target_modules"), _rule(fields, "exclude_modules")
+    found = []
+    for name in matrices(layers).values():
+        modules = [each.removesuffix(".weight") for each in layers[name].names()]
+        hits = [_fits(wanted, module) and not _fits(excluded, module) for module in modules]
+        if any(hits) != all(hits):
+            missed = modules[hits.index(False)]
+            fields.refuse(f"target_modules without {missed}", "a matrix has an adapter in all layers or in none")
+        if all(hits):
+            found.append(name)
+    if not found:
+        fields.wrong("target_modules", f"names of matrices in this model's layers ({', '.join(matrices(layers))})")
+    return tuple(found)
+
+
+def _rule(fields: Fields, name: str) -> str | list[str]:
+    rule = fields.get(name, [])
+    if isinstance(rule, str):
+        try:
+            re.compile(rule)
+        except re.error as error:
+            fields.wrong(name, f"a list of names or a regular expression ({error})")
+    elif not isinstance(rule, list) or not all(isinstance(each, str) for each in rule):
+        fields.wrong(name, "a list of names or a regular expression")
+    return rule
+
+
+def _fits(rule: str | list[str], module: str) -> bool:
+    if isinstance(rule, str):
+        return rule == ALL_LINEAR or re.fullmatch(rule, module) is not None
+    return any(module == each or module.endswith(f".{each}") for each in rule)
+
+
+def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any) -> dict[str, Any]:
+    """A folder's adapters in training form, on the mesh's train shardings.
+
+    Raises:
+      ValueError: its tensors are not those of the model's adapters, or have values that are NaN or infinite.
+    """
+    table, file = adapters_alone(model.weights()), folder / TENSORS
+    tensors = read_header(file)
+    check_tensors(table, {name: tensor.shape for name, tensor in tensors.items()}, lambda _: str(file))
+
+    def one(weight: Weight, sharding: Any) -> jax.Array:
+        names = weight.names()
+        return place(
+            weight, lambda layer: tensors[names[layer]].read, dtype, sharding, lambda i: f"{file}: tensor {names[i]}"
+        )
+
+    return map_weights(one, table, adapters_alone(shardings_of(model, mesh)))
 
 
 def merged_params(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:

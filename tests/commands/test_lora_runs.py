@@ -104,6 +104,40 @@ def test_exports(ran, tmp_path: Path):
     assert not any("lora" in each for each in merged)
 
 
+def test_a_run_begins_from_a_folder_of_pefts(ran, tmp_path: Path):
+    """It draws as the run does that wrote the folder; what goes on reads its checkpoint, and none of the tensors."""
+    runs, whole, _ = ran
+    adapter = tmp_path / "adapter"
+    assert main(["export", str(whole), str(adapter), "--dtype=float32"]) == 0
+    (runs.folder / "val.jsonl").write_text('{"question": "other", "answer": "1"}\n' * 3)
+    own = ["eval", f"--config={whole / 'config.yaml'}", f"data.val_files={runs.folder / 'val.jsonl'}"]
+    assert main([*own, f"--checkpoint={whole}", f"--out={tmp_path / 'run.jsonl'}"]) == 0
+    given = [f"model.lora_adapter_path={adapter}", "model.lora_rank=0", "model.exclude_modules=[]"]
+    assert main([*own, *given, f"--out={tmp_path / 'folder.jsonl'}"]) == 0
+    assert (tmp_path / "run.jsonl").read_bytes() == (tmp_path / "folder.jsonl").read_bytes()
+
+    first, killed = tmp_path / "first", tmp_path / "killed"
+    more = [*given, "trainer.total_training_steps=3"]
+    with copied_after({2: killed}):
+        runs.here(first, *more)
+    assert lines_of(first, "metrics.jsonl")[0]["actor/kl_loss"] > 1e-6, "the base is the reference"
+    (adapter / TENSORS).write_bytes(b"")
+    runs.here(killed, *more)
+    assert_same_end(killed, first)
+    said = runs.here(tmp_path / "other", *more, status=2)
+    assert f"{adapter / TENSORS}: truncated or not a safetensors file" in said
+    for option, found, theirs in (
+        ("model.lora_rank=2", "2", "4"),
+        ("model.lora_alpha=3", "3.0", "32.0"),
+        ("model.exclude_modules=[q_proj]", "k, v, o, gate, up, down", "q, k, v, gate, up, down"),
+    ):
+        said = runs.here(tmp_path / "other", *more, option, status=2)
+        name = option.partition("=")[0].replace("exclude", "target")
+        assert f"{name} ({found}) contradicts the adapters of model.lora_adapter_path ({adapter}: {theirs})" in said
+    said = runs.here(tmp_path / "other", *more, f"trainer.init_from={whole}", status=2)
+    assert f"model.lora_adapter_path ({adapter}) and trainer.init_from ({whole}) exclude each other" in said
+
+
 def test_refusals(ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs, whole, _ = ran
     said = runs.here(tmp_path / "full", f"trainer.init_from={whole}", "model.lora_rank=0", status=2)

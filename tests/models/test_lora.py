@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from small_models import TRAINED
 
 from jaxrl.models import decoder
-from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, chosen
-from jaxrl.models.peft import CONFIG, TENSORS, export_adapter
+from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, chosen, with_adapters
+from jaxrl.models.peft import CONFIG, TENSORS, export_adapter, load_adapter, read_lora
 
 from .conftest import LORAS, TOKENS, lively, lora_config, scan_logits
 
 DATA = Path(__file__).parent / "data"
+OF_PEFT = DATA / "peft-adapter"
 
 LAYERS = TRAINED.weights()["layers"]
 
@@ -99,3 +100,98 @@ def test_a_folder_of_pefts(tmp_path: Path):
     content = json.loads((tmp_path / CONFIG).read_text())
     assert (content["r"], content["lora_alpha"], content["base_model_name_or_path"]) == (3, 6.0, "base")
     assert content["target_modules"] == ["q_proj", "o_proj", "down_proj"]
+
+
+def test_adapters_that_peft_has_made(x64: None):
+    """Recorded by record_peft.py: matrices chosen by a regular expression, another factor, and a folder of peft's."""
+    base = lora_config("llama").base
+    lora = read_lora(OF_PEFT, base)
+    assert lora == Lora(3, 5.0, ("q", "o", "gate", "down"), use_rslora=True)
+    model = dataclasses.replace(base, lora=lora)
+    params = with_adapters(lively(base), load_adapter(OF_PEFT, model, None, np.float64))
+    logits = scan_logits(params, TOKENS, model, np.float64)
+    with np.load(OF_PEFT / "logits.npz") as file:
+        np.testing.assert_allclose(logits[:, ::8], file["logits"], rtol=1e-10, atol=1e-10)
+
+
+def test_what_we_write_we_read(tmp_path: Path):
+    model = lora_config("qwen3")
+    params = lively(model)
+    export_adapter(params, model, tmp_path, np.float32, "base")
+    assert read_lora(tmp_path, model.base) == model.lora
+    found = load_adapter(tmp_path, model, None, np.float32)["layers"]
+    wanted = adapters_alone(params)["layers"]
+    assert {name: np.asarray(x).tobytes() for name, x in found.items()} == {n: x.tobytes() for n, x in wanted.items()}
+
+
+def changed(folder: Path, **changes: object) -> Path:
+    folder.joinpath(CONFIG).write_text(json.dumps(json.loads((OF_PEFT / CONFIG).read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wanted", "excluded", "found"),
+    [
+        ("all-linear", None, ("q", "k", "v", "o", "gate", "up", "down")),
+        (["q_proj", "mlp.down_proj", "c_attn"], [], ("q", "down")),
+        (r"model\.layers\.\d+\.mlp\..*", r".*(gate|act).*", ("up", "down")),
+        ([f"model.layers.{i}.self_attn.v_proj" for i in range(2)], ["proj"], ("v",)),
+    ],
+)
+def test_modules_of_a_folder(tmp_path: Path, wanted: object, excluded: object, found: tuple[str, ...]):
+    folder = changed(tmp_path, target_modules=wanted, exclude_modules=excluded)
+    assert read_lora(folder, lora_config("llama").base).targets == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "ADALORA"}, "peft_type 'ADALORA' is not supported; it must be 'LORA'"),
+        ({"use_dora": True}, "use_dora True is not supported; adapters must be plain ones"),
+        ({"bias": "all"}, "bias 'all' is not supported; it must be 'none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern {'q_proj': 4} is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported; the base must be as"),
+        ({"layers_to_transform": [0]}, "layers_to_transform [0] is not supported"),
+        ({"target_modules": ["layers.0.mlp.up_proj"], "exclude_modules": []}, "without model.layers.1.mlp.up_proj"),
+        ({"target_modules": ["lm_head"]}, "target_modules (['lm_head']) must be names of matrices in this model's"),
+        ({"target_modules": "(q"}, "target_modules ('(q') must be a list of names or a regular expression (missing )"),
+        ({"target_modules": [1]}, "target_modules ([1]) must be a list of names or a regular expression"),
+        ({"r": 0}, "r (0) must be a whole number from 1 to 4096"),
+        ({"lora_alpha": -1}, "lora_alpha (-1) must be a number above 0"),
+    ],
+)
+def test_folders_that_ask_for_something_else(tmp_path: Path, changes: dict[str, object], words: str):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        read_lora(changed(tmp_path, **changes), lora_config("llama").base)
+    assert str(error.value).startswith(str(tmp_path / CONFIG))
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shape", "nan"])
+def test_tensors_that_are_not_those_of_the_config(tmp_path: Path, change: str):
+    tensors = load_file(OF_PEFT / TENSORS)
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    match change:
+        case "missing":
+            tensors.pop(name)
+        case "extra":
+            tensors["base_model.model.lm_head.lora_A.weight"] = tensors[name]
+        case "shape":
+            tensors[name] = np.ascontiguousarray(tensors[name].T)
+        case "nan":
+            tensors[name] = tensors[name] * np.float32(np.nan)
+    save_file(tensors, tmp_path / TENSORS)
+    words = {
+        "missing": f"tensor {name} of shape (48, 3) is missing",
+        "extra": "tensor base_model.model.lm_head.lora_A.weight of shape (48, 3) has no place",
+        "shape": f"tensor {name} has shape (3, 48), but the config asks for (48, 3)",
+        "nan": f"tensor {name} has values that are NaN or infinite",
+    }
+    base = lora_config("llama").base
+    with pytest.raises(ValueError, match=re.escape(words[change])):
+        load_adapter(tmp_path, dataclasses.replace(base, lora=read_lora(OF_PEFT, base)), None, np.float32)
+
+
+def test_no_folder_of_adapters(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"adapter_config.json: no such file; a folder of adapters"):
+        read_lora(tmp_path / "none", lora_config("llama").base)
