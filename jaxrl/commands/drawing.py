@@ -73,6 +73,9 @@ def add_drawing(command: Command) -> None:
     serve.add_argument("--host", type=filled, help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=whole(0, 65535), help="0: any free one (8000; 9000 with --jetstream)")
     serve.add_argument("--api-key-file", type=filled, metavar="FILE", help="holds the key that clients must send")
+    serve.add_argument(
+        "--adapter", type=filled, action="append", metavar="NAME=FOLDER", help="serve it with peft's adapters, as NAME"
+    )
     serve.add_argument("--jetstream", action="store_true", help="JetStream's gRPC service instead")
     _add_jetstream(serve)
     serve.epilog = (
@@ -121,8 +124,10 @@ def _serve(options: argparse.Namespace) -> int:
     names = [field.name for field in dataclasses.fields(serve_jetstream.ServeOptions)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.jetstream:
-        if options.source is not None or options.api_key_file is not None:
-            raise ValueError("serve --jetstream: takes --model in place of RUN|MODEL, and neither options nor a key")
+        if any(each is not None for each in (options.source, options.api_key_file, options.adapter)):
+            raise ValueError(
+                "serve --jetstream: takes --model in place of RUN|MODEL, and neither options nor a key nor adapters"
+            )
         if "model" not in given:
             raise ValueError("serve --jetstream: --model must be given")
         serve_jetstream.serve(serve_jetstream.ServeOptions(**given), stop=options.signals)
@@ -135,7 +140,8 @@ def _serve(options: argparse.Namespace) -> int:
         raise ValueError("serve: RUN|MODEL must be given")
     from jaxrl.commands.serve import Address, serve
 
-    serve(options.source, options.overrides, Address(**address, key_file=options.api_key_file), stop=options.signals)
+    address = Address(**address, key_file=options.api_key_file)
+    serve(options.source, options.overrides, address, stop=options.signals, adapters=options.adapter or ())
     return 0
 
 

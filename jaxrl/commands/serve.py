@@ -71,6 +71,8 @@ def serve(
     address: Address | None = None,
     say: Callable[[str], None] | None = None,
     stop: Stop | None = None,
+    *,
+    adapters: Sequence[str] = (),
 ) -> None:
     """Serves until a stop is asked for.
 
@@ -80,6 +82,7 @@ def serve(
       address: default: port 8000 of the loopback address.
       say: shows a line; standard output where there is none.
       stop: the signals of the program.
+      adapters: none, or one `NAME=FOLDER`: the model has the folder's adapters in its weights, and that name.
 
     Raises:
       ValueError: what a user can mend.
@@ -89,7 +92,8 @@ def serve(
     web = _web()
     key = _key(address)
     with closing(_bound_socket(address)) as listener:
-        config, checkpoint = _configured(source, overrides, say)
+        name, more = _adapter(source, adapters)
+        config, checkpoint = _configured(source, [*overrides, *more], say)
         served = _build(config, checkpoint, say)
         stop = stop or Stop()
         stop.save_first(
@@ -97,7 +101,7 @@ def serve(
                 f"stopping: responses under way have {config.serve.grace_s:g} s; a second signal ends it at once"
             )
         )
-        asyncio.run(_run(web, served, _name(source), key, listener, say, stop))
+        asyncio.run(_run(web, served, name, key, listener, say, stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,25 @@ def _name(source: str) -> str:
     before, colon, behind = source.partition(":")  # random:..., package:file
     place = behind if colon else before
     return Path(place).resolve().name if colon or os.path.lexists(place) else place
+
+
+def _adapter(source: str, adapters: Sequence[str]) -> tuple[str, list[str]]:
+    """What clients call the model, and the options that `--adapter` stands for."""
+    if not adapters:
+        return _name(source), []
+    if len(adapters) > 1:
+        raise ValueError(
+            f"serve --adapter: one can be served, found {len(adapters)}: adapters are merged into the weights, and a "
+            "second model would need an engine and a KV pool of its own; start a server for each"
+        )
+    if (Path(source) / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"serve --adapter: {source} is a run, which has its own weights: give the model that the adapters are for"
+        )
+    name, _, folder = adapters[0].partition("=")
+    if not name or not folder:
+        raise ValueError(f"serve --adapter: must be NAME=FOLDER, found {adapters[0]!r}")
+    return name, [f"model.lora_adapter_path={folder}"]
 
 
 def _build(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> _Served:

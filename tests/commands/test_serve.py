@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import signal
@@ -13,12 +14,21 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import openai
 import pytest
 from served import serving
 
 from jaxrl.cli import main
 from jaxrl.commands.serve import Address
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models import decoder
+from jaxrl.models.loading import load_model
+from jaxrl.models.lora import Lora, adapters_alone, with_adapters
+from jaxrl.models.peft import export_adapter, merged_params
+from jaxrl.models.safetensors import export_hf
+from jaxrl.sharding.mesh import make_mesh
 from jaxrl.text import TextEngine
 from jaxrl.types import SamplingParams
 
@@ -118,6 +128,37 @@ def test_a_key_must_be_sent(tiny_model: Path, tmp_path: Path):
             assert client.models.list().data
 
 
+def test_an_adapter_under_its_own_name(tiny_model: Path, tmp_path: Path, engine: TextEngine):
+    """What it draws is what the merged model draws, and not what the base does."""
+    mesh = make_mesh(jax.devices()[:1])
+    base, params = load_model(f"random:{tiny_model}", mesh)
+    model = dataclasses.replace(base, lora=Lora(4, 64.0, ("q", "o", "down")))
+    new = decoder.init_table(adapters_alone(model.weights()), jax.random.key(1))
+    own = {name: jax.random.normal(jax.random.key(2), x.shape) for name, x in new["layers"].items()}
+    params = with_adapters(params, {"layers": own})
+    export_adapter(params, model, tmp_path / "adapter", np.float32, "tiny")
+    export_hf(merged_params(model, params), base, tmp_path / "merged", dtype=np.float32)
+    Tokenizer.from_path(tiny_model).save(tmp_path / "merged")
+    asked: Any = {"prompt": "p", "max_tokens": 12, "seed": 3, "logprobs": 1}
+    told = []
+    for source, adapters in (
+        (f"random:{tiny_model}", [f"mine={tmp_path / 'adapter'}"]),
+        (str(tmp_path / "merged"), []),
+    ):
+        with (
+            serving(source, SIZES, adapters=adapters) as url,
+            closing(openai.OpenAI(base_url=url, api_key="none")) as client,
+        ):
+            (served,) = client.models.list().data
+            assert not adapters or served.id == "mine"
+            found = client.completions.create(model=served.id, **asked).choices[0].logprobs
+            assert found is not None
+            told.append(found.token_logprobs)
+    assert told[0] == pytest.approx(told[1], abs=1e-5)
+    ((of_base,),) = engine.generate(["p"], SamplingParams(max_tokens=12, seed=3), chat=False)
+    assert told[0] != pytest.approx(of_base.rollout_logprobs.tolist(), abs=1e-3)
+
+
 @pytest.mark.slow
 def test_a_signal_lets_responses_end(tiny_model: Path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -151,6 +192,9 @@ def iter_and_signal(stream: Any, server: subprocess.Popen[str]) -> list[Any]:
         (("m", "--api-key-file", "/dev/null"), "--api-key-file: /dev/null must hold one word of ASCII characters"),
         (("m", "--host", "192.0.2.1", "--api-key-file", "KEY"), "--port: 192.0.2.1:8000 cannot be listened on"),
         (("m", "--port", "0", "serve.max_waiting=-1"), "serve.max_waiting"),
+        (("m", "--port", "0", "--adapter", "a=b", "--adapter", "c=d"), "--adapter: one can be served, found 2"),
+        (("m", "--port", "0", "--adapter", "out"), "--adapter: must be NAME=FOLDER, found 'out'"),
+        (("--jetstream", "--model", "m", "--adapter", "a=b"), "neither options nor a key nor adapters"),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
@@ -47,13 +47,13 @@ def talk_to(engine: TextEngine) -> Talk:
 
 
 @contextmanager
-def serving(*arguments: Any, address: Address | None = None) -> Iterator[str]:
+def serving(*arguments: Any, address: Address | None = None, adapters: Sequence[str] = ()) -> Iterator[str]:
     """A server in a thread of this process, as the address of its routes; it ends without an error."""
     said, stop, failed = [], Stop(), []
 
     def run() -> None:
         try:
-            serve(*arguments, address=address or Address(port=0), say=said.append, stop=stop)
+            serve(*arguments, address=address or Address(port=0), say=said.append, stop=stop, adapters=adapters)
         except BaseException as error:
             failed.append(error)
 
