@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=1024, help="tokens of the longest sequence (1024)")
     made.add_argument("--tokens", type=int, default=512, help="prefill: tokens of a chunk; training: of a row (512)")
     made.add_argument("--remat", default="dots", choices=["dots", "full", "none"], help="gradients: actor.remat (dots)")
+    made.add_argument("--lora", type=int, default=0, help="training: model.lora_rank (0)")
     made.add_argument("--attention", default="auto", help="training: actor.attention (auto)")
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
     made.add_argument("--tp", type=int, default=1, help="of the rollout: tensor parallelism, on as many devices (1)")
@@ -189,6 +190,7 @@ def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, in
 def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
     """A microbatch of one device; with what the memory plan says of the update."""
     from jaxrl.config import from_mapping
+    from jaxrl.runtime.weights import adapted
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.programs import TrainPrograms
     from jaxrl.train.update_memory import plan_chunk, update_parts
@@ -202,7 +204,8 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
         "logprob_chunk_tokens": chunk,
     }
     data = {"max_prompt_length": options.tokens // 2, "max_response_length": options.tokens - options.tokens // 2}
-    config = from_mapping({"model": {"path": "unused"}, "data": data, "actor": actor})
+    config = from_mapping({"model": {"path": "unused", "lora_rank": options.lora}, "data": data, "actor": actor})
+    model = adapted(config, model)
     kind = "accumulate" if options.program == "gradients" else "logprobs"
     with compiled.as_default_device():
         programs = TrainPrograms(config, model, make_mesh(compiled.devices()))

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
-from jaxrl.models.lora import Lora, adapters, merged
+from jaxrl.models.lora import Lora, adapters, is_trained, merged
 from jaxrl.models.rope import DEFAULT_THETA, RopeScaling, read_rope
 from jaxrl.models.weights import Init, Weight, leaves
 from jaxrl.schema.declared import shown
+from jaxrl.schema.limits import BYTES, FloatType
 
 if TYPE_CHECKING:
     import jax
@@ -174,6 +175,25 @@ class ModelConfig:
         return (
             table if self.lora is None else table | {"layers": table["layers"] | adapters(self.lora, table["layers"])}
         )
+
+    def dtypes(self, param_dtype: FloatType, dtype: FloatType) -> dict[str, Any]:
+        """The type of each weight in training, in a tree like that of `weights()`.
+
+        What is trained is in `param_dtype`, and so are norms. What adapters leave frozen is in the narrower of the two:
+        layers would compute with it in `dtype` anyway.
+
+        Args:
+          param_dtype, dtype: `actor.param_dtype` and `actor.dtype`.
+        """
+
+        def one(name: str, weight: Weight) -> FloatType:
+            trained = self.lora is None or is_trained(name) or weight.init == "ones"
+            return param_dtype if trained else min(param_dtype, dtype, key=BYTES.__getitem__)
+
+        def each(table: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: each(x) if isinstance(x, dict) else one(name, x) for name, x in table.items()}
+
+        return each(self.weights())
 
     def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
         """A weight of one layer as the layer computes with it: with its adapter, if it has one."""

@@ -188,14 +188,15 @@ class _LayerWeights(NamedTuple):
         """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O]."""
         if self.features_first:
             return _from_the_left("oe,e...->o...", self.get(name), x)
-        matrix = self.get(name)
-        out: Any = _dense(self.widen, x, matrix.reshape(x.shape[-1], -1))
-        if name + A not in self.lp:
-            return out
-        a, b = self.get(name + A), self.get(name + B)
-        low: Any = _dense(self.widen, x, a.reshape(x.shape[-1], -1))
-        added: Any = _dense(self.widen, low, b.reshape(low.shape[-1], -1))
-        return out + self.scale * added
+
+        def dense(x: jax.Array, name: str) -> Any:
+            return _dense(self.widen, x, self.get(name).reshape(x.shape[-1], -1))
+
+        out = dense(x, name)
+        if name + A in self.lp:
+            out = out + self.scale * dense(dense(x, name + A), name + B)
+        # the remat policy finds what to keep by this name: of a matrix with its adapter the sum
+        return checkpoint_name(out, _PRODUCT)
 
     def heads(self, name: str, h: jax.Array) -> jax.Array:
         """[..., heads, D]"""
@@ -267,8 +268,7 @@ def _dense(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def _dense_forward(widen: bool, x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     wide_x, wide_matrix = operands(widen, (x, matrix))
-    # the remat policy finds what to keep by this name; with `widen` the product itself would be twice as large
-    return checkpoint_name((wide_x @ wide_matrix).astype(x.dtype), _PRODUCT), (x, matrix)
+    return (wide_x @ wide_matrix).astype(x.dtype), (x, matrix)
 
 
 def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:

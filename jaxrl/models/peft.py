@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from jaxrl.config.inputs import read_object
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fields import Fields
-from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, matrices, merged
+from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, matrices
 from jaxrl.models.safetensors import check_tensors, place, read_header, shardings_of
 from jaxrl.models.weights import Weight, leaves
 from jaxrl.schema.declared import shown
@@ -120,12 +120,12 @@ def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any
 
 
 def merged_params(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of the model without adapters that computes the same, in training form and the base's dtype."""
-    lora, names = model.lora, model.base.weights()["layers"]
-    assert lora is not None
+    """The weights of the model without adapters that computes the same, in training form; those with an adapter in at
+    least float32."""
+    names = model.base.weights()["layers"]
 
     def one(layer: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: merged(lora, name, layer).astype(layer[name].dtype) for name in names}
+        return {name: model.merged(name, layer) for name in names}
 
     return {**params, "layers": jax.jit(jax.vmap(one))(params["layers"])}
 

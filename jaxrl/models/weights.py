@@ -101,7 +101,7 @@ class Weight:
         return array.reshape(self.hf_shape[::-1]).T if self.transpose else array.reshape(self.hf_shape)
 
 
-def leaves(table: dict[str, Any]) -> list[Weight]:
-    """Every weight of a table, in the order of declaration."""
+def leaves(table: dict[str, Any]) -> list[Any]:
+    """Every weight of a table, in the order of declaration; or what a tree like one has in their place."""
     flat = (leaves(value) if isinstance(value, dict) else [value] for value in table.values())
     return [weight for group in flat for weight in group]

@@ -7,21 +7,26 @@ Adapters are new, or begin as those of `model.lora_adapter_path`, which then say
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.options import ModelSection
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.models.loading import load_layerwise, load_model, resolve_path
 from jaxrl.models.lora import Lora, adapters_alone, chosen, with_adapters
 from jaxrl.models.peft import load_adapter, read_lora
-from jaxrl.sharding.rules import train_shardings
+from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import checkpoint
+
+Tree = dict[str, Any]
 
 
 def adapted(config: Config, model: ModelConfig) -> ModelConfig:
@@ -83,18 +88,45 @@ def load_weights(config: Config, model: ModelConfig, mesh: Mesh, place: Path | N
     """
     if place is not None and model.lora is None:
         return trained_weights(place, config, model, mesh)
-    seed, dtype = config.trainer.seed, config.actor.param_dtype
-    path = resolve_path(config.model.path, weights=not config.model.random_init)
-    _, base = load_model(path, mesh, dtype, random_init_seed=seed if config.model.random_init else None)
+    dtype = config.actor.param_dtype
+    given: Any = {
+        "path": resolve_path(config.model.path, weights=not config.model.random_init),
+        "mesh": mesh,
+        "dtype": dtype,
+        "random_init_seed": config.trainer.seed if config.model.random_init else None,
+    }
     if model.lora is None:
-        return base
+        return load_model(**given)[1]
+    _, outer, layers = load_layerwise(**given)
+    base = _frozen(config, model, mesh, outer, layers)
     if place is not None:
         return with_adapters(base, trained_weights(place, config, model, mesh))
     if (folder := _adapter_folder(config)) is not None:
         return with_adapters(base, load_adapter(folder, model, mesh, dtype))
     table, shardings = adapters_alone(model.weights()), adapters_alone(train_shardings(model, mesh))
-    new = jax.jit(lambda key: decoder.init_table(table, key, dtype), out_shardings=shardings)(jax.random.key(seed))
-    return with_adapters(base, new)
+    key = jax.random.key(config.trainer.seed)
+    return with_adapters(base, jax.jit(lambda key: decoder.init_table(table, key, dtype), out_shardings=shardings)(key))
+
+
+def _frozen(config: Config, model: ModelConfig, mesh: Mesh, outer: Tree, layers: Iterator[Tree]) -> Tree:
+    """The base in the types of frozen weights. A layer is read at a time: in its files' own type there is one of them."""
+    table, shardings = model.base.weights(), train_shardings(model.base, mesh)
+    dtypes = model.dtypes(config.actor.param_dtype, config.actor.dtype)
+    found = {}
+    for name in [*outer]:
+        found[name] = jax.jit(partial(jnp.asarray, dtype=dtypes[name]), out_shardings=shardings[name])(outer.pop(name))
+
+    def start() -> Tree:
+        return {name: jnp.zeros(weight.shape, dtypes["layers"][name]) for name, weight in table["layers"].items()}
+
+    def put(stacked: Tree, layer: Tree, i: jax.Array) -> Tree:
+        return {name: x.at[i].set(layer[name][0].astype(x.dtype)) for name, x in stacked.items()}
+
+    stacked = jax.jit(start, out_shardings=shardings["layers"])()
+    put = jax.jit(put, donate_argnums=0, out_shardings=shardings["layers"])
+    for i, layer in enumerate(layers):
+        stacked = put(stacked, layer, i)
+    return found | {"layers": stacked}
 
 
 def trained_weights(place: Path, config: Config, model: ModelConfig, mesh: Mesh) -> Any:
@@ -109,10 +141,10 @@ def refuse_other_model(place: Path, config: Config, model: ModelConfig, mesh: Me
 
 def _saved(config: Config, model: ModelConfig, mesh: Mesh) -> Any:
     """Shapes, dtypes and training's shardings of what a checkpoint holds of a model's weights."""
-    shapes = jax.eval_shape(lambda key: decoder.init(model, key, config.actor.param_dtype), jax.random.key(0))
-    placed = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
+    dtype = config.actor.param_dtype
+    placed = map_weights(
+        lambda weight, sharding: jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding),
+        model.weights(),
         train_shardings(model, mesh),
     )
     return placed if model.lora is None else adapters_alone(placed)

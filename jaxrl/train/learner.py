@@ -52,7 +52,8 @@ class Learner:
         on_progress: Callable[[], None] = lambda: None,
         meet: Meet = alone,
     ) -> None:
-        """Places a copy of `params` on the programs' mesh.
+        """Places `params` on the programs' mesh: a copy of what is trained, and of what is frozen the arrays themselves
+        where they have its types and shardings.
 
         Args:
           params: training form, numpy or jax arrays of any floating dtype. The caller keeps them.
@@ -63,9 +64,9 @@ class Learner:
         self.config, self.model_config, self.mesh = programs.config, programs.model_config, programs.mesh
         self.updates, self.skipped_updates = 0, 0
         self._name = programs.objective.name
-        self._trainable, self._frozen = self._partition(
-            placed(params, programs.shardings, self.config.actor.param_dtype)
-        )
+        trained, frozen = programs.partition(params)
+        self._trainable = placed(trained, programs.shardings, programs.dtypes)
+        self._frozen = placed(frozen, programs.shardings, programs.dtypes, copy=False)
         self._passes = Passes(programs)
         self._on_progress = on_progress
         self._recompiles = 0  # as of the last update
@@ -183,9 +184,6 @@ class Learner:
 
     # ------------------------------------------------------------------ placing things
 
-    def _partition(self, params: Tree) -> tuple[Tree, Tree]:
-        return self.programs.partition(params)
-
     def _rest(self, state: Tree, to: Literal["rest", "device"] = "rest") -> Tree:
         """The optimizer state where it stays between updates (host memory if offloaded), or back on the device."""
         if not self.config.actor.offload_optimizer:
@@ -201,17 +199,25 @@ def _without_frozen(trainable: Tree) -> Tree:
     return {name: x for name, x in kept.items() if jax.tree.leaves(x)}
 
 
-def placed(params: Tree, shardings: Tree, dtype: str) -> Tree:
-    """A copy of `params` in `dtype` on the mesh, one leaf at a time."""
+def placed(params: Tree, shardings: Tree, dtypes: Tree, *, copy: bool = True) -> Tree:
+    """`params` in these types on the mesh, one leaf at a time; None stays None.
 
-    def one(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    Args:
+      copy: also of arrays that are as wanted. Without, nobody may delete or donate the result.
+    """
+
+    def one(leaf: Any, sharding: NamedSharding, dtype: str) -> jax.Array | None:
+        if leaf is None:
+            return None
         if isinstance(leaf, jax.Array):
+            if not copy and leaf.dtype == dtype and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                return leaf
             # copied inside jit: device_put could alias the caller's buffers, which updates then would donate
             return jax.jit(lambda x: jnp.array(x, dtype, copy=True), out_shardings=sharding)(leaf)
         values = np.asarray(leaf, dtype)
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
-    return map_weights(one, params, shardings)
+    return map_weights(one, params, shardings, dtypes)
 
 
 def _flat(tree: Tree) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class TrainPrograms(CompiledPrograms):
       optimizer: the update rule.
       trainable, frozen, state: shapes, dtypes and shardings of the master weights' two parts and the optimizer's state.
       sums: the same of what accumulates.
-      rows: the sharding of a microbatch's arrays. shardings: of all weights.
+      rows: the sharding of a microbatch's arrays. shardings, dtypes: of all weights.
+      ref_dtypes: of the reference's, where it has weights of its own.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class TrainPrograms(CompiledPrograms):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
         self._gather = _gather_functions(model_config, self.shardings, actor.dtype)
-        self.trainable, self.frozen = optimizers.partition(self._abstract_params(actor.param_dtype), trainable)
+        self.ref_dtypes = model_config.dtypes(actor.dtype, actor.dtype)
+        self.dtypes = model_config.dtypes(actor.param_dtype, actor.dtype)
+        self.trainable, self.frozen = optimizers.partition(self._abstract_params(self.dtypes), trainable)
         chain = self.optimizer.chain
         shapes = jax.eval_shape(chain.init, self.trainable)
         shardings = optax.tree_utils.tree_map_params(
@@ -185,17 +188,17 @@ class TrainPrograms(CompiledPrograms):
                 return jitted.lower(self.trainable, state, total)
         raise ValueError(f"the update has no program named {kind!r}")
 
-    def _abstract_params(self, dtype: str) -> Tree:
-        def one(weight: Weight, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def _abstract_params(self, dtypes: Tree) -> Tree:
+        def one(weight: Weight, sharding: NamedSharding, dtype: str) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
 
-        return map_weights(one, self.model_config.weights(), self.shardings)
+        return map_weights(one, self.model_config.weights(), self.shardings, dtypes)
 
     def _abstract_ref(self) -> Tree:
         """The reference's weights: of a model with adapters its base, which is there."""
         if self.model_config.lora is None:
-            return self._abstract_params(self.config.actor.dtype)
-        return without_adapters(self._abstract_params(self.config.actor.param_dtype))
+            return self._abstract_params(self.ref_dtypes)
+        return without_adapters(self._abstract_params(self.dtypes))
 
     def _batch(self, rows: int, tokens: int) -> TokenBatch:
         return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens))

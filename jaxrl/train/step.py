@@ -50,7 +50,7 @@ class Trainer(Learner):
         on_progress: Callable[[], None] = lambda: None,
         meet: Meet = alone,
     ) -> None:
-        """Places a copy of `params` on the mesh.
+        """Places `params` on the mesh, what is trained as a copy.
 
         Args:
           config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `auto` means `dots`
@@ -84,7 +84,7 @@ class Trainer(Learner):
         super().__init__(programs, params, on_progress=on_progress, meet=meet)
         self._ref: Tree | None = None
         if self.config.needs_ref and model_config.lora is None:
-            self._ref = placed(params, programs.shardings, self.config.actor.dtype)
+            self._ref = placed(params, programs.shardings, programs.ref_dtypes)
 
     @property
     def ref_params(self) -> Tree | None:

@@ -26,7 +26,7 @@ from typing import Literal
 from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.weights import leaves
+from jaxrl.models.weights import Weight, leaves
 from jaxrl.schema.devices import mesh_factors
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.mesh import dividing_factors
@@ -58,15 +58,20 @@ def splits(size: int, degree: int, num_hosts: int = 1) -> int:
 
 def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
     """How many of a model's numbers one device holds when tensor dims are split over `degree` devices."""
-    total = 0
-    for weight in leaves(model_config.weights()):
-        shards = [
-            splits(size, degree, num_hosts)
-            for dim, size in zip(weight.dims, weight.shape, strict=True)
-            if dim in TENSOR_DIMS
-        ]
-        total += math.prod(weight.shape) // math.prod(shards)
-    return total
+    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(model_config.weights()))
+
+
+def device_bytes(config: Config, model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
+    """The bytes of them, each in its type in training."""
+    types = leaves(model_config.dtypes(config.actor.param_dtype, config.actor.dtype))
+    weights = zip(leaves(model_config.weights()), types, strict=True)
+    return sum(_shard_numbers(weight, degree, num_hosts) * BYTES[dtype] for weight, dtype in weights)
+
+
+def _shard_numbers(weight: Weight, degree: int, num_hosts: int) -> int:
+    sizes = zip(weight.dims, weight.shape, strict=True)
+    shards = [splits(size, degree, num_hosts) for dim, size in sizes if dim in TENSOR_DIMS]
+    return math.prod(weight.shape) // math.prod(shards)
 
 
 def trained_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
@@ -79,22 +84,21 @@ def trained_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) 
 
 
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
-    """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights,
-    which with adapters are those of the base."""
-    numbers = device_numbers(model_config, num_devices, config.hosts.num)
+    """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights.
+    With adapters the base is there once, for all three."""
     trained = trained_numbers(model_config, num_devices, config.hosts.num)
     size = BYTES[config.actor.param_dtype]
-    parts = {"master weights": numbers * size}
+    parts = {"master weights": device_bytes(config, model_config, num_devices, config.hosts.num)}
     if not config.actor.offload_optimizer:
         parts["optimizer (adam m, v)"] = 2 * trained * size
     if config.has_critic:
-        critic = critic_config(model_config)
-        parts["critic: master weights"] = device_numbers(critic, num_devices, config.hosts.num) * size
+        trained = trained_numbers(critic_config(model_config), num_devices, config.hosts.num)
+        parts["critic: master weights"] = trained * size
         if not config.actor.offload_optimizer:
-            trained = trained_numbers(critic, num_devices, config.hosts.num)
             parts["critic: optimizer (adam m, v)"] = 2 * trained * size
     if config.needs_ref and model_config.lora is None:
-        parts["reference weights"] = numbers * size
+        numbers = device_numbers(model_config, num_devices, config.hosts.num)
+        parts["reference weights"] = numbers * BYTES[config.actor.dtype]
     return parts
 
 
@@ -160,8 +164,9 @@ def update_phases(
     rows, row, tokens = full.rows, full.length, full.tokens
     kept, working = _layer_bytes(m, remat, platform, wide)
     weights = m.base.num_params() - m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
-    one_layer = weights // m.num_layers * wide * (1 if num_devices == 1 else 2)  # gathered: its gradient is whole, too
-    if remat == "none" and wide < size:
+    is_gathered, is_cast = num_devices > 1, trains_all and wide < size
+    one_layer = weights // m.num_layers * wide * (1 + (is_gathered and trains_all))  # gathered: its gradient is, too
+    if remat == "none" and is_cast:
         kept += weights // m.num_layers * wide / tokens  # cast once, and kept
     held = _attention(config, m, platform).holds_scores(row)
     scores = rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES if held else 0
@@ -183,7 +188,7 @@ def update_phases(
         | activations
         | {
             "logits of a chunk and their gradient": _chunk_bytes(config, m, min(chunk, tokens)),
-            "vocabulary head and its gradient": vocabulary * (wide + size * trains_all),
+            "vocabulary head and its gradient": vocabulary * (wide * (trains_all or is_gathered) + size * trains_all),
             # takes the place of the logits; only what is larger counts
             "a chunk's part of the head's gradient": trains_all
             * max(vocabulary * size - min(chunk, tokens) * m.vocab_size * 4, 0),
@@ -215,13 +220,14 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
     are read from what they report (see the module), in units of the model's dims.
     """
     heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
+    added = 0 if m.lora is None else heads + mlp + embed  # what adapters add, beside what it is added to
     normaliser = 4 * m.num_heads  # attention's, in float32
     kept = {"full": embed * wide, "dots": (heads + 2 * mlp + 2 * embed) * wide + normaliser}
     if platform == "cpu":
         products = heads + 3 * mlp  # q k v out, gate up act
-        working = (2 * products + 6 * embed) * wide
+        working = (2 * products + 6 * embed + added) * wide
         return kept.get(remat, working), working
     # gate, up, its sigmoid, its product ...; of the two norms the input, its square root's share and the result
     kept["none"] = (heads + 6 * mlp + 3 * embed) * wide + 6 * embed * max(wide, 4) + normaliser
     working = {"full": 6 * mlp + 6 * embed, "dots": 4 * mlp, "none": 3 * mlp}
-    return kept[remat], working[remat] * wide
+    return kept[remat], (working[remat] + added) * wide

@@ -15,7 +15,7 @@ from tiny import write_tiny_model
 from jaxrl.cli import main
 from jaxrl.models.peft import CONFIG, TENSORS
 
-STEPS = 4
+STEPS, KL = 4, "actor.use_kl_loss=true"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_the_rollout_draws_from_what_the_trainer_has(ran):
         (("rollout.tail_batching.enable=true",), 1),
         (("trainer.one_step_off=true",), 1),
         (("rollout.num_workers=2",), 2),
-        (("trainer.stream.enable=true", "actor.ppo_mini_batch_size=0", "rollout.num_workers=2"), 2),
+        (("trainer.stream.enable=true", "actor.ppo_mini_batch_size=0", "rollout.num_workers=2", KL), 2),
         (("algorithm.adv_estimator=gae",), 1),
     ],
 )

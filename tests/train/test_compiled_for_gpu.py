@@ -45,6 +45,14 @@ def test_attention_is_three_kernels_and_memory_is_as_planned(remat, forward):
     assert told["memory"]["results"] - told["memory"]["aliased"] < 1 << 20
 
 
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
+def test_with_adapters_memory_is_as_planned(remat):
+    """Of a matrix and its adapter the sum alone is kept, and nothing is cast or has a gradient that is frozen."""
+    told = training("gradients", "--remat", remat, "--lora", "16")
+    planned = sum(told["plan"].values()) - told["plan"]["gradients"]
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
+
+
 def test_nothing_is_added_in_the_order_of_chance():
     """A scatter that adds floats runs with atomics, unless no index is there twice. Integers' sums have no order."""
     told = training("gradients")

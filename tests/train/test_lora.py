@@ -18,6 +18,7 @@ from jaxrl.models.peft import merged_params
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout
+from jaxrl.train.critic import Critic
 from jaxrl.train.packing import Shape, row_length
 from jaxrl.train.step import Trainer
 from jaxrl.train.update_memory import resident_parts, trained_numbers, update_phases
@@ -129,6 +130,39 @@ def test_new_adapters_change_nothing():
     bound = MODEL.intermediate_size**-0.5
     assert 0.9 * bound < float(jnp.abs(a).max()) <= bound
     assert float(jnp.abs(params["layers"]["down_lora_b"]).max()) == 0
+
+
+def test_what_is_frozen_is_in_the_type_of_the_products(make_config, make_batch):
+    """In bfloat16 with norms and adapters in float32: the numbers are those of masters that each layer casts."""
+    config = make_config(actor__dtype="bfloat16")
+    params = decoder.init(MODEL, jax.random.key(0), jnp.float32)
+    trainer = trainer_of(config, MODEL, params=params)
+    types = {name: x.dtype for name, x in trainer.params["layers"].items()}
+    assert {name for name, dtype in types.items() if dtype == "float32"} == {
+        name for name in types if is_adapter(name) or name.endswith("norm")
+    }
+    assert trainer.params["embed"].dtype == "bfloat16"
+    whole = trainer_of(config, MODEL.base, params=without_adapters(params))
+    found, wanted = trainer.token_logprobs(make_batch()), whole.token_logprobs(make_batch())
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted], "new adapters add zeros"
+    held = sum(x.nbytes for x in jax.tree.leaves(trainer.params))
+    assert held == resident_parts(config, MODEL, 1)["master weights"]
+
+
+def test_actor_and_critic_have_one_base(make_config):
+    config = make_config(actor__dtype="bfloat16", algorithm__adv_estimator="gae")
+    mesh = make_mesh(jax.devices()[:1])
+    given = decoder.init(MODEL, jax.random.key(0), jnp.float32)
+    params = trainer_of(config, MODEL, params=given).params
+    critic = Critic(config, MODEL, params, mesh)
+    trainer = trainer_of(config, MODEL, params=params)
+    for learner in (trainer, critic):
+        for name, x in learner.params["layers"].items():
+            same = x.unsafe_buffer_pointer() == params["layers"][name].unsafe_buffer_pointer()
+            assert same != is_adapter(name), name
+    parts = resident_parts(config, MODEL, 1)
+    own = sum(x.nbytes for name, x in critic.params["layers"].items() if is_adapter(name))
+    assert parts["critic: master weights"] == own + critic.params["score"].nbytes
 
 
 def test_memory(make_config):

@@ -34,6 +34,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.microbatches import Passes
@@ -192,10 +193,12 @@ class TrainStream:
 
 
 class _Weights:
-    """The trainer's weights on the half, and in turns with them the reference's."""
+    """The trainer's weights on the half, and in turns with them the reference's; with adapters their base is that."""
 
     def __init__(self, half: Half, programs: TrainPrograms, actor: Tree, ref: Tree | None) -> None:
         self._shardings = programs.shardings
+        self._has_adapters = programs.model_config.lora is not None
+        ref = None if self._has_adapters else ref
         self._in_host: dict[str, Tree] = {}
         self._resident: Which = "actor"
         if ref is not None:
@@ -206,6 +209,8 @@ class _Weights:
 
     def on_device(self, which: Which) -> Tree:
         """Those weights, in place of the others."""
+        if self._has_adapters:
+            return self._on_device if which == "actor" else without_adapters(self._on_device)
         if which != self._resident:
             _delete(self._on_device)
             self._on_device = jax.device_put(self._in_host[which], self._shardings)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from jaxrl.config import Config
 from jaxrl.mechanisms.room import FreedMemory
 from jaxrl.models.config import ModelConfig
-from jaxrl.schema.limits import BYTES
-from jaxrl.train.update_memory import device_numbers, update_phases
+from jaxrl.train.update_memory import device_bytes, update_phases
 
 
 def freed_memory(
@@ -21,7 +20,7 @@ def freed_memory(
     if not config.trainer.stream.enable:
         return None
     half = num_devices // 2
-    weights = device_numbers(model, half) * BYTES[config.actor.param_dtype]
+    weights = device_bytes(config, model, half)
     phases = update_phases(config, model, half, platform, remat, chunk)
     most = max((phases[name] for name in ("head", "layers", "embedding")), key=lambda parts: sum(parts.values()))
     return FreedMemory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import jax
@@ -20,6 +20,7 @@ from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
 from jaxrl.models import decoder
+from jaxrl.models.lora import Lora, without_adapters
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
@@ -173,6 +174,29 @@ def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_
         for seed, estimator in enumerate(ESTIMATORS):  # no program depends on it
             trainer.config = make_config(**options, algorithm__adv_estimator=estimator)
             check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_with_adapters_the_base_on_the_half_is_the_reference(x64, make_batch, whole: bool):
+    model = replace(TRAINED, lora=Lora(2, 4.0, ("q", "down")))
+    params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
+    for name in ("q_lora_b", "down_lora_b"):
+        params["layers"][name] = np.random.default_rng(0).normal(size=params["layers"][name].shape)
+    trainer = Trainer(config_of(), model, params, make_mesh(jax.devices()[:2]))
+    stream, groups = stream_of(trainer), groups_of(make_batch())
+    if not whole:
+        stream.open()
+        assert stream._weights is not None
+        found, wanted = stream._weights.on_device("ref"), without_adapters(trainer.params)
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        assert distance(found, wanted) == 0
+        stream.abandon()
+        return
+    streamed(trainer, stream, [groups[:1], groups[1:2]], groups[2:])
+    found = trainer.gradients()
+    trainer.discard()
+    trainer.accumulate(prepared(trainer, groups))
+    assert distance(found, trainer.gradients()) <= 1e-12
 
 
 def test_the_same_parts_in_the_same_order_are_the_same_bits(shared: Shared, make_batch):
