@@ -28,7 +28,7 @@ from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.turns.options import EnvironmentSection
 from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names, Or
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT
+from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae"]
 
@@ -71,6 +71,11 @@ class ModelSection(Checked):
         Names("folder"),
         "A folder of adapters as peft writes it, which training begins from; rank, factor and matrices are its own.",
     ] = ""
+    base_quantization: Annotated[
+        Quantization,
+        "The frozen matrices of layers in few bits (QLoRA), as bitsandbytes has them; nf4: 4 bits, in blocks of 64, "
+        "int8: 8 bits, with a factor for each output.",
+    ] = "none"
 
     @property
     def has_adapters(self) -> bool:
@@ -82,6 +87,13 @@ class ModelSection(Checked):
                 f"model.lora_adapter_path ({self.lora_adapter_path}) and trainer.init_from "
                 f"({config.trainer.init_from}) exclude each other: adapters begin from one of them"
             )
+        if self.base_quantization == "none":
+            return None
+        option = f"model.base_quantization={self.base_quantization}"
+        if not self.has_adapters:
+            return f"{option} needs adapters (model.lora_rank): weights in so few bits are not trained"
+        if config.actor.remat == "none":
+            return f"{option} excludes actor.remat=none, which would keep all layers' matrices whole: use dots or full"
         return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
 from jaxrl.models.lora import Lora, adapters, is_trained, merged
+from jaxrl.models.quantized import ABSMAX, dequantize, quantized
 from jaxrl.models.rope import DEFAULT_THETA, RopeScaling, read_rope
 from jaxrl.models.weights import Init, Weight, leaves
 from jaxrl.schema.declared import shown
-from jaxrl.schema.limits import BYTES, FloatType
+from jaxrl.schema.limits import BYTES, FloatType, Quantization
 
 if TYPE_CHECKING:
     import jax
@@ -56,7 +57,8 @@ _DEFAULT_WINDOW, _DEFAULT_WINDOW_START = 4096, 28
 class ModelConfig:
     """Shapes and constants of a decoder. Hashable, so that compiled functions can be cached by it.
 
-    With `lora` its layers have adapters, and all other weights are frozen.
+    With `lora` its layers have adapters, and all other weights are frozen; the matrices among them are perhaps
+    quantised (`quantization`, `jaxrl.models.quantized`).
 
     With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
     head it has one number, read at a text's last token that is not `pad_token_id`.
@@ -89,6 +91,7 @@ class ModelConfig:
     scalar_head: bool = False
     pad_token_id: int | None = None
     lora: Lora | None = None
+    quantization: Quantization = "none"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -166,15 +169,16 @@ class ModelConfig:
 
     @property
     def base(self) -> ModelConfig:
-        """The same without adapters."""
-        return self if self.lora is None else replace(self, lora=None)
+        """The same without adapters, in plain weights."""
+        return replace(self, lora=None, quantization="none")
 
     def weights(self) -> dict[str, Any]:
         """The table of weights: the training form's tree with a `Weight` at each leaf, adapters behind the rest."""
         table = _weights(self)
-        return (
-            table if self.lora is None else table | {"layers": table["layers"] | adapters(self.lora, table["layers"])}
-        )
+        if self.lora is None:
+            return table
+        layers = table["layers"]
+        return table | {"layers": quantized(self.quantization, layers) | adapters(self.lora, layers)}
 
     def dtypes(self, param_dtype: FloatType, dtype: FloatType) -> dict[str, Any]:
         """The type of each weight in training, in a tree like that of `weights()`.
@@ -186,8 +190,10 @@ class ModelConfig:
           param_dtype, dtype: `actor.param_dtype` and `actor.dtype`.
         """
 
-        def one(name: str, weight: Weight) -> FloatType:
+        def one(name: str, weight: Weight) -> str:
             trained = self.lora is None or is_trained(name) or weight.init == "ones"
+            if weight.dtype:
+                return weight.dtype
             return param_dtype if trained else min(param_dtype, dtype, key=BYTES.__getitem__)
 
         def each(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,11 +203,19 @@ class ModelConfig:
 
     def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
         """A weight of one layer as the layer computes with it: with its adapter, if it has one."""
-        return layer[name] if self.lora is None else merged(self.lora, name, layer)
+        matrix = self.whole(name, layer)
+        return matrix if self.lora is None else merged(self.lora, name, matrix, layer)
+
+    def whole(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
+        """A weight of one layer in the shape of the plain table, in float32 if it is quantised; without its adapter."""
+        if name + ABSMAX not in layer:
+            return layer[name]
+        matrix = dequantize(layer[name], layer[name + ABSMAX])
+        return matrix.T.reshape(_weights(self)["layers"][name].layer_shape)
 
     def num_params(self) -> int:
-        """How many numbers the weights hold; tied embeddings count once."""
-        return sum(math.prod(weight.shape) for weight in leaves(self.weights()))
+        """How many numbers the weights stand for; tied embeddings count once."""
+        return sum(math.prod(weight.shape) for weight in leaves(replace(self, quantization="none").weights()))
 
 
 def _weights(sizes: ModelConfig) -> dict[str, Any]:

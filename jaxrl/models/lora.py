@@ -126,13 +126,12 @@ def with_adapters(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     return {**base, "layers": {**base["layers"], **own["layers"]}}
 
 
-def merged(lora: Lora, name: str, layer: Mapping[str, Any]) -> jax.Array:
+def merged(lora: Lora, name: str, matrix: jax.Array, layer: Mapping[str, Any]) -> jax.Array:
     """A matrix of one layer, [in..., out...], with its adapter added in at least float32, if it has one."""
     import jax.numpy as jnp  # what only looks at a model loads without
 
-    matrix = layer[name]
     if name + A not in layer:
         return matrix
-    wide = jnp.promote_types(matrix.dtype, jnp.float32)
+    wide = jnp.result_type(matrix, layer[name + A], jnp.float32)
     a, b = layer[name + A].astype(wide), layer[name + B].astype(wide)
     return matrix.astype(wide) + lora.scale * jnp.tensordot(a, b, 1, precision="highest")

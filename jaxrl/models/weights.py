@@ -30,6 +30,7 @@ class Weight:
       gguf_name: its name in GGUF files.
       hf_shape: the shape of one layer's tensor in both kinds of files.
       transpose: files hold matrices as [out, in]; here a matrix is [in..., out...].
+      dtype: of its numbers; empty: as the others have.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class Weight:
     gguf_name: str
     hf_shape: tuple[int, ...]
     transpose: bool = False
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.dims), (self.shape, self.dims)

@@ -309,8 +309,9 @@ class LayoutPrograms(CompiledPrograms):
     def abstract_params(self) -> Any:
         """The rollout weights' shapes, dtypes and shardings in this layout."""
         form = self.programs.form
-        convert, shardings = rollout_params_fn(self.model, self.layout, self.dtype, self.config.max_tp, **form)
-        train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), self.model.weights())
+        model = self.model.base  # a rollout knows no adapters, and nothing quantised
+        convert, shardings = rollout_params_fn(model, self.layout, self.dtype, self.config.max_tp, **form)
+        train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), model.weights())
         shapes = jax.eval_shape(convert, train)
         if self.config.resident_layers is not None:
             shardings = shardings | {"layers": on_host(shardings["layers"], self.config.resident_layers)}

@@ -21,8 +21,9 @@ from jaxrl.config.options import ModelSection
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_layerwise, load_model, resolve_path
-from jaxrl.models.lora import Lora, adapters_alone, chosen, with_adapters
+from jaxrl.models.lora import Lora, adapters_alone, chosen, with_adapters, without_adapters
 from jaxrl.models.peft import load_adapter, read_lora
+from jaxrl.models.quantized import quantized_layer
 from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import checkpoint
 
@@ -44,7 +45,7 @@ def adapted(config: Config, model: ModelConfig) -> ModelConfig:
     else:
         lora = read_lora(folder, model)
         _refuse_contradiction(asked, model, lora)
-    return dataclasses.replace(model, lora=lora)
+    return dataclasses.replace(model, lora=lora, quantization=asked.base_quantization)
 
 
 def _targets(asked: ModelSection, model: ModelConfig) -> tuple[str, ...]:
@@ -109,8 +110,10 @@ def load_weights(config: Config, model: ModelConfig, mesh: Mesh, place: Path | N
 
 
 def _frozen(config: Config, model: ModelConfig, mesh: Mesh, outer: Tree, layers: Iterator[Tree]) -> Tree:
-    """The base in the types of frozen weights. A layer is read at a time: in its files' own type there is one of them."""
-    table, shardings = model.base.weights(), train_shardings(model.base, mesh)
+    """The base in the types of frozen weights, quantised if it is to be. A layer is read at a time, so that there is
+    one that is neither cast nor quantised yet."""
+    table, plain = without_adapters(model.weights()), model.base.weights()
+    shardings = without_adapters(train_shardings(model, mesh))
     dtypes = model.dtypes(config.actor.param_dtype, config.actor.dtype)
     found = {}
     for name in [*outer]:
@@ -120,7 +123,8 @@ def _frozen(config: Config, model: ModelConfig, mesh: Mesh, outer: Tree, layers:
         return {name: jnp.zeros(weight.shape, dtypes["layers"][name]) for name, weight in table["layers"].items()}
 
     def put(stacked: Tree, layer: Tree, i: jax.Array) -> Tree:
-        return {name: x.at[i].set(layer[name][0].astype(x.dtype)) for name, x in stacked.items()}
+        own = quantized_layer(model.quantization, plain["layers"], {name: x[0] for name, x in layer.items()})
+        return {name: x.at[i].set(own[name].astype(x.dtype)) for name, x in stacked.items()}
 
     stacked = jax.jit(start, out_shardings=shardings["layers"])()
     put = jax.jit(put, donate_argnums=0, out_shardings=shardings["layers"])

@@ -9,7 +9,8 @@ from annotated_types import Ge
 from jaxrl.schema.declared import Cap
 
 FloatType = Literal["float32", "bfloat16", "float64"]
-BYTES: dict[FloatType, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
+Quantization = Literal["none", "int8", "nf4"]
+BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8, "int8": 1, "uint8": 1}
 """Of a number."""
 AtEnd = Literal["flush", "leave"]
 

@@ -33,6 +33,7 @@ from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
+from jaxrl.models.quantized import ABSMAX
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.mesh import platform_of
@@ -218,9 +219,18 @@ class TrainPrograms(CompiledPrograms):
             widen=self._widen,
             find=self._look_up,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self.rows),
-            gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
+            gather=self._gather_layer,
         )
         return hidden, self.objective.head(gathered)
+
+    def _gather_layer(self, layer: Tree) -> Tree:
+        """A layer's weights on every device; quantised ones cross as they are, and are made whole there."""
+        gathered = {name: self._gather["layers"][name](w) for name, w in layer.items()}
+        if self.model_config.quantization == "none":
+            return gathered
+        dtype, names = self.config.actor.dtype, [name for name in gathered if not name.endswith(ABSMAX)]
+        whole = {name: self.model_config.whole(name, gathered) for name in names}
+        return {name: w.astype(dtype) if name + ABSMAX in gathered else w for name, w in whole.items()}
 
     def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         if self.platform != "gpu":  # elsewhere the plain gradient has an order
@@ -327,7 +337,7 @@ def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str) -> Tree:
 
     def one(weight: Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         spec = sharding.spec[1:] if weight.stacked else sharding.spec
-        cast = dtype if weight.stacked and weight.init != "ones" else None
+        cast = dtype if weight.stacked and weight.init != "ones" and not weight.dtype else None
         return _gather(NamedSharding(sharding.mesh, PartitionSpec(*spec)), cast)
 
     return map_weights(one, config.weights(), shardings)

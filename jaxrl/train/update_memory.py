@@ -26,6 +26,7 @@ from typing import Literal
 from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.lora import adapters_alone
 from jaxrl.models.weights import Weight, leaves
 from jaxrl.schema.devices import mesh_factors
 from jaxrl.schema.limits import BYTES
@@ -76,11 +77,11 @@ def _shard_numbers(weight: Weight, degree: int, num_hosts: int) -> int:
 
 def trained_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
     """How many of them are trained: all, or those of adapters and a critic's head."""
-    numbers = device_numbers(model_config, degree, num_hosts)
     if model_config.lora is None:
-        return numbers
+        return device_numbers(model_config, degree, num_hosts)
+    own = leaves(adapters_alone(model_config.weights()))
     head = model_config.hidden_size if model_config.scalar_head else 0
-    return numbers - device_numbers(model_config.base, degree, num_hosts) + head
+    return sum(_shard_numbers(weight, degree, num_hosts) for weight in own) + head
 
 
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:

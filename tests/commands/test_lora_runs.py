@@ -59,6 +59,7 @@ def test_the_rollout_draws_from_what_the_trainer_has(ran):
         (("rollout.num_workers=2",), 2),
         (("trainer.stream.enable=true", "actor.ppo_mini_batch_size=0", "rollout.num_workers=2", KL), 2),
         (("algorithm.adv_estimator=gae",), 1),
+        (("model.base_quantization=int8", KL), 2),
     ],
 )
 def test_rules(tmp_path: Path, rule: tuple[str, ...], devices: int):
@@ -144,6 +145,12 @@ def test_refusals(ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "trainer.init_from" in said
     said = runs.here(tmp_path / "rank", f"trainer.init_from={whole}", "model.lora_rank=2", status=2)
     assert "lora_a" in said
+    for more, words in (
+        (("model.lora_rank=0",), "model.base_quantization=nf4 needs adapters (model.lora_rank)"),
+        (("actor.remat=none",), "model.base_quantization=nf4 excludes actor.remat=none"),
+        ((), "nf4 has blocks of 64 inputs, and self_attn.q_proj has 32: use int8"),
+    ):
+        assert words in runs.here(tmp_path / "bits", "model.base_quantization=nf4", *more, status=2)
     said = runs.here(tmp_path / "none", "model.target_modules=[qkv]", status=2)
     assert "model.target_modules names 'qkv', and the layers of this model have q_proj" in said
     assert main(["export", str(runs.folder / "model"), str(tmp_path / "out"), "--merge"]) == 2

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from small_models import TRAINED
 
 from jaxrl.models import decoder
-from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, chosen, with_adapters
+from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, chosen, with_adapters, without_adapters
 from jaxrl.models.peft import CONFIG, TENSORS, export_adapter, load_adapter, read_lora
 
 from .conftest import LORAS, TOKENS, lively, lora_config, scan_logits
@@ -70,6 +70,40 @@ def test_logits_and_gradients_are_pefts(family: str, x64: None):
         expected = recorded[declared.names()[1]]
         found = declared.to_file(np.asarray(layers[name][1]))
         np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
+
+
+def test_full_rank_is_full_fine_tuning(x64: None):
+    """With as many ranks as inputs, A the identity and B any update over the factor: the function is that of the
+    updated matrices, the gradient of B is the factor times theirs, and so is a step with lr over the factor squared."""
+    base = lora_config("llama").base
+    inputs = {name: weight.hf_shape[1] for name, weight in base.weights()["layers"].items() if weight.transpose}
+    lora = Lora(max(inputs.values()), 40.0, tuple(inputs))
+    model, scale, lr = dataclasses.replace(base, lora=lora), lora.scale, 1e-3
+    params = jax.tree.map(lambda x: x.astype(np.float64), lively(model))
+    random, full = np.random.default_rng(3), jax.tree.map(np.copy, without_adapters(params))
+    for name, count in inputs.items():
+        a, b = (params["layers"][f"{name}_lora_{part}"] for part in "ab")
+        a[:] = np.eye(count, lora.rank).reshape(a.shape[1:])
+        b[:] = 0
+        update = random.normal(scale=0.1, size=full["layers"][name].shape)
+        b[:, :count] = update.reshape(-1, count, *b.shape[2:]) / scale
+        full["layers"][name] += update
+
+    def total(params, config):
+        return jnp.sum(scan_logits(params, TOKENS, config, np.float64) ** 2) / 100
+
+    for _ in range(2):
+        own, theirs = (scan_logits(p, TOKENS, c, np.float64) for p, c in ((params, model), (full, base)))
+        np.testing.assert_allclose(own, theirs, rtol=1e-10, atol=1e-10)
+        found = jax.jit(jax.grad(total), static_argnums=1)(params, model)["layers"]
+        wanted = jax.jit(jax.grad(total), static_argnums=1)(full, base)["layers"]
+        for name, count in inputs.items():
+            b = np.asarray(found[f"{name}_lora_b"])[:, :count].reshape(wanted[name].shape)
+            np.testing.assert_allclose(b, scale * wanted[name], rtol=1e-9, atol=1e-9)
+            params["layers"][f"{name}_lora_b"] = params["layers"][f"{name}_lora_b"] - lr / scale**2 * np.asarray(
+                found[f"{name}_lora_b"]
+            )
+            full["layers"][name] = full["layers"][name] - lr * np.asarray(wanted[name])
 
 
 def test_the_factor():

@@ -45,10 +45,14 @@ def test_attention_is_three_kernels_and_memory_is_as_planned(remat, forward):
     assert told["memory"]["results"] - told["memory"]["aliased"] < 1 << 20
 
 
-@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
-def test_with_adapters_memory_is_as_planned(remat):
-    """Of a matrix and its adapter the sum alone is kept, and nothing is cast or has a gradient that is frozen."""
-    told = training("gradients", "--remat", remat, "--lora", "16")
+@pytest.mark.parametrize(
+    ("remat", "base"),
+    [("dots", "nf4"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("full", "nf4"), ("dots", "none")))],
+)
+def test_with_adapters_memory_is_as_planned(remat, base):
+    """Of a matrix and its adapter the sum alone is kept; nothing that is frozen has a gradient, and of quantised
+    matrices one layer's are whole at once."""
+    told = training("gradients", "--remat", remat, "--lora", "16", "--base", base)
     planned = sum(told["plan"].values()) - told["plan"]["gradients"]
     assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
 

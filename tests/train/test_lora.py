@@ -13,15 +13,22 @@ from small_models import TRAINED
 from trainer_fixtures import programs_of
 
 from jaxrl.models import decoder
-from jaxrl.models.lora import Lora, adapters_alone, is_adapter, without_adapters
+from jaxrl.models.lora import Lora, adapters_alone, is_adapter, with_adapters, without_adapters
 from jaxrl.models.peft import merged_params
+from jaxrl.models.quantized import quantized_layer
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import to_rollout
+from jaxrl.sharding.rules import to_rollout, train_shardings
 from jaxrl.train.critic import Critic
-from jaxrl.train.packing import Shape, row_length
+from jaxrl.train.packing import Shape, TokenBatch, row_length
 from jaxrl.train.step import Trainer
 from jaxrl.train.update_memory import resident_parts, trained_numbers, update_phases
+from jaxrl.types import Prompt, SampleKey, SamplingParams, TrainBatch
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 LORA = Lora(rank=3, alpha=6.0, targets=ALL)
@@ -163,6 +170,109 @@ def test_actor_and_critic_have_one_base(make_config):
     parts = resident_parts(config, MODEL, 1)
     own = sum(x.nbytes for name, x in critic.params["layers"].items() if is_adapter(name))
     assert parts["critic: master weights"] == own + critic.params["score"].nbytes
+
+
+QUANTIZED = dataclasses.replace(
+    MODEL, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, lora=LORA
+)
+
+
+def in_few_bits(kind: Any, dtype: str) -> tuple[Any, Any, Any]:
+    """A model whose base is quantised, its weights, and those of the same model with matrices that codes stand for."""
+    model, params = dataclasses.replace(QUANTIZED, quantization=kind), weights_of(QUANTIZED, dtype)
+    plain = QUANTIZED.base.weights()["layers"]
+
+    def one(layer: Any) -> tuple[Any, Any]:
+        own = quantized_layer(kind, plain, layer)
+        return own, {name: jnp.asarray(model.whole(name, own), dtype) for name in layer}
+
+    base, adapters = without_adapters(params), adapters_alone(params)
+    own, whole = jax.jit(jax.vmap(one))(base["layers"])
+    return model, *(with_adapters(base | {"layers": layers}, adapters) for layers in (own, whole))
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [("nf4", 1), pytest.param("int8", 1, marks=pytest.mark.slow), pytest.param("nf4", 8, marks=pytest.mark.slow)],
+)
+def test_a_quantised_base_is_the_matrices_that_its_codes_stand_for(x64, kind, devices, make_config, make_batch):
+    """Log-probabilities, and gradients of adapters."""
+    config, batch = make_config(**WIDE), make_batch()
+    model, own, whole = in_few_bits(kind, "float64")
+    trainer, plain = trainer_of(config, model, devices, own), trainer_of(config, QUANTIZED, devices, whole)
+    for a, b in zip(trainer.token_logprobs(batch), plain.token_logprobs(batch), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0 if devices == 1 else 1e-6)
+    for each in (trainer, plain):
+        each.accumulate(batch)
+    found, wanted = jax.tree.leaves(trainer.gradients()), jax.tree.leaves(plain.gradients())
+    assert len(found) == 2 * len(ALL)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("nf4", 1), ("int8", 4)])
+def test_the_rollout_has_the_quantised_base_with_adapters(x64, kind, tp):
+    """In the same program that merges them: nothing of codes is left there."""
+    layout = Layout(make_mesh(jax.devices()[:4]), tp)
+    model, own, whole = in_few_bits(kind, "float32")
+    placed = jax.device_put(own, train_shardings(model, layout.mesh))
+    found = to_rollout(placed, model, layout, "float32")
+    wanted = to_rollout(whole, QUANTIZED, layout, "float32")
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, wanted)
+    merged, plain = merged_params(model, own), merged_params(QUANTIZED, whole)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), merged, plain)
+
+
+@pytest.mark.parametrize(
+    "kind", ["nf4", pytest.param("none", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow)]
+)
+def test_after_each_of_fifty_syncs_rollout_and_trainer_are_one_model(x64, kind, make_config):
+    """What the rollout records of the tokens that it draws is what the trainer says of them before the next update."""
+    config = make_config(**WIDE, data__max_prompt_length=4, data__max_response_length=8)
+    model, own, _ = in_few_bits(kind, "float64")
+    programs = programs_of(config, model, 1, (Shape(4, row_length(12)),))
+    trainer = Trainer(config, model, own, programs.mesh, programs=programs)
+    sizes = ExecutorConfig(num_slots=8, max_length=12, block_size=4, max_prefill_tokens=32, dtype="float64")
+    executor = MeshExecutor(model, Layout(programs.mesh, 1), sizes)
+    executor.allocate()
+    random, moved = np.random.default_rng(0), []
+    for step in range(51):
+        executor.sync_weights(trainer.params, step)
+        engine = Engine(executor, BatcherConfig(decode_steps=8, max_model_len=12))
+        prompts = [Prompt(step, i, tuple(random.integers(1, 64, 4).tolist()), "", "test") for i in (0, 0, 1, 1)]
+        asked = [
+            Request(n, SampleKey(step, p.index, n % 2), p.token_ids, SamplingParams(max_tokens=8))
+            for n, p in enumerate(prompts)
+        ]
+        samples = engine.generate(asked)
+        batch = TrainBatch(prompts, samples, [np.full(8, x, np.float32) for x in random.normal(size=4)])
+        found = trainer.token_logprobs(batch)
+        for a, sample in zip(found, samples, strict=True):
+            np.testing.assert_allclose(a, sample.rollout_logprobs, rtol=0, atol=1e-6)
+        moved.append(np.mean(np.concatenate(found)))
+        batch.old_logprobs = found
+        trainer.accumulate(batch)
+        trainer.apply()
+    assert len(set(moved)) == 51
+
+
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_memory_of_a_quantised_base(kind, make_config):
+    """The plan is what the program's arguments take; a checkpoint has nothing of it."""
+    config = make_config(actor__dtype="bfloat16", actor__use_kl_loss=True)
+    model, own, _ = in_few_bits(kind, "float32")
+    trainer = trainer_of(config, model, params=own)
+    held = sum(x.nbytes for x in jax.tree.leaves(trainer.params))
+    parts = resident_parts(config, model, 1)
+    assert parts["master weights"] == held
+    assert parts["optimizer (adam m, v)"] == 8 * trained_numbers(model, 1)
+    rows, tokens = trainer.programs.microbatches[-1]
+    analysis = trainer.programs.program(("accumulate", rows, tokens)).memory_analysis()
+    rest = sum(x.nbytes for x in jax.tree.leaves(trainer.programs.to_run(("zeros", 0, 0))()))
+    batch = sum(x.nbytes for x in jax.tree.leaves(TokenBatch.zeros(rows, tokens)))
+    assert held + rest <= analysis.argument_size_in_bytes <= held + rest + batch, "nothing reads some of the batch"
+    assert all(map(is_adapter, trainer.state()["params"]["layers"]))
 
 
 def test_memory(make_config):
