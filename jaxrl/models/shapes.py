@@ -32,6 +32,8 @@ def _qwen(
     vocab_size: int = 151936,
     rms_norm_eps: float = 1e-6,
     tie_word_embeddings: bool = False,
+    head_dim: int = 128,
+    **more: Any,
 ) -> ModelConfig:
     return ModelConfig(
         family=family,
@@ -41,12 +43,12 @@ def _qwen(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=128,
+        head_dim=head_dim,
         rope_theta=1_000_000.0,
         rms_norm_eps=rms_norm_eps,
         tie_word_embeddings=tie_word_embeddings,
         bos_token_id=151643,
-        **_QWEN[family],
+        **_QWEN[family] | more,
     )
 
 
@@ -82,7 +84,19 @@ SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
             bos_token_id=0,
             eos_token_ids=(0,),
         ),
+        "Qwen2.5-0.5B": _qwen(
+            "qwen2",
+            896,
+            4864,
+            24,
+            14,
+            2,
+            tie_word_embeddings=True,
+            head_dim=64,
+            max_position_embeddings=32768,
+        ),
         "Qwen2.5-1.5B": _qwen("qwen2", 1536, 8960, 28, 12, 2, tie_word_embeddings=True),
+        "Qwen2.5-3B": _qwen("qwen2", 2048, 11008, 36, 16, 2, tie_word_embeddings=True, max_position_embeddings=32768),
         "Qwen2.5-7B": _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064),
         "Qwen2.5-14B": _qwen("qwen2", 5120, 13824, 48, 40, 8, 152064, rms_norm_eps=1e-5),
         "Qwen2.5-32B": _qwen("qwen2", 5120, 27648, 64, 40, 8, 152064, rms_norm_eps=1e-5),

@@ -10,7 +10,9 @@ from jaxrl.models.shapes import SHAPES, named_shape
 # Parameters as the models' safetensors files on the Hub count them.
 PARAMS = {
     "SmolLM2-135M": 134_515_008,
+    "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-32B": 32_763_876_352,
