@@ -20,10 +20,10 @@ from jaxrl.schema.devices import devices_problem
 
 _MAX_STEP_SAMPLES = 1 << 20
 
-GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "grpo_turns", "rloo"})
+GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "grpo_turns", "rloo", "gdpo"})
 """Estimators that compare the samples of a prompt with each other, and so need two of them."""
 
-NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus", "gae"})
+NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus", "gae", "gdpo"})
 """Estimators with statistics over the whole batch: the gradient of a group has to wait for the last sample's score."""
 
 
@@ -45,6 +45,7 @@ def check(c: Config) -> None:
     _check_greedy(c)
     _check_sizes(c)
     _check_old_logprobs(c)
+    _check_gdpo(c)
     _check_tokens(c)
     for section in _checked(c):
         if (problem := section.problem(c)) is not None:
@@ -174,11 +175,26 @@ def _check_old_logprobs(c: Config) -> None:
             "rollout.stale_tokens=recompute needs actor.old_logprobs=recompute, found rollout, with which no "
             "log-probability is computed anew"
         )
-    level = c.algorithm.rollout_correction.rollout_is
-    if level != "none":
+
+
+def _check_gdpo(c: Config) -> None:
+    keys, weights = c.algorithm.gdpo_reward_keys, c.algorithm.gdpo_reward_weights
+    if c.algorithm.adv_estimator != "gdpo":
+        return
+    if len(keys) < 2 or len(set(keys)) < len(keys):
         raise ConfigError(
-            f"algorithm.rollout_correction.rollout_is={level} needs actor.old_logprobs=recompute, found rollout: the "
-            "ratio's denominator is then what was recorded at sampling, and every weight would be 1"
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys with at least two different names, found "
+            f"{', '.join(keys) or 'none'}: of a single reward its advantages are those of grpo, whitened"
+        )
+    if weights and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights must have one number for each of gdpo_reward_keys ({len(keys)}), found "
+            f"{len(weights)}"
+        )
+    if c.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "algorithm.use_kl_in_reward and algorithm.adv_estimator=gdpo exclude each other: there is no one reward to "
+            "take the KL off; use actor.use_kl_loss"
         )
 
 
@@ -287,20 +303,25 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "actor", frozenset({"kl_loss_coef", "kl_loss_type"}), "actor.use_kl_loss is off"
     if not c.algorithm.use_kl_in_reward:
         yield "algorithm", frozenset({"kl_coef", "kl_penalty"}), "algorithm.use_kl_in_reward is off"
-    if c.algorithm.rollout_correction.rollout_is == "none":
-        yield "algorithm.rollout_correction", None, "algorithm.rollout_correction.rollout_is is none"
+    if c.actor.loss_mode != "vanilla":
+        yield "actor", frozenset({"clip_ratio_c"}), f"actor.loss_mode is {c.actor.loss_mode}"
+    if c.actor.loss_mode == "reinforce":
+        yield "actor", frozenset({"clip_ratio_low", "clip_ratio_high", "ratio_level"}), "actor.loss_mode is reinforce"
+    other = f"algorithm.adv_estimator is {c.algorithm.adv_estimator}"
     if not c.has_critic:
-        why = f"algorithm.adv_estimator is {c.algorithm.adv_estimator}"
-        yield "critic", None, why
-        yield "critic.optim", None, why
-        yield "algorithm", frozenset({"gamma", "lam"}), why
-        yield "trainer", frozenset({"critic_warmup"}), why
+        yield "critic", None, other
+        yield "critic.optim", None, other
+        yield "algorithm", frozenset({"gamma", "lam"}), other
+        yield "trainer", frozenset({"critic_warmup"}), other
     for model in ("actor", "critic") if c.has_critic else ("actor",):
+        if _section(c, model).optim.name != "muon":
+            yield f"{model}.optim", frozenset({"momentum"}), f"{model}.optim.name is adamw"
         if _section(c, model).optim.lr_scheduler_type == "constant":
             yield f"{model}.optim", frozenset({"min_lr_ratio"}), f"{model}.optim.lr_scheduler_type is constant"
     if c.algorithm.adv_estimator != "grpo":
-        why = f"algorithm.adv_estimator is {c.algorithm.adv_estimator}"
-        yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), why
+        yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), other
+    if c.algorithm.adv_estimator != "gdpo":
+        yield "algorithm", frozenset({"gdpo_reward_keys", "gdpo_reward_weights"}), other
     if not c.data.task:
         yield "data", frozenset({"task_config"}), "data.task is empty"
     if not c.data.apply_chat_template:

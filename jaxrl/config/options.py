@@ -9,7 +9,6 @@ whether it counts prompts, samples or tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, overload
@@ -18,6 +17,7 @@ from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
 from jaxrl.config.rewards import RewardSection
+from jaxrl.config.rollout_correction import RolloutCorrectionSection
 from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.serving import ServeSection
 from jaxrl.config.simulation import SimulateSection
@@ -26,11 +26,11 @@ from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAg
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.mechanisms.turns.options import EnvironmentSection
-from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names, Or
+from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
 
-AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae"]
+AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
 
@@ -169,23 +169,6 @@ class DataSection:
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionSection:
-    """Truncated importance sampling: the policy loss is weighted by min(π_old / π_rollout, threshold)."""
-
-    rollout_is: Annotated[
-        Literal["none", "token", "sequence"],
-        "What has a weight; none: nothing, token: each token its own, sequence: each sample, the product over its "
-        "tokens.",
-    ] = "none"
-    rollout_is_threshold: Annotated[
-        float,
-        Gt(0),
-        Or(math.inf, "no truncation"),
-        "The most that a weight may be; .inf: weights are not truncated.",
-    ] = 2.0
-
-
-@dataclass(frozen=True)
 class AlgorithmSection:
     """From rewards to advantages, and how a loss is averaged."""
 
@@ -194,7 +177,8 @@ class AlgorithmSection:
         "How advantages follow from rewards; grpo and dr_grpo: minus the mean of the prompt's samples, grpo_turns: "
         "each turn's minus the mean of those of all its samples' turns, added up from a turn on, rloo: minus the mean "
         "of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's return "
-        "above what a critic expects of it, whitened over the batch.",
+        "above what a critic expects of it, whitened over the batch, gdpo: the sum of several rewards, each "
+        "as by grpo, whitened over the batch.",
     ] = "grpo"
     gamma: Annotated[
         float, Interval(ge=0, le=1), "Discount of a reward per token that it comes later, with adv_estimator gae."
@@ -206,6 +190,14 @@ class AlgorithmSection:
         "compared with the whole return, 0: with the next reward and value alone.",
     ] = 1.0
     norm_adv_by_std_in_grpo: Annotated[bool, "Divide GRPO's advantages by the standard deviation of the group."] = True
+    gdpo_reward_keys: Annotated[
+        list[str],
+        "The rewards that adv_estimator gdpo takes apart, two at least; names of reward.parts, own_reward (the "
+        "scorer's beside parts), or of numbers that a scorer returns beside its score.",
+    ] = field(default_factory=list)
+    gdpo_reward_weights: Annotated[
+        list[float], "What each of gdpo_reward_keys counts once it is normalised; none: 1."
+    ] = field(default_factory=list)
     loss_agg_mode: Annotated[
         LossAggregation,
         "How the losses of tokens become one; token-mean: their mean over a minibatch, seq-mean-token-sum and "

@@ -19,8 +19,16 @@ _BELOW_ONE = Cap(0.999999, "a larger one is 1 as a float32, and the update a div
 
 @dataclass(frozen=True)
 class OptimSection:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: Annotated[
+        Literal["adamw", "muon"],
+        "The optimizer; adamw, muon: orthogonalised momentum for the matrices of the layers, scaled to take the same "
+        "learning rates, AdamW for all else.",
+    ] = "adamw"
+    momentum: Annotated[
+        float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of Muon's running mean of a gradient, per update."
+    ] = 0.95
     lr: Annotated[
         float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
     ] = 1e-6
@@ -35,7 +43,7 @@ class OptimSection:
     min_lr_ratio: Annotated[
         float, Interval(ge=0, le=1), "Where cosine and linear end, as a share of the highest learning rate."
     ] = 0.0
-    weight_decay: Annotated[float, Ge(0), "AdamW's weight decay."] = 0.0
+    weight_decay: Annotated[float, Ge(0), "Weight decay, of all weights."] = 0.0
     beta1: Annotated[float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the gradient's running mean, per update."] = 0.9
     beta2: Annotated[
         float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the squared gradient's running mean, per update."
@@ -45,7 +53,7 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class CriticOptimSection(OptimSection):
-    """AdamW and its learning rate, of the critic."""
+    """The critic's optimizer and its learning rate."""
 
     lr: Annotated[
         float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
@@ -67,6 +75,11 @@ class ActorSection:
     ] = 1
     ppo_max_token_len_per_gpu: Annotated[int, Ge(1), "Tokens per microbatch and device, padding included."] = 2048
     share_prompts: Annotated[bool, "Compute a prompt once per row for all its samples there; false: per sample."] = True
+    loss_mode: Annotated[
+        Literal["vanilla", "cispo", "reinforce"],
+        "The policy loss; vanilla: the clipped surrogate of PPO, cispo: the log-probability times the advantage, "
+        "weighted by the clipped ratio, so that every token has a gradient, reinforce: the same without a weight.",
+    ] = "vanilla"
     clip_ratio_low: Annotated[float, Interval(ge=0, le=1), "The ratio is clipped below at 1 minus this."] = 0.2
     clip_ratio_high: Annotated[float, Ge(0), "The ratio is clipped above at 1 plus this."] = 0.2
     clip_ratio_c: Annotated[

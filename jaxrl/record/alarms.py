@@ -62,6 +62,8 @@ class Alarms:
                 continue
             also = non_finite(batch)
             cause = f"so are {' and '.join(also)}" if also else "all that it was computed from is finite"
+            if measured.get("rollout_corr/rollout_rs_masked_fraction") == 1:
+                cause = "algorithm.rollout_correction.rollout_rs has rejected every token"
             norm = measured.get(f"{model}/grad_norm", math.nan)
             what = "updates" if model == "actor" else f"updates of the {model}"
             text = f"{skipped} of {count} {what} skipped: the gradient is not finite (norm {norm}); {cause}"

@@ -147,8 +147,10 @@ def build(
     mechanisms = [_of_all_hosts(own.sessions, others) if each is own.sessions else each for each in mechanisms]
     job = _job(config, workload, total)
     models = Models(trainer, critics[0] if critics else None)
-    # stop strings need text, and there is none
+    # stop strings need text, and there is none; and a simulated reward is one number
     config = replace(config, rollout=replace(config.rollout, stop=[]))
+    if config.algorithm.adv_estimator == "gdpo":
+        config = replace(config, algorithm=replace(config.algorithm, adv_estimator="grpo"))
     loop = Loop(config, job, batch_rule(config), backend, models, phases, hooks, mechanisms)
     return Simulation(loop, workers, own.executors, clock, phases, mechanisms, others)
 

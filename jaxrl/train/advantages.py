@@ -8,6 +8,8 @@ Sources:
 - RLOO: Ahmadian et al. 2024, §3.
 - REINFORCE++: Hu 2025, §3: per-token returns, whitened over the batch.
 - GAE: Schulman et al. 2016 (arXiv:1506.02438), eq. 11, 12 and 16, with the values of a critic; whitened over the batch.
+- GDPO: Liu et al. 2026 (arXiv:2601.05242), §3: each of several rewards as by GRPO, their sum whitened over the batch
+  (over tokens, as the authors' code for verl does).
 - KL in the reward: Ouyang et al. 2022, eq. 2.
 
 Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
@@ -69,6 +71,8 @@ def compute(
         return gae(samples, penalties, values, algorithm.gamma, algorithm.lam, loss_masks)
     if algorithm.adv_estimator == "reinforce_plus_plus":
         return reinforce_plus_plus(samples, penalties, loss_masks), None
+    if algorithm.adv_estimator == "gdpo":
+        return gdpo(groups, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, loss_masks), None
     out: list[np.ndarray] = []
     start = 0
     for group in groups:
@@ -170,6 +174,48 @@ def reinforce_plus_plus(
     """
     returns = [np.cumsum(rewards[::-1])[::-1] for rewards in _token_rewards(samples, penalties)]
     return _whitened(returns, _masks(samples, loss_masks))
+
+
+def gdpo(
+    groups: Sequence[Group],
+    keys: Sequence[str],
+    weights: Sequence[float] = (),
+    loss_masks: Sequence[np.ndarray] | None = None,
+) -> list[np.ndarray]:
+    """The sum of several rewards, each normalised in its group as by `grpo`, whitened over all tokens of the batch that
+    are learnt from.
+
+    Args:
+      groups: the whole batch.
+      keys: names of rewards in `Sample.reward_info`, or in its `parts`. A sample that could not be scored has 0.
+      weights: of each once it is normalised; none: 1.
+      loss_masks: per sample [T], 1 at tokens to learn from; None: all. The others enter neither mean nor variance.
+
+    Returns:
+      Per sample float32 [T]; 0 at tokens that are not learnt from.
+
+    Raises:
+      ValueError: a sample's reward has none of a name.
+    """
+    values: list[np.ndarray] = []
+    for group in groups:
+        scores = np.array([[_component(sample, key) for sample in group.samples] for key in keys])
+        total = sum(w * grpo(own) for w, own in zip(weights or [1.0] * len(keys), scores, strict=True))
+        values += [np.full(len(sample), each) for sample, each in zip(group.samples, np.asarray(total), strict=True)]
+    return _whitened(values, _masks([sample for group in groups for sample in group.samples], loss_masks))
+
+
+def _component(sample: Sample, key: str) -> float:
+    found = {**sample.reward_info, **sample.reward_info.get("parts", {})}
+    if "error" in found:
+        return 0.0
+    if not isinstance(value := found.get(key), int | float):
+        numbers = ", ".join(name for name, each in found.items() if isinstance(each, int | float)) or "none"
+        raise ValueError(
+            f"algorithm.gdpo_reward_keys names {key!r}, and the reward of sample {sample.key} has no number of that "
+            f"name; it has: {numbers}"
+        )
+    return float(value)
 
 
 def gae(

@@ -7,7 +7,9 @@ published methods, with their equations and the settings that give them.
 Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the dual clip acts on negative advantages
 only, the weights of `algorithm.rollout_correction` multiply the policy loss and neither KL nor entropy. Departures:
 `seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at `clip_ratio_c =
-0`; weights are not normalised over the batch, which would need all of it before the first gradient.
+0`; weights are not normalised over the batch, which would need all of it before the first gradient; what
+`rollout_rs` rejects is left out of losses, their denominators and metrics, but not of advantages, which are there
+before it.
 
 Source of the critic's loss: the squared error with clipped values of Schulman et al.'s implementation of PPO
 (arXiv:2005.12729, §3), halved as in verl.
@@ -17,6 +19,7 @@ Dims: R rows, T tokens. All per-token arrays are indexed by the token that they 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -60,14 +63,22 @@ def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: 
       batch: the rest.
       config: `actor` and `algorithm` are read.
     """
-    actor, mode = config.actor, config.algorithm.loss_agg_mode
+    actor, mode, correction = config.actor, config.algorithm.loss_agg_mode, config.algorithm.rollout_correction
+    # With recorded log-probabilities as the ratio's denominator, the trainer's own are those of this very pass.
+    ours = batch.old_logprobs if actor.old_logprobs == "recompute" else lax.stop_gradient(logprobs)
+    ours = jnp.asarray(ours, logprobs.dtype)
+    measured, maxima = rollout_mismatch(ours, batch)
+    weights: jax.Array | None = None
+    if correction.rollout_is != "none":
+        weights, own, largest = rollout_weights(ours, batch, correction)
+        measured, maxima = measured | own, maxima | largest
+    if correction.rollout_rs:
+        batch, own, largest = without_rejected(ours, batch, correction)
+        measured, maxima = measured | own, maxima | largest
     per_token, means = policy_loss(logprobs, batch, actor)
     means = {name: Fraction(_masked_sum(value, batch), _num_tokens(batch)) for name, value in means.items()}
-    maxima: dict[str, jax.Array] = {}
-    if config.algorithm.rollout_correction.rollout_is != "none":
-        weights, measured, maxima = rollout_weights(batch, config.algorithm.rollout_correction, per_token.dtype)
-        per_token *= weights
-        means |= measured
+    if weights is not None:
+        per_token *= weights.astype(per_token.dtype)
     denominator = aggregate_denominator(batch, mode)
     pg_loss = aggregate_sum(per_token, batch, mode)
     means["actor/pg_loss"] = Fraction(pg_loss, denominator)
@@ -79,17 +90,15 @@ def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: 
         kl_loss = aggregate_sum(kl_estimate(logprobs, batch.ref_logprobs, actor.kl_loss_type), batch, mode)
         means["actor/kl_loss"] = Fraction(kl_loss, denominator)
         total += actor.kl_loss_coef * kl_loss
-    # With recorded log-probabilities as the ratio's denominator, the trainer's own are those of this very pass.
-    ours = batch.old_logprobs if actor.old_logprobs == "recompute" else logprobs
-    mismatch, largest = rollout_mismatch(lax.stop_gradient(ours), batch)
-    return LossTerms(total, denominator, lax.stop_gradient(means | mismatch), maxima | largest)
+    return LossTerms(total, denominator, lax.stop_gradient(means | measured), maxima)
 
 
 def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The clipped surrogate, per token, and per-token metrics: [R, T] each.
+    """The loss per token, and per-token metrics: [R, T] each.
 
-    Loss = max(-A·r, -A·clip(r, 1-low, 1+high)), and with a dual clip at most -A·c where A < 0. r is the token's ratio,
-    or the geometric mean of its sequence's (`ratio_level=sequence`).
+    `loss_mode=vanilla`, the clipped surrogate: max(-A·r, -A·clip(r, 1-low, 1+high)), and with a dual clip at most -A·c
+    where A < 0. r is the token's ratio, or the geometric mean of its sequence's (`ratio_level=sequence`). `cispo`: A
+    times the log-probability, weighted by the clipped ratio, which has no gradient. `reinforce`: the same unweighted.
     """
     log_ratio = _masked(logprobs - batch.old_logprobs, batch)
     negative_kl = jnp.clip(log_ratio, -20.0, 20.0)
@@ -101,10 +110,16 @@ def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> 
         log_ratio = negative_kl
     ratio = jnp.exp(log_ratio)
     advantages = jnp.asarray(batch.advantages)
-    plain = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1.0 - actor.clip_ratio_low, 1.0 + actor.clip_ratio_high)
+    metrics = {"actor/ppo_kl": -negative_kl}
+    if actor.loss_mode == "reinforce":
+        return -advantages * logprobs, metrics
+    within = jnp.clip(ratio, 1.0 - actor.clip_ratio_low, 1.0 + actor.clip_ratio_high)
+    if actor.loss_mode == "cispo":
+        metrics["actor/pg_clipfrac"] = (ratio != within).astype(ratio.dtype)
+        return -lax.stop_gradient(within) * advantages * logprobs, metrics
+    plain, clipped = -advantages * ratio, -advantages * within
     loss = jnp.maximum(plain, clipped)
-    metrics = {"actor/ppo_kl": -negative_kl, "actor/pg_clipfrac": (clipped > plain).astype(ratio.dtype)}
+    metrics["actor/pg_clipfrac"] = (clipped > plain).astype(ratio.dtype)
     if actor.clip_ratio_c:
         bound = -advantages * actor.clip_ratio_c
         bounded = (advantages < 0) & (loss > bound)
@@ -152,35 +167,79 @@ def aggregate_denominator(batch: TokenBatch, mode: str) -> jax.Array:
 
 
 def rollout_weights(
-    batch: TokenBatch, options: RolloutCorrectionSection, dtype: jnp.dtype
+    ours: Array, batch: TokenBatch, options: RolloutCorrectionSection
 ) -> tuple[jax.Array, dict[str, Fraction], dict[str, jax.Array]]:
-    """min(π_old / π_rollout, threshold) per token or per sequence, [R, T] of `dtype`, and metrics (TIS in
+    """min(π_ours / π_rollout, threshold) per token or per sequence, [R, T], and metrics (TIS in
     docs/your-algorithm.md).
 
     π_rollout is what wrote the token, so the weight also corrects for an earlier version where `old_logprobs` were
-    recomputed. Where they are the recorded ones the weight is 1, and the ratio itself is taken to π_rollout. Neither
-    carries a gradient: both are data of the batch. A weight needs nothing beyond its own sample, so sums of
-    microbatches stay exact.
+    recomputed. Where they are the recorded ones, `ours` are those of the policy in training. Neither carries a
+    gradient. A weight needs nothing beyond its own sample, so sums of microbatches stay exact.
 
     `rollout_is_mean`: the mean over tokens of the weights. `rollout_is_max`: the largest before truncation, at most
     e^20. `rollout_is_ratio_fraction_high`: the share of tokens, or of sequences, with a truncated weight.
     """
-    log_ratio = _masked(jnp.asarray(batch.old_logprobs, dtype) - batch.rollout_logprobs, batch)
+    log_ratio = _masked(jnp.asarray(ours) - batch.rollout_logprobs, batch)
     if options.rollout_is == "sequence":
         log_ratio = sequence_sum(log_ratio, batch)
     ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
     weights = jnp.minimum(ratio, options.rollout_is_threshold)
-    high = (ratio > options.rollout_is_threshold).astype(ratio.dtype)
-    if options.rollout_is == "sequence":
-        num_high = _masked_sum(high / jnp.maximum(batch.sequence_length, 1), batch)
-        share = Fraction(num_high, jnp.sum(batch.num_sequences).astype(jnp.float32))
-    else:
-        share = Fraction(_masked_sum(high, batch), _num_tokens(batch))
     means = {
         "rollout_corr/rollout_is_mean": Fraction(_masked_sum(weights, batch), _num_tokens(batch)),
-        "rollout_corr/rollout_is_ratio_fraction_high": share,
+        "rollout_corr/rollout_is_ratio_fraction_high": _share(
+            ratio > options.rollout_is_threshold, batch, options.rollout_is == "sequence"
+        ),
     }
     return weights, means, {"rollout_corr/rollout_is_max": jnp.max(_masked(ratio, batch), initial=0.0)}
+
+
+def without_rejected(
+    ours: Array, batch: TokenBatch, options: RolloutCorrectionSection
+) -> tuple[TokenBatch, dict[str, Fraction], dict[str, jax.Array]]:
+    """The batch without the tokens, or whole sequences, that some criterion of `rollout_rs` rejects; and metrics.
+
+    Source: Liu et al. 2025, "When Speed Kills Stability" (geometric and masked importance sampling), in verl's terms.
+    With l = log(π_ours / π_rollout) of a token, clamped to ±20, its divergence is k1 = -l, k2 = l²/2 or k3 = e^l - 1 -
+    l; a criterion looks at a token's own, or at the sum, mean or maximum over its sequence. k1 must lie between the
+    logarithms of two ratios, k2 and k3 below a threshold (`RolloutCorrectionSection.criteria`).
+
+    `rollout_rs_masked_fraction`: the share of tokens that are rejected. `rollout_rs_seq_masked_fraction`: that of
+    sequences with such a token. Per criterion: its mean over tokens, its maximum, and the shares of tokens, or of
+    sequences, above and (k1) below what is allowed.
+    """
+    log_ratio = jnp.clip(_masked(jnp.asarray(ours) - batch.rollout_logprobs, batch), -20.0, 20.0)
+    length = jnp.maximum(batch.sequence_length, 1)
+    kept = jnp.ones(log_ratio.shape, bool)
+    means: dict[str, Fraction] = {}
+    maxima: dict[str, jax.Array] = {}
+    for name, (low, high) in options.criteria.items():
+        over, _, kind = name.rpartition("_")
+        value = {"k1": -log_ratio, "k2": 0.5 * jnp.square(log_ratio), "k3": jnp.expm1(log_ratio) - log_ratio}[kind]
+        match over:
+            case "seq_sum":
+                value = sequence_sum(value, batch)
+            case "seq_mean":
+                value = sequence_sum(value, batch) / length
+            case "seq_max":  # k2 and k3 are not negative
+                value = jnp.max(jnp.where(_same_sequence(batch), _masked(value, batch)[:, None, :], 0.0), axis=-1)
+        kept &= (value >= low) & (value <= high)
+        metric = f"rollout_corr/rollout_rs_{name}"
+        means[f"{metric}_mean"] = Fraction(_masked_sum(value, batch), _num_tokens(batch))
+        means[f"{metric}_fraction_high"] = _share(value > high, batch, over != "token")
+        if kind == "k1":
+            means[f"{metric}_fraction_low"] = _share(value < low, batch, over != "token")
+        maxima[f"{metric}_max"] = jnp.max(jnp.where(jnp.asarray(batch.loss_mask) > 0, value, -jnp.inf))
+    left = sequence_sum(kept.astype(jnp.float32), batch)
+    means["rollout_corr/rollout_rs_masked_fraction"] = _share(~kept, batch, False)
+    means["rollout_corr/rollout_rs_seq_masked_fraction"] = _share(left < batch.sequence_length, batch, True)
+    each = _masked(kept / jnp.maximum(left, 1), batch)  # of the n tokens that a sequence still has 1 / n
+    smaller = dataclasses.replace(
+        batch,
+        loss_mask=jnp.where(kept, batch.loss_mask, 0),
+        sequence_length=jnp.round(left).astype(jnp.int32),
+        num_sequences=jnp.round(jnp.sum(each, axis=1)).astype(jnp.int32),
+    )
+    return smaller, means, maxima
 
 
 def rollout_mismatch(ours: Array, batch: TokenBatch) -> tuple[dict[str, Fraction], dict[str, jax.Array]]:
@@ -209,8 +268,21 @@ def sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
 
     A comparison and a reduction that XLA fuses, instead of a scatter-add: on GPUs that would add up in any order.
     """
-    same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
-    return jnp.sum(jnp.where(same, _masked(values, batch)[:, None, :], 0.0), axis=-1)
+    return jnp.sum(jnp.where(_same_sequence(batch), _masked(values, batch)[:, None, :], 0.0), axis=-1)
+
+
+def _same_sequence(batch: TokenBatch) -> jax.Array:
+    """bool [R, T, T]: whether two tokens are of one sample."""
+    return jnp.asarray(batch.segment_ids)[:, :, None] == jnp.asarray(batch.segment_ids)[:, None, :]
+
+
+def _share(found: jax.Array, batch: TokenBatch, of_sequences: bool) -> Fraction:
+    """The share of tokens with `found` [R, T], or of sequences, whose tokens all have it or none."""
+    found = found.astype(jnp.float32)
+    if of_sequences:
+        total = _masked_sum(found / jnp.maximum(batch.sequence_length, 1), batch)
+        return Fraction(total, jnp.sum(batch.num_sequences).astype(jnp.float32))
+    return Fraction(_masked_sum(found, batch), _num_tokens(batch))
 
 
 def _masked(values: Array, batch: TokenBatch) -> jax.Array:

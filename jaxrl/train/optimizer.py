@@ -1,7 +1,10 @@
-"""The optimizer: clip by global norm, AdamW, a learning-rate schedule; an update with a non-finite gradient is skipped.
+"""The optimizer: clip by global norm, AdamW or Muon, a learning-rate schedule; an update with a non-finite gradient is
+skipped.
 
-Built from optax (Loshchilov & Hutter 2019 for AdamW; Pascanu et al. 2013 for clipping). Departures: a warm-up of n
-updates starts at lr/n. verl and transformers start at 0 and have the same rates one update later: here no rollout is
+Built from optax (Loshchilov & Hutter 2019 for AdamW; Pascanu et al. 2013 for clipping; Jordan et al. 2024 for Muon,
+scaled as by Liu et al. 2025, arXiv:2502.16982, eq. 4, so that it takes AdamW's learning rates). Muon's are the matrices
+of the layers, each layer's for itself; norms, biases, the embedding and the heads have AdamW. Departures: a warm-up of
+n updates starts at lr/n. verl and transformers start at 0 and have the same rates one update later: here no rollout is
 spent on an update that changes nothing. Skipping is ours rather than `optax.apply_if_finite`, which lets the update
 through after a number of failures in a row.
 
@@ -11,14 +14,17 @@ leaves of the other part by None, which is an empty subtree to JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl.config import ConfigError, OptimSection
+from jaxrl.models.weights import Weight
 
 Tree = Any
 Trainable = Callable[[str], bool]
@@ -128,24 +134,69 @@ class Optimizer(NamedTuple):
         )
 
 
-def build(optim: OptimSection, grad_clip: float, total_updates: int = 0, model: str = "actor") -> Optimizer:
+def build(
+    optim: OptimSection,
+    grad_clip: float,
+    total_updates: int = 0,
+    model: str = "actor",
+    layers: Mapping[str, Weight] | None = None,
+) -> Optimizer:
     """The optimizer that a config describes.
 
     Args:
-      optim: AdamW and the schedule.
+      optim: the optimizer and the schedule.
       grad_clip: global norm; 0 switches clipping off.
       total_updates: optimizer updates in the whole run, for schedules that decay.
       model: whose section `optim` is in, for errors.
+      layers: the weights of the model's layers by name, of which Muon takes the matrices; AdamW does without.
     """
     lr = schedule(optim, total_updates, model)
+    scale = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
+    if optim.name == "muon":
+        assert layers is not None, "Muon looks at matrices"
+        scale = _muon(
+            optim.momentum, {f"layers/{name}": each for name, each in layers.items() if each.transpose}, scale
+        )
     chain = optax.chain(
-        optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps),
+        scale,
         optax.add_decayed_weights(optim.weight_decay) if optim.weight_decay else optax.identity(),
         optax.scale_by_learning_rate(lr),
     )
     return Optimizer(chain, lr, grad_clip)
 
 
+_MUON_RMS = 0.2  # of an update, as AdamW's usually is (arXiv:2502.16982, §2.2)
+
+
+def _muon(
+    momentum: float, matrices: Mapping[str, Weight], others: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Orthogonalised momentum for `matrices` (by their paths), and `others` for all else."""
+
+    def dims(path: Any, gradient: Any) -> MuonDimensionNumbers:
+        split = 1 + matrices[path_name(path)].num_inputs
+        return MuonDimensionNumbers(tuple(range(1, split)), tuple(range(split, gradient.ndim)))
+
+    def scaled(path: Any, update: jax.Array) -> jax.Array:
+        split = 1 + matrices[path_name(path)].num_inputs
+        return update * (_MUON_RMS * max(prod(update.shape[1:split]), prod(update.shape[split:])) ** 0.5)
+
+    of_matrices = optax.chain(
+        scale_by_muon(
+            beta=momentum,
+            weight_dimension_numbers=lambda updates: jax.tree_util.tree_map_with_path(dims, updates),
+        ),
+        optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(scaled, updates)),
+    )
+
+    def label(path: Any, _: Any) -> str:
+        return "muon" if path_name(path) in matrices else "adam"
+
+    return optax.partition(
+        {"muon": of_matrices, "adam": others}, lambda params: jax.tree_util.tree_map_with_path(label, params)
+    )
+
+
 def update_count(state: Tree) -> jax.Array:
     """How many updates a state has seen (skipped ones are not counted). Scalar int32."""
-    return state[0].count
+    return state[-1].count

@@ -117,7 +117,9 @@ class TrainPrograms(CompiledPrograms):
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self._widen = self.packed_attention.tiling.widen
         self.objective = own = objective(config, model_config, mesh, widen=self._widen)
-        self.optimizer = optimizers.build(own.optim, own.grad_clip, total_updates, own.name)
+        self.optimizer = optimizers.build(
+            own.optim, own.grad_clip, total_updates, own.name, model_config.weights()["layers"]
+        )
         self.shardings = train_shardings(model_config, mesh)
         self.rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -130,10 +132,12 @@ class TrainPrograms(CompiledPrograms):
         shapes = jax.eval_shape(chain.init, self.trainable)
         shardings = optax.tree_utils.tree_map_params(
             chain,
-            lambda _, own: own.sharding,
+            # a node without leaves stands where another part of the optimizer has the weight
+            lambda x, own: x if isinstance(x, optax.MaskedNode) else own.sharding,
             shapes,
             self.trainable,
             transform_non_params=lambda _: self._replicated,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
         self.state = jax.tree.map(_abstract, shapes, shardings)
         empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, self._batch(mesh.size, 16))

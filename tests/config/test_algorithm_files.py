@@ -74,7 +74,10 @@ def test_dapo_filters_by_accuracy_and_rewards_what_is_right_at_any_length(
 
 # ---------------------------------------------------------------- the table of docs/your-algorithm.md
 
-UNLISTED = {"actor.ppo_max_token_len_per_gpu", "actor.logprob_chunk_tokens", "reward.extract"}  # machine and task
+UNLISTED = {  # machine and task
+    *("actor.ppo_max_token_len_per_gpu", "actor.logprob_chunk_tokens", "reward.extract"),
+    *("reward.parts.brief.kind", "reward.parts.brief.pattern"),
+}
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

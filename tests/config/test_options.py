@@ -109,7 +109,42 @@ REFUSED = [
     ),
     (
         {"actor.old_logprobs": "rollout", "algorithm.rollout_correction.rollout_is": "token"},
-        "algorithm.rollout_correction.rollout_is=token needs actor.old_logprobs=recompute, found rollout",
+        "algorithm.rollout_correction.rollout_is=token needs actor.old_logprobs=recompute, found rollout: the ratio of "
+        "actor.loss_mode=vanilla",
+    ),
+    (
+        {"algorithm.rollout_correction.rollout_rs": ["token_k1", "token_k1"]},
+        "algorithm.rollout_correction.rollout_rs names token_k1 twice",
+    ),
+    (
+        {"algorithm.rollout_correction": {"rollout_rs": ["token_k1", "seq_sum_k2"], "rollout_rs_threshold": []}},
+        "rollout_rs_threshold must have one entry, or one for each of rollout_rs (2), found 0",
+    ),
+    *(
+        (
+            {"algorithm.rollout_correction": {"rollout_rs": [name], "rollout_rs_threshold": [given]}},
+            f"rollout_rs_threshold for {name} must be {rule}, found '{given}'",
+        )
+        for name, given, rule in (
+            ("seq_mean_k3", "0.5_2.0", "a number above 0"),
+            ("seq_mean_k3", "-1", "a number above 0"),
+            ("seq_mean_k1", "1.0", "two ratios above 0 as lower_upper, or one above 1"),
+            ("seq_mean_k1", "2_0.5", "two ratios above 0 as lower_upper, or one above 1"),
+            ("token_k1", "much", "two ratios above 0 as lower_upper, or one above 1"),
+            ("token_k1", "nan", "two ratios above 0 as lower_upper, or one above 1"),
+        )
+    ),
+    (
+        {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "a"]}},
+        "needs algorithm.gdpo_reward_keys with at least two different names, found a, a",
+    ),
+    (
+        {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1]}},
+        "gdpo_reward_weights must have one number for each of gdpo_reward_keys (2), found 1",
+    ),
+    (
+        {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "use_kl_in_reward": True}},
+        "algorithm.use_kl_in_reward and algorithm.adv_estimator=gdpo exclude each other",
     ),
     ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found float32"),
     ({"actor.ppo_max_token_len_per_gpu": 383}, "(383 tokens) must hold the longest sequence: "),
@@ -216,6 +251,11 @@ def test_defaults_are_within_their_bounds():
         {"rollout.tensor_model_parallel_size": "auto", "trainer.num_devices": 8, "rollout.layout.degrees": [2, 4]},
         {"reward.overlong_buffer": {"enable": True, "len": 128}},
         {"algorithm.rollout_correction": {"rollout_is": "sequence", "rollout_is_threshold": float("inf")}},
+        {"algorithm.rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}},
+        {
+            "actor": {"old_logprobs": "rollout", "loss_mode": "reinforce"},
+            "algorithm.rollout_correction.rollout_is": "token",
+        },
         {"actor.param_dtype": "float64", "actor.dtype": "float64"},
         {"rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 8},
         {"reward.kind": "task", "data.task": "t"},

@@ -69,7 +69,10 @@ def streaming(**options: Any) -> Config:
     ("options", "sentence"),
     [
         *(
-            ({"algorithm__adv_estimator": name}, f"excludes algorithm.adv_estimator={name}: its advantages")
+            (
+                {"algorithm": {"adv_estimator": name, "gdpo_reward_keys": ["a", "b"]}},
+                f"excludes algorithm.adv_estimator={name}: its advantages",
+            )
             for name in sorted(NEEDS_WHOLE_BATCH)
         ),
         ({"reward__score_when": "rollout"}, "reward.score_when must be 'sample' or 'group', found 'rollout'"),

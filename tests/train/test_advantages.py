@@ -45,7 +45,7 @@ def test_table(estimator, options, rewards, expected):
 
 
 def test_every_estimator_has_a_row():
-    apart = {"gae"}  # test_gae.py
+    apart = {"gae", "gdpo"}  # test_gae.py; below
     assert {estimator for estimator, *_ in TABLE} == set(get_args(AdvantageEstimator)) - apart
 
 
@@ -95,3 +95,47 @@ def test_what_is_missing():
         advantages.compute([group([1, None])], AlgorithmSection())
     with pytest.raises(ValueError, match="use_kl_in_reward needs"):
         advantages.compute([group([1, 0])], AlgorithmSection(use_kl_in_reward=True))
+
+
+def scored(infos, lengths, index=0):
+    whole = group([0.0] * len(infos), lengths, index)
+    for sample, info in zip(whole.samples, infos, strict=True):
+        sample.reward_info = info
+    return whole
+
+
+GDPO = AlgorithmSection(adv_estimator="gdpo", gdpo_reward_keys=["own_reward", "short"], gdpo_reward_weights=[1.0, 0.5])
+
+
+def test_gdpo():
+    """Two rewards, normalised in each group, weighted and added, then whitened over the tokens that are learnt from;
+    a part is found behind its name, and what could not be scored has 0 of each."""
+    right, short = ([1, 0, 1], [0, 1]), ([0, -2, -1], [0, -3])
+    groups = [
+        scored([{"own_reward": a, "parts": {"short": b}} for a, b in zip(right[0], short[0], strict=True)], [1, 2, 3]),
+        scored([{"error": "time-out"}, {"own_reward": True, "parts": {"short": -3.0}, "acc": 9}], [2, 1], 1),
+    ]
+    masks = [np.ones(1), np.array([1, 0]), np.ones(3), np.ones(2), np.ones(1)]
+
+    def normalised(values):
+        values = np.array(values, np.float64)
+        return (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+
+    sums = [*(normalised(right[0]) + 0.5 * normalised(short[0])), *(normalised(right[1]) + 0.5 * normalised(short[1]))]
+    learnt = np.repeat(sums, [1, 1, 3, 2, 1])
+    whitened = (np.array(sums) - learnt.mean()) / np.sqrt(learnt.var(ddof=1) + 1e-8)
+    found, returns = advantages.compute(groups, GDPO, loss_masks=masks)
+    assert returns is None
+    for mine, mask, value in zip(found, masks, whitened, strict=True):
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine, mask * value, rtol=1e-6)
+    # of two responses the better one is: equal sums, and yet a signal
+    pair = scored([{"own_reward": 1.0, "short": -1.0}, {"own_reward": 0.0, "short": 0.0}], [1, 1])
+    found, _ = advantages.compute([pair], GDPO)
+    np.testing.assert_allclose(found, [[np.sqrt(0.5)], [-np.sqrt(0.5)]], rtol=1e-5)
+
+
+def test_gdpo_names_what_a_reward_has():
+    groups = [scored([{"own_reward": 1.0, "said": "text", "parts": {"format": 1.0}}] * 2, [1, 1])]
+    with pytest.raises(ValueError, match=r"names 'short', and .* has no number of that name; it has: own_reward, form"):
+        advantages.compute(groups, GDPO)

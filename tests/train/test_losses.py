@@ -172,3 +172,84 @@ def test_untruncated_weights_give_the_gradient_of_importance_sampling(batch, lev
             gap = old[t] - rollout[t] if level == "token" else sum(old[s] - rollout[s] for s in sequence)
             expected[0, t] = -ADVANTAGES[0, t] * np.exp(gap + new[t] - old[t])
     np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "cispo", "reinforce"])
+def test_gradients_of_the_losses(batch, mode, x64):
+    """Per token: A·r where the clip is not active, A·clip(r), and A."""
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
+    config = config_of({"loss_mode": mode, "clip_ratio_low": 0.3, "clip_ratio_high": 0.4})
+    found = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))(
+        np.asarray(NEW, float)
+    )
+    expected = np.zeros((1, 10))
+    clipped = 0
+    for t in (t for sequence in SEQUENCES for t in sequence):
+        advantage, ratio = float(ADVANTAGES[0, t]), np.exp(float(NEW[0, t]) - float(OLD[0, t]))
+        within = min(max(ratio, 0.7), 1.4)
+        clipped += ratio != within
+        beyond = ratio > 1.4 if advantage > 0 else ratio < 0.7
+        weight = {"vanilla": 0.0 if beyond else ratio, "cispo": within, "reinforce": 1.0}[mode]
+        expected[0, t] = -advantage * weight
+    assert clipped == 3, "of both signs"
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+# log(π_old / π_rollout) is -0.1, 0, 0.2 in one sequence and -0.1, 0 in the other
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize(
+    ("criteria", "thresholds", "kept"),
+    [
+        (["token_k1"], ["0.9_1.2"], [[2, 3], [6, 7]]),  # the ratio π_rollout / π_old: e^-0.2 is below 0.9
+        (["token_k2"], ["0.004"], [[3], [7]]),
+        (["seq_sum_k1"], ["1.05"], [[], []]),  # e^-0.1 and e^0.1: outside 1/1.05 to 1.05
+        (["seq_mean_k1"], ["0.96_1.04"], [[2, 3, 4], []]),  # e^-0.033 is 0.967, e^0.05 is 1.051
+        (["seq_max_k3"], ["0.01"], [[], [6, 7]]),
+        (["token_k3", "seq_mean_k1"], ["0.01", "0.96_1.04"], [[2, 3], []]),
+    ],
+)
+def test_what_is_rejected_counts_nowhere(batch, mode, criteria, thresholds, kept):
+    """Losses, denominators and metrics are those of a batch in which the rejected tokens have the mask 0."""
+    options = {"rollout_rs": criteria, "rollout_rs_threshold": thresholds}
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.2}
+    terms = losses.compute(
+        NEW, ENTROPY, batch, config_of(actor, {"loss_agg_mode": mode, "rollout_correction": options})
+    )
+    mask, length = np.zeros_like(MASK), np.zeros_like(batch.sequence_length)
+    for sequence, left in zip(SEQUENCES, kept, strict=True):
+        mask[0, left] = 1
+        length[batch.segment_ids == batch.segment_ids[0, sequence[0]]] = len(left)
+    left = dataclasses.replace(
+        batch, loss_mask=mask, sequence_length=length, num_sequences=np.array([sum(map(bool, kept))])
+    )
+    alone = losses.compute(NEW, ENTROPY, left, config_of(actor, {"loss_agg_mode": mode}))
+    np.testing.assert_allclose((terms.total, terms.denominator), (alone.total, alone.denominator), rtol=1e-6)
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"):
+        np.testing.assert_allclose(terms.means[name], alone.means[name], rtol=1e-6, err_msg=name)
+    share = terms.means["rollout_corr/rollout_rs_masked_fraction"]
+    np.testing.assert_allclose(share, (5 - mask.sum(), 5))
+    share = terms.means["rollout_corr/rollout_rs_seq_masked_fraction"]
+    partly = sum(len(s) != len(k) for s, k in zip(SEQUENCES, kept, strict=True))
+    np.testing.assert_allclose(share, (partly, 2), rtol=1e-6)
+
+
+def test_weights_are_those_of_the_whole_sequence(batch):
+    """A product over a sample's tokens has those in it that are rejected."""
+    both = corrected("sequence", 9.0)["rollout_correction"] | {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.01"}
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({}, {"rollout_correction": both}))
+    weights = {t: np.exp(0.1) for t in (2, 3)} | {t: np.exp(-0.1) for t in (6, 7)}
+    per_token = [weights[t] * surrogate(np.exp(NEW[0, t] - OLD[0, t]), ADVANTAGES[0, t], 0.2, 0.2) for t in weights]
+    np.testing.assert_allclose(terms.total, sum(per_token), rtol=1e-5)
+    assert terms.denominator == 4
+
+
+def test_rejection_in_bypass_mode_looks_at_the_policy_in_training(batch):
+    """Then π_old is what was recorded, and π_rollout with it; what moves is the policy."""
+    batch = dataclasses.replace(batch, old_logprobs=ROLLOUT)
+    options = {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.75_1.1"}}
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({"old_logprobs": "rollout"}, options))
+    gaps = [float(np.mean((ROLLOUT - NEW)[0, s])) for s in SEQUENCES]  # -0.17 and 0.2
+    assert [0.75 <= np.exp(gap) <= 1.1 for gap in gaps] == [True, False]
+    assert terms.denominator == 3
+    options = {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.75_1.3"}}
+    assert losses.compute(NEW, ENTROPY, batch, config_of({"old_logprobs": "rollout"}, options)).denominator == 5

@@ -287,6 +287,14 @@ def test_weights_of_the_mismatch_stream(x64, level, devices, make_config, make_b
     assert distance(*gradients) > 0.01
 
 
+@SLOW
+@pytest.mark.parametrize("devices", [1, 8])
+def test_what_is_rejected_streams(x64, devices, make_config, make_batch, make_trainer):
+    rejected = {"rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": ["0.5_2.0", "0.5"]}
+    options = EXACT | {"algorithm__rollout_correction": rejected, "actor__loss_mode": "cispo"}
+    check_gradient(make_trainer(make_config(**options), devices, ODD, LONG), make_batch(), 1e-12)
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_token_logprobs(x64, devices, make_config, make_batch, make_trainer):
     trainer, batch = make_trainer(make_config(**EXACT), devices, ODD, LONG), make_batch()
