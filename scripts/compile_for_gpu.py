@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=512, help="prefill: tokens of a chunk; training: of a row (512)")
     made.add_argument("--remat", default="dots", choices=["dots", "full", "none"], help="gradients: actor.remat (dots)")
     made.add_argument("--lora", type=int, default=0, help="training: model.lora_rank (0)")
+    made.add_argument("--dropout", type=float, default=0.0, help="training: model.lora_dropout (0)")
     made.add_argument("--base", default="none", help="training: model.base_quantization (none)")
     made.add_argument("--attention", default="auto", help="training: actor.attention (auto)")
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
@@ -205,7 +206,8 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
         "logprob_chunk_tokens": chunk,
     }
     data = {"max_prompt_length": options.tokens // 2, "max_response_length": options.tokens - options.tokens // 2}
-    own = {"path": "unused", "lora_rank": options.lora, "base_quantization": options.base}
+    own = {"path": "unused", "lora_rank": options.lora, "lora_dropout": options.dropout}
+    own |= {"base_quantization": options.base}
     config = from_mapping({"model": own, "data": data, "actor": actor})
     model = adapted(config, model)
     kind = "accumulate" if options.program == "gradients" else "logprobs"

@@ -59,6 +59,11 @@ class ModelSection(Checked):
         Gt(0),
         "What an adapter's product is multiplied by, divided by the rank: a larger rank needs no other lr.",
     ] = 32.0
+    lora_dropout: Annotated[
+        float,
+        Interval(ge=0, lt=1),
+        "Share of an adapter's inputs that a pass with gradients leaves out, drawn anew in each; no other pass does.",
+    ] = 0.0
     target_modules: Annotated[
         list[str],
         "The matrices with adapters, by their names in Hugging Face files (q_proj, down_proj); all-linear: all those "
@@ -98,7 +103,7 @@ class ModelSection(Checked):
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if not self.has_adapters:
-            names = frozenset({"lora_alpha", "target_modules", "exclude_modules", "use_rslora"})
+            names = frozenset({"lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora"})
             yield names, "model.lora_rank is 0"
 
 

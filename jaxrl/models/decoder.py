@@ -37,7 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.lora import A, B
+from jaxrl.models.lora import A, B, Lora
 from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
 
@@ -142,6 +142,7 @@ def layer(
     *,
     features_first: bool = False,
     widen: bool = False,
+    keys: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """One decoder layer on x [..., E]. Computes in x's dtype, to which the weights are cast.
 
@@ -155,13 +156,13 @@ def layer(
       features_first: matrices are [out..., in...].
       widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
+      keys: [R] of x [R, T, E], from which the dropout of adapters is drawn; None: there is none.
 
     Returns:
       (x, extra).
     """
 
-    scale = 0.0 if config.lora is None else config.lora.scale
-    weights = _LayerWeights(lp, x.dtype, config.rms_norm_eps, features_first, widen, scale)
+    weights = _LayerWeights(lp, x.dtype, config.rms_norm_eps, features_first, widen, config.lora, keys)
     q, k, v = _queries_keys_values(weights, x, cos, sin)
     out, extra = attend(q, k, v)
     x = _add_attention(weights, x, out.astype(x.dtype))
@@ -176,7 +177,8 @@ class _LayerWeights(NamedTuple):
     eps: float
     features_first: bool
     widen: bool
-    scale: float
+    lora: Lora | None
+    keys: jax.Array | None
 
     def get(self, name: str) -> jax.Array:
         return self.lp[name].astype(self.dtype)
@@ -194,9 +196,18 @@ class _LayerWeights(NamedTuple):
 
         out = dense(x, name)
         if name + A in self.lp:
-            out = out + self.scale * dense(dense(x, name + A), name + B)
+            assert self.lora is not None
+            out = out + self.lora.scale * dense(dense(self._dropped(x, name), name + A), name + B)
         # the remat policy finds what to keep by this name: of a matrix with its adapter the sum
         return checkpoint_name(out, _PRODUCT)
+
+    def _dropped(self, x: jax.Array, name: str) -> jax.Array:
+        """What the adapter of a matrix has of its inputs: each row's own draw, what is left scaled up."""
+        if self.keys is None or self.lora is None or not self.lora.dropout:
+            return x
+        kept, salt = 1 - self.lora.dropout, zlib.crc32(name.encode())
+        draw = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, salt), kept, x.shape[1:]))
+        return jnp.where(draw(self.keys), x / kept, 0).astype(x.dtype)
 
     def heads(self, name: str, h: jax.Array) -> jax.Array:
         """[..., heads, D]"""
@@ -411,6 +422,7 @@ def forward_scan(
     gather: Callable[[Params], Params] = lambda layer_params: layer_params,
     find: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
     widen: bool = False,
+    keys: jax.Array | None = None,
 ) -> jax.Array:
     """Training form: final-normed hidden states [..., E] of tokens [...]. Callers chunk the logits.
 
@@ -423,15 +435,20 @@ def forward_scan(
       widen: as in `layer`.
       find: (embedding, tokens) -> rows, as `look_up` does.
       gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
+      keys: of each row, for the dropout of adapters; None: nothing is dropped.
     """
 
-    def body(x: jax.Array, lp: Params) -> tuple[jax.Array, None]:
-        x, _ = layer(gather(lp), x, cos, sin, lambda q, k, v: (attend(q, k, v), None), config, widen=widen)
+    def body(x: jax.Array, own: tuple[Params, Any]) -> tuple[jax.Array, None]:
+        lp, index = own
+        drawn = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+        x, _ = layer(gather(lp), x, cos, sin, lambda q, k, v: (attend(q, k, v), None), config, widen=widen, keys=drawn)
         return constrain(x), None
 
     cos, sin = rope_tables(positions, config, dtype)
     x = constrain(embed(params, tokens, dtype, find))
-    x, _ = lax.scan(_rematerialised(body, remat), x, params["layers"])
+    layers = params["layers"]
+    indices = None if keys is None else jnp.arange(layers["attn_norm"].shape[0])
+    x, _ = lax.scan(_rematerialised(body, remat), x, (layers, indices))
     return final_norm(params, x, config)
 
 

@@ -35,12 +35,14 @@ class Lora:
       rank: of each adapter.
       alpha: divided by the rank, or by its square root with `use_rslora`, an adapter's factor.
       targets: names of matrices, as in the model's table.
+      dropout: share of an adapter's inputs that a gradient's pass leaves out; all other passes have them all.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     use_rslora: bool = False
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:

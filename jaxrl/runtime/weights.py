@@ -45,6 +45,7 @@ def adapted(config: Config, model: ModelConfig) -> ModelConfig:
     else:
         lora = read_lora(folder, model)
         _refuse_contradiction(asked, model, lora)
+    lora = dataclasses.replace(lora, dropout=asked.lora_dropout)
     return dataclasses.replace(model, lora=lora, quantization=asked.base_quantization)
 
 

@@ -208,8 +208,9 @@ class TrainPrograms(CompiledPrograms):
     def _batch(self, rows: int, tokens: int) -> TokenBatch:
         return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens))
 
-    def _hidden_and_head(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, Tree]:
-        """Final-normed hidden states [R, T, E] and the gathered parameters that the objective reads them with."""
+    def _hidden_and_head(self, params: Tree, batch: TokenBatch, keys: jax.Array | None) -> tuple[jax.Array, Tree]:
+        """Final-normed hidden states [R, T, E] and the gathered parameters that the objective reads them with; `keys`
+        as in `decoder.forward_scan`."""
         gathered = {name: self._gather[name](w) for name, w in params.items() if name != "layers"}
         rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), batch)
         hidden = decoder.forward_scan(
@@ -224,6 +225,7 @@ class TrainPrograms(CompiledPrograms):
             find=self._look_up,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self.rows),
             gather=self._gather_layer,
+            keys=keys,
         )
         return hidden, self.objective.head(gathered)
 
@@ -261,8 +263,8 @@ class TrainPrograms(CompiledPrograms):
 
         return attend
 
-    def _per_token(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, ...]:
-        hidden, head = self._hidden_and_head(params, batch)
+    def _per_token(self, params: Tree, batch: TokenBatch, keys: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        hidden, head = self._hidden_and_head(params, batch, keys)
         return self.objective.per_token(head, hidden, batch)
 
     def _first_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
@@ -270,13 +272,25 @@ class TrainPrograms(CompiledPrograms):
 
     def _gradients_of(self, trainable: Tree, frozen: Tree, batch: TokenBatch) -> Accumulator:
         def objective(trainable: Tree) -> tuple[jax.Array, losses.LossTerms]:
-            found = self._per_token(optimizers.combine(trainable, frozen), batch)
+            found = self._per_token(optimizers.combine(trainable, frozen), batch, keys)
             terms = self.objective.loss(found, _held_back(batch, found[0]))
             return terms.total, terms
 
+        lora = self.model_config.lora
+        keys = self._dropout_keys(trainable, batch) if lora is not None and lora.dropout else None
         total, pull_back, terms = jax.vjp(objective, trainable, has_aux=True)
         (gradients,) = pull_back(_one_after(terms, total.dtype))
         return Accumulator(gradients, terms.denominator, terms.means, terms.maxima)
+
+    def _dropout_keys(self, trainable: Tree, batch: TokenBatch) -> jax.Array:
+        """[R]: of the seed, a row's tokens and the adapters as they are. So a run that goes on draws as it would have,
+        and each update draws anew. Each device makes those of its rows, from what it has of the adapters whole."""
+        whole = [x for x, to in zip(*map(jax.tree.leaves, (trainable, self.trainable)), strict=True) if _is_whole(to)]
+        weights = sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in whole)
+        order = jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) * 2 + 1
+        rows = jnp.sum(batch.tokens.astype(jnp.uint32) * order, axis=1, dtype=jnp.uint32)
+        key = jax.random.fold_in(jax.random.key(self.config.trainer.seed), weights)
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
     def _add(
         self, trainable: Tree, frozen: Tree, total: Accumulator, batch: TokenBatch
@@ -296,6 +310,11 @@ class TrainPrograms(CompiledPrograms):
         finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
         skipped = 1 - outcome.applied.astype(jnp.int32)
         return trainable, state, metrics | {f"{name}/skipped_updates": skipped, "finite_weights": finite}
+
+
+def _is_whole(weight: jax.ShapeDtypeStruct) -> bool:
+    assert weight.sharding is not None
+    return weight.sharding.is_fully_replicated
 
 
 def _held_back(batch: TokenBatch, found: jax.Array) -> TokenBatch:

@@ -252,7 +252,8 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
     are read from what they report (see the module), in units of the model's dims.
     """
     heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
-    added = 0 if m.lora is None else heads + mlp + embed  # what adapters add, beside what it is added to
+    # what adapters add, beside what it is added to; and what dropout leaves of the inputs
+    added = 0 if m.lora is None else heads + mlp + embed + (mlp + embed if m.lora.dropout else 0)
     normaliser = 4 * m.num_heads  # attention's, in float32
     kept = {"full": embed * wide, "dots": (heads + 2 * mlp + 2 * embed) * wide + normaliser}
     if platform == "cpu":

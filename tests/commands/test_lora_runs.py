@@ -23,7 +23,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Path, Path]:
     """A run of four steps with the base as the reference; and what a kill after three of them leaves."""
     folder = tmp_path_factory.mktemp("lora")
     runs, whole, killed = Runs(folder, write_tiny_model(folder / "model")), folder / "whole", folder / "killed"
-    runs.config["model"] |= {"lora_rank": 4, "exclude_modules": ["o_proj"]}
+    runs.config["model"] |= {"lora_rank": 4, "lora_dropout": 0.2, "exclude_modules": ["o_proj"]}
     runs.config["actor"] |= {"use_kl_loss": True}
     runs.config["trainer"] |= {"total_training_steps": STEPS, "save_freq": 1}
     with copied_after({3: killed}):

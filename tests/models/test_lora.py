@@ -111,6 +111,27 @@ def test_the_factor():
     assert Lora(16, 8.0, ("q",), use_rslora=True).scale == 2
 
 
+def test_dropout_is_pefts():
+    """An adapter has an input divided by what is kept, or not at all; each row and matrix has its own draw."""
+    config = dataclasses.replace(lora_config("llama"), lora=Lora(3, 6.0, ("q", "o", "gate"), dropout=0.25))
+    lp = {name: jnp.asarray(x[0]) for name, x in lively(config)["layers"].items()}
+    keys = jax.random.split(jax.random.key(0), 2)
+    weights = decoder._LayerWeights(lp, jnp.float32, 1e-6, False, False, config.lora, keys)
+    ones = jnp.ones((2, 500, 48))
+    dropped = weights._dropped(ones, "q")
+    assert {*np.unique(np.asarray(dropped)).tolist()} == {0.0, np.float32(1 / 0.75)}
+    assert float(jnp.mean(dropped == 0)) == pytest.approx(0.25, abs=0.01)
+    for other in (dropped[::-1], weights._dropped(ones, "gate")):
+        assert not jnp.array_equal(other, dropped)
+    x = jax.random.normal(jax.random.key(1), ones.shape)
+    a, b = (lp[f"q_lora_{part}"] for part in "ab")
+    wanted = x @ lp["q"].reshape(48, -1) + config.lora.scale * (x * dropped) @ a @ b.reshape(3, -1)
+    np.testing.assert_allclose(weights.product(x, "q"), wanted, rtol=1e-4, atol=1e-4)
+    plain = weights._replace(keys=None)
+    np.testing.assert_array_equal(plain._dropped(x, "q"), x)
+    np.testing.assert_array_equal(weights.product(x, "k"), plain.product(x, "k"), "it has no adapter")
+
+
 def test_a_folder_of_pefts(tmp_path: Path):
     """Each adapter under the name and in the shape that peft gives it: B A is what is added to a matrix in files."""
     model = dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o", "down")))

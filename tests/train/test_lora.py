@@ -172,6 +172,30 @@ def test_actor_and_critic_have_one_base(make_config):
     assert parts["critic: master weights"] == own + critic.params["score"].nbytes
 
 
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_dropout_is_in_gradients_alone(devices, make_config, make_batch):
+    """The same for the same weights and rows, another after an update; log-probabilities know nothing of it."""
+    config, batch = make_config(), make_batch()
+    model = dataclasses.replace(MODEL, lora=dataclasses.replace(LORA, dropout=0.3))
+    plain, trainer = trainer_of(config, MODEL, devices), trainer_of(config, model, devices)
+    found, wanted = trainer.token_logprobs(batch), plain.token_logprobs(batch)
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+    gradients = []
+    for each in (plain, trainer, trainer):
+        each.accumulate(batch)
+        gradients.append(np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(each.gradients())]))
+        each.discard()
+    whole, first, second = gradients
+    assert first.tobytes() == second.tobytes()
+    assert 0.1 < np.linalg.norm(first - whole) / np.linalg.norm(whole) < 2
+    programs, zeros = trainer.programs, TokenBatch.zeros(devices, 16)
+    before = programs._dropout_keys(programs.partition(trainer.params)[0], zeros)
+    trainer.accumulate(batch)
+    trainer.apply()
+    after = programs._dropout_keys(programs.partition(trainer.params)[0], zeros)
+    assert not np.array_equal(jax.random.key_data(before), jax.random.key_data(after))
+
+
 QUANTIZED = dataclasses.replace(
     MODEL, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, lora=LORA
 )
