@@ -256,6 +256,7 @@ class TrainBatch:
       old_logprobs: per sample float32 [T_i] under the policy before this step's first update; None where the
         recorded `rollout_logprobs` are used.
       ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
+      teacher_logprobs: per sample float32 [T_i] under a teacher; None without one.
       loss_masks: per sample [T_i], 1 at tokens to learn from; None: all. An environment's tokens are 0.
       values: per sample float32 [T_i], what the critic expects from each token on, before this step's updates; None
         without a critic.
@@ -270,6 +271,7 @@ class TrainBatch:
     loss_masks: list[np.ndarray] | None = None
     values: list[np.ndarray] | None = None
     returns: list[np.ndarray] | None = None
+    teacher_logprobs: list[np.ndarray] | None = None
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> TrainBatch:
@@ -299,4 +301,5 @@ class TrainBatch:
             pick(self.loss_masks),
             pick(self.values),
             pick(self.returns),
+            pick(self.teacher_logprobs),
         )

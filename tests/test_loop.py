@@ -76,6 +76,7 @@ def test_rollout_logprobs_may_serve_as_the_old_ones(build: Build):
 def test_epochs_times_minibatches_of_whole_groups(build: Build, adv_estimator: str):
     values = {"actor.ppo_epochs": 3, "actor.ppo_mini_batch_size": 2, "algorithm.adv_estimator": adv_estimator}
     values |= {"environment.kind": "tools", "environment.path": "calculator"}  # which one of them needs
+    values |= {"algorithm.teacher": {"path": "t"}}  # and another one
     house = build(values, total_steps=1)
     house.loop.run()
     parts = [entry[1] for entry in house.log if entry[0] == "accumulate"]

@@ -41,6 +41,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.rules import carried
+from jaxrl.runtime.teacher import build_teacher, read_teacher, refuse_context
 from jaxrl.runtime.weights import load_weights
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.compiled import CompiledPrograms
@@ -50,6 +51,7 @@ from jaxrl.train.checkpoint import HostState
 from jaxrl.train.critic import Critic
 from jaxrl.train.learning import Models
 from jaxrl.train.step import Trainer
+from jaxrl.train.teacher import Teacher
 from jaxrl.types import Group
 
 
@@ -73,9 +75,11 @@ class Run(TrainingRun):
         super().__init__(opened)
         self.rule, self.pool, self.environments = rule, pool, environments
         self.beside: list[CompiledPrograms] = []  # whose programs are compiled beside the first step
+        self.teacher: Teacher | None = None
         self.config = config = self._devices()
         self.changes = [] if self.earlier is None else differences(self.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
+        self.teacher_model = read_teacher(config, self.tokenizer, self.model)
         refuse_too_large(config, self.model, len(self.devices), self.place.memory)
         if config.trainer.init_from and self.earlier is None:
             refuse_other_init(config, self.model, self.mesh)
@@ -115,6 +119,7 @@ class Run(TrainingRun):
 
     def _data(self, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
         config = self.config
+        refuse_context(config, problems)
         self.prompts = PromptSource(problems, self.tokenizer, config, self.environments)
         self.validation = validation_prompts(config, self.tokenizer, held_out, self.environments)
         steps = total_steps(config, self.prompts.num_prompts)
@@ -133,6 +138,10 @@ class Run(TrainingRun):
             updates = self.total_steps * config.critic_updates_per_step
             self.critic = Critic(*given, total_updates=updates, **told)
             self.critic.programs.dispatched = self.joined.dispatched
+        if self.teacher_model is not None:
+            self.watchdog.beat("loading the teacher")
+            self.teacher = build_teacher(trained, self.teacher_model, self.mesh, self.tokenizer, **told)
+            self.teacher.programs.dispatched = self.joined.dispatched
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)
 
@@ -164,6 +173,7 @@ class Run(TrainingRun):
             engines,
             workers,
             self.trainer,
+            self.teacher,
             self.tokenizer,
             self.pool,
             self.environments,
@@ -203,7 +213,7 @@ class Run(TrainingRun):
             stop_ids(self.tokenizer, self.model.eos_token_ids),
             len(self.devices),
         )
-        models = Models(self.trainer, self.critic)
+        models = Models(self.trainer, self.critic, self.teacher)
         hooks = self._hooks(record, journal)
         return Loop(config, job, self.rule, backend, models, timeline, hooks, mechanisms), backend
 
@@ -236,7 +246,7 @@ class Run(TrainingRun):
         everywhere.
         """
         workers, update = self.workers, [self.trainer.programs, *self.parts.update_programs]
-        update += [] if self.critic is None else [self.critic.programs]
+        update += [each.programs for each in (self.critic, self.teacher) if each is not None]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()

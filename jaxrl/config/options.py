@@ -22,6 +22,7 @@ from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.serving import ServeSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.supervised import DpoSection, SftSection
+from jaxrl.config.teacher import TeacherSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
@@ -30,7 +31,7 @@ from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
 
-AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo"]
+AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo", "none"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
 
@@ -183,7 +184,7 @@ class AlgorithmSection:
         "each turn's minus the mean of those of all its samples' turns, added up from a turn on, rloo: minus the mean "
         "of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's return "
         "above what a critic expects of it, whitened over the batch, gdpo: the sum of several rewards, each "
-        "as by grpo, whitened over the batch.",
+        "as by grpo, whitened over the batch, none: what algorithm.teacher adds alone.",
     ] = "grpo"
     gamma: Annotated[
         float, Interval(ge=0, le=1), "Discount of a reward per token that it comes later, with adv_estimator gae."
@@ -212,6 +213,7 @@ class AlgorithmSection:
     kl_penalty: Annotated[KlEstimate, "Estimate of the KL in the reward."] = "kl"
     kl_coef: Annotated[float, Ge(0), "Weight of the KL in the reward."] = 0.001
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
 
 
@@ -327,6 +329,11 @@ class Config:
     def critic_warmup(self) -> int:
         """Steps at the beginning of the run that train the critic alone."""
         return self.trainer.critic_warmup if self.has_critic else 0
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether another model says what it thinks of the policy's tokens."""
+        return bool(self.algorithm.teacher.path)
 
     @property
     def needs_ref(self) -> bool:

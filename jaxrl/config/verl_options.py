@@ -84,6 +84,7 @@ RENAMED: Mapping[str, str] = {
     "epsilon": "actor.clip_ratio_low and actor.clip_ratio_high",
     "loss_type": "algorithm.loss_agg_mode",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "teacher_model_name_or_path": "algorithm.teacher.path",
     "num_train_epochs": "trainer.total_epochs",
     "max_steps": "trainer.total_training_steps",
     "save_steps": "trainer.save_freq",

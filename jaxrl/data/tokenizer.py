@@ -68,6 +68,11 @@ class Tokenizer:
             raise ValueError(f"{text!r:.80} is no text: {text[error.start]!r} is half a character") from None
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens."""
+        return self._fast.get_vocab()
+
     @cached_property
     def longest_token(self) -> int:
         """The most characters of text that one token stands for."""

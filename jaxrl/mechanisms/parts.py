@@ -22,6 +22,7 @@ from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.train.step import Trainer
+from jaxrl.train.teacher import Teacher
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class RunParts:
       config: of the run. process: the number of this one.
       mesh: of the rollout, on this host.
       engines, workers: of the rollout; the executors are those of the workers.
-      trainer: of the policy.
+      trainer: of the policy. teacher: of its tokens; None: there is none.
       tokenizer: of the policy.
       pool: scores samples. environments: answer turns; None: there are none.
       journal, timeline, layout_log: of the run's record.
@@ -54,6 +55,7 @@ class RunParts:
     engines: LocalWorkers | SynchronizedWorkers
     workers: WorkerSet
     trainer: Trainer
+    teacher: Teacher | None
     tokenizer: Tokenizer
     pool: RewardPool
     environments: EnvironmentPool | None

@@ -36,7 +36,7 @@ from jaxrl.types import Group, TrainBatch
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
 # stream: what had begun beside the rollout
-UPDATE_PHASES = ("stream", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+UPDATE_PHASES = ("stream", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
 RIGHT = 1.0
 """The reward from which on a sample counts as right."""
 _RESERVED = ("step", "time")

@@ -10,6 +10,7 @@ Sources:
 - GAE: Schulman et al. 2016 (arXiv:1506.02438), eq. 11, 12 and 16, with the values of a critic; whitened over the batch.
 - GDPO: Liu et al. 2026 (arXiv:2601.05242), §3: each of several rewards as by GRPO, their sum whitened over the batch
   (over tokens, as the authors' code for verl does).
+- A teacher: see `jaxrl.train.teacher`.
 - KL in the reward: Ouyang et al. 2022, eq. 2.
 
 Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
@@ -91,11 +92,36 @@ def compute(
                 own = grpo(scores, norm_by_std=False)
             case "rloo":
                 own = rloo(scores)
+            case "none":
+                own = np.zeros_like(scores)
             case missing:
                 assert_never(missing)
         out += [np.full(len(s), value, np.float32) for s, value in zip(group.samples, own, strict=True)]
         start = stop
     return out, None
+
+
+def with_teacher(
+    advantages: Sequence[np.ndarray],
+    samples: Sequence[Sample],
+    logprobs: Sequence[np.ndarray],
+    teacher_logprobs: Sequence[np.ndarray],
+    coef: float,
+) -> list[np.ndarray]:
+    """Advantages less `coef` times the KL to a teacher, at each of the policy's own tokens: log π_old - log π_teacher,
+    the k1 estimate of the reverse KL.
+
+    Args:
+      advantages, logprobs, teacher_logprobs: per sample float [T]; `logprobs` are those of the policy before the update
+        (of tokens of earlier versions what was recorded, if that is the ratio's denominator).
+
+    Returns:
+      Per sample float32 [T].
+    """
+    return [
+        np.where(sample.drawn, own - coef * (ours.astype(np.float64) - theirs), own).astype(np.float32)
+        for own, sample, ours, theirs in zip(advantages, samples, logprobs, teacher_logprobs, strict=True)
+    ]
 
 
 def grpo(scores: np.ndarray, *, norm_by_std: bool = True) -> np.ndarray:

@@ -86,12 +86,16 @@ def old_logprobs_by_version(
 
 
 def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -> None:
-    """Writes the advantages of a batch of `groups`, whose log-probabilities, values and masks are there; and the
-    returns, where there is a critic."""
+    """Writes the advantages of a batch of `groups`, whose log-probabilities, values and masks are there, a teacher's
+    part in them; and the returns, where there is a critic."""
     policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
     batch.advantages, batch.returns = advantages.compute(
         groups, config.algorithm, policy, batch.ref_logprobs, batch.loss_masks, batch.values
     )
+    if batch.teacher_logprobs is not None:
+        batch.advantages = advantages.with_teacher(
+            batch.advantages, batch.samples, policy, batch.teacher_logprobs, config.algorithm.teacher.coef
+        )
 
 
 def prepared(
@@ -101,6 +105,7 @@ def prepared(
     logprobs: Callable[[TrainBatch, Literal["actor", "ref"]], list[np.ndarray]],
     phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
     values: Callable[[TrainBatch], list[np.ndarray]] | None = None,
+    teacher: Callable[[TrainBatch], list[np.ndarray]] | None = None,
 ) -> TrainBatch:
     """The batch of these groups, with all that gradients of update `step` need.
 
@@ -108,6 +113,7 @@ def prepared(
       logprobs: of the policy before the update, or of the reference; per sample float32 [T].
       phase: around the parts that take time, by their names.
       values: of the critic before the update, per sample float32 [T]; None: there is none.
+      teacher: log-probabilities under it, likewise.
     """
     batch = TrainBatch.of(groups)
     with phase("old_log_prob"):
@@ -116,6 +122,9 @@ def prepared(
     with phase("ref"):
         if config.needs_ref:
             batch.ref_logprobs = logprobs(batch, "ref")
+    if teacher is not None:
+        with phase("teacher"):
+            batch.teacher_logprobs = teacher(batch)
     if values is not None:
         with phase("values"):
             batch.values = values(batch)
@@ -151,6 +160,8 @@ def joined(groups: Sequence[Group], parts: Sequence[TrainBatch]) -> TrainBatch:
         ]
     if any(part.ref_logprobs is not None for part in parts):
         whole.ref_logprobs = [_there(part.ref_logprobs)[i] for part, i in found]
+    if any(part.teacher_logprobs is not None for part in parts):
+        whole.teacher_logprobs = [_there(part.teacher_logprobs)[i] for part, i in found]
     if any(part.loss_masks is not None for part in parts):
         whole.loss_masks = [
             np.ones(len(part.samples[i]), np.float32) if part.loss_masks is None else part.loss_masks[i]

@@ -34,12 +34,43 @@ Tree = Any
 A = TypeVar("A")
 
 
-class Learner:
-    """A model in training. One minibatch is any number of `accumulate` calls and one `apply`.
+class Runner:
+    """A model on a mesh that computes something of the tokens of batches.
 
     Attributes:
       programs: what runs, compiled for each shape of a microbatch.
       config, model_config, mesh: of the programs.
+    """
+
+    def __init__(self, programs: TrainPrograms, *, on_progress: Callable[[], None], meet: Meet) -> None:
+        self.programs, programs.meet = programs, meet
+        self.config, self.model_config, self.mesh = programs.config, programs.model_config, programs.mesh
+        self._passes = Passes(programs)
+        self._on_progress = on_progress
+        self._newest: jax.Array | None = None  # of the last microbatch that was handed to the devices
+
+    def _forward(self, params: Tree, batch: TrainBatch, kind: str) -> list[np.ndarray]:
+        """What a pass without gradients finds of every response token: per sample float32 [T_i]."""
+        return self._paced(self._passes.forward(params, batch, kind))
+
+    def _paced(self, work: Generator[jax.Array, None, A]) -> A:
+        """Runs to the end, one microbatch ahead: before the next one is handed over, the one before this one has
+        run. So progress is told when there is some, and the queue is not empty."""
+        while True:
+            try:
+                result = next(work)
+            except StopIteration as end:
+                return end.value
+            before, self._newest = self._newest, result
+            if before is not None:
+                before.block_until_ready()
+                self._on_progress()
+
+
+class Learner(Runner):
+    """A model in training. One minibatch is any number of `accumulate` calls and one `apply`.
+
+    Attributes:
       updates: calls of `apply` so far.
       skipped_updates: those of them that changed nothing because a gradient was not finite.
     """
@@ -60,17 +91,13 @@ class Learner:
           on_progress: called when a microbatch has run.
           meet: as in `CompiledPrograms`.
         """
-        self.programs, programs.meet = programs, meet
-        self.config, self.model_config, self.mesh = programs.config, programs.model_config, programs.mesh
+        super().__init__(programs, on_progress=on_progress, meet=meet)
         self.updates, self.skipped_updates = 0, 0
         self._name = programs.objective.name
         trained, frozen = programs.partition(params)
         self._trainable = placed(trained, programs.shardings, programs.dtypes)
         self._frozen = placed(frozen, programs.shardings, programs.dtypes, copy=False)
-        self._passes = Passes(programs)
-        self._on_progress = on_progress
         self._recompiles = 0  # as of the last update
-        self._newest: jax.Array | None = None  # of the last microbatch that was handed to the devices
         self._optimizer_state = self._rest(programs.to_run(("init", 0, 0))(self._trainable))
 
     @property
@@ -162,25 +189,6 @@ class Learner:
         self.updates = int(state["counters"]["updates"])
         self.skipped_updates = int(state["counters"]["skipped_updates"])
         self.discard()
-
-    # ------------------------------------------------------------------ the pace of the devices
-
-    def _forward(self, params: Tree, batch: TrainBatch, kind: str) -> list[np.ndarray]:
-        """What a pass without gradients finds of every response token: per sample float32 [T_i]."""
-        return self._paced(self._passes.forward(params, batch, kind))
-
-    def _paced(self, work: Generator[jax.Array, None, A]) -> A:
-        """Runs to the end, one microbatch ahead: before the next one is handed over, the one before this one has
-        run. So progress is told when there is some, and the queue is not empty."""
-        while True:
-            try:
-                result = next(work)
-            except StopIteration as end:
-                return end.value
-            before, self._newest = self._newest, result
-            if before is not None:
-                before.block_until_ready()
-                self._on_progress()
 
     # ------------------------------------------------------------------ placing things
 

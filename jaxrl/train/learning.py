@@ -44,12 +44,19 @@ class Critic(Protocol):
     def apply(self) -> dict[str, float]: ...
 
 
+class Teacher(Protocol):
+    """`jaxrl.train.teacher.Teacher`."""
+
+    def token_logprobs(self, batch: TrainBatch) -> list[np.ndarray]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What learns: the policy, and a critic where the advantages need one."""
+    """What learns: the policy, and a critic where the advantages need one; and a teacher that does not."""
 
     policy: Trainer
     critic: Critic | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class UpdateResult:
             for name in updates[-1]:
                 total = np.sum if name.partition("/")[2] in _COUNTED else np.mean
                 measured[name] = float(total([update[name] for update in updates]))
-        return measured | critic_metrics(self.batch)
+        return measured | critic_metrics(self.batch) | teacher_metrics(self.batch)
 
     def skipped(self) -> dict[str, tuple[int, int]]:
         """By model: its updates, and those of them that changed nothing. A simulated one tells of none."""
@@ -82,18 +89,29 @@ def critic_metrics(batch: TrainBatch) -> dict[str, float]:
     the tokens that are learnt from; nothing where there is no critic or no token."""
     if batch.values is None or batch.returns is None:
         return {}
-    masks = [np.ones(len(sample), bool) for sample in batch.samples]
-    if batch.loss_masks is not None:
-        masks = [np.asarray(mask) > 0 for mask in batch.loss_masks]
-    values, returns = (
-        np.concatenate([own[mask] for own, mask in zip(each, masks, strict=True)]).astype(np.float64)
-        for each in (batch.values, batch.returns)
-    )
+    values, returns = (_learnt(batch, each) for each in (batch.values, batch.returns))
     measured = numbers.spread("critic/values", values) | numbers.spread("critic/returns", returns)
     if values.size > 1:
         unexplained = (returns - values).var(ddof=1) / (returns.var(ddof=1) + _VARIANCE_EPS)
         measured["critic/vf_explained_var"] = float(1 - unexplained)
     return measured
+
+
+def teacher_metrics(batch: TrainBatch) -> dict[str, float]:
+    """`actor/teacher_kl`: the mean of log π_old - log π_teacher over the tokens that are learnt from; nothing where
+    there is no teacher or no token."""
+    if batch.teacher_logprobs is None:
+        return {}
+    ours = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
+    gap = _learnt(batch, ours) - _learnt(batch, batch.teacher_logprobs)
+    return {"actor/teacher_kl": float(gap.mean())} if gap.size else {}
+
+
+def _learnt(batch: TrainBatch, values: Sequence[np.ndarray]) -> np.ndarray:
+    """The values at all tokens of a batch that are learnt from, as float64."""
+    if batch.loss_masks is not None:
+        values = [own[np.asarray(mask) > 0] for own, mask in zip(values, batch.loss_masks, strict=True)]
+    return np.concatenate(values).astype(np.float64)
 
 
 def learn(
@@ -117,7 +135,8 @@ def learn(
     taken = {prompt.key for part in parts for prompt in part.prompts}
     others = [group for group in groups if group.prompt.key not in taken]
     values = None if critic is None else critic.token_values
-    rest = batch_preparation.prepared(config, others, step, trainer.token_logprobs, phase, values)
+    teacher = None if models.teacher is None else models.teacher.token_logprobs
+    rest = batch_preparation.prepared(config, others, step, trainer.token_logprobs, phase, values, teacher)
     batch = batch_preparation.joined(groups, [*parts, rest]) if parts else rest
     updates: dict[str, list[dict[str, float]]] = {}
     if critic is not None:

@@ -15,7 +15,8 @@ gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.
   full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
 
 A critic's weights and its optimizer's moments are always there as well. Its updates need nothing beside those of the
-actor, which come after them: they have the same layers and tokens, and neither vocabulary head nor logits.
+actor, which come after them: they have the same layers and tokens, and neither vocabulary head nor logits. A teacher's
+weights are always there, but for layers in the host's memory; its pass comes before the first gradient.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jaxrl.config import Config, OptimSection
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import adapters_alone, is_adapter
+from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
 from jaxrl.schema.devices import mesh_factors
 from jaxrl.schema.limits import BYTES
@@ -35,6 +37,7 @@ from jaxrl.sharding.rules import TENSOR_DIMS
 from jaxrl.train.critic import critic_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
 from jaxrl.train.packing import Shape, microbatch_shapes
+from jaxrl.train.teacher import teacher_config, teacher_model
 
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
@@ -116,6 +119,13 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
     if config.needs_ref and model_config.lora is None:
         numbers = device_numbers(model_config, num_devices, config.hosts.num)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
+    if config.has_teacher:
+        teacher, own = config.algorithm.teacher, teacher_model(config)
+        weights = own.weights()
+        kept = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
+        here = leaves(kept if teacher.offload else weights)
+        total = sum(_shard_numbers(weight, num_devices, config.hosts.num) for weight in here)
+        parts["teacher: weights"] = total * BYTES[teacher.dtype]
     return parts
 
 
@@ -173,7 +183,8 @@ def update_phases(
     config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
 ) -> dict[str, dict[str, int]]:
     """What lives in each phase of a microbatch: while the head's gradient is made, in the backward pass of the layers,
-    and while the embedding's gradient is made; and in the optimizer's update."""
+    and while the embedding's gradient is made; in the optimizer's update; and, where there is one, in the pass of the
+    teacher."""
     m, actor = model_config, config.actor
     num_hosts, size, wide = config.hosts.num, BYTES[actor.param_dtype], BYTES[actor.dtype]
     numbers, trains_all = trained_numbers(m, num_devices, num_hosts), m.lora is None
@@ -201,7 +212,8 @@ def update_phases(
     )
     own = {"gradients of a microbatch": numbers * size - apart}
     table = (vocabulary if m.tie_word_embeddings else 0) + 2 * tokens * m.hidden_size
-    return {
+    phases = {"teacher": _teacher_phase(config, num_devices, platform, chunk)} if config.has_teacher else {}
+    return phases | {
         "head": total
         | activations
         | {
@@ -223,6 +235,20 @@ def update_phases(
         "optimizer": total
         | ({f"{state}, from the host": state_numbers * size} if actor.offload_optimizer else {})
         | ({"orthogonalised matrices (estimate)": _muon_working(m, num_devices, num_hosts) * size} if muon else {}),
+    }
+
+
+def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) -> dict[str, int]:
+    """The teacher's pass, in which nothing of the update is there yet."""
+    m, own = teacher_model(config), teacher_config(config)
+    wide, tokens = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform).tokens
+    table = m.vocab_size * m.hidden_size
+    layer = sum(math.prod(weight.layer_shape) for weight in m.weights()["layers"].values()) * wide
+    return {
+        "teacher: one layer at work (estimate)": int(tokens * _layer_bytes(m, "full", platform, wide)[1])
+        + layer * (2 if config.algorithm.teacher.offload else 1),
+        "teacher: vocabulary": table * (1 if m.tie_word_embeddings else 2) * wide,
+        "teacher: logits of a chunk": min(chunk, tokens) * m.vocab_size * max(wide, 4),
     }
 
 

@@ -21,8 +21,9 @@ from host_runs import RULES, SMALL, HostRun, assert_same_run, lines
 from runs import PATIENCE_S, WIDE, Runs, end, num_steps, state_of, wait_for_steps
 from worlds import free_port
 
-CRITIC = {
-    "critic": ("algorithm.adv_estimator=gae", "critic={optim: {lr: 0.01}, ppo_epochs: 2}", "trainer.critic_warmup=1")
+MODELS = {
+    "critic": ("algorithm.adv_estimator=gae", "critic={optim: {lr: 0.01}, ppo_epochs: 2}", "trainer.critic_warmup=1"),
+    "teacher": ("algorithm.teacher={path: 'random:MODEL', dtype: float64}",),
 }
 ADAPTIVE = (
     "rollout.layout.planner=true",
@@ -104,9 +105,10 @@ def test_two_processes_stop_where_one_process_ends(tmp_path: Path, tiny_model: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "num"), [*((rule, 2) for rule in RULES | CRITIC), ("partial rollout", 4)])
+@pytest.mark.parametrize(("rule", "num"), [*((rule, 2) for rule in RULES | MODELS), ("partial rollout", 4)])
 def test_processes_end_as_one(tmp_path: Path, tiny_model: Path, rule: str, num: int):
-    runs, options = Runs(tmp_path, tiny_model), (*SMALL, *(RULES | CRITIC)[rule])
+    own = (option.replace("MODEL", str(tiny_model)) for option in (RULES | MODELS)[rule])
+    runs, options = Runs(tmp_path, tiny_model), (*SMALL, *own)
     runs.finish(tmp_path / "several", *WIDE, *several(num, 2), *options)
     assert_same_run(tmp_path / "several", one(runs, "one", num, 2, options))
 

@@ -188,7 +188,7 @@ def test_what_is_refused():
 def test_every_estimator_compares_samples_or_takes_a_single_one():
     for name in get_args(AdvantageEstimator):
         if name not in GROUP_RELATIVE:
-            build({"rollout.n": 1, "algorithm.adv_estimator": name})
+            build({"rollout.n": 1, "algorithm": {"adv_estimator": name, "teacher": {"path": "t"}}})
     assert set(get_args(AdvantageEstimator)) > GROUP_RELATIVE
 
 

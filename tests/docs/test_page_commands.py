@@ -187,6 +187,7 @@ RULES = (
     Rule(r"jaxrl train .*(calculator|frozen_lake|guessing|python|search|wordle).yaml", TURNS, slow=True),
     Rule(r"jaxrl train .*judge", SMALL | JUDGE, slow=True),
     Rule(r"jaxrl train .*mixed_domains", SMALL | MIXED, slow=True),
+    Rule(r"jaxrl train .*distillation", SMALL | {"algorithm.teacher.path": "random:tiny"}, slow=True),
     Rule(r"jaxrl train .*algorithms/", SMALL | ALGORITHM, more=("out/reward.py",), slow=True),
     Rule(r"jaxrl train .*(chain_sum.yaml trainer.run_dir=runs/a|quickstart|tail_batching)", SMALL, begins=True),
     Rule(r"jaxrl train", SMALL, slow=True),

@@ -92,7 +92,8 @@ def test_what_the_stream_trainer_goes_with():
     names = set(get_args(AdvantageEstimator))
     for name in names - NEEDS_WHOLE_BATCH:
         of_turns = {"kind": "tools", "path": "calculator"}  # which one of them needs
-        assert composition_problem(streaming(algorithm__adv_estimator=name, environment=of_turns)) is None
+        algorithm = {"adv_estimator": name, "teacher": {"path": "t"}}  # which another one needs
+        assert composition_problem(streaming(algorithm=algorithm, environment=of_turns)) is None
     for rule in ("tail_batching", "partial_rollout", "over_provisioning"):
         for off, filtering in product((False, True), (False, True)):
             options = {f"rollout__{rule}": ON, "trainer__one_step_off": off}

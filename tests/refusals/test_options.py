@@ -98,8 +98,8 @@ NAMES = {
     "rollout.N=4": "unknown option rollout.N: did you mean rollout.n?",
     "simulate.tasks=[{wieght: 1}]": "unknown option simulate.tasks[0].wieght: did you mean simulate.tasks[0].weight?",
     "algorithm.adv_estimator=gpro": (
-        "algorithm.adv_estimator must be one of grpo, dr_grpo, grpo_turns, rloo, reinforce_plus_plus, gae, gdpo, found "
-        "'gpro'; did you mean grpo?"
+        "algorithm.adv_estimator must be one of grpo, dr_grpo, grpo_turns, rloo, reinforce_plus_plus, gae, gdpo, none, "
+        "found 'gpro'; did you mean grpo?"
     ),
     "rollout.num_generations=8": "unknown option rollout.num_generations: here it is rollout.n",
     "actor.remat=true": "actor.remat must be one of auto, none, dots, full, found True",

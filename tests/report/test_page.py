@@ -83,6 +83,7 @@ def fake_metrics(
         "actor/entropy": 1.1 - 0.6 * progress + 0.03 * float(rng.normal()),
         "actor/ppo_kl": 2e-4 * float(rng.normal()),
         "actor/kl_loss": 4e-3 * progress,
+        "actor/teacher_kl": 2.0 - progress,
         "actor/grad_norm": math.nan if step == 50 else 0.4 + 0.1 * float(rng.random()),
         "actor/pg_clipfrac": 0.01 * progress,
         "actor/lr": 1e-5,
@@ -179,7 +180,7 @@ def plain(tmp_path_factory):
 
 def test_a_whole_run(plain):
     text = plain
-    assert text.count("<svg") == 21
+    assert text.count("<svg") == 22
     assert "not recorded" not in text
     assert "smollm2-arithmetic" in text
     assert "120 of 150" in text

@@ -26,10 +26,11 @@ def build(parts: RunParts) -> StreamSession | None:
         return None
     assert isinstance(parts.engines, LocalWorkers), "gradients beside the rollout move requests between workers"
     streams = {
-        freed: TrainStream(trainer, Half(trainer.mesh, index))
+        freed: TrainStream(trainer, Half(trainer.mesh, index), parts.teacher)
         for index, freed in enumerate(halves(len(parts.engines.engines)))
     }
     parts.update_programs += [stream.programs for stream in streams.values()]
+    parts.update_programs += [each for stream in streams.values() if (each := stream.teacher_programs) is not None]
     pace = pace_of(options.pace, platform_of(trainer.mesh.devices.flat[0]))
     given = options, parts.engines, streams, parts.workers.release_some, pace, parts.journal, parts.timeline
     session = StreamSession(*given, by=_moves(parts))

@@ -35,6 +35,11 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             f"{option} excludes rollout.num_devices ({own}): update and rollout have devices of their own there, and "
             "run side by side already"
         )
+    if config.has_teacher and config.algorithm.teacher.offload:
+        return (
+            f"{option} excludes algorithm.teacher.offload: the teacher's layers lie in the host's memory as all "
+            "devices share them, and half of them cannot read them so"
+        )
     if config.rollout.max_active_requests:
         return (
             f"{option} excludes rollout.max_active_requests ({config.rollout.max_active_requests} samples): workers "

@@ -10,13 +10,14 @@ Departures:
 - The paper scales each replica's mean by n_i / N. Here nothing is divided before the update, so there is nothing to
   scale.
 - Gradients wait on the devices, not in host memory: the next microbatch adds to them.
-- Reference log-probabilities: the paper leaves open how weights are swapped. Here both sets of weights lie in host
-  memory and one of them on the devices, for as long as the stream is open; without a reference there is no copy in host
-  memory.
+- Reference log-probabilities: the paper leaves open how weights are swapped. Here all sets of weights lie in host
+  memory and one of them on the devices, for as long as the stream is open; a teacher's are one more. Without either
+  there is no copy in host memory.
 
 Memory on a device of the half, besides what the trainer keeps there: its share of the weights (twice the trainer's
-own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`), as many bytes of sums, the gradients of a
-microbatch, and what a microbatch of the trainer takes. The other devices hold nothing for it until `close`.
+own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`, and a teacher's), as many bytes of sums, the
+gradients of a microbatch, and what a microbatch of the trainer takes. The other devices hold nothing for it until
+`close`.
 
 A stream never waits for its devices unless it is told to (`finish`, `close`): `poll` hands over what there is room for.
 
@@ -38,12 +39,13 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.microbatches import Passes
-from jaxrl.train.programs import Accumulator, TrainPrograms
+from jaxrl.train.programs import Accumulator
 from jaxrl.train.step import Trainer
+from jaxrl.train.teacher import Teacher, TeacherPrograms
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any
-Which = Literal["actor", "ref"]
+Which = Literal["actor", "ref", "teacher"]
 Work = Generator[jax.Array, None, None]
 """Yields what was handed to the devices."""
 
@@ -66,11 +68,11 @@ class TrainStream:
         trainer.apply()
 
     Attributes:
-      half: the devices. programs: what runs there.
+      half: the devices. programs: what runs there; teacher_programs: of a teacher, if there is one.
       given: keys of the prompts that were given since `open`, as they were given together.
     """
 
-    def __init__(self, trainer: Trainer, half: Half) -> None:
+    def __init__(self, trainer: Trainer, half: Half, teacher: Teacher | None = None) -> None:
         """Raises ValueError where the half is not one of the trainer's devices."""
         if half.whole != trainer.mesh:
             raise ValueError(
@@ -82,6 +84,10 @@ class TrainStream:
         self.given: list[list[tuple[int, int]]] = []
         self._trainer = trainer
         self._passes = Passes(self.programs)
+        self.teacher_programs: TeacherPrograms | None = None
+        self._teacher = teacher
+        if teacher is not None:
+            self.teacher_programs = teacher.programs.without_updates(half.mesh)
         self._weights: _Weights | None = None
         self._work: Work | None = None
         self._running: deque[Any] = deque()  # arrays, of which the oldest is there first
@@ -97,7 +103,11 @@ class TrainStream:
         """Copies the trainer's weights, and the reference's, to the half. Nothing is waited for but copies."""
         assert not self.is_open, "the stream is open already"
         with _failures():
-            self._weights = _Weights(self.half, self.programs, self._trainer.params, self._trainer.ref_params)
+            has_base = self.programs.model_config.lora is not None
+            others = {"ref": (None if has_base else self._trainer.ref_params, self.programs.shardings)}
+            if self._teacher is not None and self.teacher_programs is not None:
+                others["teacher"] = self._teacher.params, self.teacher_programs.shardings
+            self._weights = _Weights(self.half, self._trainer.params, self.programs.shardings, others)
 
     def give(self, groups: Sequence[Group], step: int) -> None:
         """Begins the gradients of scored groups that will be in the batch of update `step`, in this order; nothing
@@ -169,6 +179,10 @@ class TrainStream:
         batch.old_logprobs = batch_preparation.old_logprobs(config, batch, step, current)
         if config.needs_ref:
             batch.ref_logprobs = yield from self._logprobs(weights, batch, "ref")
+        if self.teacher_programs is not None:
+            assert self._teacher is not None, "its programs are there"
+            passes, read = Passes(self.teacher_programs), self._teacher.read(batch)
+            batch.teacher_logprobs = yield from passes.forward(weights.on_device("teacher"), read, "ref_logprobs")
         batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
         batch_preparation.set_advantages(config, groups, batch)
         self._ahead = AHEAD
@@ -177,7 +191,7 @@ class TrainStream:
         self._batches.append(batch)
 
     def _logprobs(
-        self, weights: _Weights, batch: TrainBatch, which: Which
+        self, weights: _Weights, batch: TrainBatch, which: Literal["actor", "ref"]
     ) -> Generator[jax.Array, None, list[np.ndarray]]:
         kind = "logprobs" if which == "actor" else "ref_logprobs"
         return (yield from self._passes.forward(weights.on_device(which), batch, kind))
@@ -193,27 +207,28 @@ class TrainStream:
 
 
 class _Weights:
-    """The trainer's weights on the half, and in turns with them the reference's; with adapters their base is that."""
+    """The trainer's weights on the half, and in turns with them others: each with its shardings there. A reference that
+    is not among them is the base of adapters."""
 
-    def __init__(self, half: Half, programs: TrainPrograms, actor: Tree, ref: Tree | None) -> None:
-        self._shardings = programs.shardings
-        self._has_adapters = programs.model_config.lora is not None
-        ref = None if self._has_adapters else ref
+    def __init__(self, half: Half, actor: Tree, shardings: Tree, others: dict[str, tuple[Tree | None, Tree]]) -> None:
+        self._shardings: dict[str, Tree] = {"actor": shardings}
         self._in_host: dict[str, Tree] = {}
         self._resident: Which = "actor"
-        if ref is not None:
-            self._in_host["ref"] = self._to_host(half.lend(ref, self._shardings))
-        self._on_device = half.lend(actor, self._shardings)
-        if ref is not None:
-            self._in_host["actor"] = self._to_host(self._on_device, keep=True)
+        for name, (params, own) in others.items():
+            if params is not None:
+                self._shardings[name] = own
+                self._in_host[name] = self._to_host(half.lend(params, own), own)
+        self._on_device = half.lend(actor, shardings)
+        if self._in_host:
+            self._in_host["actor"] = self._to_host(self._on_device, shardings, keep=True)
 
     def on_device(self, which: Which) -> Tree:
         """Those weights, in place of the others."""
-        if self._has_adapters:
-            return self._on_device if which == "actor" else without_adapters(self._on_device)
+        if which not in self._shardings:
+            return without_adapters(self.on_device("actor"))
         if which != self._resident:
             _delete(self._on_device)
-            self._on_device = jax.device_put(self._in_host[which], self._shardings)
+            self._on_device = jax.device_put(self._in_host[which], self._shardings[which])
             self._resident = which
         return self._on_device
 
@@ -222,8 +237,8 @@ class _Weights:
         for tree in (self._on_device, *self._in_host.values()):
             _delete(tree)
 
-    def _to_host(self, tree: Tree, keep: bool = False) -> Tree:
-        places = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), self._shardings)
+    def _to_host(self, tree: Tree, shardings: Tree, keep: bool = False) -> Tree:
+        places = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
         copied = jax.device_put(tree, places)
         if not keep:
             jax.block_until_ready(copied)  # before the devices get the other weights

@@ -5,14 +5,17 @@ from __future__ import annotations
 from jaxrl.config import Config
 from jaxrl.mechanisms.room import FreedMemory
 from jaxrl.models.config import ModelConfig
-from jaxrl.train.update_memory import device_bytes, update_phases
+from jaxrl.schema.limits import BYTES
+from jaxrl.train.teacher import teacher_model
+from jaxrl.train.update_memory import device_bytes, device_numbers, update_phases
 
 
 def freed_memory(
     config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
 ) -> FreedMemory | None:
     """Half of the devices have a share of the weights that is twice the trainer's, and what an update there would add,
-    but for the optimizer. The reference's weights come in turns with the others. None: the stream trainer is off.
+    but for the optimizer. The reference's weights, and a teacher's, come in turns with the others. None: the stream
+    trainer is off.
 
     Args:
       num_devices: of the trainer. Others as in `update_phases`.
@@ -21,6 +24,9 @@ def freed_memory(
         return None
     half = num_devices // 2
     weights = device_bytes(config, model, half)
+    if config.has_teacher:
+        own = device_numbers(teacher_model(config), half) * BYTES[config.algorithm.teacher.dtype]
+        weights = max(weights, own)
     phases = update_phases(config, model, half, platform, remat, chunk)
     most = max((phases[name] for name in ("head", "layers", "embedding")), key=lambda parts: sum(parts.values()))
     return FreedMemory(

@@ -1,0 +1,80 @@
+"""Options of a teacher: a model whose log-probabilities of the sampled tokens are learnt (`algorithm.teacher`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from jaxrl.schema.declared import Checked, Names, shown
+from jaxrl.schema.limits import MAX_LENGTH, FloatType
+
+
+@dataclass(frozen=True)
+class TeacherSection(Checked):
+    """On-policy distillation: each sampled token's advantage has what a teacher thinks of it."""
+
+    path: Annotated[
+        str, Names("folder"), "The teacher, as model.path; it must have the policy's tokenizer; empty: there is none."
+    ] = ""
+    coef: Annotated[
+        float,
+        Ge(0),
+        "Weight of the KL to the teacher: a token's advantage loses so many times log π_old - log π_teacher.",
+    ] = 1.0
+    dtype: Annotated[FloatType, "Type of its weights and of its forward pass."] = "float32"
+    offload: Annotated[
+        bool, "Keep its layers in the host's memory, from where each comes while the one before computes."
+    ] = False
+    context_key: Annotated[
+        str, "Column of what the teacher is told besides, such as a solution, or data.answer_key; empty: nothing."
+    ] = ""
+    context_template: Annotated[
+        str, "The question as the teacher reads it, with `{context}` and `{question}` where those go."
+    ] = "{question}\n\n{context}"
+    max_context_length: Annotated[
+        int, Ge(1), MAX_LENGTH, "Tokens by which the teacher's prompt may be longer than data.max_prompt_length."
+    ] = 512
+
+    def problem(self, config: Any) -> str | None:
+        if config.algorithm.adv_estimator == "none" and not self.path:
+            return (
+                "algorithm.adv_estimator=none needs algorithm.teacher.path: no reward is learnt from, so nothing but a "
+                "teacher says what to learn"
+            )
+        if config.algorithm.adv_estimator == "none" and config.algorithm.use_kl_in_reward:
+            return (
+                "algorithm.use_kl_in_reward and algorithm.adv_estimator=none exclude each other: no reward is learnt "
+                "from; use actor.use_kl_loss"
+            )
+        if not self.path or not self.context_key:
+            return None
+        if missing := [field for field in ("{context}", "{question}") if field not in self.context_template]:
+            return f"algorithm.teacher.context_template must contain {missing[0]}, found {shown(self.context_template)}"
+        longest, budget = config.max_model_length + self.max_context_length, config.actor.ppo_max_token_len_per_gpu
+        if budget < longest:
+            return (
+                f"actor.ppo_max_token_len_per_gpu ({budget} tokens) must hold the teacher's longest sequence: "
+                f"data.max_prompt_length + data.max_response_length + algorithm.teacher.max_context_length = {longest} "
+                "tokens"
+            )
+        return None
+
+    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
+        if self.path and self.offload:
+            return (
+                "algorithm.teacher.offload",
+                "a host reads a layer as a whole, and keeps only its own part of it; leave it off, and the weights are "
+                "split over the devices of all hosts",
+            )
+        return None
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        if not self.path:
+            names = frozenset({"coef", "dtype", "offload", "context_key"})
+            yield names, "algorithm.teacher.path is empty"
+        if not self.path or not self.context_key:
+            names = frozenset({"context_template", "max_context_length"})
+            yield names, "algorithm.teacher.context_key is empty"

@@ -1,0 +1,154 @@
+"""The teacher of on-policy distillation: a frozen model that says how likely it finds the policy's tokens.
+
+Purpose: `Teacher.token_logprobs`, which `jaxrl.train.batch_preparation` asks for each batch. A token's advantage then
+loses `algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; nothing of it has a
+gradient (`jaxrl.train.advantages.with_teacher`).
+
+Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the reverse KL; Lu and Thinking Machines
+2025, "On-Policy Distillation", with the KL of each sampled token as its advantage; where the teacher is told more than
+the policy (`context_key`), context distillation (Snell et al. 2022, arXiv:2209.15189). Departure: log-probabilities are
+at the rollout's temperature, as all others here.
+
+It is packed, sharded and chunked as a reference model is. With `offload` the layers' matrices lie in the host's memory
+(`jaxrl.models.streaming` does the same for the rollout's form), and the scan over layers brings them to the devices one
+by one: of the model they hold what is outside the layers, and norms and biases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl.config import Config
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.models.streaming import HOST, STREAMED
+from jaxrl.sharding.compiled import Meet, alone
+from jaxrl.train.learner import Runner
+from jaxrl.train.programs import TrainPrograms
+from jaxrl.types import Prompt, TrainBatch
+
+Tree = Any
+
+
+class TeacherPrograms(TrainPrograms):
+    """Log-probabilities of a model that is never trained: the programs of a reference, for another model.
+
+    Attributes:
+      places: where its weights lie: shardings, of the streamed ones in the host's memory.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh) -> None:
+        super().__init__(teacher_config(config), model_config, mesh, updates=False)
+        self._of_run = config
+        self.places = self.shardings
+        if config.algorithm.teacher.offload:
+            layers: dict[str, NamedSharding] = self.shardings["layers"]
+            self.places = self.shardings | {
+                "layers": {
+                    name: sharding.with_memory_kind(HOST) if name in STREAMED else sharding
+                    for name, sharding in layers.items()
+                }
+            }
+
+    def without_updates(self, mesh: Mesh) -> TeacherPrograms:
+        return TeacherPrograms(self._of_run, self.model_config, mesh)
+
+    def shapes(self) -> list[tuple[str, int, int]]:
+        return [("ref_logprobs", shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+
+    def _abstract_ref(self) -> Tree:
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            super()._abstract_ref(),
+            self.places,
+        )
+
+    def _gather_layer(self, layer: Tree) -> Tree:
+        if self.config.algorithm.teacher.offload:
+            here = jax.memory.Space.Device
+            layer = {name: jax.device_put(w, here) if name in STREAMED else w for name, w in layer.items()}
+        return super()._gather_layer(layer)
+
+
+class Teacher(Runner):
+    """Holds a teacher's weights.
+
+    Example::
+
+        teacher = Teacher(TeacherPrograms(config, model_config, mesh), params)
+        batch.teacher_logprobs = teacher.token_logprobs(batch)
+
+    Attributes:
+      params: its weights, at `programs.places`.
+      prompt_of: the prompt that it reads in place of the policy's.
+    """
+
+    programs: TeacherPrograms
+
+    def __init__(
+        self,
+        programs: TeacherPrograms,
+        params: Tree,
+        *,
+        prompt_of: Callable[[Prompt], Prompt] = lambda prompt: prompt,
+        on_progress: Callable[[], None] = lambda: None,
+        meet: Meet = alone,
+    ) -> None:
+        """`params`: in training form and in the dtype that is computed in, at `programs.places`."""
+        super().__init__(programs, on_progress=on_progress, meet=lambda name: meet(f"the teacher's {name}"))
+        self.params, self.prompt_of = params, prompt_of
+
+    def token_logprobs(self, batch: TrainBatch) -> list[np.ndarray]:
+        """Log-probability of every response token under the temperature-scaled teacher: per sample float32 [T_i]."""
+        return self._forward(self.params, self.read(batch), "ref_logprobs")
+
+    def read(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as the teacher reads it: its own prompts before the policy's responses."""
+        once = {id(prompt): prompt for prompt in batch.prompts}  # a group has one
+        own = {name: self.prompt_of(prompt) for name, prompt in once.items()}
+        return dataclasses.replace(batch, prompts=[own[id(prompt)] for prompt in batch.prompts])
+
+
+def teacher_model(config: Config) -> ModelConfig:
+    """What `algorithm.teacher.path` names; its config alone is read. Raises ValueError where that cannot be."""
+    option = "algorithm.teacher.path"
+    return config_of(resolve_path(config.algorithm.teacher.path, option), option)
+
+
+def teacher_config(config: Config) -> Config:
+    """The configuration of a run as a teacher's programs take it: its dtype in place of the actor's, and its longer
+    prompts."""
+    teacher, data = config.algorithm.teacher, config.data
+    if teacher.context_key:
+        data = dataclasses.replace(data, max_prompt_length=data.max_prompt_length + teacher.max_context_length)
+    dtype = teacher.dtype
+    actor = dataclasses.replace(config.actor, dtype=dtype, param_dtype="float64" if dtype == "float64" else "float32")
+    return dataclasses.replace(config, actor=actor, data=data)
+
+
+def offloaded(programs: TeacherPrograms, outer: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> Tree:
+    """Weights in training form at the places of programs with `offload`.
+
+    Args:
+      outer, layers: on the programs' mesh, in the dtype that is computed in, layer by layer
+        (`jaxrl.models.loading.load_layerwise`). Each layer is gone from the devices when the next one comes.
+    """
+    stacked: dict[str, np.ndarray] = {}
+    dtype, table = programs.config.actor.dtype, programs.model_config.weights()["layers"]
+    for i, layer in enumerate(layers):
+        for name, x in layer.items():
+            if name not in stacked:
+                stacked[name] = np.empty(table[name].shape, dtype)
+            stacked[name][i] = np.asarray(x)[0]
+    places = programs.places["layers"]
+    found = {}
+    for name in list(stacked):
+        whole = stacked.pop(name)
+        found[name] = jax.make_array_from_callback(whole.shape, places[name], whole.__getitem__)
+    return {**outer, "layers": found}

@@ -1,0 +1,252 @@
+"""A teacher: its log-probabilities against a plain float64 pass, resident and streamed, and what they do to
+advantages."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import TRAINED
+from tiny import write_tiny_model
+from trainer_fixtures import group_of, padded, weights_of, whole_hidden
+
+from jaxrl.config import AlgorithmSection, Config, ConfigError, from_mapping
+from jaxrl.data.problems import Problem
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.streaming import STREAMED
+from jaxrl.runtime.build import read_tokenizer_and_model
+from jaxrl.runtime.teacher import read_teacher, refuse_context, with_context
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.train import batch_preparation
+from jaxrl.train.learning import teacher_metrics
+from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded
+from jaxrl.train.update_memory import resident_parts, update_phases
+from jaxrl.types import ENVIRONMENT, Prompt, TrainBatch
+
+MODEL = dataclasses.replace(
+    TRAINED, num_layers=3, hidden_size=24, num_heads=3, num_kv_heads=1, vocab_size=TRAINED.vocab_size + 8
+)
+TEMPERATURE = 0.8
+
+
+def whole_logprobs(params: Any, batch: Any, model: ModelConfig) -> jax.Array:
+    logits = decoder.logits(params, whole_hidden(params, batch, model), model) / TEMPERATURE
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(log_p[:, :-1], jnp.asarray(batch.tokens)[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(chosen, ((0, 0), (1, 0)))
+
+
+def teacher_of(config: Config, devices: int) -> Teacher:
+    programs = TeacherPrograms(config, MODEL, make_mesh(jax.devices()[:devices]))
+    programs.microbatches = programs.microbatches[-1:]
+    dtype = config.algorithm.teacher.dtype
+    params = jax.tree.map(
+        lambda x, place: jax.device_put(np.asarray(x, dtype), place), weights_of(MODEL, dtype), programs.shardings
+    )
+    if not config.algorithm.teacher.offload:
+        return Teacher(programs, params)
+    layers = params.pop("layers")
+    each = ({name: x[i : i + 1] for name, x in layers.items()} for i in range(MODEL.num_layers))
+    return Teacher(programs, offloaded(programs, params, each))
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_log_probabilities(x64, devices, make_config, make_batch):
+    """Those of a model of other sizes, whose vocabulary is padded further; streamed layer by layer they are the same
+    to the bit."""
+    section = {"path": "unused", "dtype": "float64", "offload": True}
+    config = make_config(algorithm__teacher=section, rollout__temperature=TEMPERATURE)
+    teacher, batch = teacher_of(config, devices), make_batch()
+    params = jax.tree.map(np.asarray, weights_of(MODEL, "float64"))
+    expected = np.asarray(jax.jit(partial(whole_logprobs, model=MODEL))(params, padded(batch)))
+    found = teacher.token_logprobs(batch)
+    for i, values in enumerate(found):
+        start = len(batch.prompts[i].token_ids)
+        assert values.dtype == np.float32
+        np.testing.assert_allclose(values, expected[i, start : start + len(values)], rtol=1e-6)
+    kinds = {name: x.sharding.memory_kind for name, x in teacher.params["layers"].items()}
+    host = {name for name, kind in kinds.items() if kind == "pinned_host"}
+    assert host == STREAMED & kinds.keys()
+    assert {kind for kind, *_ in teacher.programs.shapes()} == {"ref_logprobs"}
+    config = make_config(algorithm__teacher=section | {"offload": False}, rollout__temperature=TEMPERATURE)
+    resident = teacher_of(config, devices)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(resident.params)} == {
+        jax.devices()[0].default_memory().kind
+    }
+    for ours, theirs in zip(found, resident.token_logprobs(batch), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_teacher_that_is_told_more(x64, make_config, make_batch):
+    """The responses are the policy's, and stand behind the teacher's own prompts, which may be longer than any of the
+    policy's."""
+    section = {"path": "unused", "dtype": "float64", "context_key": "hint", "max_context_length": 20}
+    config = make_config(algorithm__teacher=section, rollout__temperature=TEMPERATURE)
+    batch = make_batch(same=True, longest=12)
+    told = {prompt.key: (7, 8, 9, *[11] * 15, *prompt.token_ids) for prompt in batch.prompts}
+    teacher = teacher_of(config, 1)
+    teacher.prompt_of = lambda prompt: dataclasses.replace(prompt, token_ids=told[prompt.key])
+    assert max(map(len, told.values())) > config.data.max_prompt_length
+    other = dataclasses.replace(batch, prompts=[teacher.prompt_of(prompt) for prompt in batch.prompts])
+    params = jax.tree.map(np.asarray, weights_of(MODEL, "float64"))
+    expected = np.asarray(jax.jit(partial(whole_logprobs, model=MODEL))(params, padded(other)))
+    for i, values in enumerate(teacher.token_logprobs(batch)):
+        start = len(other.prompts[i].token_ids)
+        np.testing.assert_allclose(values, expected[i, start : start + len(values)], rtol=1e-6)
+
+
+def test_what_a_teacher_is_told(tmp_path: Path):
+    tokenizer = Tokenizer.from_path(write_tiny_model(tmp_path))
+    section = {"path": "t", "context_key": "solution", "context_template": "{context} ({context}): {question}"}
+
+    def config_of(**options: Any) -> Config:
+        algorithm = {"teacher": section | options}
+        return from_mapping({"model": {"path": "x"}, "data": {"max_prompt_length": 40}, "algorithm": algorithm})
+
+    def told(config: Config, question: str = "1+1") -> str:
+        text = f"<|im_start|>user\n1+1? {question}<|im_end|>\n"
+        extra = {"solution": "{question}"}
+        prompt = Prompt(0, 3, (1, 2), text, "sums", extra=extra, question=question)
+        found = with_context(prompt, config, tokenizer)
+        assert found.token_ids[0] == 1, "the chat template's own, and no other"
+        return tokenizer.decode(found.token_ids, skip_special_tokens=False)
+
+    assert told(config_of()) == "<|im_start|>user\n1+1? {question} ({question}): 1+1<|im_end|>\n"
+    with pytest.raises(
+        ValueError, match=r"prompt 3 \(sums\): the teacher's prompt has \d+ tokens, more than .* \(41\)"
+    ):
+        told(config_of(max_context_length=1), "123456789")
+    with pytest.raises(ValueError, match="its question does not stand in the prompt as it is"):
+        with_context(Prompt(0, 3, (1,), "rewritten", "sums", question="1+1"), config_of(), tokenizer)
+    plain = from_mapping({"model": {"path": "x"}})
+    prompt = Prompt(0, 0, (1,), "1+1", "sums")
+    assert with_context(prompt, plain, tokenizer) is prompt
+    row = Problem(0, "train.jsonl, line 1", (), None, "sums", {"solution": 3})
+    refuse_context(plain, [row])
+    with pytest.raises(ValueError, match=r"train.jsonl, line 1: .* names the column 'solution', which must hold text"):
+        refuse_context(config_of(), [row])
+    with pytest.raises(ConfigError, match=r"context_template must contain \{context\}, found 'tell'"):
+        config_of(context_template="tell")
+    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu \(2048 tokens\) must hold the teacher's longest"):
+        config_of(max_context_length=4000)
+
+
+def distilled(batch: TrainBatch, estimator: str, coef: float) -> TrainBatch:
+    config = from_mapping(
+        {
+            "model": {"path": "x"},
+            "rollout": {"n": 3},
+            "algorithm": {"adv_estimator": estimator, "teacher": {"path": "t", "coef": coef}},
+        }
+    )
+    groups = [group_of([4, 2, 3], [1.0, 0.0, 0.5])]
+    groups[0].samples[:] = batch.samples
+    batch_preparation.set_advantages(config, groups, batch)
+    return batch
+
+
+@pytest.mark.parametrize("estimator", ["none", "grpo"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_advantages_lose_the_kl(estimator, recomputed):
+    """log π_old - log π_teacher of each token, times the coefficient; nothing where an environment has answered."""
+    random, samples = np.random.default_rng(0), group_of([4, 2, 3], [1.0, 0.0, 0.5]).samples
+    values = [[random.normal(size=len(s)).astype(np.float32) for s in samples] for _ in range(3)]
+    for sample, logprobs in zip(samples, values[0], strict=True):
+        sample.rollout_logprobs = logprobs
+        sample.versions = np.zeros(len(sample), np.int32)
+    samples[0].versions[1:3] = ENVIRONMENT
+    prompts = [None] * 3
+    batch = TrainBatch(prompts, samples, [], values[1] if recomputed else None, teacher_logprobs=values[2])  # pyright: ignore
+    batch.loss_masks = [sample.drawn.astype(np.float32) for sample in samples]
+    distilled(batch, estimator, 0.3)
+    given = {"none": [0.0, 0.0, 0.0], "grpo": [1.0, -1.0, 0.0]}[estimator]
+    gaps = [np.float64(a) - np.float64(b) for a, b in zip(values[recomputed], values[2], strict=True)]
+    for found, base, gap, sample in zip(batch.advantages, given, gaps, samples, strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, base - 0.3 * np.where(sample.drawn, gap, 0), rtol=1e-5, atol=2e-6)
+    learnt = np.concatenate([gap[sample.drawn] for gap, sample in zip(gaps, samples, strict=True)])
+    np.testing.assert_allclose(teacher_metrics(batch)["actor/teacher_kl"], learnt.mean(), rtol=1e-6)
+
+
+def test_without_a_teacher_nothing_is_there():
+    batch = TrainBatch([], [], [])
+    assert teacher_metrics(batch) == {}
+    own = {"adv_estimator": "none", "use_kl_in_reward": True, "teacher": {"path": "t"}}
+    with pytest.raises(ConfigError, match=r"use_kl_in_reward and algorithm\.adv_estimator=none exclude each other"):
+        from_mapping({"model": {"path": "x"}, "algorithm": own})
+    with pytest.raises(ConfigError, match=r"adv_estimator=none needs algorithm\.teacher\.path"):
+        from_mapping({"model": {"path": "x"}, "algorithm": {"adv_estimator": "none"}})
+    assert AlgorithmSection().teacher.path == ""
+
+
+def test_memory(tmp_path: Path, make_config):
+    """The plan has its weights, without the layers' matrices where they are in the host's memory; and its pass."""
+    folder = write_tiny_model(tmp_path / "teacher", hidden_size=64, num_attention_heads=8)
+    sizes = {}
+    for offload in (False, True):
+        section = {"path": f"random:{folder}", "dtype": "bfloat16", "offload": offload}
+        config = make_config(algorithm__teacher=section)
+        sizes[offload] = resident_parts(config, TRAINED, 2)["teacher: weights"]
+        assert "teacher: vocabulary" in update_phases(config, TRAINED, 2, "cpu", "dots", 16)["teacher"]
+    model = 2 * (260 * 64 // 2 + 64 + 2 * 2 * 64)  # half of the vocabulary, and norms
+    # of each layer's q, k, v, o, gate, up and down half
+    assert sizes == {True: model, False: model + 2 * 2 * (64 * 64 * 2 + 64 * 16 * 2 + 64 * 48 * 3) // 2}
+    assert "teacher: weights" not in resident_parts(make_config(), TRAINED, 2)
+
+
+def test_what_is_refused(tmp_path: Path):
+    policy = write_tiny_model(tmp_path / "policy")
+
+    def read(name: str, **overrides: Any) -> ModelConfig | None:
+        folder = write_tiny_model(tmp_path / name, **overrides)
+        return asked(folder)
+
+    def asked(folder: Path, **data: Any) -> ModelConfig | None:
+        config = from_mapping(
+            {
+                "model": {"path": f"random:{policy}"},
+                "data": data,
+                "algorithm": {"teacher": {"path": f"random:{folder}"}},
+            }
+        )
+        return read_teacher(config, *read_tokenizer_and_model(config))
+
+    found = read("good", vocab_size=300, num_hidden_layers=3)
+    assert found is not None
+    assert found.num_layers == 3
+    with pytest.raises(ConfigError, match="is a reward model, which has no opinion on a token"):
+        read("reward", architectures=["LlamaForSequenceClassification"], num_labels=1)
+    with pytest.raises(ValueError, match=r"reads prompts and responses of up to 384 tokens, but .* at most 300"):
+        read("short", max_position_embeddings=300)
+    larger = write_tiny_model(tmp_path / "larger", vocab_size=272)
+    config = from_mapping(
+        {"model": {"path": f"random:{larger}"}, "algorithm": {"teacher": {"path": f"random:{policy}"}}}
+    )
+    with pytest.raises(ConfigError, match=r"a vocabulary of 260 tokens, padding included, and model\.path one of 272"):
+        read_teacher(config, *read_tokenizer_and_model(config))
+    other = write_tiny_model(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    assert '"!": 4' in text
+    assert '"\\"": 5' in text
+    (other / "tokenizer.json").write_text(text.replace('"!": 4', '"!": 5').replace('"\\"": 5', '"\\"": 4'))
+    assert Tokenizer.from_path(other).vocabulary["!"] == 5
+    with pytest.raises(
+        ConfigError,
+        match=r"another tokenizer than model\.path: of the policy's 260 tokens 2 are others there, the first is '!' "
+        r"with the id 4, which has the id 5 there",
+    ):
+        asked(other)
+    config = from_mapping({"model": {"path": "x"}})
+    assert read_teacher(config, None, None) is None  # pyright: ignore
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.offload and hosts\.num \(2\) exclude each other"):
+        from_mapping(
+            {"model": {"path": "x"}, "hosts": {"num": 2}, "algorithm": {"teacher": {"path": "t", "offload": True}}}
+        )
