@@ -121,7 +121,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
         engines = build_engines(config, workers, tokenizer, None)
         kept = journal, timeline, None, None
         around = row_sizes(config, workers), is_timeless(config), lambda *_: None, lambda doing: None, stack
-        parts = RunParts(config, 0, mesh, engines, workers, trainer, tokenizer, pool, None, *kept, *around)
+        parts = RunParts(config, 0, mesh, engines, workers, trainer, None, tokenizer, pool, None, *kept, *around)
         mechanisms = of_run(parts)
         text_of, surroundings = text_by(tokenizer), Surroundings(journal=journal, timeline=timeline)
         backend = RolloutBackend(engines, workers, pool, text_of, lambda: trainer.params, mechanisms, surroundings)
