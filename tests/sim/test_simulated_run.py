@@ -109,6 +109,21 @@ def test_two_runs_are_equal_and_seeds_differ():
     assert identities(other[2]) != identities(first[2])
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"adv_estimator": "gdpo", "gdpo_reward_keys": ["own_reward", "brief"]},
+        {"adv_estimator": "none", "teacher": {"path": "no/such/model"}},
+    ],
+)
+def test_several_rewards_and_a_teacher_are_left_out(algorithm: dict[str, Any]):
+    """A simulated reward is one number, and nothing is learnt."""
+    _, plain, groups, _ = run_loop(config())
+    _, metrics, found, _ = run_loop(config(algorithm=algorithm))
+    assert identities(found) == identities(groups)
+    assert [metrics[step]["timing_s/step"] for step in range(1, 7)] == [plain[s]["timing_s/step"] for s in range(1, 7)]
+
+
 @pytest.mark.parametrize("after", [1, 3, 5])
 def test_a_run_resumed_from_its_state_goes_on_as_if_never_stopped(after: int):
     _, metrics, groups, saved = run_loop(config())
