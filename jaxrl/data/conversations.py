@@ -32,7 +32,8 @@ from jaxrl.schema.declared import shown
 
 _log = logging.getLogger(__name__)
 _ROLES = ("system", "user", "assistant", "tool")
-_PASSED_ON = ("name", "reasoning_content", "tool_calls", "tool_call_id")
+_CALLS = "tool_calls"
+_PASSED_ON = ("name", "reasoning_content", _CALLS, "tool_call_id")
 TOOLS = "tools"
 """Column of what the assistant may call, as chat templates take it."""
 
@@ -140,6 +141,10 @@ class ConversationTokens:
         ends = [place for place, i in enumerate(ids) if i in self._stops]
         if not ids:
             raise RefusedMessages(f"the chat template leaves out message {len(messages)}")
+        if _CALLS in (last := messages[-1]):
+            without = {name: value for name, value in last.items() if name != _CALLS}
+            if after == self._rendered((*messages[:-1], without), tools, begins=False):
+                raise RefusedMessages(f"the chat template leaves out the {_CALLS} of message {len(messages)}")
         return ids[: ends[-1] + 1] if ends else ids
 
     def _rendered(self, messages: Messages, tools: Any, *, begins: bool) -> str:
@@ -175,7 +180,7 @@ class Rows:
       num_filtered: rows that were left out.
     """
 
-    def __init__(self, found: Iterator[Row], config: Config) -> None:
+    def __init__(self, found: Iterator[Row], option: str, config: Config) -> None:
         limit, data = config.max_model_length, config.data
         self._rows: list[Row] = []
         self.num_filtered = 0
@@ -197,7 +202,7 @@ class Rows:
             )
         if not self._rows:
             raise ValueError(
-                f"no rows to learn from: all {self.num_filtered} are longer than data.max_prompt_length "
+                f"{option}: no rows to learn from: all {self.num_filtered} are longer than data.max_prompt_length "
                 f"({data.max_prompt_length}) + data.max_response_length ({data.max_response_length}) tokens"
             )
 
@@ -269,17 +274,25 @@ class RowSource:
 
 def read_demonstrations(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
     """The conversations of `jaxrl sft`. Raises ValueError with file, line and rule."""
-    return Rows((_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), config)
+    return Rows((_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config)
 
 
 def read_pairs(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
     """The pairs of `jaxrl dpo`. Raises ValueError with file, line and rule."""
-    return Rows((_pair(where, row, config, tokens) for where, row in _rows_of(names, option)), config)
+    return Rows((_pair(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config)
 
 
 def _rows_of(names: Sequence[str], option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for path in data_files(names, option):
-        yield from rows(path)
+        for where, row in rows(path):
+            yield where, _without_nulls(row) if path.suffix == ".parquet" else row
+
+
+def _without_nulls(value: Any) -> Any:
+    """Of Parquet, where each object has the fields of all others, with null for those that it was written without."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
@@ -288,9 +301,9 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
         named = f"{where}: {sft.messages_key!r} (sft.messages_key)"
         if not config.data.apply_chat_template:
             raise ValueError(f"{named} holds a conversation, and data.apply_chat_template is off")
-        messages = _with_system(_messages(row[sft.messages_key], named), config)
+        messages = _messages(row[sft.messages_key], named)
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        context, said = messages[:first], messages[first:]
+        context, said = _asked(messages[:first], config), messages[first:]
         _check_said(said, named)
     else:
         for key, option in ((sft.prompt_key, "sft.prompt_key"), (sft.completion_key, "sft.completion_key")):
@@ -298,11 +311,11 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
                 raise ValueError(
                     f"{where}: a row must have {sft.messages_key!r} (sft.messages_key), or {sft.prompt_key!r} "
                     f"(sft.prompt_key) and {sft.completion_key!r} (sft.completion_key); {key!r} ({option}) is missing, "
-                    f"found {', '.join(map(repr, row)) or 'nothing'}"
+                    f"found {_columns(row)}"
                 )
         prompt, completion = row[sft.prompt_key], row[sft.completion_key]
         if not config.data.apply_chat_template:
-            text = _text(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)")
+            text = _plain(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
             return Row(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
         context = _context(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
         said = _said(completion, f"{where}: {sft.completion_key!r} (sft.completion_key)")
@@ -321,17 +334,17 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
     }
     for key in (dpo.chosen_key, dpo.rejected_key):
         if row.get(key) is None:
-            raise ValueError(f"{named[key]} is missing, found {', '.join(map(repr, row)) or 'nothing'}")
+            raise ValueError(f"{named[key]} is missing, found {_columns(row)}")
     both = [row[dpo.chosen_key], row[dpo.rejected_key]]
     prompt = row.get(dpo.prompt_key)
     if not config.data.apply_chat_template:
-        text = _text(prompt, named[dpo.prompt_key])
+        text = _plain(prompt, named[dpo.prompt_key], config)
         texts = zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)
         return Row(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
     said = [_said_or_all(each, named[key]) for each, key in zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)]
     shared = _shared(*said)
     if shared and said[0][0]["role"] != "assistant":  # both are whole conversations, the prompt in them
-        context = _with_system(said[0][:shared], config)
+        context = _asked(said[0][:shared], config)
         said = [each[shared:] for each in said]
     elif prompt is None:
         raise ValueError(
@@ -355,29 +368,45 @@ def _tokenised(
 ) -> Example:
     if not context:
         raise ValueError(f"{where}: the conversation begins with the assistant: something must be asked first")
+    if context[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: the prompt ends with a message of the assistant, and another one follows: join them"
+        )
     tools = row.get(TOOLS)
     if isinstance(tools, str):
         with reading(f"{where}, {TOOLS!r}"):
             tools = strict_json(tools)
+    _check_objects(tools, f"{where}: {TOOLS!r}")
     try:
         return tokens.example(context, said, tools, train_on)
-    except RefusedMessages as error:
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _context(prompt: Any, named: str, config: Config) -> Messages:
-    """What is asked: messages, or one of the user's, in `data.prompt_template`."""
+    """What is asked: messages, or one of the user's."""
     if not isinstance(prompt, str):
-        return _with_system(_messages(prompt, named), config)
-    asked = config.data.prompt_template.replace("{question}", _text(prompt, named))
-    return _with_system(({"role": "user", "content": asked},), config)
+        return _asked(_messages(prompt, named), config)
+    return _asked(({"role": "user", "content": _text(prompt, named)},), config)
 
 
-def _with_system(messages: Messages, config: Config) -> Messages:
-    if not config.data.system_prompt:
-        return messages
-    others = (message for message in messages if message["role"] != "system")
-    return ({"role": "system", "content": config.data.system_prompt}, *others)
+def _plain(prompt: Any, named: str, config: Config) -> str:
+    """A prompt without a chat template, as `jaxrl train` writes it."""
+    return "\n\n".join(message["content"] for message in _context(_text(prompt, named), named, config))
+
+
+def _asked(messages: Messages, config: Config) -> Messages:
+    """A prompt's messages as `jaxrl train` writes them: `data.prompt_template` around the user's last one, and
+    `data.system_prompt` for what the system says."""
+    found, data = list(messages), config.data
+    last = max((i for i, message in enumerate(found) if message["role"] == "user"), default=None)
+    if last is not None:
+        content = data.prompt_template.replace("{question}", found[last]["content"])
+        found[last] = {**found[last], "content": content}
+    if data.system_prompt:
+        found = [message for message in found if message["role"] != "system"]
+        found.insert(0, {"role": "system", "content": data.system_prompt})
+    return tuple(found)
 
 
 def _said(value: Any, named: str) -> Messages:
@@ -405,16 +434,29 @@ def _shared(first: Messages, second: Messages) -> int:
 def _check_said(said: Messages, named: str) -> None:
     """The assistant speaks first and last, and never twice in a row."""
     roles = [message["role"] for message in said]
-    if not said or roles[0] != "assistant" or roles[-1] != "assistant":
+    if not said or roles[-1] != "assistant":
         raise ValueError(f"{named}: the last message must be the assistant's, found {roles[-1] if roles else 'none'}")
+    if roles[0] != "assistant":
+        raise ValueError(f"{named}: behind the prompt the first message must be the assistant's, found {roles[0]}")
     if any(one == other == "assistant" for one, other in pairwise(roles)):
         raise ValueError(f"{named}: two messages of the assistant follow each other: join them, or answer the first")
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    """Those with a value: in Parquet all rows have all columns."""
+    return ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
 
 
 def _text(value: Any, named: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{named} must hold some text, found {shown(value)}")
     return value
+
+
+def _check_objects(value: Any, named: str) -> None:
+    """None, or a list of JSON objects: a template that loops over something else writes nonsense."""
+    if value is not None and not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
+        raise ValueError(f"{named} must be a list of JSON objects, found {shown(value)}")
 
 
 def _messages(value: Any, named: str) -> Messages:
@@ -429,8 +471,9 @@ def _messages(value: Any, named: str) -> Messages:
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
             raise ValueError(f"{rule}, of a role among {', '.join(_ROLES)}: message {number} is {shown(message)}")
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        if not isinstance(content, str) and not (content is None and message.get(_CALLS)):
             raise ValueError(f"{named}: message {number} must have text in 'content', found {shown(content)}")
+        _check_objects(message.get(_CALLS) or None, f"{named}: {_CALLS!r} of message {number}")
         more = {name: message[name] for name in _PASSED_ON if message.get(name)}
         found.append({"role": message["role"], "content": content or "", **more})
     return tuple(found)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from keyword_options import with_options
+from pyarrow import parquet
 from tiny import write_tiny_model
 from turn_templates import TEMPLATES, renders
 
@@ -132,6 +134,32 @@ def test_texts_without_a_template_end_with_the_end_of_text(tokenizer: Tokenizer,
     assert example.is_said.all()
 
 
+def test_prompts_are_written_as_for_rl(tokenizer: Tokenizer, tmp_path: Path):
+    """`data.prompt_template` is around what the user asks, in each form of a row, and without a chat template too."""
+    asked = {"data__prompt_template": "Q: {question}", "data__system_prompt": "Be kind."}
+    same = [{"messages": HI}, {"prompt": "Hi", "completion": "Ho"}, {"prompt": HI[:1], "completion": "Ho"}]
+    found = read_demonstrations([written(tmp_path, same)], "f", config_of(**asked), tokens_of(tokenizer))
+    prompts = [tokenizer.decode(found[i].examples[0].prompt.tolist()) for i in range(len(same))]
+    assert prompts == ["system\nBe kind.\nuser\nQ: Hi\nassistant\n"] * 3
+    plain = config_of(**asked, data__apply_chat_template=False)
+    (example,) = read_demonstrations([written(tmp_path, same[1:2])], "f", plain, tokens_of(tokenizer))[0].examples
+    assert tokenizer.decode(example.prompt.tolist()) == "Be kind.\n\nQ: Hi"
+
+
+def test_fields_of_other_rows_do_not_come_into_a_call(tokenizer: Tokenizer, tmp_path: Path):
+    """Parquet has one type for all rows: where one was written without a field, it has null there."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    )
+    calls = [{"arguments": {"a": 1}}, {"arguments": {"b": None, "c": [{"d": "e"}, {"f": 2}]}}]
+    talks = [[HI[0], {"role": "assistant", "content": None, "tool_calls": [call]}] for call in calls]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": talk} for talk in talks]), tmp_path / "rows.parquet")
+    tokens = tokens_of(renders(tokenizer, template))
+    found = read_demonstrations([str(tmp_path / "rows.parquet")], "f", config_of(), tokens)
+    said = [json.loads(tokenizer.decode(found[i].examples[0].response.tolist())) for i in range(2)]
+    assert said == [calls[:1], [{"arguments": {"c": [{"d": "e"}, {"f": 2}]}}]]
+
+
 def test_pairs_in_the_forms_that_data_sets_have(tokenizer: Tokenizer, tmp_path: Path):
     """Texts, messages, and whole conversations with the prompt at the beginning of both (UltraFeedback)."""
     yes, no = ({"role": "assistant", "content": text} for text in ("yes", "no"))
@@ -148,6 +176,7 @@ def test_pairs_in_the_forms_that_data_sets_have(tokenizer: Tokenizer, tmp_path: 
         assert [tokenizer.decode(each.response.tolist()) for each in (chosen, rejected)] == ["yes", "no"]
 
 
+CALL = {"name": "add", "arguments": {"a": 1}}
 SFT_ROWS = {
     "nothing": ({"text": "a"}, r"line 1: a row must have 'messages' \(sft.messages_key\), or 'prompt' .*'prompt' "),
     "no completion": ({"prompt": "a"}, r"'completion' \(sft.completion_key\) is missing, found 'prompt'"),
@@ -162,6 +191,19 @@ SFT_ROWS = {
         {"messages": [{"role": "user", "content": 3}, HI[1]]},
         r"message 1 must have text in 'content', found 3",
     ),
+    "a user to be said": ({"prompt": "a", "completion": HI}, r"the first message must be the assistant's, found user"),
+    "said before": ({"prompt": HI, "completion": "b"}, r"line 1: the prompt ends with a message of the assistant"),
+    "tools": ({"messages": HI, "tools": {"name": "add"}}, r"line 1: 'tools' must be a list of JSON objects, found {"),
+    "tools unread": ({"messages": HI, "tools": [CALL]}, r"line 1: .*the chat template reads no variable 'tools'"),
+    "calls": (
+        {"messages": [HI[0], {**HI[1], "tool_calls": "add"}]},
+        r"'tool_calls' of message 2 must be a list of JSON objects, found 'add'",
+    ),
+    "calls unread": (
+        {"messages": [HI[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        r"line 1: the chat template leaves out the tool_calls of message 2",
+    ),
+    "null": ({"prompt": "a", "completion": None}, r"'completion' \(sft.completion_key\) is missing, found 'prompt'$"),
     "long": ({"prompt": "a" * 400, "completion": "b"}, r"line 1: 4\d\d tokens are more than data.max_prompt_length"),
 }
 
@@ -178,6 +220,10 @@ PAIR_ROWS = {
     "one": ({"prompt": "a", "chosen": "b"}, r"'rejected' \(dpo.rejected_key\) is missing, found 'prompt', 'chosen'"),
     "no prompt": ({"chosen": "b", "rejected": "c"}, r"'prompt' \(dpo.prompt_key\) is missing, and 'chosen' and "),
     "the user last": ({"prompt": "a", "chosen": HI[:1], "rejected": "c"}, r"must be the assistant's, found user"),
+    "two prompts": (
+        {"prompt": "a", "chosen": HI, "rejected": [{"role": "user", "content": "a"}, HI[1]]},
+        r"'chosen' \(dpo.chosen_key\): behind the prompt the first message must be the assistant's, found user",
+    ),
 }
 
 
@@ -192,7 +238,7 @@ def test_long_rows_are_left_out_and_counted(tokenizer: Tokenizer, tmp_path: Path
     rows = [{"prompt": "a", "completion": "b" * size} for size in (1, 400, 2)]
     found = read_demonstrations([written(tmp_path, rows)], "data.train_files", config_of(), tokens_of(tokenizer))
     assert (len(found), found.num_filtered) == (2, 1)
-    with pytest.raises(ValueError, match=r"no rows to learn from: all 1 are longer"):
+    with pytest.raises(ValueError, match=r"data.train_files: no rows to learn from: all 1 are longer"):
         read_demonstrations([written(tmp_path, rows[1:2])], "data.train_files", config_of(), tokens_of(tokenizer))
 
 
