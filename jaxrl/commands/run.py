@@ -48,7 +48,7 @@ class TrainingRun(ABC):
       place, devices, mesh: of the trainer. tokenizer, model: that `model.path` names. changes: since the last start.
       said: notes that are shown once nothing is refused any more.
       step: that the run has reached. total_steps: the last one. is_over: there is none to run.
-      needs_ref: whether the beginning's weights are kept.
+      needs_ref: whether the beginning's weights are kept. needs_critic: whether a critic is trained, too.
       resuming: whether there is a checkpoint to go on from; init_from: the one whose weights the run begins with.
       trainer, critic: the models in training.
     """
@@ -62,7 +62,7 @@ class TrainingRun(ABC):
         self.run_dir, self.stop, self.stages, self.stack = opened.run_dir, opened.stop, opened.stages, opened.stack
         self.began_s, self.say, self.watchdog = opened.began_s, opened.say, opened.watchdog
         self.earlier, self.config = opened.earlier, opened.config
-        self.needs_ref = self.config.needs_ref
+        self.needs_ref, self.needs_critic = self.config.needs_ref, self.config.has_critic
         self.joined = ProcessGroup(opened.world, opened.stop, opened.watchdog.beat)
         self.critic: Critic | None = None
         self.said: list[str] = []
@@ -100,8 +100,8 @@ class TrainingRun(ABC):
         for place in dict.fromkeys((self.init_from, saved)):
             if place is not None:
                 refuse_other_model(place, config, self.model, self.mesh)
-        if saved is not None and holds_critic(saved) != config.has_critic:
-            found, needed = ("no", "needs one") if config.has_critic else ("a", "has none")
+        if saved is not None and holds_critic(saved) != self.needs_critic:
+            found, needed = ("no", "needs one") if self.needs_critic else ("a", "has none")
             raise ConfigError(
                 f"checkpoint {saved} holds {found} critic, and "
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: go on with the run's estimator, "

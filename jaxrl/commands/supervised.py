@@ -59,7 +59,7 @@ class SupervisedRun(TrainingRun):
         super().__init__(opened)
         config, self._method = self.config, method
         trained = method.trained(config)
-        self.needs_ref = trained.needs_ref
+        self.needs_ref, self.needs_critic = trained.needs_ref, trained.has_critic
         self.changes = [] if self.earlier is None else differences(self.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
         trained = with_planned_update(trained, self.model, self.mesh.size, self.place.memory)
@@ -71,7 +71,7 @@ class SupervisedRun(TrainingRun):
         if config.trainer.init_from and self.earlier is None:
             refuse_other_init(config, self.model, self.mesh)
         self._read_rows()
-        self.total_steps = total_steps(config, len(self._source))
+        self.total_steps = total_steps(trained, len(self._source))
         self.find_checkpoints()
         self.is_over = self.resuming and self.step >= self.total_steps and config.hosts.num == 1
         if self.is_over:
@@ -96,9 +96,11 @@ class SupervisedRun(TrainingRun):
         tokens = ConversationTokens(self.tokenizer, stop_ids(self.tokenizer, self.model.eos_token_ids), config)
         self._source = RowSource(self._method.read(config.data.train_files, "data.train_files", config, tokens), config)
         self._held_out: list[list[tuple[int, Row]]] = []
+        self._held_out_rows = ""
         if config.data.val_files:
             rows = self._method.read(config.data.val_files, "data.val_files", config, tokens)
             self._held_out = [*rows.batches(config.data.val_size, config.data.train_batch_size)]
+            self._held_out_rows = rows.fingerprint
         self.said += [tokens.note] if tokens.note else []
         self._known: dict[str, np.ndarray] = {}  # by `Method.reference`: of the training rows, and of the held-out ones
 
@@ -112,14 +114,19 @@ class SupervisedRun(TrainingRun):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._known = dict(state["known"])
-        if self._method.precomputes:
-            held_out = sum(map(len, self._held_out))
-            if not self._known or len(self._known.get("val", ())) != held_out:
-                raise ConfigError(
-                    "dpo.precompute_ref_log_probs: the run began without it, or with other held-out rows, and the "
-                    "weights that it began with are gone: leave data.val_files and the option as they were, or choose "
-                    f"another trainer.run_dir ({self.run_dir.path})"
-                )
+        if self._method.precomputes != bool(self._known):
+            began = "with" if self._known else "without"
+            raise ConfigError(
+                f"dpo.precompute_ref_log_probs: the run began {began} it: leave it as it was, or choose another "
+                f"trainer.run_dir ({self.run_dir.path})"
+            )
+        held_out = [sum(map(len, self._held_out)), self._held_out_rows]
+        if self._known and [len(self._known.get("val", ())), state.get("held_out")] != held_out:
+            raise ConfigError(
+                "dpo.precompute_ref_log_probs: the run began with other held-out rows, and the weights that it began "
+                "with are gone: leave data.val_files and data.val_size as they were, or choose another "
+                f"trainer.run_dir ({self.run_dir.path})"
+            )
         try:
             self._source.load_state(state)
         except ValueError as error:
@@ -186,8 +193,9 @@ class SupervisedRun(TrainingRun):
     def _save(self, step: int) -> None:
         """`step`: that is running."""
         if self._saved != self.step:
+            state = self._source.state() | {"known": self._known, "held_out": self._held_out_rows}
             with self._phase(step, "save"):
-                self.save(self.step, HostState(*split_arrays(self._source.state() | {"known": self._known})))
+                self.save(self.step, HostState(*split_arrays(state)))
             self._saved = self.step
 
     @contextmanager

@@ -56,6 +56,8 @@ class DpoSection(Checked):
     def problem(self, config: Any) -> str | None:
         if self.reference_free and self.precompute_ref_log_probs:
             return "dpo.reference_free and dpo.precompute_ref_log_probs exclude each other: there is no reference"
+        if self.chosen_key == self.rejected_key:
+            return f"dpo.chosen_key and dpo.rejected_key must name two columns, found {self.chosen_key!r} twice"
         return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:

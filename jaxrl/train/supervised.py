@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from jaxrl.config import Config
+from jaxrl.config.teacher import TeacherSection
 from jaxrl.data.conversations import ConversationTokens, Row, Rows, read_demonstrations, read_pairs
 from jaxrl.train.preferences import Pairs, preference_losses, preference_metrics
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
@@ -83,7 +84,7 @@ class Demonstrations:
     precomputes = False
 
     def trained(self, config: Config) -> Config:
-        return _at_temperature_1(config)
+        return _without_rl(config)
 
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
         return read_demonstrations(names, option, config, tokens)
@@ -109,21 +110,23 @@ class Preferences:
 
     def __init__(self, config: Config) -> None:
         self._options = config.dpo
+        self._of_base = config.model.has_adapters  # which is there without a copy
 
     @property
     def precomputes(self) -> bool:
         return self._options.precompute_ref_log_probs
 
     def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
-        """The log-likelihoods of both responses, [N, 2]."""
-        return _sums(trainer.token_logprobs(batch, "actor"), batch)[0].reshape(-1, 2)
+        """The log-likelihoods of both responses, [N, 2]. Without adapters the policy still is the reference."""
+        which = "ref" if self._of_base else "actor"
+        return _sums(trainer.token_logprobs(batch, which), batch)[0].reshape(-1, 2)
 
     def trained(self, config: Config) -> Config:
         """A reference is kept as for a KL loss; the loss of a pair is a sum over tokens, and the batch's a mean."""
-        resident = not (self._options.reference_free or self.precomputes)
-        actor = replace(config.actor, use_kl_loss=resident)
-        algorithm = replace(config.algorithm, loss_agg_mode="seq-mean-token-sum", use_kl_in_reward=False)
-        return replace(_at_temperature_1(config), actor=actor, algorithm=algorithm)
+        resident = not self._options.reference_free and (self._of_base or not self.precomputes)
+        own = _without_rl(config)
+        algorithm = replace(own.algorithm, loss_agg_mode="seq-mean-token-sum")
+        return replace(own, actor=replace(own.actor, use_kl_loss=resident), algorithm=algorithm)
 
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
         return read_pairs(names, option, config, tokens)
@@ -153,10 +156,11 @@ class Preferences:
         return Pairs(own.reshape(-1, 2), known.reshape(-1, 2), lengths.reshape(-1, 2))
 
 
-def _at_temperature_1(config: Config) -> Config:
-    """What is learnt is the model's own distribution."""
+def _without_rl(config: Config) -> Config:
+    """What is learnt is the model's own distribution, beside which there is no other model."""
     actor = replace(config.actor, use_kl_loss=False, entropy_coeff=0.0, old_logprobs="recompute")
-    return replace(config, actor=actor, rollout=replace(config.rollout, temperature=1.0))
+    algorithm = replace(config.algorithm, use_kl_in_reward=False, adv_estimator="none", teacher=TeacherSection())
+    return replace(config, actor=actor, algorithm=algorithm, rollout=replace(config.rollout, temperature=1.0))
 
 
 def _sums(logprobs: Sequence[np.ndarray], batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:

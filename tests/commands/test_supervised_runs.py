@@ -89,8 +89,8 @@ def test_a_run_that_is_killed_goes_on(learning: Learning, sft: tuple[Path, Path,
     whole, killed, _ = sft
     assert f"resuming {killed} after step 3 of {STEPS}" in learning.learn("sft", killed)
     assert_same_end(killed, whole)
-    told = learning.learn("sft", killed)
-    assert "already at step 6 of 6" in told
+    told = learning.learn("sft", killed, "algorithm.adv_estimator=gae")
+    assert "already at step 6 of 6" in told, "what RL alone reads has no part in it: there is no critic to miss"
 
 
 @pytest.mark.parametrize("options", [(), LORA], ids=["full", "lora"])
@@ -125,8 +125,13 @@ def test_what_the_reference_says_may_be_known_before(learning: Learning, sft: tu
         for name in ("train/loss", "rewards/margins", "actor/grad_norm"):
             assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
     longer = ("trainer.total_training_steps=3", "dpo.precompute_ref_log_probs=true")
-    said = learning.learn("dpo", killed, *longer, "data.val_files=[]", "trainer.test_freq=0", status=2)
-    assert "the run began without it, or with other held-out rows" in said
+    other = [{"prompt": "9?", "chosen": "aaaaa", "rejected": "b"}]
+    refused = {
+        "the run began with it": ["dpo.precompute_ref_log_probs=false"],
+        "the run began with other held-out rows": [changed(learning, "dpo_other", other, "val")],
+    }
+    for reason, options in refused.items():
+        assert reason in learning.learn("dpo", killed, *longer, *options, status=2)
     learning.learn("dpo", killed, *longer)
     assert_same_end(killed, whole)
 
@@ -156,9 +161,9 @@ def test_rl_begins_from_what_was_learnt(learning: Learning, sft: tuple[Path, Pat
         assert ours[name].tobytes() == theirs[name].tobytes(), name
 
 
-def changed(learning: Learning, name: str, rows: Sequence[Any]) -> str:
+def changed(learning: Learning, name: str, rows: Sequence[Any], part: str = "train") -> str:
     learning._rows(name, rows)
-    return f"data.train_files=[{learning.folder}/{name}.jsonl]"
+    return f"data.{part}_files=[{learning.folder}/{name}.jsonl]"
 
 
 ROW = {"prompt": "a", "completion": "b"}

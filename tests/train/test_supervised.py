@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,41 @@ def test_label_smoothing_takes_some_pairs_the_other_way_round():
     assert losses[0] == pytest.approx(-0.9 * np.log(1 / (1 + np.exp(-h))) - 0.1 * np.log(1 / (1 + np.exp(h))))
     assert losses[1] == pytest.approx(0.1 * 1e4)
     assert np.isfinite(weights).all()
+
+
+RL = {
+    "algorithm__adv_estimator": "gae",
+    "algorithm__use_kl_in_reward": True,
+    "algorithm__teacher__path": "unused",
+    "actor__entropy_coeff": 0.1,
+    "actor__old_logprobs": "rollout",
+    "rollout__temperature": 0.5,
+}
+
+
+@pytest.mark.parametrize("method", [Demonstrations, Preferences])
+def test_what_rl_alone_reads_has_no_part_in_it(method: Any):
+    """No critic, no teacher, no other distribution than the model's own; a reference only of pairs."""
+    given = config_of(**RL)
+    config = (method if method is Demonstrations else partial(method, given))().trained(given)
+    assert not config.has_critic
+    assert not config.has_teacher
+    assert config.needs_ref == (method is Preferences)
+    assert (config.actor.old_logprobs, config.actor.entropy_coeff, config.rollout.temperature) == ("recompute", 0, 1)
+
+
+@pytest.mark.parametrize(("rank", "which"), [(0, "actor"), (4, "ref")])
+def test_the_reference_that_is_known_before_is_the_one_that_is_kept(rank: int, which: str):
+    """With adapters the base, also where the run begins with adapters that have learnt something."""
+    given = config_of(dpo__precompute_ref_log_probs=True, model__lora_rank=rank)
+    method, asked = Preferences(given), []
+
+    class Asked:
+        def token_logprobs(self, batch: Any, which: str) -> list[np.ndarray]:
+            asked.append(which)
+            return [np.full(len(sample), -1.0, np.float32) for sample in batch.samples]
+
+    example = Example(np.array([1], np.int32), np.array([2, 3], np.int32), np.array([False, True]))
+    assert method.reference(Asked(), batch_of([(0, Row("", (example, example)))])).tolist() == [[-1, -1]]
+    assert asked == [which]
+    assert method.trained(given).needs_ref == bool(rank)
