@@ -16,6 +16,7 @@ from pyarrow import parquet
 from tiny import write_tiny_model
 from turn_templates import TEMPLATES, renders
 
+from jaxrl.config import ConfigError
 from jaxrl.data.conversations import ConversationTokens, RowSource, read_demonstrations, read_pairs
 from jaxrl.data.tokenizer import Tokenizer
 
@@ -232,6 +233,11 @@ def test_pairs_that_cannot_be_learnt_from(tokenizer: Tokenizer, tmp_path: Path, 
     row, pattern = PAIR_ROWS[name]
     with pytest.raises(ValueError, match=pattern):
         read_pairs([written(tmp_path, [row])], "data.train_files", config_of(), tokens_of(tokenizer))
+
+
+def test_a_pair_has_two_columns():
+    with pytest.raises(ConfigError, match=r"dpo.rejected_key must name two columns, found 'rejected' twice"):
+        config_of(dpo__chosen_key="rejected")
 
 
 def test_long_rows_are_left_out_and_counted(tokenizer: Tokenizer, tmp_path: Path):

@@ -229,7 +229,8 @@ def test_the_reference_that_is_known_before_is_the_one_that_is_kept(rank: int, w
             asked.append(which)
             return [np.full(len(sample), -1.0, np.float32) for sample in batch.samples]
 
+    trainer: Any = Asked()
     example = Example(np.array([1], np.int32), np.array([2, 3], np.int32), np.array([False, True]))
-    assert method.reference(Asked(), batch_of([(0, Row("", (example, example)))])).tolist() == [[-1, -1]]
+    assert method.reference(trainer, batch_of([(0, Row("", (example, example)))])).tolist() == [[-1, -1]]
     assert asked == [which]
     assert method.trained(given).needs_ref == bool(rank)
