@@ -124,7 +124,7 @@ class RecordedWorkload:
         path = Path(run_dir) / "samples.jsonl"
         rows = [row for row in _read_lines(path) if row["finish_reason"] in ("stop", "length") and row["length"] > 0]
         if not rows:
-            raise ValueError(f"{path}: holds no finished response to play; the run must have made at least one step")
+            raise ValueError(f"{path}: holds no finished response to play; the run must draw some (jaxrl train)")
         characters, tokens = sum(len(row["response"]) for row in rows), sum(row["length"] for row in rows)
         per_character = tokens / characters if characters else 0.0
         by_text: dict[str, list[dict[str, Any]]] = {}
