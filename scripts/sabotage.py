@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         "the loss has the wrong sign",
         "jaxrl/train/losses.py",
-        "plain = -advantages * ratio",
-        "plain = advantages * ratio",
+        "plain, clipped = -advantages * ratio, -advantages * within",
+        "plain, clipped = advantages * ratio, advantages * within",
         "tests/train",
     ),
     Fault(
