@@ -148,7 +148,7 @@ def test_the_time_of_cases_that_pass_is_not_that_of_the_one_behind_them(share: C
     made = replace(share, code=replace(share.code, max_timeout_s=0.8, max_failing_s=1.5))
     tests = [*["assert add(1, 2) == 3"] * 4, "assert add(9, 9) == 18", *["assert add(4, 4) == 8"] * 2]
     reward, info = made(ask(slow, {"test_list": tests}))
-    assert (reward, len(info["case_s"]), info.get("timeouts")) == (6 / 7, 7, {"case_max": 1}), info
+    assert (reward, len(info["case_s"]), info.get("timeouts")) == (6 / 7, 7, {"case_max": 1}), str(info)
     assert 0.8 <= info["case_s"][4] < 1.2
 
 

@@ -6,7 +6,8 @@ request of the same conversation. The round hears of a trajectory when it is ove
 
 Answers are a clock's. Each takes effect between two plans, while no verdict is awaited and no event waits for the
 round; before that it is written to the journal, with its place: how often workers were served in the round, and how
-many commands the round has given. A step that runs again takes it from there, at that place, and asks nothing.
+many commands the round has given. A step that runs again takes it from there, at that place, and asks nothing. A round
+that has ended is noted as well: when it runs again, an answer that came too late for it must not come in time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.types import ENVIRONMENT, Episode, Prompt, Sample, SampleKey, Turn
 
-_KIND = "turn"  # of entries in the journal
+_KIND, _OVER = "turn", "turns_over"  # of entries in the journal
 _CALLED = re.compile(r'"name": *"(\w+)"')  # a tool, for people
 _WAIT_S = 0.005  # for an answer, where nothing else is to be done
 
@@ -102,6 +103,7 @@ class TurnSession(Mechanism):
         self._awaited: set[SampleKey] = set()  # verdicts
         self._keeps = False  # what is being ended may go on in a later round
         self._place = (0, 0)  # how often workers were served in the round, and its commands
+        self._is_over = False  # the journal has all answers of the round
         self._idle_s = 0.0
 
     def attach(self, under_way: UnderWay) -> None:
@@ -115,6 +117,7 @@ class TurnSession(Mechanism):
         own = [entry for entry in entries if entry["key"][0] == info.index]
         self._recorded = deque(entry for entry in own if entry["step"] == info.step)
         self._later = {(*entry["key"],): entry["crc32"] for entry in own if entry["step"] > info.step}
+        self._is_over = self._journal is not None and self._journal.find(info.step, _OVER, (info.index,)) is not None
 
     def commanded(self, command: Command) -> None:
         self._place = self._place[0], self._place[1] + 1
@@ -157,6 +160,8 @@ class TurnSession(Mechanism):
     def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> Mapping[str, float]:
         groups = () if end.result is None else (*end.result.groups, *end.result.filtered)
         found = trajectory_metrics(sample for group in groups for sample in group.samples)
+        if self._journal is not None and not self._is_over:
+            self._journal.append(self._info.step, _OVER, (self._info.index,), {})
         return {**found, "environment/idle_s": self._idle_s} if found else {}
 
     def cancelled(self) -> None:
@@ -257,6 +262,8 @@ class TurnSession(Mechanism):
             self._recorded.popleft()  # where nothing else can happen, what is not due never will be
             if is_due:
                 return _replayed(entry, key)
+        if self._is_over and not is_idle:
+            return None
         if not self._came and self._acted:
             self._came += [*self._acting.completed(_WAIT_S if is_idle else 0.0), *self._overdue()]
         while self._came:
