@@ -291,15 +291,10 @@ def _removing(options: argparse.Namespace) -> Removing:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from jaxrl.commands.opening import launched
     from jaxrl.commands.start import start
     from jaxrl.mechanisms.table import batch_rule
 
-    config = _config(options, launches=True)
-    if config.hosts.launcher != "none":
-        return launched(config, ["train", *_given(options)], options.signals, check=batch_rule)
-    start(config, stop=options.signals, progress=partial(print, flush=True))
-    return 0
+    return _learn(options, "train", start, batch_rule)
 
 
 def _sft(options: argparse.Namespace) -> int:
@@ -314,12 +309,17 @@ def _dpo(options: argparse.Namespace) -> int:
     return _learn(options, "dpo", start_dpo)
 
 
-def _learn(options: argparse.Namespace, name: str, start: Callable[..., RunOutcome]) -> int:
+def _learn(
+    options: argparse.Namespace,
+    name: str,
+    start: Callable[..., RunOutcome],
+    check: Callable[[Config], object] = lambda config: None,
+) -> int:
     from jaxrl.commands.opening import launched
 
     config = _config(options, launches=True)
     if config.hosts.launcher != "none":
-        return launched(config, [name, *_given(options)], options.signals)
+        return launched(config, [name, *_given(options)], options.signals, check=check)
     start(config, stop=options.signals, progress=partial(print, flush=True))
     return 0
 
