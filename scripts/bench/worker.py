@@ -28,6 +28,7 @@ Work = Callable[[Any, Ask], None]
 """A case: `work(spec, ask)` builds itself, then repeats
 `while (request := ask(values)) is not None: values = repetition(request)`."""
 
+RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # a unit of `ru_maxrss`
 _STATUS = Path("/proc/self/status")
 
 
@@ -148,5 +149,4 @@ def _status(key: str) -> int:
 
 
 def _max_rss() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_BYTES
