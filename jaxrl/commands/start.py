@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from jaxrl.commands.opening import Opened, open_run
 from jaxrl.config import Config
+from jaxrl.config.domains import domains
 from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
 from jaxrl.mechanisms.table import batch_rule, environments, join_pools, refuse_requests
@@ -24,7 +26,7 @@ from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.types import Prompt, Sample, SampleKey
 
 
-def _refuse_rows(config: Config, problems: Sequence[Problem]) -> None:
+def _refuse_rows(config: Config, *problems: Sequence[Problem]) -> None:
     """Raises ValueError for data that the reward cannot score, whatever is answered."""
     nothing = replace(Sample.empty(SampleKey(0, 0, 0)), finish_reason="stop")
 
@@ -32,9 +34,10 @@ def _refuse_rows(config: Config, problems: Sequence[Problem]) -> None:
         prompt = Prompt(0, of.index, (), of.question, of.source, of.answer, of.extra, of.question)
         return ScoreRequest.of(prompt, nothing)
 
-    for problem in problems:
-        refuse_tests(config, problem.where, request(problem))
-    refuse_requests(config, map(request, problems))
+    if any(domain.kind == "code" for domain in domains(config.reward).values()):
+        for problem in chain(*problems):
+            refuse_tests(config, problem.where, request(problem))
+    refuse_requests(config, map(request, chain(*problems)))
 
 
 def start(
@@ -54,10 +57,10 @@ def _start(opened: Opened, rule: BatchRule) -> RunOutcome:
         watchdog.beat("starting the environments")
         stack.enter_context(closing(acting))
     watchdog.beat("reading the data")
-    problems = list(load_train(config, acting))
+    problems = load_train(config, acting)
     refuse_sources(config, problems)
     held_out = load_validation(config, problems, acting)
-    _refuse_rows(config, [*problems, *held_out])
+    _refuse_rows(config, problems, held_out)
     watchdog.beat("reading the reward function")
     log = run_dir.early_file("rewards.log")  # a reward file may print while it is imported
     pool = stack.enter_context(closing(build_pool(config, build_scorer(config), log=log)))

@@ -70,23 +70,23 @@ class Problem:
         return " ".join(" ".join(m["content"] for m in self.messages if m["role"] != "system").split())
 
 
-def read_problems(names: Sequence[str], option: str, data: DataSection) -> list[Problem]:
-    """The problems of the files that `option` names, in their order. Raises ValueError with file, line and rule."""
+def read_problems(names: Sequence[str], option: str, data: DataSection) -> Iterator[Problem]:
+    """The problems of the files that `option` names, in their order, one after another. Raises ValueError with file,
+    line and rule."""
     if not (data.messages_key or data.prompt_key):
         raise ConfigError("data.prompt_key is empty: name the column of the problem's text, or give data.messages_key")
     if option == "data.val_files":
         data = replace(data, reference_time_key="")  # evaluations take no anchors
-    problems: list[Problem] = []
+    count = 0
     for given in names:
         on_hub = data_set_name(given)
         for path in data_files([given], option):
             name = source_name(path) if on_hub is None else on_hub.repository
-            first = len(problems)
-            for where, row in rows(path):
-                if len(problems) == first:
+            for number, (where, row) in enumerate(rows(path)):
+                if not number:
                     _check_template(data.prompt_template, row)
-                problems.append(_problem(len(problems), where, row, name, data))
-    return problems
+                yield _problem(count, where, row, name, data)
+                count += 1
 
 
 def source_name(path: Path) -> str:

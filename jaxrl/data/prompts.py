@@ -1,7 +1,8 @@
 """Problems from files and procedural tasks -> `Prompt`, in an order that resumes.
 
-Three steps, each usable alone: read (`load_train`, `load_validation`: a list of `Problem`, nothing tokenised), render
-and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one integer).
+Three steps, each usable alone: read (`load_train`, `load_validation`: a sequence of `Problem`, nothing tokenised),
+render and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one
+integer). Of large files the first two are kept from one start to the next (`jaxrl.data.store`).
 
 Held-out problems. For files, a validation question that also stands in the training files is dropped (counted); for
 tasks, see `jaxrl.data.tasks`.
@@ -15,18 +16,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.domains import source_problem
-from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.files import data_files
 from jaxrl.data.order import nth
 from jaxrl.data.problems import Problem, checked_messages, read_problems
 from jaxrl.data.quotas import SourceQuotas
+from jaxrl.data.rendered import Environments, Rendered
+from jaxrl.data.store import identities, source_names, stored
 from jaxrl.data.tasks import draw_task
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import Prompt
@@ -35,22 +38,9 @@ _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
 _HELD_OUT = 1_000_000_000  # the first held-out problem of an environment's own, which number them
-_LONG_TOKEN = 256  # characters: longer than the tokens of any text are on average
 
 
 Problems = Sequence[Problem]
-
-
-class Environments(Protocol):
-    """What a run's environments have to do with its prompts (`jaxrl.mechanisms.turns.pool.EnvironmentPool`)."""
-
-    def schemas(self, row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
-        """What the model may call in a row, as chat templates take it."""
-        ...
-
-    def problems(self, first: int, last: int, seed: int) -> Iterable[tuple[Mapping[str, Any], Sequence[Any]]]:
-        """Rows of their own by number, each with its messages."""
-        ...
 
 
 def load_train(config: Config, environments: Environments | None = None) -> Problems:
@@ -62,7 +52,11 @@ def load_train(config: Config, environments: Environments | None = None) -> Prob
         if environments is not None:
             return _own(config, environments, 0, config.environment.num_problems)
         raise ConfigError("data.train_files is missing: give files, or name a reasoning-gym task in data.task")
-    return read_problems(data.train_files, "data.train_files", data)
+    return _from_files(data.train_files, "data.train_files", data)
+
+
+def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problems:
+    return stored(lambda: read_problems(names, option, data), data_files(names, option), data)
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
@@ -92,11 +86,11 @@ def load_validation(
         if data.task and data.val_size:
             return draw_task(data, held_out=True, count=data.val_size)
         return [] if data.train_files or environments is None else _own(config, environments, _HELD_OUT, data.val_size)
-    problems = read_problems(data.val_files, "data.val_files", data)
+    problems = _from_files(data.val_files, "data.val_files", data)
     if train is None:
         train = load_train(config) if data.task or data.train_files else []
-    seen = {problem.identity for problem in train}
-    kept = [problem for problem in problems if problem.identity not in seen]
+    seen = np.isin(identities(problems), identities(train))
+    kept = [problem for problem, is_seen in zip(problems, seen, strict=True) if not is_seen]
     if len(kept) < len(problems):
         _log.warning(
             "dropped %d of %d validation problems: in the training set", len(problems) - len(kept), len(problems)
@@ -120,10 +114,10 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
       held_out: the held-out ones, which are read where they are not at hand and the training problems do not have all.
     """
     if train and config.data.source_quotas:
-        SourceQuotas(config.data.source_quotas, (problem.source for problem in train))
-    sources = {problem.source for problem in train}
+        SourceQuotas(config.data.source_quotas, source_names(train))
+    sources = set(source_names(train))
     if held_out is None and config.data.val_files and not sources.issuperset(config.reward.domains):
-        held_out = read_problems(config.data.val_files, "data.val_files", config.data)
+        held_out = _from_files(config.data.val_files, "data.val_files", config.data)
     problem = source_problem(config, sources.union(problem.source for problem in held_out or ()))
     if problem is not None:
         raise ConfigError(problem)
@@ -138,7 +132,7 @@ def validation_prompts(
       held_out: what `load_validation` has returned, where the caller has it at hand (it is read otherwise).
     """
     problems = load_validation(config, environments=environments) if held_out is None else held_out
-    rendered = _Rendered(problems, tokenizer, config.data, environments)
+    rendered = Rendered(problems, tokenizer, config.data, environments)
     if problems and not len(rendered):
         limit = config.data.max_prompt_length
         raise ValueError(
@@ -159,18 +153,20 @@ class PromptSource:
         self, problems: Problems, tokenizer: Tokenizer, config: Config, environments: Environments | None = None
     ):
         data = config.data
-        self._rendered = _Rendered(problems, tokenizer, data, environments)
+        self._rendered = Rendered(problems, tokenizer, data, environments)
         if not len(self._rendered):
             found = f"all {len(problems)} are longer than data.max_prompt_length ({data.max_prompt_length} tokens)"
             raise ValueError(f"no training prompts: {found if problems else 'the training data holds no problems'}")
-        self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources()) if data.source_quotas else None
+        self._quotas = None
+        if data.source_quotas:
+            self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources(source_names(problems)))
         self._seed = data.seed if data.shuffle else None
         self._position = 0
         self._batch_size = data.train_batch_size
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
         first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
         self._fingerprints = {
-            "data": self._rendered.fingerprint(),
+            "data": self._rendered.fingerprint,
             "order": hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
         }
 
@@ -256,121 +252,3 @@ class PromptSource:
                 "data.source_quotas and the version of grain must be what they were"
             )
         self._position = int(state["position"])
-
-
-class _Rendered:
-    """Problems with their tokenised prompts, the overlong ones dropped; tokens lie in one flat array."""
-
-    def __init__(
-        self, problems: Problems, tokenizer: Tokenizer, data: DataSection, environments: Environments | None = None
-    ):
-        self._tokenizer = tokenizer
-        self._data = data
-        self._environments = environments
-        kept: list[Problem] = []
-        pieces: list[np.ndarray] = []
-        for problem in problems:
-            ids, count = self._encoded(problem)
-            if not ids:
-                raise ValueError(f"{problem.where}: the rendered prompt has no tokens")
-            if len(ids) <= data.max_prompt_length:
-                kept.append(problem)
-                pieces.append(np.asarray(ids, np.int32))
-            elif not data.filter_overlong_prompts:
-                raise ValueError(
-                    f"{problem.where}: the prompt has {count} tokens, more than data.max_prompt_length "
-                    f"({data.max_prompt_length}), and data.filter_overlong_prompts is false"
-                )
-        self._problems = kept
-        self._tokens = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
-        self._ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-        self._rows = {problem.index: row for row, problem in enumerate(kept)}
-        self.num_filtered = len(problems) - len(kept)
-        if self.num_filtered:
-            limit = data.max_prompt_length
-            _log.warning("dropped %d of %d prompts: over %d tokens", self.num_filtered, len(problems), limit)
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    def _encoded(self, problem: Problem) -> tuple[list[int], str]:
-        """The prompt's ids, and how many it has. Of a text much longer than what is kept, only the beginning."""
-        data = self._data
-        text = self._text(problem)
-        # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
-        special = not data.apply_chat_template
-        head = text[: (data.max_prompt_length + 1) * _LONG_TOKEN]
-        if len(head) < len(text):
-            ids = self._tokenizer.encode(head, add_special_tokens=special)
-            if len(ids) > data.max_prompt_length + _LONG_TOKEN:  # well beyond what the cut can have changed
-                return ids, f"more than {len(ids)}"
-        ids = self._tokenizer.encode(text, add_special_tokens=special)
-        return ids, str(len(ids))
-
-    def _extra(self, problem: Problem) -> Mapping[str, Any]:
-        """An environment, and a reward over turns, gets the conversation that the prompt is."""
-        if self._environments is None:
-            return problem.extra
-        return {**problem.extra, "messages": _messages(problem, self._data)}
-
-    def _text(self, problem: Problem) -> str:
-        tools = () if self._environments is None else self._environments.schemas(problem.extra, problem.where)
-        return _render(problem, self._tokenizer, self._data, tools)
-
-    def _ids(self, row: int) -> np.ndarray:
-        return self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
-
-    def sources(self) -> list[str]:
-        """The source of each row."""
-        return [problem.source for problem in self._problems]
-
-    def row_of(self, index: int) -> int:
-        if index not in self._rows:
-            raise ValueError(f"prompt {index}: the training data holds no such problem, or it was dropped as too long")
-        return self._rows[index]
-
-    def prompt(self, row: int, epoch: int) -> Prompt:
-        problem = self._problems[row]
-        return Prompt(
-            epoch=epoch,
-            index=problem.index,
-            token_ids=tuple(self._ids(row).tolist()),
-            text=self._text(problem),
-            source=problem.source,
-            answer=problem.answer,
-            extra=self._extra(problem),
-            question=problem.question,
-        )
-
-    def fingerprint(self) -> str:
-        """A hash of what the model sees and its answers are compared with: identities, tokens, sources, answers."""
-        digest = hashlib.sha256()
-        for row, problem in enumerate(self._problems):
-            digest.update(json.dumps([problem.index, problem.source, problem.answer]).encode())
-            digest.update(self._ids(row).tobytes())
-        return digest.hexdigest()[:16]
-
-
-def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    messages = _messages(problem, data)
-    if data.apply_chat_template:
-        try:
-            variables = {**data.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
-        except RefusedMessages as error:
-            raise ValueError(f"{problem.where}: {error}") from None
-    return "\n\n".join(message["content"] for message in messages)
-
-
-def _messages(problem: Problem, data: DataSection) -> list[dict[str, str]]:
-    """The conversation that is rendered."""
-    messages = [dict(message) for message in problem.messages]
-    for message in reversed(messages):
-        if message["role"] == "user":
-            # not str.format: templates are full of braces (\boxed{})
-            message["content"] = data.prompt_template.replace("{question}", message["content"])
-            break
-    if data.system_prompt:
-        messages = [m for m in messages if m["role"] != "system"]
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
-    return messages

@@ -7,6 +7,7 @@ BPE.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -62,11 +63,23 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written in the text always become their ids. Raises ValueError for half characters,
         as they come from a command line that is not UTF-8."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{text!r:.80} is no text: {text[error.start]!r} is half a character") from None
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._fast.encode(_whole(text), add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        found = self._fast.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=add_special_tokens)
+        return [each.ids for each in found]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all that token ids and rendered texts follow from."""
+        parts = [self._fast.to_str(), self.special_tokens, {n: t.source for n, t in self.chat_templates.items()}]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def reads_the_date(self) -> bool:
+        """Whether a chat template may write another text on another day."""
+        return any("strftime_now" in template.source for template in self.chat_templates.values())
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -187,3 +200,12 @@ class Tokenizer:
     def _id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._fast.token_to_id(token)
+
+
+def _whole(text: str) -> str:
+    """The text; ValueError if it holds half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text!r:.80} is no text: {text[error.start]!r} is half a character") from None
+    return text

@@ -23,6 +23,9 @@ class Characters:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [ord(c) for c in ("#" + text if add_special_tokens else text)]
 
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
     def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         text += "".join(f"<{name}={value}>" for name, value in variables.items())

@@ -23,6 +23,9 @@ class Bytes:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
     def apply_chat_template(self, messages: list[Any], /, add_generation_prompt: bool = True, **variables: Any) -> str:
         return messages[-1]["content"]
 

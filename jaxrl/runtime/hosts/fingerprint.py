@@ -39,7 +39,9 @@ NUM_SAMPLES = 64
 _HEAD_BYTES, _TAIL_BYTES, _SAMPLE_BYTES = 2**23, 2**20, 2**18
 _MOST_FILES = 64  # of a folder that has a fact for each
 _MODELS = ("model.path", "reward.judge.model")
-_OWN_OPTIONS = ("hosts.coordinator", "hosts.address", "trainer.run_dir", "trainer.compilation_cache_dir")
+_OWN_OPTIONS = (
+    *("hosts.coordinator", "hosts.address", "trainer.run_dir", "trainer.compilation_cache_dir", "data.cache_dir"),
+)
 _SETTINGS = (
     *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable"),
     *("jax_use_shardy_partitioner", "jax_disable_most_optimizations", "jax_disable_jit", "jax_debug_nans"),

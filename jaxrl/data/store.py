@@ -1,0 +1,164 @@
+"""Large data kept between starts: problems as they were read and the tokens of their prompts, mapped into memory.
+
+Reading and tokenising a million problems takes minutes and gigabytes. What that gives is kept in a folder of
+`data.cache_dir` whose name is the digest of all that it follows from: the contents and names of the files, the options
+by which rows become problems, and this version of jaxrl (`jaxrl.data.rendered` adds tokenizer and templates). A later
+start maps the files, and reads a problem when it is asked for. A folder that was cut off while it was written has
+another name, and one whose files have other sizes than when it was whole is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pickle
+import shutil
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+import jaxrl
+from jaxrl.config import DataSection
+from jaxrl.config.inputs import reading
+from jaxrl.data.problems import Problem
+
+_log = logging.getLogger(__name__)
+
+CACHED_BYTES = 2**25
+"""Of data files that are kept: fewer are read and tokenised in a few seconds."""
+
+_SIZES = "sizes.json"
+_COLUMNS = ("prompt_key", "messages_key", "answer_key", "source_key", "reference_time_key", "prompt_template")
+"""Options of `data` that rows are read by."""
+
+
+class ProblemStore(Sequence[Problem]):
+    """The problems in a folder, each made when it is asked for.
+
+    Attributes:
+      folder: where they are; tokens have folders in it.
+      sources: the names of all sources; `source_ids`: int32, the number of each problem's in it.
+      identities: uint64, `identity` of each problem.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._content = np.memmap(folder / "problems.pickle", np.uint8, "r")
+        self._ends = mapped(folder, "ends")
+        self.sources: list[str] = json.loads((folder / "sources.json").read_text(encoding="utf-8"))
+        self.source_ids, self.identities = mapped(folder, "source_ids"), mapped(folder, "identities")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, at: int) -> Problem: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Problem]: ...
+    def __getitem__(self, at: int | slice) -> Problem | list[Problem]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
+        return pickle.loads(self._content[self._ends[at - 1] if at else 0 : self._ends[at]].tobytes())
+
+
+def stored(read: Callable[[], Iterable[Problem]], files: Sequence[Path], data: DataSection) -> Sequence[Problem]:
+    """The problems of `files`, which `read` reads one after another: of large files those that are kept, of others a
+    list.
+
+    Where nothing can be kept in `data.cache_dir` a warning says so, and they are a list too.
+    """
+    if not data.cache_dir or sum(file.stat().st_size for file in files) < CACHED_BYTES:
+        return list(read())
+    options = {name: getattr(data, name) for name in _COLUMNS}
+    key = digest([[str(file), _content(file)] for file in dict.fromkeys(files)], list(map(str, files)), options)
+    try:
+        return ProblemStore(kept(Path(data.cache_dir).expanduser() / key, lambda folder: _write(folder, read())))
+    except OSError as error:  # those of the data files are ValueErrors by now
+        _log.warning("data.cache_dir (%s): %s; the data is read anew at every start", data.cache_dir, error)
+        return list(read())
+
+
+def source_names(problems: Sequence[Problem]) -> list[str]:
+    """The source of each problem."""
+    if isinstance(problems, ProblemStore):
+        return [problems.sources[i] for i in problems.source_ids]
+    return [problem.source for problem in problems]
+
+
+def identities(problems: Sequence[Problem]) -> np.ndarray:
+    """uint64: 64 bits of a digest of each problem's `identity`."""
+    if isinstance(problems, ProblemStore):
+        return problems.identities
+    return np.fromiter(map(_identity, problems), np.uint64, len(problems))
+
+
+def kept(folder: Path, write: Callable[[Path], None]) -> Path:
+    """`folder`, whose files `write` writes into an empty one where it is not there or not whole; several processes may
+    do so at once. Raises OSError where it cannot be written."""
+    if _is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f"{folder.name}-new-", dir=folder.parent))
+    try:
+        write(new)
+        sizes = {file.name: file.stat().st_size for file in new.iterdir()}
+        (new / _SIZES).write_text(json.dumps(sizes), encoding="utf-8")
+        if not _is_whole(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(FileExistsError):
+                new.rename(folder)
+    except OSError as error:
+        if not _is_whole(folder):  # else another process was first
+            raise error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return folder
+
+
+def mapped(folder: Path, name: str) -> np.ndarray:
+    """An array of a folder, mapped into memory."""
+    return np.load(folder / f"{name}.npy", mmap_mode="r")
+
+
+def digest(*parts: Any) -> str:
+    """Of values that JSON has, and of this version of jaxrl."""
+    text = json.dumps([jaxrl.__version__, *parts], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _content(file: Path) -> str:
+    with reading(file), file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _identity(problem: Problem) -> int:
+    return int.from_bytes(hashlib.blake2b(problem.identity.encode(), digest_size=8).digest(), "little")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / _SIZES).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _write(folder: Path, problems: Iterable[Problem]) -> None:
+    ends, source_ids, found = array("q"), array("i"), array("Q")
+    sources: dict[str, int] = {}
+    with (folder / "problems.pickle").open("wb") as file:
+        for problem in problems:
+            file.write(pickle.dumps(problem, protocol=pickle.HIGHEST_PROTOCOL))
+            ends.append(file.tell())
+            source_ids.append(sources.setdefault(problem.source, len(sources)))
+            found.append(_identity(problem))
+    (folder / "sources.json").write_text(json.dumps(list(sources)), encoding="utf-8")
+    for name, values in (("ends", ends), ("source_ids", source_ids), ("identities", found)):
+        np.save(folder / f"{name}.npy", np.asarray(values))
