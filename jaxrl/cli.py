@@ -267,13 +267,13 @@ def _add_queries(command: Command) -> None:
     )
 
 
-def _config(options: argparse.Namespace, launches: bool = False) -> Config:
+def _config(options: argparse.Namespace, launches: bool = False, command: str = "") -> Config:
     """The configuration of a command; options that have no effect are said once: where the command `launches` itself on
     several hosts, by the process that is launched."""
     from jaxrl.config.files import load
 
     notes: list[str] = []
-    config = load(options.config, options.overrides, say=notes.append)
+    config = load(options.config, options.overrides, notes.append, command)
     if not (launches and config.hosts.launcher != "none"):
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -317,7 +317,7 @@ def _learn(
 ) -> int:
     from jaxrl.commands.opening import launched
 
-    config = _config(options, launches=True)
+    config = _config(options, launches=True, command=name)
     if config.hosts.launcher != "none":
         return launched(config, [name, *_given(options)], options.signals, check=check)
     start(config, stop=options.signals, progress=partial(print, flush=True))

@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl.commands.opening import Opened, open_run
 from jaxrl.commands.run import TrainingRun
 from jaxrl.config import Config, ConfigError, differences
+from jaxrl.config.commands import as_read
 from jaxrl.config.options import total_steps
 from jaxrl.data.conversations import ConversationTokens, Row, RowSource
 from jaxrl.data.stops import stop_ids
@@ -38,15 +39,22 @@ from jaxrl.types import RunFailed
 
 def start_sft(config: Config, stop: Stop | None = None, progress: Callable[[str], None] = print) -> RunOutcome:
     """Runs (or resumes) supervised fine-tuning; raises ValueError for what a user can mend."""
-    return _start("sft", config, Demonstrations(), stop, progress)
+    return _start("sft", config, stop, progress)
 
 
 def start_dpo(config: Config, stop: Stop | None = None, progress: Callable[[str], None] = print) -> RunOutcome:
     """Runs (or resumes) preference optimization; raises ValueError for what a user can mend."""
-    return _start("dpo", config, Preferences(config), stop, progress)
+    return _start("dpo", config, stop, progress)
 
 
-def _start(kind: str, config: Config, method: Method, stop: Stop | None, progress: Callable[[str], None]) -> RunOutcome:
+def method_of(kind: str, config: Config) -> Method:
+    """What `jaxrl sft` or `jaxrl dpo` learns from."""
+    return Demonstrations() if kind == "sft" else Preferences(config)
+
+
+def _start(kind: str, config: Config, stop: Stop | None, progress: Callable[[str], None]) -> RunOutcome:
+    config = as_read(config, kind)
+    method = method_of(kind, config)
     if not config.data.train_files:
         raise ConfigError(f"data.train_files is missing: jaxrl {kind} learns from files")
     return open_run(kind, config, lambda opened: SupervisedRun(opened, method).go(), stop=stop, progress=progress)

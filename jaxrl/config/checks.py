@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxrl.config.commands import as_read
 from jaxrl.config.domains import problem as reward_problem
 from jaxrl.config.domains import unread as unread_rewards
 from jaxrl.config.options import AdvantageEstimator, Config
@@ -279,13 +280,19 @@ def host_problem(c: Config, num_devices: int, option: str = "the number of devic
 # ---------------------------------------------------------------- options that change nothing
 
 
-def without_effect(c: Config) -> list[str]:
-    """A sentence for each option that differs from its default and is not read, because another one is off."""
-    defaults = Config(model=c.model)
-    return [
+def without_effect(c: Config, command: str = "") -> list[str]:
+    """A sentence for each option that differs from its default and is not read, because another one is off, or the
+    command (as in `as_read`) has no use for it."""
+    read, defaults = as_read(c, command), Config(model=c.model)
+    unread = [
+        f"{path}={_short(value)} has no effect: `jaxrl {command}` does not read it"
+        for prefix, section in _sections(c)
+        for path, value in _changed(section, _section(read, prefix), prefix)
+    ]
+    return unread + [
         f"{path}={_short(value)} has no effect: {why}"
-        for prefix, names, why in _unread(c)
-        for path, value in _changed(_section(c, prefix), _section(defaults, prefix), prefix)
+        for prefix, names, why in _unread(read)
+        for path, value in _changed(_section(read, prefix), _section(defaults, prefix), prefix)
         if names is None or path.rpartition(".")[2] in names
     ]
 

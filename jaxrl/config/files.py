@@ -17,7 +17,7 @@ from jaxrl import __version__
 from jaxrl.config.checks import ConfigError, without_effect
 from jaxrl.config.gin_file import GinFile
 from jaxrl.config.inputs import Options, read_text, refuse_unprintable
-from jaxrl.config.mapping import from_mapping, is_section, is_text
+from jaxrl.config.mapping import build, from_mapping, is_section, is_text
 from jaxrl.config.options import Config
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
 from jaxrl.schema.declared import shown
@@ -30,13 +30,17 @@ _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".gin": "gin"}
 
 
 def load(
-    path: str | Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda text: None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+    command: str = "",
 ) -> Config:
     """The checked config of a file (`.yaml`, `.yml` or `.gin`; None: the defaults) with overrides `a.b=c` on top.
 
     Args:
       path: one under `configs/` that is not there may be one of those that come with jaxrl.
       say: is told of options that have no effect beside the others, and where the file is not the one that was named.
+      command: that reads it, as in `jaxrl.config.commands.as_read`.
     """
     options = Options() if path is None else _read(_found(Path(path), say))
     for text in overrides:
@@ -49,7 +53,7 @@ def load(
         options.places[overridden] = said
         for end in (i for i, character in enumerate(overridden) if character == "."):
             options.places.setdefault(overridden[:end], said)
-    return _checked(options, say)
+    return _checked(options, say, command)
 
 
 def load_recorded(path: Path) -> Config:
@@ -59,12 +63,12 @@ def load_recorded(path: Path) -> Config:
     return _checked(options)
 
 
-def _checked(options: Options, say: Callable[[str], None] = lambda text: None) -> Config:
+def _checked(options: Options, say: Callable[[str], None] = lambda text: None, command: str = "") -> Config:
     try:
-        config = from_mapping(options.values)
+        config = from_mapping(options.values, command)
     except ConfigError as error:
         raise ConfigError(hider()(f"{error}{_place(str(error), options.places)}")) from None
-    for text in without_effect(config):
+    for text in without_effect(build(Config, options.values, ""), command):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from jaxrl.config import verl_options
 from jaxrl.config.checks import ConfigError, check
+from jaxrl.config.commands import as_read
 from jaxrl.config.options import Config
 from jaxrl.schema.declared import (
     Declared,
@@ -38,9 +39,10 @@ _TEXTS = frozenset(path for path, option in walk(Config) if option.type is str)
 _SECTIONS = frozenset(path[:end] for path, _ in walk(Config) for end in range(len(path)) if path[end] == ".")
 
 
-def from_mapping(values: Mapping[str, Any]) -> Config:
-    """Builds and checks a `Config` from nested mappings (a parsed YAML file); raises `ConfigError`."""
-    config = build(Config, values, "")
+def from_mapping(values: Mapping[str, Any], command: str = "") -> Config:
+    """Builds and checks a `Config` from nested mappings (a parsed YAML file), as a command reads it (`as_read`); raises
+    `ConfigError`."""
+    config = as_read(build(Config, values, ""), command)
     check(config)
     return config
 

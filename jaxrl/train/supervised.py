@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.config.teacher import TeacherSection
 from jaxrl.data.conversations import ConversationTokens, Row, Rows, read_demonstrations, read_pairs
 from jaxrl.train.preferences import Pairs, preference_losses, preference_metrics
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
@@ -33,7 +32,7 @@ class Method(Protocol):
     """What is learnt from."""
 
     def trained(self, config: Config) -> Config:
-        """The configuration for the trainer of `jaxrl.train.step`."""
+        """The configuration for the trainer of `jaxrl.train.step`, from one as the command reads it."""
         ...
 
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
@@ -84,7 +83,7 @@ class Demonstrations:
     precomputes = False
 
     def trained(self, config: Config) -> Config:
-        return _without_rl(config)
+        return config
 
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
         return read_demonstrations(names, option, config, tokens)
@@ -124,9 +123,8 @@ class Preferences:
     def trained(self, config: Config) -> Config:
         """A reference is kept as for a KL loss; the loss of a pair is a sum over tokens, and the batch's a mean."""
         resident = not self._options.reference_free and (self._of_base or not self.precomputes)
-        own = _without_rl(config)
-        algorithm = replace(own.algorithm, loss_agg_mode="seq-mean-token-sum")
-        return replace(own, actor=replace(own.actor, use_kl_loss=resident), algorithm=algorithm)
+        algorithm = replace(config.algorithm, loss_agg_mode="seq-mean-token-sum")
+        return replace(config, actor=replace(config.actor, use_kl_loss=resident), algorithm=algorithm)
 
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
         return read_pairs(names, option, config, tokens)
@@ -154,13 +152,6 @@ class Preferences:
             if not self._options.reference_free:
                 known, _ = _sums(trainer.token_logprobs(batch, "ref"), batch)
         return Pairs(own.reshape(-1, 2), known.reshape(-1, 2), lengths.reshape(-1, 2))
-
-
-def _without_rl(config: Config) -> Config:
-    """What is learnt is the model's own distribution, beside which there is no other model."""
-    actor = replace(config.actor, use_kl_loss=False, entropy_coeff=0.0, old_logprobs="recompute")
-    algorithm = replace(config.algorithm, use_kl_in_reward=False, adv_estimator="none", teacher=TeacherSection())
-    return replace(config, actor=actor, algorithm=algorithm, rollout=replace(config.rollout, temperature=1.0))
 
 
 def _sums(logprobs: Sequence[np.ndarray], batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from keyword_options import with_options
 from preference_rows import CONVERSATIONS, LOSSES, PAIRS, moved, written_model
 
 from jaxrl.config import Config
+from jaxrl.config.commands import as_read
 from jaxrl.config.supervised import DpoSection
 from jaxrl.data.conversations import ConversationTokens, Example, Row
 from jaxrl.data.tokenizer import Tokenizer
@@ -210,7 +211,7 @@ RL = {
 @pytest.mark.parametrize("method", [Demonstrations, Preferences])
 def test_what_rl_alone_reads_has_no_part_in_it(method: Any):
     """No critic, no teacher, no other distribution than the model's own; a reference only of pairs."""
-    given = config_of(**RL)
+    given = as_read(config_of(**RL), "sft" if method is Demonstrations else "dpo")
     config = (method if method is Demonstrations else partial(method, given))().trained(given)
     assert not config.has_critic
     assert not config.has_teacher

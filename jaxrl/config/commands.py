@@ -1,0 +1,53 @@
+"""Which options `jaxrl sft` and `jaxrl dpo` read. The others have no effect on them, and no rule about those may refuse
+a run.
+
+Purpose: `as_read(config, command)`. Options that are not read are as if nobody had set them: so the rules between
+options that `jaxrl.config.checks` has for all commands ask for nothing but what matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from jaxrl.config.options import Config
+from jaxrl.config.supervised import DpoSection, SftSection
+
+LEARNING = ("train", "sft", "dpo")
+"""The commands that train."""
+
+_READ: Mapping[str, str] = {  # "": all of a section; `serve`: what a run has learnt can be served with it
+    "model": "",
+    "hosts": "",
+    "serve": "",
+    "data": "train_files val_files val_size system_prompt prompt_template apply_chat_template "
+    "apply_chat_template_kwargs max_prompt_length max_response_length filter_overlong_prompts train_batch_size shuffle "
+    "seed",
+    "actor": "optim dtype param_dtype ppo_max_token_len_per_gpu grad_clip remat logprob_chunk_tokens attention "
+    "offload_optimizer",
+    "trainer": "run_dir total_training_steps total_epochs save_freq max_ckpt_to_keep test_freq val_before_train seed "
+    "num_devices init_from logger project_name experiment_name compilation_cache_dir max_bad_steps hang_timeout_s",
+}
+_OF_COMMAND: Mapping[str, Mapping[str, str]] = {
+    "sft": {"sft": "", "algorithm": "loss_agg_mode"},
+    "dpo": {"dpo": "", "actor": f"{_READ['actor']} share_prompts"},
+}
+
+
+def as_read(config: Config, command: str) -> Config:
+    """The configuration with each option that a command does not read at its default.
+
+    Args:
+      command: that trains. Of other ones nothing is known, and the configuration stays as it is.
+    """
+    if command == "train":
+        return replace(config, sft=SftSection(), dpo=DpoSection())
+    if command not in LEARNING:
+        return config
+    read, default = _READ | _OF_COMMAND[command], Config()
+    own = {}
+    for name, names in read.items():
+        given = getattr(config, name)
+        each = names.split() or [field.name for field in fields(given)]
+        own[name] = replace(getattr(default, name), **{option: getattr(given, option) for option in each})
+    return replace(default, **own)
