@@ -217,6 +217,13 @@ def _add_explanations(command: Command) -> None:
     explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
     gib = number(0, 100_000)
     explain.add_argument("--device-gib", type=gib, default=0.0, help="GiB that JAX has of each (0: what it says)")
+    learning = ("train", "sft", "dpo")
+    explain.add_argument(
+        "--command",
+        type=one_of(*learning),
+        metavar=f"{{{','.join(learning)}}}",
+        help="that reads it (of a run's config.yaml the run's, else train)",
+    )
 
     layout = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
     source = layout.add_mutually_exclusive_group(required=True)
@@ -406,10 +413,16 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from jaxrl.commands.explain import explain_config
+    from pathlib import Path
 
-    config = _config(options)
-    print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None))
+    from jaxrl.commands.explain import explain_config
+    from jaxrl.record.run_dir import CONFIG_FILE, recorded_start
+
+    file = Path(options.config or "")
+    recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None
+    command = options.command or (recorded or {}).get("kind", "train")
+    config = _config(options, command=command)
+    print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, command))
     return 0
 
 

@@ -1,4 +1,5 @@
-"""What follows from a configuration before anything is allocated: counts, steps, and the memory of both phases.
+"""What follows from a configuration before anything is allocated: counts, steps, and the memory of both phases; of
+`jaxrl sft` and `jaxrl dpo`, which have no rollout, of the update.
 
 Purpose: `jaxrl explain-config`.
 
@@ -7,11 +8,12 @@ Source: docs/architecture.md (The mesh, Memory phases); the bytes are `jaxrl.run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from annotated_types import Interval
 
+from jaxrl.commands.supervised import method_of
 from jaxrl.config import Config
 from jaxrl.config.checks import host_problem
 from jaxrl.config.options import total_steps
@@ -20,18 +22,27 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rewards.explained import part_lines, reward_rows
-from jaxrl.runtime.build import share_notes
+from jaxrl.runtime.build import share_notes, with_planned_update
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.devices import prepare_jax
-from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem
+from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, update_problem
 from jaxrl.runtime.weights import adapted
 from jaxrl.schema.declared import Declared, number_problem
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.sharding.memory import DEFAULT_SHARE, device_bytes, in_bytes, memory_of, memory_share, share_variable
+from jaxrl.sharding.memory import (
+    DEFAULT_SHARE,
+    DeviceMemory,
+    device_bytes,
+    in_bytes,
+    memory_of,
+    memory_share,
+    share_variable,
+)
 from jaxrl.sharding.mesh import platform_of
-from jaxrl.train.update_memory import full_microbatch
+from jaxrl.train.update_memory import full_microbatch, resident_parts, trained_numbers, update_parts
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
+_UNKNOWN_STEPS = "number of steps not known before the files are read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +90,91 @@ class Explanation:
         return render(self)
 
 
-def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -> Explanation:
-    """Derived sizes and the memory of both phases, without loading weights or data."""
+@dataclass(frozen=True, slots=True)
+class LearningExplanation:
+    """A configuration of `jaxrl sft` or `jaxrl dpo`, worked out. `str()` of it is what `jaxrl explain-config` prints.
+
+    Attributes:
+      learnt: what, and compared with what.
+      step_rows, step_sequences, max_length: rows of an update, their conversations, and tokens of the longest one.
+      microbatch_sequences, microbatch_tokens: per device, of the largest; conversations of the longest length.
+      total_steps: 0: not known before the files are read.
+      resident, update: bytes per device that are always there, and that an update adds.
+      remat, chunk_tokens: `actor.remat` and `actor.logprob_chunk_tokens`, resolved.
+    """
+
+    num_params: int
+    num_trained: int
+    num_devices: int
+    learnt: str
+    step_rows: int
+    step_sequences: int
+    max_length: int
+    microbatch_sequences: int
+    microbatch_tokens: int
+    total_steps: int
+    resident: dict[str, int]
+    update: dict[str, int]
+    device_bytes: int | None
+    remat: str
+    chunk_tokens: int | str
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        trained = "" if self.num_trained == self.num_params else f", {_count(self.num_trained)} of them trained"
+        step = f"{self.step_rows:,}", f"{self.step_sequences:,}", f"{self.step_sequences * self.max_length:,}"
+        part = f"{self.microbatch_sequences:,} or more", f"{self.microbatch_tokens:,}"
+        lines = [
+            f"{_count(self.num_params)} parameters{trained}; {self.num_devices} {_plural(self.num_devices, 'device')}",
+            self.learnt,
+            "",
+            *_table(
+                ("", "rows", "conversations", "tokens, at most"),
+                ("a step, which is an optimizer update", *step),
+                ("a microbatch, per device", "", *part),
+            ),
+            "",
+            f"{self.total_steps:,} steps" if self.total_steps else _UNKNOWN_STEPS,
+            "",
+            "memory per device",
+            *_phase_table(self.resident, {"update": self.resident | self.update}, self.device_bytes),
+            "",
+            f"update: logits of {self.chunk_tokens} tokens at a time, remat {self.remat}",
+            *([""] if self.warnings else []),
+            *(f"note: {text}" for text in self.warnings),
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def explain_config(
+    config: Config, num_devices: int, memory_bytes: int | None, command: str = "train"
+) -> Explanation | LearningExplanation:
+    """Derived sizes and the memory of both phases, without loading weights or data.
+
+    Args:
+      command: that reads the configuration, as in `jaxrl.config.commands.as_read`.
+    """
     problem = number_problem("--devices", num_devices, Declared(int, Interval(ge=0), cap=MAX_DEVICES))
     if problem is not None:
         raise ValueError(problem)
     if memory_bytes is not None and not 1 <= memory_bytes <= MAX_MEMORY_BYTES:
         raise ValueError(f"--device-gib must be from 1 to {MAX_MEMORY_BYTES} bytes, found {memory_bytes}")
-    batch_rule(config)  # its settings may be refused
+    learns_alone = command in ("sft", "dpo")
+    if not learns_alone:
+        batch_rule(config)  # its settings may be refused
     devices = [] if num_devices else prepare_jax(config)
     model = adapted(config, SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path)))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = platform_of(devices[0]) if devices else "gpu"
     num_devices = num_devices or len(devices) * config.hosts.num
+    # of devices that are not here, what a CPU's share of a host would be is not known
+    each = memory or (memory_of(devices).share if devices else None)
+    if learns_alone:
+        return _explain_learning(config, model, num_devices, DeviceMemory(platform, memory, each or 0), command)
     refuse_devices(config, num_devices)
     rolling = config.rollout.num_devices or num_devices // config.hosts.num
     config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
-    # of devices that are not here, what a CPU's share of a host would be is not known
-    each = memory or (memory_of(devices).share if devices else None)
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
     notes = [said, f"a run is refused: {too_large}" if too_large else "", *explained.warnings]
     if devices:
@@ -108,6 +185,35 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
             "the run's environment says otherwise"
         )
     return replace(explained, share=memory_share(platform) if devices else None, warnings=tuple(filter(None, notes)))
+
+
+def _explain_learning(
+    config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory, command: str
+) -> LearningExplanation:
+    method = method_of(command, config)
+    trained = with_planned_update(method.trained(config), model, num_devices, memory)
+    actor, rows = trained.actor, config.data.train_batch_size
+    update = update_parts(trained, model, num_devices, memory.platform, actor.remat, actor.logprob_chunk_tokens)
+    full = full_microbatch(trained, model, num_devices, memory.platform)
+    too_large = memory.share and update_problem(trained, model, num_devices, memory.platform, memory.share)
+    return LearningExplanation(
+        num_params=model.num_params(),
+        num_trained=trained_numbers(model, 1),
+        num_devices=num_devices,
+        learnt=method.explained,
+        step_rows=rows,
+        step_sequences=rows * method.examples,
+        max_length=config.max_model_length,
+        microbatch_sequences=full.rows * (full.length // config.max_model_length),
+        microbatch_tokens=full.tokens,
+        total_steps=config.trainer.total_training_steps,
+        resident=resident_parts(trained, model, num_devices),
+        update=update,
+        device_bytes=memory.reported,
+        remat=actor.remat,
+        chunk_tokens=actor.logprob_chunk_tokens,
+        warnings=(f"a run is refused: {too_large}",) if too_large else (),
+    )
 
 
 def explain(
@@ -284,9 +390,7 @@ def _critic_line(c: Counts) -> list[str]:
 
 
 def _steps_line(c: Counts) -> str:
-    total = (
-        "number of steps not known before the files are read" if c.total_steps is None else f"{c.total_steps:,} steps"
-    )
+    total = _UNKNOWN_STEPS if c.total_steps is None else f"{c.total_steps:,} steps"
     if c.epoch_steps is None:
         return total
     return f"{total}; an epoch of {c.epoch_prompts:,} prompts takes {c.epoch_steps:,.1f}"
@@ -295,12 +399,18 @@ def _steps_line(c: Counts) -> str:
 def _memory_table(m: MemoryPlan) -> list[str]:
     phases = {"rollout": m.resident | m.rollout if m.shared else m.rollout, "update": m.resident | m.update}
     phases |= {each.column: {**m.resident, **each.parts} for each in m.freed}
+    return _phase_table(m.resident, phases, m.device_bytes)
+
+
+def _phase_table(
+    resident: Mapping[str, int], phases: Mapping[str, Mapping[str, int]], device_bytes: int | None
+) -> list[str]:
     rows = [("", *phases)]
-    for name in dict.fromkeys(name for parts in (m.resident, *phases.values()) for name in parts):
+    for name in dict.fromkeys(name for parts in (resident, *phases.values()) for name in parts):
         rows.append((name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases.values())))
     rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases.values())))
-    if m.device_bytes is not None:
-        rows.append(("of", *[in_bytes(m.device_bytes)] * len(phases)))
+    if device_bytes is not None:
+        rows.append(("of", *[in_bytes(device_bytes)] * len(phases)))
     return _table(*rows)
 
 

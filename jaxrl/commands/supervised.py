@@ -49,7 +49,7 @@ def start_dpo(config: Config, stop: Stop | None = None, progress: Callable[[str]
 
 def method_of(kind: str, config: Config) -> Method:
     """What `jaxrl sft` or `jaxrl dpo` learns from."""
-    return Demonstrations() if kind == "sft" else Preferences(config)
+    return Demonstrations(config) if kind == "sft" else Preferences(config)
 
 
 def _start(kind: str, config: Config, stop: Stop | None, progress: Callable[[str], None]) -> RunOutcome:

@@ -44,7 +44,7 @@ def as_read(config: Config, command: str) -> Config:
         return replace(config, sft=SftSection(), dpo=DpoSection())
     if command not in LEARNING:
         return config
-    read, default = _READ | _OF_COMMAND[command], Config()
+    read, default = {**_READ, **_OF_COMMAND[command]}, Config()
     own = {}
     for name, names in read.items():
         given = getattr(config, name)

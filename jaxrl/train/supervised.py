@@ -40,6 +40,16 @@ class Method(Protocol):
         ...
 
     @property
+    def explained(self) -> str:
+        """What is learnt, and compared with what, for `jaxrl explain-config`."""
+        ...
+
+    @property
+    def examples(self) -> int:
+        """Conversations of a row."""
+        ...
+
+    @property
     def precomputes(self) -> bool:
         """Whether `reference` is called for all rows, before the first step."""
         ...
@@ -80,7 +90,10 @@ def _group(place: int, number: int, row: Row) -> Group:
 class Demonstrations:
     """Supervised fine-tuning: the negative log-likelihood of what the assistant has said."""
 
-    precomputes = False
+    examples, precomputes = 1, False
+
+    def __init__(self, config: Config) -> None:
+        self.explained = f"learnt: what the assistant says, sft.train_on={config.sft.train_on}"
 
     def trained(self, config: Config) -> Config:
         return config
@@ -107,9 +120,20 @@ class Demonstrations:
 class Preferences:
     """Direct preference optimization, of pairs; see `jaxrl.train.preferences`."""
 
+    examples = 2
+
     def __init__(self, config: Config) -> None:
         self._options = config.dpo
         self._of_base = config.model.has_adapters  # which is there without a copy
+
+    @property
+    def explained(self) -> str:
+        dpo, known = self._options, ", asked of all pairs before the first step" if self.precomputes else ""
+        own = "the weights that the run begins with" if self.precomputes else "a copy of the run's first weights"
+        reference = (
+            "none" if dpo.reference_free else ("the base without its adapters" if self._of_base else own) + known
+        )
+        return f"learnt: what was preferred, dpo.loss_type={dpo.loss_type}, beta {dpo.beta:g}; reference: {reference}"
 
     @property
     def precomputes(self) -> bool:

@@ -8,7 +8,7 @@ import jax
 import pytest
 from known_sizes import SMOLLM2, TINY, config
 
-from jaxrl.commands.explain import explain, explain_config, render
+from jaxrl.commands.explain import Explanation, LearningExplanation, explain, explain_config, render
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.decoder import init
@@ -255,3 +255,41 @@ def test_devices_without_halves_have_no_stream(num_devices: int):
     streaming = from_mapping({"model": {"path": "SmolLM2-135M"}, **sections})
     with pytest.raises(ValueError, match=f"must be a power of two, found {num_devices}$"):
         explain_config(streaming, num_devices, None)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "sequences", "reference"),
+    [
+        ("sft", {}, 8, None),
+        ("dpo", {}, 16, "a copy of the run's first weights"),
+        ("dpo", {"dpo": {"reference_free": True}}, 16, "none"),
+        (
+            "dpo",
+            {"dpo": {"precompute_ref_log_probs": True}},
+            16,
+            "the weights that the run begins with, asked of all pairs before the first step",
+        ),
+        ("dpo", {"model": {"path": "SmolLM2-135M", "lora_rank": 4}}, 16, "the base without its adapters"),
+    ],
+)
+def test_what_learns_from_files_has_a_picture_of_its_own(command, options, sequences, reference):
+    """No rollout, no reward; the update's memory is that of a run of RL with the same reference."""
+    given = {"model": {"path": "SmolLM2-135M"}, "trainer": {"total_training_steps": 5}, **options}
+    e = explain_config(from_mapping(given, command), 2, 8 << 30, command)
+    assert isinstance(e, LearningExplanation)
+    text = str(e)
+    copied = reference is not None and reference.startswith("a copy")
+    alike = from_mapping({**given, "actor": {"use_kl_loss": copied}, "dpo": {}})
+    rl = explain_config(alike, 2, 8 << 30)
+    assert isinstance(rl, Explanation)
+    assert (e.num_params, e.resident) == (rl.num_params, rl.memory.resident)
+    assert ("reference weights" in text) == copied
+    assert (e.step_rows, e.step_sequences, e.total_steps) == (8, sequences, 5)
+    assert reference is None or f"reference: {reference}\n" in text
+    assert not any(word in text for word in ("rollout", "reward", "KV pool", "samples"))
+    assert ("of them trained" in text) == ("lora_rank" in given["model"])
+
+
+def test_what_learns_from_files_and_does_not_fit():
+    given = {"model": {"path": "SmolLM2-135M"}}
+    assert "a run is refused: the update needs about" in str(explain_config(from_mapping(given), 1, 1 << 30, "sft"))

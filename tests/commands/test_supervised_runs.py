@@ -161,6 +161,18 @@ def test_rl_begins_from_what_was_learnt(learning: Learning, sft: tuple[Path, Pat
         assert ours[name].tobytes() == theirs[name].tobytes(), name
 
 
+def test_a_run_s_own_file_is_explained_as_its_command_reads_it(
+    sft: tuple[Path, Path, str], capsys: pytest.CaptureFixture[str]
+):
+    file = f"--config={sft[0]}/config.yaml"
+    assert main(["explain-config", file, "--devices=1", "rollout.n=1"]) == 0
+    said = capsys.readouterr()
+    assert "learnt: what the assistant says" in said.out
+    assert "rollout.n=1 has no effect: `jaxrl sft` does not read it" in said.err
+    assert main(["explain-config", file, "--devices=1", "--command=train"]) == 0
+    assert "KV pool" in capsys.readouterr().out
+
+
 def changed(learning: Learning, name: str, rows: Sequence[Any], part: str = "train") -> str:
     learning._rows(name, rows)
     return f"data.{part}_files=[{learning.folder}/{name}.jsonl]"

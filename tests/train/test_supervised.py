@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,7 @@ def test_tokens_and_masks_are_those_of_assistant_only_loss(written: Any):
 @pytest.mark.parametrize("devices", [1, 4])
 def test_sft_has_trls_loss_and_gradient_packed_or_not(written: Any, devices: int):
     path, model, params = written
-    trainer = trainer_of(config_of(), method := Demonstrations(), model, params, devices)
+    trainer = trainer_of(config_of(), method := Demonstrations(config_of()), model, params, devices)
     batch = batch_of(demonstrations(path))
     batch.advantages = [np.ones(len(sample), np.float32) for sample in batch.samples]
     trainer.accumulate(batch)
@@ -114,13 +113,16 @@ def test_sft_has_trls_loss_and_gradient_packed_or_not(written: Any, devices: int
 def test_what_is_no_assistants_is_not_learnt_from(written: Any):
     """Other tokens of the last answer leave no bit of the loss of what came before."""
     path, model, params = written
-    trainer = trainer_of(config_of(), Demonstrations(), model, params)
+    trainer = trainer_of(config_of(), Demonstrations(config_of()), model, params)
     rows = demonstrations(path, CONVERSATIONS[:1])
     (example,) = rows[0][1].examples
     ends = np.flatnonzero(~example.is_said)[-1] + 1
     cut = replace(example, response=example.response[:ends], is_said=example.is_said[:ends])
     other = replace(cut, response=np.where(cut.is_said | (np.arange(ends) < ends - 3), cut.response, 70))
-    losses = [Demonstrations().evaluate(trainer, batch_of([(0, Row("", (each,)))]))[0]["loss"] for each in (cut, other)]
+    losses = [
+        Demonstrations(config_of()).evaluate(trainer, batch_of([(0, Row("", (each,)))]))[0]["loss"]
+        for each in (cut, other)
+    ]
     assert losses[0] == losses[1]
 
 
@@ -212,7 +214,7 @@ RL = {
 def test_what_rl_alone_reads_has_no_part_in_it(method: Any):
     """No critic, no teacher, no other distribution than the model's own; a reference only of pairs."""
     given = as_read(config_of(**RL), "sft" if method is Demonstrations else "dpo")
-    config = (method if method is Demonstrations else partial(method, given))().trained(given)
+    config = method(given).trained(given)
     assert not config.has_critic
     assert not config.has_teacher
     assert config.needs_ref == (method is Preferences)
