@@ -344,6 +344,8 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
     said = [_said_or_all(each, named[key]) for each, key in zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)]
     shared = _shared(*said)
     if shared and said[0][0]["role"] != "assistant":  # both are whole conversations, the prompt in them
+        if prompt is not None:
+            _check_prompt(prompt, said[0][:shared], named[dpo.prompt_key])
         context = _asked(said[0][:shared], config)
         said = [each[shared:] for each in said]
     elif prompt is None:
@@ -429,6 +431,21 @@ def _shared(first: Messages, second: Messages) -> int:
             break
         count += 1
     return count
+
+
+def _check_prompt(prompt: Any, shared: Messages, named: str) -> None:
+    """A prompt beside whole conversations is theirs: text that the user says there, or messages that they begin with,
+    whatever the system says."""
+    if isinstance(prompt, str):
+        fits = prompt.strip() in [message["content"].strip() for message in shared if message["role"] == "user"]
+    else:
+        asked, own = ([m for m in each if m["role"] != "system"] for each in (_messages(prompt, named), shared))
+        fits = own[: len(asked)] == asked
+    if not fits:
+        raise ValueError(
+            f"{named} contradicts the row's conversations, which begin with their own prompt: {shown(prompt)} is not "
+            f"in {shown([dict(message) for message in shared])}; leave one of the two out"
+        )
 
 
 def _check_said(said: Messages, named: str) -> None:

@@ -169,6 +169,7 @@ def test_pairs_in_the_forms_that_data_sets_have(tokenizer: Tokenizer, tmp_path: 
         {"prompt": HI[:1], "chosen": [yes], "rejected": [no]},
         {"chosen": [HI[0], yes], "rejected": [HI[0], no]},
         {"prompt": "Hi", "chosen": [HI[0], yes], "rejected": [HI[0], no]},
+        {"prompt": HI[:1], "chosen": [HI[0], yes], "rejected": [HI[0], no]},
     ]
     found = read_pairs([written(tmp_path, same)], "data.train_files", config_of(), tokens_of(tokenizer))
     for i in range(len(same)):
@@ -224,6 +225,14 @@ PAIR_ROWS = {
     "two prompts": (
         {"prompt": "a", "chosen": HI, "rejected": [{"role": "user", "content": "a"}, HI[1]]},
         r"'chosen' \(dpo.chosen_key\): behind the prompt the first message must be the assistant's, found user",
+    ),
+    "another prompt": (
+        {"prompt": "a", "chosen": [HI[0], HI[1]], "rejected": [HI[0], {"role": "assistant", "content": "no"}]},
+        r"line 1: 'prompt' \(dpo.prompt_key\) contradicts the row's conversations, .*: 'a' is not in \[.*'Hi'",
+    ),
+    "a longer prompt": (
+        {"prompt": [*HI, HI[0]], "chosen": HI, "rejected": [HI[0], {"role": "assistant", "content": "no"}]},
+        r"line 1: 'prompt' \(dpo.prompt_key\) contradicts the row's conversations",
     ),
 }
 
