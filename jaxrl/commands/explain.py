@@ -117,7 +117,7 @@ class LearningExplanation:
     update: dict[str, int]
     device_bytes: int | None
     remat: str
-    chunk_tokens: int | str
+    chunk_tokens: int
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -193,7 +193,8 @@ def _explain_learning(
     method = method_of(command, config)
     trained = with_planned_update(method.trained(config), model, num_devices, memory)
     actor, rows = trained.actor, config.data.train_batch_size
-    update = update_parts(trained, model, num_devices, memory.platform, actor.remat, actor.logprob_chunk_tokens)
+    chunk = actor.logprob_chunk_tokens
+    assert chunk != "auto", "it is planned"
     full = full_microbatch(trained, model, num_devices, memory.platform)
     too_large = memory.share and update_problem(trained, model, num_devices, memory.platform, memory.share)
     return LearningExplanation(
@@ -208,10 +209,10 @@ def _explain_learning(
         microbatch_tokens=full.tokens,
         total_steps=config.trainer.total_training_steps,
         resident=resident_parts(trained, model, num_devices),
-        update=update,
+        update=update_parts(trained, model, num_devices, memory.platform, actor.remat, chunk),
         device_bytes=memory.reported,
         remat=actor.remat,
-        chunk_tokens=actor.logprob_chunk_tokens,
+        chunk_tokens=chunk,
         warnings=(f"a run is refused: {too_large}",) if too_large else (),
     )
 

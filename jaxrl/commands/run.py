@@ -97,6 +97,7 @@ class TrainingRun(ABC):
         elif config.trainer.init_from and (self.needs_ref or not self.resuming):
             look = partial(whole_step, config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
             self.init_from = Path(self.joined.first("the checkpoint to begin from", lambda: str(look())))
+        self.began_with = self._beginning()
         for place in dict.fromkeys((self.init_from, saved)):
             if place is not None:
                 refuse_other_model(place, config, self.model, self.mesh)
@@ -107,6 +108,29 @@ class TrainingRun(ABC):
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: go on with the run's estimator, "
                 "or begin a run from its parameters (trainer.init_from)"
             )
+
+    def _beginning(self) -> str:
+        """The weights that the run began with, as options. No checkpoint of it has them: each start reads them again
+        for the reference of a KL loss or of pairs, and for the base of adapters.
+
+        Raises:
+          ConfigError: they would be others now.
+        """
+        config, has_base = self.config, self.model.lora is not None
+        if self.init_from is not None and not has_base:
+            now = f"trainer.init_from={self.init_from.resolve()}"
+        else:
+            path = Path(config.model.path).expanduser()
+            now = f"model.path={path.resolve() if path.exists() else config.model.path}"
+            now += f" (model.random_init, trainer.seed={config.trainer.seed})" if config.model.random_init else ""
+        recorded = (recorded_start(self.run_dir.path) or {}).get("began_with") if self.resuming else None
+        if recorded not in (None, now) and (self.needs_ref or has_base) and self.step < self.total_steps:
+            what = "the base of its adapters" if has_base else "its reference"
+            raise ConfigError(
+                f"{self.run_dir.path} holds a run that began with {recorded}, which is {what}, and now that would be "
+                f"{now}: leave it as it was, or choose another trainer.run_dir"
+            )
+        return recorded or now
 
     def _find_checkpoint(self) -> Checkpointer:
         """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
@@ -217,7 +241,7 @@ class TrainingRun(ABC):
         cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
         with self.stop.held():
             newest = self.step if self.resuming else None
-            self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)
+            self.run_dir.record_start(self.config, described, self.step, checkpoint=newest, began_with=self.began_with)
             self.store.tidy()
             record.begin()
             self.run_dir.record_checkpoint(newest, record.written())

@@ -297,6 +297,8 @@ def _fault(found: Any) -> str | None:
         return "kind must be a command's name"
     if not isinstance(found.get("compilation_cache"), str | None):
         return "compilation_cache must be a name or null"
+    if not isinstance(found.get("began_with"), str | None):
+        return "began_with must be text or null"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -110,8 +111,32 @@ def test_preferences_are_learnt_and_a_kill_changes_nothing(
     assert lines[-1]["rewards/accuracies"] == 1
     assert lines[-1]["val/rewards/accuracies"] == 1
     assert re.search(r"step 6: held-out loss [\d.]+, accuracy 1.000", said)
+    is_lora = LORA[0] in options
+    began = f"model.path={learning.folder}/model" if is_lora else f"trainer.init_from={sft[0]}/checkpoints/6"
+    refused = f"{killed} holds a run that began with {began}"
+    for change, now in other_beginnings(learning, sft[0], is_lora):
+        said = learning.learn("dpo", killed, *options, *change, status=2)
+        assert refused in said, said
+        assert f"now that would be {now}" in said
     learning.learn("dpo", killed, *options)
     assert_same_end(killed, whole)
+
+
+def other_beginnings(learning: Learning, sft: Path, is_lora: bool) -> list[tuple[list[str], str]]:
+    """Options of a resume, with which its reference would be another model, though the policy fits."""
+    model, run = learning.folder / "model2", learning.folder / "sft2"
+    if is_lora:
+        shutil.copytree(learning.folder / "model", model)
+        return [
+            ([f"model.path={model}"], f"model.path={model} ("),
+            (["trainer.seed=9"], f"model.path={sft.parent}/model"),
+        ]
+    shutil.copytree(sft, run)
+    shutil.rmtree(run / "checkpoints" / "6")  # of two that are kept
+    return [
+        (["trainer.init_from="], f"model.path={learning.folder}/model"),
+        ([f"trainer.init_from={run}"], f"trainer.init_from={run}/checkpoints/5"),
+    ]
 
 
 def test_what_the_reference_says_may_be_known_before(learning: Learning, sft: tuple[Path, Path, str]):
@@ -127,12 +152,12 @@ def test_what_the_reference_says_may_be_known_before(learning: Learning, sft: tu
     longer = ("trainer.total_training_steps=3", "dpo.precompute_ref_log_probs=true")
     other = [{"prompt": "9?", "chosen": "aaaaa", "rejected": "b"}]
     refused = {
-        "the run began with it": ["dpo.precompute_ref_log_probs=false"],
+        "the run began with it": ["dpo.precompute_ref_log_probs=false", given[0]],
         "the run began with other held-out rows": [changed(learning, "dpo_other", other, "val")],
     }
     for reason, options in refused.items():
         assert reason in learning.learn("dpo", killed, *longer, *options, status=2)
-    learning.learn("dpo", killed, *longer)
+    learning.learn("dpo", killed, *longer, "trainer.init_from=")  # which is not read any more
     assert_same_end(killed, whole)
 
 

@@ -183,6 +183,7 @@ def test_what_the_start_and_checkpoints_record_is_on_the_disk(tmp_path: Path, mo
     [
         ("run.json", '{"devices": {}, "checkpoint": "7"}', "damaged .checkpoint must be a step or null"),
         ("run.json", '{"devices": {}, "compilation_cache": 7}', "damaged .compilation_cache must be a name or null"),
+        ("run.json", '{"devices": {}, "began_with": 7}', "damaged .began_with must be text or null"),
         ("config.yaml", "trainer: {seed: x}", "trainer.seed"),
     ],
 )
