@@ -291,13 +291,13 @@ def without_effect(c: Config, command: str = "") -> list[str]:
     ]
     return unread + [
         f"{path}={_short(value)} has no effect: {why}"
-        for prefix, names, why in _unread(read)
+        for prefix, names, why in _unread(read, command)
         for path, value in _changed(_section(read, prefix), _section(defaults, prefix), prefix)
         if names is None or path.rpartition(".")[2] in names
     ]
 
 
-def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     """Sections, the options in them that are not read (None: all), and why."""
     for path, section in _sections(c):
         if "enable" in declared(type(section)) and not section.enable:
@@ -310,6 +310,8 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "actor", frozenset({"kl_loss_coef", "kl_loss_type"}), "actor.use_kl_loss is off"
     if not c.algorithm.use_kl_in_reward:
         yield "algorithm", frozenset({"kl_coef", "kl_penalty"}), "algorithm.use_kl_in_reward is off"
+    if (why := _no_reference_copy(c, command)) is not None:
+        yield "actor", frozenset({"offload_reference"}), why
     if c.actor.loss_mode != "vanilla":
         yield "actor", frozenset({"clip_ratio_c"}), f"actor.loss_mode is {c.actor.loss_mode}"
     if c.actor.loss_mode == "reinforce":
@@ -336,6 +338,16 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     if c.simulate.workload != "recorded":
         yield "simulate", frozenset({"recorded_run"}), f"simulate.workload is {c.simulate.workload}"
     yield from unread_rewards(c)
+
+
+def _no_reference_copy(c: Config, command: str) -> str | None:
+    """Why a run keeps no copy of the weights for its reference; None: it keeps one."""
+    if c.model.has_adapters:
+        return "the reference is the base of the adapters, which is there"
+    if command == "dpo":
+        names = ("reference_free", "precompute_ref_log_probs")
+        return next((f"dpo.{name} keeps no copy of the reference" for name in names if getattr(c.dpo, name)), None)
+    return None if c.needs_ref else "no option needs a reference (actor.use_kl_loss, algorithm.use_kl_in_reward)"
 
 
 def _sections(within: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

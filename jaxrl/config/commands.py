@@ -30,7 +30,7 @@ _READ: Mapping[str, str] = {  # "": all of a section; `serve`: what a run has le
 }
 _OF_COMMAND: Mapping[str, Mapping[str, str]] = {
     "sft": {"sft": "", "algorithm": "loss_agg_mode"},
-    "dpo": {"dpo": "", "actor": f"{_READ['actor']} share_prompts"},
+    "dpo": {"dpo": "", "actor": f"{_READ['actor']} share_prompts offload_reference"},
 }
 
 

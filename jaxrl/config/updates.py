@@ -112,6 +112,11 @@ class ActorSection:
         "tiles in jnp elsewhere, reference: plain jnp, whose scores exist at once, pallas: the kernel, on GPUs only.",
     ] = "auto"
     offload_optimizer: Annotated[bool, "Keep the optimizer state in host memory outside the update."] = False
+    offload_reference: Annotated[
+        bool,
+        "Keep the layers of the reference (of a KL term, or of jaxrl dpo) in host memory, from where each comes while "
+        "the one before computes; with adapters there is no copy to keep.",
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ RENAMED: Mapping[str, str] = {
     "actor.optim.lr_warmup_steps_ratio": "actor.optim.lr_warmup_steps",
     "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
     "actor.fsdp_config.optimizer_offload": "actor.offload_optimizer",
+    "ref.fsdp_config.param_offload": "actor.offload_reference",
     "actor.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",

@@ -244,7 +244,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
         return sizes
     per_request = -(-config.max_model_length // rollout.block_size)
     numbers = (
-        1 + 2 * (not config.actor.offload_optimizer) + config.needs_ref
+        1 + 2 * (not config.actor.offload_optimizer) + (config.needs_ref and not config.actor.offload_reference)
     )  # master weights, Adam's moments, reference
     resident = (
         0

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxrl.models.streaming import HOST
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.rules import map_weights
 from jaxrl.train import optimizer as optimizers
@@ -221,7 +222,10 @@ def placed(params: Tree, shardings: Tree, dtypes: Tree, *, copy: bool = True) ->
             if not copy and leaf.dtype == dtype and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 return leaf
             # copied inside jit: device_put could alias the caller's buffers, which updates then would donate
-            return jax.jit(lambda x: jnp.array(x, dtype, copy=True), out_shardings=sharding)(leaf)
+            here = sharding.with_memory_kind("device") if sharding.memory_kind == HOST else sharding
+            copied = jax.jit(lambda x: jnp.array(x, dtype, copy=True), out_shardings=here)(leaf)
+            # waited for: else all copies would be on the devices before the first has gone to the host
+            return copied if here is sharding else jax.block_until_ready(jax.device_put(copied, sharding))
         values = np.asarray(leaf, dtype)
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 

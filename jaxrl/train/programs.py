@@ -34,6 +34,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
 from jaxrl.models.quantized import ABSMAX
+from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.mesh import platform_of
@@ -77,7 +78,9 @@ class TrainPrograms(CompiledPrograms):
       trainable, frozen, state: shapes, dtypes and shardings of the master weights' two parts and the optimizer's state.
       sums: the same of what accumulates.
       rows: the sharding of a microbatch's arrays. shardings, dtypes: of all weights.
-      ref_dtypes: of the reference's, where it has weights of its own.
+      places, ref_dtypes: shardings and types of the reference's, where it has weights of its own. With
+        `actor.offload_reference` its layers' matrices lie in the host's memory (`jaxrl.models.streaming` does the same
+        for the rollout's form), and the scan over layers brings them to the devices one by one.
     """
 
     def __init__(
@@ -125,9 +128,12 @@ class TrainPrograms(CompiledPrograms):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
         self._gather = _gather_functions(model_config, self.shardings, actor.dtype)
+        self.places = _streamed(self.shardings) if actor.offload_reference else self.shardings
         self.ref_dtypes = model_config.dtypes(actor.dtype, actor.dtype)
         self.dtypes = model_config.dtypes(actor.param_dtype, actor.dtype)
-        self.trainable, self.frozen = optimizers.partition(self._abstract_params(self.dtypes), trainable)
+        self.trainable, self.frozen = optimizers.partition(
+            self._abstract_params(self.dtypes, self.shardings), trainable
+        )
         chain = self.optimizer.chain
         shapes = jax.eval_shape(chain.init, self.trainable)
         shardings = optax.tree_utils.tree_map_params(
@@ -193,17 +199,17 @@ class TrainPrograms(CompiledPrograms):
                 return jitted.lower(self.trainable, state, total)
         raise ValueError(f"the update has no program named {kind!r}")
 
-    def _abstract_params(self, dtypes: Tree) -> Tree:
+    def _abstract_params(self, dtypes: Tree, shardings: Tree) -> Tree:
         def one(weight: Weight, sharding: NamedSharding, dtype: str) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
 
-        return map_weights(one, self.model_config.weights(), self.shardings, dtypes)
+        return map_weights(one, self.model_config.weights(), shardings, dtypes)
 
     def _abstract_ref(self) -> Tree:
         """The reference's weights: of a model with adapters its base, which is there."""
         if self.model_config.lora is None:
-            return self._abstract_params(self.ref_dtypes)
-        return without_adapters(self._abstract_params(self.dtypes))
+            return self._abstract_params(self.ref_dtypes, self.places)
+        return without_adapters(self._abstract_params(self.dtypes, self.shardings))
 
     def _batch(self, rows: int, tokens: int) -> TokenBatch:
         return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens))
@@ -230,7 +236,13 @@ class TrainPrograms(CompiledPrograms):
         return hidden, self.objective.head(gathered)
 
     def _gather_layer(self, layer: Tree) -> Tree:
-        """A layer's weights on every device; quantised ones cross as they are, and are made whole there."""
+        """A layer's weights on every device; quantised ones cross as they are, and are made whole there. What lies in
+        the host's memory comes to the devices first."""
+        space = jax.memory.Space
+        layer = {
+            name: jax.device_put(w, space.Device) if jax.typeof(w).memory_space is space.Host else w
+            for name, w in layer.items()
+        }
         gathered = {name: self._gather["layers"][name](w) for name, w in layer.items()}
         if self.model_config.quantization == "none":
             return gathered
@@ -345,6 +357,12 @@ def _never(x: Any) -> jax.Array:
 
 def _abstract(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _streamed(shardings: Tree) -> Tree:
+    """The same, of layers' matrices in the host's memory."""
+    layers = {name: x.with_memory_kind(HOST) if name in STREAMED else x for name, x in shardings["layers"].items()}
+    return {**shardings, "layers": layers}
 
 
 def _shardings(tree: Tree) -> Tree:

@@ -84,7 +84,7 @@ class Trainer(Learner):
         super().__init__(programs, params, on_progress=on_progress, meet=meet)
         self._ref: Tree | None = None
         if self.config.needs_ref and model_config.lora is None:
-            self._ref = placed(params, programs.shardings, programs.ref_dtypes)
+            self._ref = placed(params, programs.places, programs.ref_dtypes)
 
     @property
     def ref_params(self) -> Tree | None:

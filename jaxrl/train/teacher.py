@@ -9,9 +9,8 @@ Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the 
 the policy (`context_key`), context distillation (Snell et al. 2022, arXiv:2209.15189). Departure: log-probabilities are
 at the rollout's temperature, as all others here.
 
-It is packed, sharded and chunked as a reference model is. With `offload` the layers' matrices lie in the host's memory
-(`jaxrl.models.streaming` does the same for the rollout's form), and the scan over layers brings them to the devices one
-by one: of the model they hold what is outside the layers, and norms and biases.
+It is packed, sharded and chunked as a reference model is, and with `offload` streamed as one
+(`jaxrl.train.programs.TrainPrograms.places`).
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.train.learner import Runner
 from jaxrl.train.programs import TrainPrograms
@@ -37,43 +35,18 @@ Tree = Any
 
 
 class TeacherPrograms(TrainPrograms):
-    """Log-probabilities of a model that is never trained: the programs of a reference, for another model.
-
-    Attributes:
-      places: where its weights lie: shardings, of the streamed ones in the host's memory.
-    """
+    """Log-probabilities of a model that is never trained: the programs of a reference, for another model, whose weights
+    lie at `places`."""
 
     def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh) -> None:
         super().__init__(teacher_config(config), model_config, mesh, updates=False)
         self._of_run = config
-        self.places = self.shardings
-        if config.algorithm.teacher.offload:
-            layers: dict[str, NamedSharding] = self.shardings["layers"]
-            self.places = self.shardings | {
-                "layers": {
-                    name: sharding.with_memory_kind(HOST) if name in STREAMED else sharding
-                    for name, sharding in layers.items()
-                }
-            }
 
     def without_updates(self, mesh: Mesh) -> TeacherPrograms:
         return TeacherPrograms(self._of_run, self.model_config, mesh)
 
     def shapes(self) -> list[tuple[str, int, int]]:
         return [("ref_logprobs", shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
-
-    def _abstract_ref(self) -> Tree:
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            super()._abstract_ref(),
-            self.places,
-        )
-
-    def _gather_layer(self, layer: Tree) -> Tree:
-        if self.config.algorithm.teacher.offload:
-            here = jax.memory.Space.Device
-            layer = {name: jax.device_put(w, here) if name in STREAMED else w for name, w in layer.items()}
-        return super()._gather_layer(layer)
 
 
 class Teacher(Runner):
@@ -127,8 +100,10 @@ def teacher_config(config: Config) -> Config:
     teacher, data = config.algorithm.teacher, config.data
     if teacher.context_key:
         data = dataclasses.replace(data, max_prompt_length=data.max_prompt_length + teacher.max_context_length)
-    dtype = teacher.dtype
-    actor = dataclasses.replace(config.actor, dtype=dtype, param_dtype="float64" if dtype == "float64" else "float32")
+    param_dtype = "float64" if teacher.dtype == "float64" else "float32"
+    actor = dataclasses.replace(
+        config.actor, dtype=teacher.dtype, param_dtype=param_dtype, offload_reference=teacher.offload
+    )
     return dataclasses.replace(config, actor=actor, data=data)
 
 

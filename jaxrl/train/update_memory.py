@@ -16,7 +16,8 @@ gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.
 
 A critic's weights and its optimizer's moments are always there as well. Its updates need nothing beside those of the
 actor, which come after them: they have the same layers and tokens, and neither vocabulary head nor logits. A teacher's
-weights are always there, but for layers in the host's memory; its pass comes before the first gradient.
+weights are always there, and a reference's, but for layers in the host's memory; their passes come before the first
+gradient, and a reference's needs less than that.
 """
 
 from __future__ import annotations
@@ -117,16 +118,21 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
             name, kept = optimizer_part(config.critic.optim, critic, num_devices, config.hosts.num)
             parts[f"critic: {name}"] = kept * size
     if config.needs_ref and model_config.lora is None:
-        numbers = device_numbers(model_config, num_devices, config.hosts.num)
+        numbers = _read_numbers(model_config, config.actor.offload_reference, num_devices, config.hosts.num)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
     if config.has_teacher:
-        teacher, own = config.algorithm.teacher, teacher_model(config)
-        weights = own.weights()
-        kept = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
-        here = leaves(kept if teacher.offload else weights)
-        total = sum(_shard_numbers(weight, num_devices, config.hosts.num) for weight in here)
-        parts["teacher: weights"] = total * BYTES[teacher.dtype]
+        teacher = config.algorithm.teacher
+        numbers = _read_numbers(teacher_model(config), teacher.offload, num_devices, config.hosts.num)
+        parts["teacher: weights"] = numbers * BYTES[teacher.dtype]
     return parts
+
+
+def _read_numbers(model_config: ModelConfig, offload: bool, degree: int, num_hosts: int) -> int:
+    """As `device_numbers`, of a model that is only read. `offload`: layers' matrices lie in the host's memory."""
+    weights = model_config.weights()
+    if offload:
+        weights = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
+    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(weights))
 
 
 def plan_remat(

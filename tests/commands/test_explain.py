@@ -125,6 +125,15 @@ def test_offload_leaves_the_optimizer_on_the_host_until_gradients_are_there():
     assert "optimizer (adam m, v), from the host" in explain(config(**few), SMOLLM2, 1).memory.update
 
 
+def test_a_reference_on_the_host_leaves_what_is_outside_the_layers():
+    sections = {"actor": {"use_kl_loss": True, "offload_reference": True}}
+    memory = explain(config(**sections), SMOLLM2, 1).memory
+    assert memory.resident["reference weights"] == 4 * 576 * (49152 + 30 * 2 + 1), "the embedding, and norms"
+    dpo = explain_config(from_mapping({"model": {"path": "SmolLM2-135M"}, **sections}, "dpo"), 1, None, "dpo")
+    assert isinstance(dpo, LearningExplanation)
+    assert dpo.resident == memory.resident
+
+
 def test_kernels_on_a_cpu_are_refused_by_the_plan():
     with pytest.raises(ValueError, match=r"actor\.attention \(pallas\) must be auto or reference on cpu"):
         explain(config(actor={"attention": "pallas"}), SMOLLM2, 1, platform="cpu")

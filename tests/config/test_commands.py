@@ -73,6 +73,23 @@ def test_each_command_has_its_own_sections():
     assert "dpo.loss_type is ipo" in said[-1], "what another option switches off is said as before"
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "why"),
+    [
+        ("dpo", [], ""),
+        ("dpo", ["dpo.reference_free=true"], "dpo.reference_free keeps no copy"),
+        ("dpo", ["model.lora_rank=4"], "the reference is the base of the adapters"),
+        ("sft", [], "`jaxrl sft` does not read it"),
+        ("train", ["actor.use_kl_loss=true"], ""),
+        ("train", [], "no option needs a reference"),
+    ],
+)
+def test_a_reference_that_is_not_there_cannot_be_offloaded(command: str, options: list[str], why: str):
+    said: list[str] = []
+    load(None, ["model.path=x", "actor.offload_reference=true", *options], said.append, command)
+    assert [why in each for each in said] == [True] * bool(why)
+
+
 @pytest.mark.parametrize("command", ["train", "sft", "dpo"])
 def test_reading_twice_is_reading_once(command: str):
     given = dataclasses.replace(Config(), trainer=dataclasses.replace(Config().trainer, critic_warmup=3, seed=2))

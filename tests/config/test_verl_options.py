@@ -49,6 +49,7 @@ def test_all_of_our_options_are_found_under_verls_section():
 def test_the_innermost_section_speaks():
     for option, said in (
         ("actor.fsdp_config.optimizer_offload", "here it is actor.offload_optimizer"),
+        ("ref.fsdp_config.param_offload", "here it is actor.offload_reference"),
         ("actor.fsdp_config.param_offload", ABSENT["actor.fsdp_config"]),
         (f"{PREFIX}.made.up", ABSENT[PREFIX]),
     ):

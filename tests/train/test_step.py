@@ -18,6 +18,7 @@ from jaxrl.config import ConfigError, OptimSection
 from jaxrl.config.reference import options
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.streaming import STREAMED
 from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import losses
@@ -322,6 +323,14 @@ def test_reference_stays_and_is_only_kept_if_needed(make_config, make_batch, mak
         "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "actor/kl_loss",
         "actor/lr", "rollout_corr/kl",
     }  # fmt: skip
+    streamed = make_trainer(make_config(**OF_KERNELS, actor__offload_reference=True), 2, WIDE_HEADS, LONG)
+    reference = streamed.ref_params
+    assert reference is not None
+    on_host = {name for name, x in reference["layers"].items() if x.sharding.memory_kind == "pinned_host"}
+    assert on_host == STREAMED & reference["layers"].keys()
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(streamed.params)} == {"device"}
+    for a, b in zip(before, streamed.token_logprobs(batch, "ref"), strict=True):
+        np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="reference model is only kept"):
         make_trainer(make_config()).token_logprobs(batch, "ref")
 

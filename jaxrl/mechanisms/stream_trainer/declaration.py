@@ -40,6 +40,8 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             f"{option} excludes algorithm.teacher.offload: the teacher's layers lie in the host's memory as all "
             "devices share them, and half of them cannot read them so"
         )
+    if config.actor.offload_reference and config.needs_ref and not config.model.has_adapters:
+        return f"{option} excludes actor.offload_reference: half of the devices cannot read what all share so"
     if config.rollout.max_active_requests:
         return (
             f"{option} excludes rollout.max_active_requests ({config.rollout.max_active_requests} samples): workers "

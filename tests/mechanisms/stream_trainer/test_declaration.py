@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from jaxrl.mechanisms.stream_trainer.declaration import devices_problem
+from jaxrl.config import from_mapping
+from jaxrl.mechanisms.stream_trainer.declaration import ROOM, devices_problem
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,16 @@ from jaxrl.mechanisms.stream_trainer.declaration import devices_problem
 def test_devices_without_a_stream(count: int, processes: int, sentence: str | None):
     problem = devices_problem(count, processes)
     assert problem is None if sentence is None else re.search(sentence, problem or "")
+
+
+@pytest.mark.parametrize(("actor", "refused"), [({"use_kl_loss": True}, True), ({}, False)])
+def test_a_reference_in_the_hosts_memory_is_refused(actor: dict[str, bool], refused: bool):
+    given = {
+        "model": {"path": "x"},
+        "rollout": {"num_workers": 2},
+        "trainer": {"stream": {"enable": True}},
+        "actor": actor | {"offload_reference": True},
+    }
+    assert ROOM.problem is not None
+    problem = ROOM.problem(from_mapping(given), ())
+    assert ("trainer.stream.enable excludes actor.offload_reference" in str(problem)) == refused, problem
