@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxrl.mechanisms.parts import RunParts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
+from jaxrl.models.peft import merged_layers, read_lora
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rollout.executor import MeshExecutor
@@ -70,8 +72,8 @@ class JudgeMachine:
 
 
 def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the config of `reward.judge.model`, which must fit each other, the kind of reward and the
-    lengths; no weight is read.
+    """The tokenizer and the config of `reward.judge.model`, which must fit each other, the kind of reward, the lengths
+    and the adapters; no weight is read.
 
     Raises:
       ValueError: they do not, or a file is damaged.
@@ -83,6 +85,8 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
         found = "a reward model with a scalar head" if model.scalar_head else "a language model"
         right = "reward.kind=model" if model.scalar_head else "reward.kind=judge"
         raise ConfigError(f"reward.judge.model ({judge.model}) is {found}, which needs {right}, found {kind}")
+    if judge.lora_adapter_path:
+        read_lora(Path(judge.lora_adapter_path).expanduser(), model)
     tokenizer = Tokenizer.from_path(folder)
     tokenizer.check_template_arguments(judge.apply_chat_template_kwargs)
     check_vocabulary(tokenizer, model, folder)
@@ -122,9 +126,12 @@ def build_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: Re
     plan = judge_memory(config, model, mesh.size)
     _refuse_host(plan, mesh)
     executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size))
-    _, outer, layers = load_layerwise(
-        resolve_path(judge.model, "reward.judge.model", weights=True), mesh, jnp.dtype(judge.dtype)
-    )
+    # what adapters are added to is read in at least float32, as the actor's is: it becomes the judge's type once
+    adapters, dtype = judge.lora_adapter_path, jnp.dtype(judge.dtype)
+    dtype = jnp.promote_types(dtype, jnp.float32) if adapters else dtype
+    _, outer, layers = load_layerwise(resolve_path(judge.model, "reward.judge.model", weights=True), mesh, dtype)
+    if adapters:
+        layers = merged_layers(Path(adapters).expanduser(), model, mesh, layers, dtype)
     reading: Reading
     if model.scalar_head:
         reading = Scalars(judge, tokenizer, model.pad_token_id)

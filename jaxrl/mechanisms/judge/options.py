@@ -19,7 +19,10 @@ from jaxrl.schema.declared import Cap, Names, shown
 from jaxrl.schema.limits import MAX_GIB, MAX_WAIT
 
 _OF_DEVICES = frozenset(
-    ["max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "when", "busy_share"]
+    [
+        *("lora_adapter_path", "max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers"),
+        *("when", "busy_share"),
+    ]
 )
 _OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})
 _OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
@@ -35,6 +38,9 @@ class JudgeSection:
         str,
         Names("folder"),
         "The judge's model on the run's devices, as model.path; empty: the endpoint is asked.",
+    ] = ""
+    lora_adapter_path: Annotated[
+        str, Names("folder"), "A folder of adapters as peft writes it, merged into the judge's model; empty: none."
     ] = ""
     endpoint: Annotated[str, "URL of an OpenAI-compatible server, up to `/v1`; empty: the model on the devices."] = ""
     endpoint_model: Annotated[str, "The name of the model that the endpoint is asked for."] = ""
@@ -104,7 +110,8 @@ class JudgeSection:
     def explained(self, kind: str) -> tuple[str, str, str]:
         """What scores one of its kinds, its time limit, and how much it does at once, for `jaxrl explain-config`."""
         if self.place(kind) == "devices":
-            return f"{kind}: {self.model}", "none", f"{self.max_num_seqs} verdicts, {self.when}"
+            adapters = f" with {self.lora_adapter_path}" if self.lora_adapter_path else ""
+            return f"{kind}: {self.model}{adapters}", "none", f"{self.max_num_seqs} verdicts, {self.when}"
         rate = f", {self.requests_per_minute:g} a minute" if self.requests_per_minute else ""
         return (
             f"judge: {self.endpoint_model or 'a model'} at {self.endpoint}",
