@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 def test_a_run_that_is_killed_goes_on(ran):
     runs, whole, killed = ran
+    other = shutil.copytree(runs.folder / "model", runs.folder / "model2")
+    said = runs.here(killed, f"model.path={other}", status=2)
+    assert f"began with model.path={runs.folder}/model (model.random_init, " in said
+    assert f"which is the base of its adapters, and now that would be model.path={other} (" in said
     runs.here(killed)
     assert_same_end(killed, whole)
 

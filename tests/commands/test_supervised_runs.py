@@ -21,6 +21,7 @@ from jaxrl.cli import main
 from jaxrl.record.metrics import read_metrics
 
 LORA = ("model.lora_rank=4",)
+SLOW = pytest.mark.slow
 HOSTS = ("hosts.launcher=local", "hosts.num=2", "hosts.devices_per_host=1")
 
 
@@ -94,16 +95,26 @@ def test_a_run_that_is_killed_goes_on(learning: Learning, sft: tuple[Path, Path,
     assert "already at step 6 of 6" in told, "what RL alone reads has no part in it: there is no critic to miss"
 
 
-@pytest.mark.parametrize("options", [(), LORA], ids=["full", "lora"])
-def test_preferences_are_learnt_and_a_kill_changes_nothing(
-    learning: Learning, sft: tuple[Path, Path, str], options: Sequence[str]
-):
-    """The reference is the checkpoint that the run began with, also after a kill; with adapters the base."""
-    name = f"dpo{len(options)}"
+def preferring(learning: Learning, name: str, *options: str) -> tuple[Path, Path, str]:
+    """As `sft`, of `jaxrl dpo`."""
     whole, killed = learning.folder / name, learning.folder / f"{name}_killed"
-    options = [*options, *(() if options else (f"trainer.init_from={sft[0]}",)), "dpo.beta=0.5"]
     with copied_after({4: killed}):
         said = learning.learn("dpo", whole, *options)
+    return whole, killed, said
+
+
+@pytest.fixture(scope="module")
+def dpo(learning: Learning, sft: tuple[Path, Path, str]) -> tuple[Path, Path, str]:
+    return preferring(learning, "dpo", f"trainer.init_from={sft[0]}", "dpo.beta=0.5")
+
+
+@pytest.mark.parametrize("is_lora", [False, pytest.param(True, marks=SLOW)])
+def test_preferences_are_learnt_and_a_kill_changes_nothing(
+    learning: Learning, sft: tuple[Path, Path, str], dpo: tuple[Path, Path, str], is_lora: bool
+):
+    """The reference is the checkpoint that the run began with, also after a kill; with adapters the base."""
+    options = [*(LORA if is_lora else (f"trainer.init_from={sft[0]}",)), "dpo.beta=0.5"]
+    whole, killed, said = preferring(learning, "dpo_lora", *options) if is_lora else dpo
     lines = read_metrics(whole)
     assert lines[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-6), "at first it is its own reference"
     assert lines[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -111,7 +122,6 @@ def test_preferences_are_learnt_and_a_kill_changes_nothing(
     assert lines[-1]["rewards/accuracies"] == 1
     assert lines[-1]["val/rewards/accuracies"] == 1
     assert re.search(r"step 6: held-out loss [\d.]+, accuracy 1.000", said)
-    is_lora = LORA[0] in options
     began = f"model.path={learning.folder}/model" if is_lora else f"trainer.init_from={sft[0]}/checkpoints/6"
     refused = f"{killed} holds a run that began with {began}"
     for change, now in other_beginnings(learning, sft[0], is_lora):
@@ -139,17 +149,19 @@ def other_beginnings(learning: Learning, sft: Path, is_lora: bool) -> list[tuple
     ]
 
 
-def test_what_the_reference_says_may_be_known_before(learning: Learning, sft: tuple[Path, Path, str]):
+def test_what_the_reference_says_may_be_known_before(
+    learning: Learning, sft: tuple[Path, Path, str], dpo: tuple[Path, Path, str]
+):
     """The same run, without a copy of the weights; a kill changes nothing, though no first weights are read."""
-    folder, given = learning.folder, (f"trainer.init_from={sft[0]}", "trainer.total_training_steps=3")
+    folder, steps = learning.folder, ("trainer.total_training_steps=3", "dpo.beta=0.5")
+    given = (f"trainer.init_from={sft[0]}", *steps)
     whole, killed = folder / "before", folder / "before_killed"
-    learning.learn("dpo", folder / "beside", *given)
     with copied_after({2: killed}):
         learning.learn("dpo", whole, *given, "dpo.precompute_ref_log_probs=true")
-    for line, other in zip(read_metrics(whole), read_metrics(folder / "beside"), strict=True):
+    for line, other in zip(read_metrics(whole), read_metrics(dpo[0])[:3], strict=True):
         for name in ("train/loss", "rewards/margins", "actor/grad_norm"):
             assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
-    longer = ("trainer.total_training_steps=3", "dpo.precompute_ref_log_probs=true")
+    longer = (*steps, "dpo.precompute_ref_log_probs=true")
     other = [{"prompt": "9?", "chosen": "aaaaa", "rejected": "b"}]
     refused = {
         "the run began with it": ["dpo.precompute_ref_log_probs=false", given[0]],
@@ -167,6 +179,7 @@ def test_without_a_reference_none_is_kept(learning: Learning):
     assert line["rewards/chosen"] == pytest.approx(0.1 * line["logps/chosen"])
 
 
+@SLOW  # tests/train/test_supervised.py has gradients on several devices
 def test_it_is_the_same_on_several_devices(learning: Learning, sft: tuple[Path, Path, str]):
     learning.learn("sft", learning.folder / "four", devices=4)
     (ours, _), (theirs, _) = state_of(learning.folder / "four"), state_of(sft[0])
@@ -176,6 +189,7 @@ def test_it_is_the_same_on_several_devices(learning: Learning, sft: tuple[Path, 
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-3, atol=2e-4, err_msg=name)
 
 
+@SLOW  # a run of RL; that one begins from another's parameters is tried in test_train.py and test_lora_runs.py
 def test_rl_begins_from_what_was_learnt(learning: Learning, sft: tuple[Path, Path, str]):
     """With a learning rate of 0 the weights after a step of RL are those that supervised learning ended with."""
     run_dir = learning.folder / "rl"

@@ -44,6 +44,7 @@ def teacher_kl(run_dir: Path) -> list[float]:
     return [line["actor/teacher_kl"] for line in read_metrics(run_dir)]
 
 
+@pytest.mark.slow  # 20 s; tests/train/test_teacher.py has what a teacher says and what is made of it
 def test_the_policy_learns_its_teacher_and_a_killed_run_ends_with_the_same_bits(runs: Runs):
     whole, killed = runs.folder / "whole", runs.folder / "killed"
     longer = (*ALONE, "trainer.total_training_steps=7", "algorithm.teacher.offload=true", "actor.optim.lr=0.03")
