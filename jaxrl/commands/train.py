@@ -140,7 +140,8 @@ class Run(TrainingRun):
             self.critic.programs.dispatched = self.joined.dispatched
         if self.teacher_model is not None:
             self.watchdog.beat("loading the teacher")
-            self.teacher = build_teacher(trained, self.teacher_model, self.mesh, self.tokenizer, **told)
+            given = trained, self.teacher_model, self.trainer.params, self.mesh
+            self.teacher = build_teacher(*given, self.tokenizer, **told)
             self.teacher.programs.dispatched = self.joined.dispatched
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)

@@ -18,7 +18,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
 from jaxrl.schema.declared import shown
-from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, teacher_config, teacher_model
+from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
 from jaxrl.types import Prompt
 
 _OPTION = "algorithm.teacher.path"
@@ -59,20 +59,26 @@ def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> Mo
     return own
 
 
-def build_teacher(config: Config, model: ModelConfig, mesh: Mesh, tokenizer: Tokenizer, **told: Any) -> Teacher:
+def build_teacher(
+    config: Config, model: ModelConfig, policy: Any, mesh: Mesh, tokenizer: Tokenizer, **told: Any
+) -> Teacher:
     """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer.
 
     Args:
       config: with what the update's memory allows (`jaxrl.runtime.build.with_planned_update`).
+      policy: the trainer's weights, whose base may be the teacher.
       told: as in `Teacher`.
     """
     programs = TeacherPrograms(config, model, mesh)
-    path = resolve_path(config.algorithm.teacher.path, _OPTION, weights=True)
-    dtype = jnp.dtype(config.algorithm.teacher.dtype)
-    if config.algorithm.teacher.offload:
-        params = offloaded(programs, *load_layerwise(path, mesh, dtype)[1:])
+    if shares_base(config):
+        params = programs.of_base(policy)
     else:
-        params = load_model(path, mesh, dtype)[1]
+        path = resolve_path(config.algorithm.teacher.path, _OPTION, weights=True)
+        dtype = jnp.dtype(config.algorithm.teacher.dtype)
+        if config.algorithm.teacher.offload:
+            params = offloaded(programs, *load_layerwise(path, mesh, dtype)[1:])
+        else:
+            params = load_model(path, mesh, dtype)[1]
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
     return Teacher(programs, params, prompt_of=prompt_of, **told)
 

@@ -9,14 +9,17 @@ Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the 
 the policy (`context_key`), context distillation (Snell et al. 2022, arXiv:2209.15189). Departure: log-probabilities are
 at the rollout's temperature, as all others here.
 
-It is packed, sharded and chunked as a reference model is. With `offload` the layers' matrices lie in the host's memory
-(`jaxrl.models.streaming` does the same for the rollout's form), and the scan over layers brings them to the devices one
-by one: of the model they hold what is outside the layers, and norms and biases.
+It is packed, sharded and chunked as a reference model is. Where it is the model that the policy's adapters are added
+to, it is the frozen base of the policy, as a reference is (`shares_base`): nothing is read or held again. With
+`offload` the layers' matrices lie in the host's memory (`jaxrl.models.streaming` does the same for the rollout's form),
+and the scan over layers brings them to the devices one by one: of the model they hold what is outside the layers, and
+norms and biases.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -27,9 +30,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.models.lora import without_adapters
 from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.sharding.compiled import Meet, alone
-from jaxrl.train.learner import Runner
+from jaxrl.train.learner import Runner, placed
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.types import Prompt, TrainBatch
 
@@ -58,6 +62,11 @@ class TeacherPrograms(TrainPrograms):
 
     def without_updates(self, mesh: Mesh) -> TeacherPrograms:
         return TeacherPrograms(self._of_run, self.model_config, mesh)
+
+    def of_base(self, params: Tree) -> Tree:
+        """The weights of a policy with adapters without those, in the teacher's types: the arrays themselves, but for
+        norms of another type."""
+        return placed(without_adapters(params), self.shardings, self.ref_dtypes, copy=False)
 
     def shapes(self) -> list[tuple[str, int, int]]:
         return [("ref_logprobs", shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
@@ -113,6 +122,21 @@ class Teacher(Runner):
         once = {id(prompt): prompt for prompt in batch.prompts}  # a group has one
         own = {name: self.prompt_of(prompt) for name, prompt in once.items()}
         return dataclasses.replace(batch, prompts=[own[id(prompt)] for prompt in batch.prompts])
+
+
+def shares_base(config: Config) -> bool:
+    """Whether the teacher is the base of the policy's adapters: the same files, computed in the same type.
+
+    Without `offload`, which keeps the layers elsewhere, and not where the base is quantised or random
+    (`model.random_init`): then it is another model.
+    """
+    teacher, model = config.algorithm.teacher, config.model
+    if not (teacher.path and model.has_adapters) or model.random_init or model.base_quantization != "none":
+        return False
+    if teacher.offload or teacher.dtype != config.actor.dtype:
+        return False
+    own, theirs = resolve_path(model.path), resolve_path(teacher.path, "algorithm.teacher.path")
+    return own == theirs or (os.path.exists(own) and os.path.exists(theirs) and os.path.samefile(own, theirs))
 
 
 def teacher_model(config: Config) -> ModelConfig:

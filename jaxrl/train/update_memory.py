@@ -37,7 +37,7 @@ from jaxrl.sharding.rules import TENSOR_DIMS
 from jaxrl.train.critic import critic_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
 from jaxrl.train.packing import Shape, microbatch_shapes
-from jaxrl.train.teacher import teacher_config, teacher_model
+from jaxrl.train.teacher import shares_base, teacher_config, teacher_model
 
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
@@ -104,7 +104,7 @@ def _trained_matrices(model_config: ModelConfig) -> list[Weight]:
 
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
     """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights.
-    With adapters the base is there once, for all three."""
+    With adapters the base is there once, for all three, and for a teacher that it is."""
     size = BYTES[config.actor.param_dtype]
     parts = {"master weights": device_bytes(config, model_config, num_devices, config.hosts.num)}
     if not config.actor.offload_optimizer:
@@ -119,7 +119,7 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
     if config.needs_ref and model_config.lora is None:
         numbers = device_numbers(model_config, num_devices, config.hosts.num)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
-    if config.has_teacher:
+    if config.has_teacher and not shares_base(config):
         teacher, own = config.algorithm.teacher, teacher_model(config)
         weights = own.weights()
         kept = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -100,6 +101,34 @@ def test_a_policy_taught_by_itself_with_the_answer(runs: Runs):
     assert all(0 < abs(value) < 1 for value in found), "near, and not the same"
     runs.here(killed, *options)
     assert_same_end(killed, whole)
+
+
+@pytest.mark.slow
+def test_the_base_of_adapters_told_the_answer(runs: Runs):
+    """It is the teacher as it stands, with the bits of one that is read again, and beside a rollout too."""
+    place, copied, whole = runs.folder / "base", runs.folder / "base-copied", runs.folder / "base-whole"
+    runs.here(runs.folder / "base-first", "trainer.total_training_steps=1")
+    assert main(["export", str(runs.folder / "base-first"), str(place), "--dtype=float32"]) == 0
+    shutil.copytree(place, copied)
+
+    def train(run_dir: Path, teacher: Path, *options: str) -> None:
+        section = f"{{path: {teacher}, context_key: answer, max_context_length: 8}}"
+        told = f"algorithm={{adv_estimator: none, teacher: {section}}}"
+        model = f"model={{path: {place}, random_init: false, lora_rank: 4}}"
+        runs.here(run_dir, told, model, "actor.ppo_mini_batch_size=0", *options, devices=2)
+
+    train(whole, place)
+    again = runs.folder / "base-again"
+    train(again, copied)
+    assert_same_end(again, whole)
+    assert teacher_kl(again) == teacher_kl(whole)
+    sizes = ("rollout.num_blocks=260", "rollout.max_num_seqs=16", "rollout.decode_steps=2", "rollout.num_workers=2")
+    sizes += ("data.max_response_length=96", "rollout.stop=[a, b, c, d, e, f]", *WIDE)
+    plain, streamed = runs.folder / "base-plain", runs.folder / "base-streamed"
+    train(plain, place, *sizes, "algorithm.teacher.dtype=float64")
+    train(streamed, place, *sizes, "algorithm.teacher.dtype=float64", "trainer.stream={enable: true, pace: 2.0}")
+    assert max(line["actor/streamed_share"] for line in read_metrics(streamed)) > 0
+    np.testing.assert_allclose(teacher_kl(streamed), teacher_kl(plain), rtol=1e-6)
 
 
 @pytest.mark.slow

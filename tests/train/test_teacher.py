@@ -4,6 +4,7 @@ advantages."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,18 @@ from jaxrl.data.problems import Problem
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import config_of
+from jaxrl.models.lora import without_adapters
+from jaxrl.models.safetensors import export_hf
 from jaxrl.models.streaming import STREAMED
 from jaxrl.runtime.build import read_tokenizer_and_model
-from jaxrl.runtime.teacher import read_teacher, refuse_context, with_context
+from jaxrl.runtime.teacher import build_teacher, read_teacher, refuse_context, with_context
+from jaxrl.runtime.weights import adapted, load_weights
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import batch_preparation
 from jaxrl.train.learning import teacher_metrics
-from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded
+from jaxrl.train.step import Trainer
+from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base
 from jaxrl.train.update_memory import resident_parts, update_phases
 from jaxrl.types import ENVIRONMENT, Prompt, TrainBatch
 
@@ -200,6 +206,51 @@ def test_memory(tmp_path: Path, make_config):
     # of each layer's q, k, v, o, gate, up and down half
     assert sizes == {True: model, False: model + 2 * 2 * (64 * 64 * 2 + 64 * 16 * 2 + 64 * 48 * 3) // 2}
     assert "teacher: weights" not in resident_parts(make_config(), TRAINED, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make_config, make_batch):
+    """The arrays are the policy's, and what they say has the bits of what files would say that are read again."""
+    place, mesh = write_tiny_model(tmp_path / "model"), make_mesh(jax.devices()[:1])
+    own = config_of(place)
+    params = decoder.init(own, jax.random.key(3), jnp.float32)
+    params["final_norm"] += 0.001  # no bfloat16 has it
+    export_hf(params, own, place, dtype=jnp.float32)
+    (tmp_path / "same").symlink_to(place)
+    shutil.copytree(place, tmp_path / "copied")
+
+    def config_with(teacher: str = "same", **options: Any) -> Config:
+        section = {"path": str(tmp_path / teacher), "dtype": dtype}
+        given: Any = {"model__path": str(place), "model__lora_rank": 2, "actor__dtype": dtype}
+        return make_config(**given | {"algorithm__teacher": section} | options)
+
+    config, found = config_with(), []
+    model = adapted(config, own)
+    trainer = Trainer(config, model, load_weights(config, model, mesh), mesh)
+    batch = make_batch(size=4)
+    for each in (config, config_with("copied")):
+        teacher = build_teacher(each, own, trainer.params, mesh, Tokenizer.from_path(place))
+        base = without_adapters(trainer.params)
+        same = [a is b for a, b in zip(*map(jax.tree.leaves, (teacher.params, base)), strict=True)]
+        norms = [weight.init == "ones" for weight in jax.tree.leaves(own.weights())]
+        is_base = shares_base(each)
+        assert same == [is_base and (dtype == "float32" or not norm) for norm in norms]
+        assert ("teacher: weights" in resident_parts(each, model, 1)) != is_base
+        found.append(teacher.token_logprobs(batch))
+    assert shares_base(config)
+    assert not shares_base(config_with("copied"))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    changes: tuple[dict[str, Any], ...] = (
+        {"actor__dtype": other},
+        {"model__base_quantization": "nf4"},
+        {"model__random_init": True},
+        {"model__lora_rank": 0},
+        {"algorithm__teacher__offload": True},
+    )
+    for options in changes:
+        assert not shares_base(config_with(**options)), options
 
 
 def test_what_is_refused(tmp_path: Path):
