@@ -140,8 +140,7 @@ class Run(TrainingRun):
             self.critic.programs.dispatched = self.joined.dispatched
         if self.teacher_model is not None:
             self.watchdog.beat("loading the teacher")
-            given = trained, self.teacher_model, self.trainer.params, self.mesh
-            self.teacher = build_teacher(*given, self.tokenizer, **told)
+            self.teacher = build_teacher(trained, self.teacher_model, self.trainer, self.tokenizer, **told)
             self.teacher.programs.dispatched = self.joined.dispatched
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)

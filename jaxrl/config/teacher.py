@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
-from jaxrl.schema.declared import Checked, Names, shown
+from jaxrl.schema.declared import Cap, Checked, Names, shown
 from jaxrl.schema.limits import MAX_LENGTH, FloatType
 
 
@@ -22,8 +22,21 @@ class TeacherSection(Checked):
     coef: Annotated[
         float,
         Ge(0),
-        "Weight of the KL to the teacher: a token's advantage loses so many times log π_old - log π_teacher.",
+        "Weight of the KL to the teacher: a token's advantage loses so many times log π_old - log π_teacher; with "
+        "top_k, of the divergence in the loss.",
     ] = 1.0
+    top_k: Annotated[
+        int,
+        Ge(0),
+        Cap(4096, "so many ids and numbers are kept of each token"),
+        "The teacher's likeliest tokens at each position, over which, with all others as one, the loss has a "
+        "divergence; 0: advantages have the KL of the tokens that were drawn.",
+    ] = 0
+    beta: Annotated[
+        float,
+        Interval(ge=0, le=1),
+        "Of the generalised Jensen-Shannon divergence; 0: KL(teacher || policy), 1: KL(policy || teacher).",
+    ] = 0.5
     dtype: Annotated[FloatType, "Type of its weights and of its forward pass."] = "float32"
     offload: Annotated[
         bool, "Keep its layers in the host's memory, from where each comes while the one before computes."
@@ -73,8 +86,10 @@ class TeacherSection(Checked):
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if not self.path:
-            names = frozenset({"coef", "dtype", "offload", "context_key"})
+            names = frozenset({"coef", "top_k", "beta", "dtype", "offload", "context_key"})
             yield names, "algorithm.teacher.path is empty"
+        elif not self.top_k:
+            yield frozenset({"beta"}), "algorithm.teacher.top_k is 0"
         if not self.path or not self.context_key:
             names = frozenset({"context_template", "max_context_length"})
             yield names, "algorithm.teacher.context_key is empty"

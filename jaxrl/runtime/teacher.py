@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.problems import Problem
@@ -18,6 +17,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
 from jaxrl.schema.declared import shown
+from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
 from jaxrl.types import Prompt
 
@@ -54,24 +54,25 @@ def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> Mo
             f"{_OPTION} ({folder}) has a vocabulary of {own.vocab_size} tokens, padding included, and model.path one "
             f"of {model.vocab_size}: the policy could draw an id that the teacher has no row for"
         )
+    if (top_k := config.algorithm.teacher.top_k) > model.vocab_size:
+        raise ConfigError(f"algorithm.teacher.top_k ({top_k}) is more than the policy's {model.vocab_size} tokens")
     longest = teacher_config(config).max_model_length
     check_length(own, longest, f"{_OPTION} reads prompts and responses of up to {longest} tokens", folder)
     return own
 
 
-def build_teacher(
-    config: Config, model: ModelConfig, policy: Any, mesh: Mesh, tokenizer: Tokenizer, **told: Any
-) -> Teacher:
+def build_teacher(config: Config, model: ModelConfig, policy: Trainer, tokenizer: Tokenizer, **told: Any) -> Teacher:
     """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer.
 
     Args:
       config: with what the update's memory allows (`jaxrl.runtime.build.with_planned_update`).
-      policy: the trainer's weights, whose base may be the teacher.
+      policy: on whose devices it computes, and whose base may be it.
       told: as in `Teacher`.
     """
-    programs = TeacherPrograms(config, model, mesh)
+    mesh = policy.mesh
+    programs = TeacherPrograms(config, model, mesh, vocab_size=policy.model_config.vocab_size)
     if shares_base(config):
-        params = programs.of_base(policy)
+        params = programs.of_base(policy.params)
     else:
         path = resolve_path(config.algorithm.teacher.path, _OPTION, weights=True)
         dtype = jnp.dtype(config.algorithm.teacher.dtype)

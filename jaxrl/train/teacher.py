@@ -1,10 +1,15 @@
 """The teacher of on-policy distillation: a frozen model that says how likely it finds the policy's tokens.
 
-Purpose: `Teacher.token_logprobs`, which `jaxrl.train.batch_preparation` asks for each batch. A token's advantage then
-loses `algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; nothing of it has a
-gradient (`jaxrl.train.advantages.with_teacher`).
+Purpose: `Teacher.annotate`, which `jaxrl.train.batch_preparation` asks for each batch. A token's advantage then loses
+`algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; nothing of it has a gradient
+(`jaxrl.train.advantages.with_teacher`). With `algorithm.teacher.top_k` advantages are left alone, and a loss with a
+gradient has the divergence of both distributions at each token (`jaxrl.train.kl.generalized_jsd`): of the teacher's
+`top_k` likeliest tokens, and of all others as one event. That is a divergence again, never larger than the whole one,
+and equal to it with all of the vocabulary.
 
-Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the reverse KL; Lu and Thinking Machines
+Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the reverse KL, and with the generalised
+Jensen-Shannon divergence (TRL's GKDTrainer; of its `lmbda`, the share of responses that the policy has drawn, there is
+1 alone); Lu and Thinking Machines
 2025, "On-Policy Distillation", with the KL of each sampled token as its advantage; where the teacher is told more than
 the policy (`context_key`), context distillation (Snell et al. 2022, arXiv:2209.15189). Departure: log-probabilities are
 at the rollout's temperature, as all others here.
@@ -20,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +39,9 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.train.learner import Runner, placed
+from jaxrl.train.microbatches import Passes
+from jaxrl.train.objectives import PolicyObjective
+from jaxrl.train.packing import TokenBatch
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.types import Prompt, TrainBatch
 
@@ -45,11 +53,14 @@ class TeacherPrograms(TrainPrograms):
 
     Attributes:
       places: where its weights lie: shardings, of the streamed ones in the host's memory.
+      kind: the program that says what it thinks: of the tokens alone, or `top_logprobs`.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh) -> None:
+    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, vocab_size: int = 0) -> None:
+        """`vocab_size`: of the policy; 0: the teacher's."""
         super().__init__(teacher_config(config), model_config, mesh, updates=False)
-        self._of_run = config
+        self._of_run, self._vocab_size = config, vocab_size or model_config.vocab_size
+        self.kind = "top_logprobs" if config.algorithm.teacher.top_k else "ref_logprobs"
         self.places = self.shardings
         if config.algorithm.teacher.offload:
             layers: dict[str, NamedSharding] = self.shardings["layers"]
@@ -61,7 +72,7 @@ class TeacherPrograms(TrainPrograms):
             }
 
     def without_updates(self, mesh: Mesh) -> TeacherPrograms:
-        return TeacherPrograms(self._of_run, self.model_config, mesh)
+        return TeacherPrograms(self._of_run, self.model_config, mesh, vocab_size=self._vocab_size)
 
     def of_base(self, params: Tree) -> Tree:
         """The weights of a policy with adapters without those, in the teacher's types: the arrays themselves, but for
@@ -69,7 +80,18 @@ class TeacherPrograms(TrainPrograms):
         return placed(without_adapters(params), self.shardings, self.ref_dtypes, copy=False)
 
     def shapes(self) -> list[tuple[str, int, int]]:
-        return [("ref_logprobs", shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+        return [(self.kind, shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+
+    def _lower(self, kind: str, rows: int, tokens: int) -> Any:
+        if kind != "top_logprobs":
+            return super()._lower(kind, rows, tokens)
+        jitted = jax.jit(self._tops_of, out_shardings=self._replicated)
+        return jitted.lower(self._abstract_ref(), self._batch(rows, tokens))
+
+    def _tops_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
+        hidden, head = self._hidden_and_head(params, batch, None)
+        assert isinstance(self.objective, PolicyObjective), "read_teacher has refused a reward model"
+        return self.objective.tops(head, hidden, batch, self._vocab_size)
 
     def _abstract_ref(self) -> Tree:
         return jax.tree.map(
@@ -91,7 +113,7 @@ class Teacher(Runner):
     Example::
 
         teacher = Teacher(TeacherPrograms(config, model_config, mesh), params)
-        batch.teacher_logprobs = teacher.token_logprobs(batch)
+        teacher.annotate(batch)
 
     Attributes:
       params: its weights, at `programs.places`.
@@ -113,9 +135,19 @@ class Teacher(Runner):
         super().__init__(programs, on_progress=on_progress, meet=lambda name: meet(f"the teacher's {name}"))
         self.params, self.prompt_of = params, prompt_of
 
-    def token_logprobs(self, batch: TrainBatch) -> list[np.ndarray]:
-        """Log-probability of every response token under the temperature-scaled teacher: per sample float32 [T_i]."""
-        return self._forward(self.params, self.read(batch), "ref_logprobs")
+    def annotate(self, batch: TrainBatch) -> None:
+        """Writes what it thinks of every response token, at the rollout's temperature, into the batch."""
+        self._paced(self.annotating(self._passes, self.params, batch))
+
+    def annotating(self, passes: Passes, params: Tree, batch: TrainBatch) -> Generator[jax.Array, None, None]:
+        """The same with these weights, a microbatch a turn (`jaxrl.train.microbatches`)."""
+        found = yield from passes.forward(params, self.read(batch), self.programs.kind)
+        if not (k := self.config.algorithm.teacher.top_k):
+            batch.teacher_logprobs = found
+            return
+        batch.teacher_logprobs = [each[:, 0] for each in found]
+        batch.teacher_top_logprobs = [each[:, 1 : k + 2] for each in found]
+        batch.teacher_ids = [each[:, k + 2 :].astype(np.int32) for each in found]
 
     def read(self, batch: TrainBatch) -> TrainBatch:
         """The batch as the teacher reads it: its own prompts before the policy's responses."""

@@ -223,6 +223,8 @@ def update_phases(
             "a chunk's part of the head's gradient": trains_all
             * max(vocabulary * size - min(chunk, tokens) * m.vocab_size * 4, 0),
             "hidden states and their gradient": 4 * tokens * m.hidden_size * wide,
+            # ids, the teacher's log-probabilities, the policy's and their gradient
+            "the teacher's likeliest tokens": 16 * tokens * config.algorithm.teacher.top_k,
         },
         "layers": total
         | activations
@@ -243,12 +245,13 @@ def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) 
     m, own = teacher_model(config), teacher_config(config)
     wide, tokens = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform).tokens
     table = m.vocab_size * m.hidden_size
+    copies = 5 if config.algorithm.teacher.top_k else 1  # sorted with their places; XLA:CPU reports 3
     layer = sum(math.prod(weight.layer_shape) for weight in m.weights()["layers"].values()) * wide
     return {
         "teacher: one layer at work (estimate)": int(tokens * _layer_bytes(m, "full", platform, wide)[1])
         + layer * (2 if config.algorithm.teacher.offload else 1),
         "teacher: vocabulary": table * (1 if m.tie_word_embeddings else 2) * wide,
-        "teacher: logits of a chunk": min(chunk, tokens) * m.vocab_size * max(wide, 4),
+        "teacher: logits of a chunk": min(chunk, tokens) * m.vocab_size * copies * max(wide, 4),
     }
 
 
@@ -266,9 +269,11 @@ def _muon_working(model_config: ModelConfig, degree: int, num_hosts: int) -> int
 
 
 def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
-    """The logits of so many tokens in float32 or better, and their gradient in the type of the products."""
+    """The logits of so many tokens in float32 or better, and their gradient in the type of the products; with a
+    teacher's tokens also what is left without those."""
     wide = BYTES[config.actor.dtype]
-    return chunk * model_config.vocab_size * (max(wide, 4) + wide)
+    copies = 2 if config.algorithm.teacher.top_k else 1
+    return chunk * model_config.vocab_size * (copies * max(wide, 4) + wide)
 
 
 def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[float, float]:

@@ -63,6 +63,21 @@ def test_the_policy_learns_its_teacher_and_a_killed_run_ends_with_the_same_bits(
     assert teacher_kl(killed) == found
 
 
+def test_the_policy_learns_distributions_and_a_killed_run_ends_with_the_same_bits(runs: Runs):
+    """By a loss with a gradient, of the teacher's likeliest tokens: advantages have nothing of it."""
+    whole, killed = runs.folder / "jsd-whole", runs.folder / "jsd-killed"
+    options = (*ALONE, "algorithm.teacher.top_k=20", "algorithm.teacher.beta=0.2", "actor.optim.lr=0.03")
+    with copied_after({2: killed}):
+        runs.here(whole, *options)
+    losses = [line["actor/distillation_loss"] for line in read_metrics(whole)]
+    assert losses[-1] < 0.7 * losses[0], losses
+    for line in read_metrics(whole):
+        assert line["actor/pg_loss"] == line["critic/advantages/mean"] == 0
+        assert line["actor/teacher_kl"] != 0
+    runs.here(killed, *options)
+    assert_same_end(killed, whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "devices"),
@@ -74,6 +89,7 @@ def test_the_policy_learns_its_teacher_and_a_killed_run_ends_with_the_same_bits(
         (("rollout.num_workers=2",), 2),
         (("algorithm.adv_estimator=gae",), 1),
         (("model.lora_rank=4", "actor.use_kl_loss=true"), 1),
+        (("algorithm.teacher.top_k=7", "algorithm.adv_estimator=gae", "rollout.partial_rollout.enable=true"), 2),
     ],
 )
 def test_rules(runs: Runs, rule: tuple[str, ...], devices: int, request: pytest.FixtureRequest):
@@ -132,14 +148,15 @@ def test_the_base_of_adapters_told_the_answer(runs: Runs):
 
 
 @pytest.mark.slow
-def test_gradients_beside_the_rollout_are_those_of_the_whole_batch(runs: Runs):
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_gradients_beside_the_rollout_are_those_of_the_whole_batch(top_k: int, runs: Runs):
     """Its weights take turns with the policy's on the freed devices."""
     sizes = (
         *("rollout.num_blocks=260", "rollout.max_num_seqs=16", "rollout.decode_steps=2", "data.max_response_length=96"),
         *("actor.ppo_mini_batch_size=0", "actor.use_kl_loss=true", "rollout.stop=[a, b, c, d, e, f]", *WIDE),
-        *("rollout.num_workers=2", "algorithm.teacher.dtype=float64"),
+        *("rollout.num_workers=2", "algorithm.teacher.dtype=float64", f"algorithm.teacher.top_k={top_k}"),
     )
-    plain, streamed = runs.folder / "plain", runs.folder / "streamed"
+    plain, streamed = runs.folder / f"plain-{top_k}", runs.folder / f"streamed-{top_k}"
     runs.here(plain, *sizes, devices=2)
     runs.here(streamed, *sizes, "trainer.stream={enable: true, pace: 2.0}", devices=2)
     assert max(line["actor/streamed_share"] for line in read_metrics(streamed)) > 0

@@ -182,11 +182,10 @@ class TrainStream:
             batch.ref_logprobs = yield from self._logprobs(weights, batch, "ref")
         if self.teacher_programs is not None:
             assert self._teacher is not None, "its programs are there"
-            passes, read = Passes(self.teacher_programs), self._teacher.read(batch)
             params = weights.on_device("teacher")
             if shares_base(config):
                 params = self.teacher_programs.of_base(params)
-            batch.teacher_logprobs = yield from passes.forward(params, read, "ref_logprobs")
+            yield from self._teacher.annotating(Passes(self.teacher_programs), params, batch)
         batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
         batch_preparation.set_advantages(config, groups, batch)
         self._ahead = AHEAD
