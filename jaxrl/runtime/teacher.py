@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
+from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.schema.declared import shown
 from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
@@ -26,13 +27,13 @@ _OPTION = "algorithm.teacher.path"
 
 def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> ModelConfig | None:
     """The config of `algorithm.teacher.path`, which must fit the policy's tokenizer and model, and the run's lengths;
-    no weight is read. None: there is no teacher.
+    no weight is read. None: there is no teacher, or it is at an endpoint.
 
     Raises:
       ValueError: a file is damaged, a token of the policy is another one to the teacher or none, the teacher is a
         reward model, or sequences are longer than it was made for.
     """
-    if not config.has_teacher:
+    if not config.algorithm.teacher.path:
         return None
     own = teacher_model(config)
     folder = str(checked_path(resolve_path(config.algorithm.teacher.path, _OPTION), _OPTION))
@@ -82,6 +83,17 @@ def build_teacher(config: Config, model: ModelConfig, policy: Trainer, tokenizer
             params = load_model(path, mesh, dtype)[1]
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
     return Teacher(programs, params, prompt_of=prompt_of, **told)
+
+
+def endpoint_teacher(
+    config: Config, model: ModelConfig, tokenizer: Tokenizer, on_progress: Callable[[], None]
+) -> EndpointTeacher | None:
+    """What asks `algorithm.teacher.endpoint`, which has answered once; None: there is none."""
+    if not config.algorithm.teacher.endpoint:
+        return None
+    prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
+    trial = tokenizer.encode("1 + 1 = 2")
+    return EndpointTeacher(config, trial, model.vocab_size, prompt_of, on_progress)
 
 
 def refuse_context(config: Config, problems: Sequence[Problem]) -> None:

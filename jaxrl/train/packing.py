@@ -131,12 +131,13 @@ class Packed:
     places: list[Place | None]
 
     def unpack(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Per-token results [R, T], one array per microbatch, as one array [T_i] per sample, in the batch's order."""
-        dtype = results[0].dtype if results else np.dtype(np.float32)
+        """Per-token results [R, T, ...], one array per microbatch, as one array [T_i, ...] per sample, in the batch's
+        order; [0] where no sample has tokens."""
+        nothing = results[0][0, :0] if results else np.zeros((0,), np.float32)
         out: list[np.ndarray] = []
         for place in self.places:
             if place is None:
-                out.append(np.zeros((0,), dtype))
+                out.append(np.array(nothing))
             else:
                 row = results[place.microbatch][place.row]
                 out.append(np.array(row[place.start : place.start + place.length]))

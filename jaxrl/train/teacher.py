@@ -145,15 +145,21 @@ class Teacher(Runner):
         if not (k := self.config.algorithm.teacher.top_k):
             batch.teacher_logprobs = found
             return
+        found = [each.reshape(-1, 2 * k + 2) for each in found]  # of a batch without tokens they are [0]
         batch.teacher_logprobs = [each[:, 0] for each in found]
         batch.teacher_top_logprobs = [each[:, 1 : k + 2] for each in found]
         batch.teacher_ids = [each[:, k + 2 :].astype(np.int32) for each in found]
 
     def read(self, batch: TrainBatch) -> TrainBatch:
         """The batch as the teacher reads it: its own prompts before the policy's responses."""
-        once = {id(prompt): prompt for prompt in batch.prompts}  # a group has one
-        own = {name: self.prompt_of(prompt) for name, prompt in once.items()}
-        return dataclasses.replace(batch, prompts=[own[id(prompt)] for prompt in batch.prompts])
+        return dataclasses.replace(batch, prompts=own_prompts(batch, self.prompt_of))
+
+
+def own_prompts(batch: TrainBatch, prompt_of: Callable[[Prompt], Prompt]) -> list[Prompt]:
+    """Those of a batch as a teacher reads them, one per sample."""
+    once = {id(prompt): prompt for prompt in batch.prompts}  # a group has one
+    own = {name: prompt_of(prompt) for name, prompt in once.items()}
+    return [own[id(prompt)] for prompt in batch.prompts]
 
 
 def shares_base(config: Config) -> bool:

@@ -119,7 +119,7 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
     if config.needs_ref and model_config.lora is None:
         numbers = device_numbers(model_config, num_devices, config.hosts.num)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
-    if config.has_teacher and not shares_base(config):
+    if config.algorithm.teacher.path and not shares_base(config):
         teacher, own = config.algorithm.teacher, teacher_model(config)
         weights = own.weights()
         kept = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
@@ -212,7 +212,8 @@ def update_phases(
     )
     own = {"gradients of a microbatch": numbers * size - apart}
     table = (vocabulary if m.tie_word_embeddings else 0) + 2 * tokens * m.hidden_size
-    phases = {"teacher": _teacher_phase(config, num_devices, platform, chunk)} if config.has_teacher else {}
+    has_pass = bool(config.algorithm.teacher.path)
+    phases = {"teacher": _teacher_phase(config, num_devices, platform, chunk)} if has_pass else {}
     return phases | {
         "head": total
         | activations

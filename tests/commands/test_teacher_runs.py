@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_server import Handler, chat_server, status
+from prompt_logprobs import gives_prompt_logprobs
 from runs import PLAIN_REWARD, WIDE, Runs, assert_same_end, copied_after, state_of
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
 from jaxrl.models import decoder
-from jaxrl.models.loading import config_of
+from jaxrl.models.loading import config_of, load_model
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.metrics import read_metrics
 
@@ -166,6 +168,38 @@ def test_gradients_beside_the_rollout_are_those_of_the_whole_batch(top_k: int, r
     assert names
     for name in names:
         assert np.linalg.norm(arrays[name] - others[name]) <= 1e-6 * np.linalg.norm(others[name]), name
+
+
+@pytest.mark.slow
+def test_a_teacher_at_an_endpoint(runs: Runs):
+    """The run is that with the same model on the devices, but for rounding; where the endpoint fails, it ends with a
+    sentence, and goes on to the same bits when the endpoint is there again."""
+    place = runs.config["algorithm"]["teacher"]["path"]
+    model, params = load_model(place)
+    options = (*ALONE, "algorithm.teacher.top_k=5", "trainer.total_training_steps=3")
+    near, whole, broken = (runs.folder / f"endpoint-{name}" for name in ("near", "whole", "broken"))
+    runs.here(near, *options)
+    with chat_server(default=gives_prompt_logprobs(params, model)) as server:
+        section = f"path: '', endpoint: '{server.url}', endpoint_model: m, max_retries: 0, top_k: 5"
+        asked = (*ALONE, f"algorithm.teacher={{{section}}}", "trainer.total_training_steps=3")
+        runs.here(whole, *asked)
+        gives, server.seen = server.default, []
+
+        def fails_later(handler: Handler) -> None:
+            (gives if len(server.seen) < 1 + 16 + 5 else status(503, "gone"))(handler)
+
+        server.default = fails_later
+        output = runs.here(broken, *asked, status=1)
+        assert f"algorithm.teacher.endpoint ({server.url}): status 503: gone" in output
+        server.default = gives
+        runs.here(broken, *asked)
+        assert_same_end(broken, whole)
+    for name in ("actor/teacher_kl", "actor/distillation_loss"):
+        ours, theirs = ([line[name] for line in read_metrics(run_dir)] for run_dir in (whole, near))
+        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-4)
+    refused = ("trainer.stream.enable=true", "actor.ppo_mini_batch_size=0", "rollout.num_workers=2")
+    output = runs.here(runs.folder / "endpoint-refused", *asked, *refused, devices=2, status=2)
+    assert "trainer.stream.enable excludes algorithm.teacher.endpoint: the rollout would wait for the" in output
 
 
 def test_the_stream_trainer_refuses_layers_in_the_hosts_memory(runs: Runs):
