@@ -257,6 +257,8 @@ class TrainBatch:
         recorded `rollout_logprobs` are used.
       ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
       teacher_logprobs: per sample float32 [T_i] under a teacher; None without one.
+      teacher_ids, teacher_top_logprobs: per sample int32 [T_i, K], the tokens that it finds likeliest, and float32
+        [T_i, K + 1], what it thinks of those and of all others together; None without `algorithm.teacher.top_k`.
       loss_masks: per sample [T_i], 1 at tokens to learn from; None: all. An environment's tokens are 0.
       values: per sample float32 [T_i], what the critic expects from each token on, before this step's updates; None
         without a critic.
@@ -272,6 +274,8 @@ class TrainBatch:
     values: list[np.ndarray] | None = None
     returns: list[np.ndarray] | None = None
     teacher_logprobs: list[np.ndarray] | None = None
+    teacher_ids: list[np.ndarray] | None = None
+    teacher_top_logprobs: list[np.ndarray] | None = None
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> TrainBatch:
@@ -302,4 +306,6 @@ class TrainBatch:
             pick(self.values),
             pick(self.returns),
             pick(self.teacher_logprobs),
+            pick(self.teacher_ids),
+            pick(self.teacher_top_logprobs),
         )

@@ -39,7 +39,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 AT_RUN_TIME = {
-    *("acceptance", "agents", "build", "concurrent_phases", "endpoint", "endpoint_client", "gradients"),
+    *("acceptance", "agents", "build", "concurrent_phases", "endpoint", "gradients"),
     *("group_session", "memory"),
     *("pool", "proposer", "ranked", "report", "session", "simulated", "verdict_text", "verdict_tokens"),
 }

@@ -41,7 +41,8 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.rules import carried
-from jaxrl.runtime.teacher import build_teacher, read_teacher, refuse_context
+from jaxrl.runtime.teacher import build_teacher, endpoint_teacher, read_teacher, refuse_context
+from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.runtime.weights import load_weights
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.compiled import CompiledPrograms
@@ -76,6 +77,7 @@ class Run(TrainingRun):
         self.rule, self.pool, self.environments = rule, pool, environments
         self.beside: list[CompiledPrograms] = []  # whose programs are compiled beside the first step
         self.teacher: Teacher | None = None
+        self.asked: EndpointTeacher | None = None
         self.config = config = self._devices()
         self.changes = [] if self.earlier is None else differences(self.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
@@ -128,6 +130,7 @@ class Run(TrainingRun):
 
     def _weights(self, trained: Config) -> None:
         config = self.config
+        self.asked = endpoint_teacher(config, self.model, self.tokenizer, self.watchdog.beat)
         params = load_weights(config, self.model, self.mesh, self.init_from)
         given = trained, self.model, params, self.mesh
         told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
@@ -140,7 +143,7 @@ class Run(TrainingRun):
             self.critic.programs.dispatched = self.joined.dispatched
         if self.teacher_model is not None:
             self.watchdog.beat("loading the teacher")
-            self.teacher = build_teacher(trained, self.teacher_model, self.mesh, self.tokenizer, **told)
+            self.teacher = build_teacher(trained, self.teacher_model, self.trainer, self.tokenizer, **told)
             self.teacher.programs.dispatched = self.joined.dispatched
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)
@@ -213,7 +216,7 @@ class Run(TrainingRun):
             stop_ids(self.tokenizer, self.model.eos_token_ids),
             len(self.devices),
         )
-        models = Models(self.trainer, self.critic, self.teacher)
+        models = Models(self.trainer, self.critic, self.teacher or self.asked)
         hooks = self._hooks(record, journal)
         return Loop(config, job, self.rule, backend, models, timeline, hooks, mechanisms), backend
 

@@ -338,7 +338,7 @@ class Config:
     @property
     def has_teacher(self) -> bool:
         """Whether another model says what it thinks of the policy's tokens."""
-        return bool(self.algorithm.teacher.path)
+        return bool(self.algorithm.teacher.path or self.algorithm.teacher.endpoint)
 
     @property
     def needs_ref(self) -> bool:

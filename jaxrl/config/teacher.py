@@ -6,24 +6,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
-from jaxrl.schema.declared import Checked, Names, shown
+from jaxrl.schema.declared import Cap, Checked, Names, shown
+from jaxrl.schema.endpoint import PACE, EndpointOptions, endpoint_problem
 from jaxrl.schema.limits import MAX_LENGTH, FloatType
 
 
 @dataclass(frozen=True)
-class TeacherSection(Checked):
+class TeacherSection(EndpointOptions, Checked):
     """On-policy distillation: each sampled token's advantage has what a teacher thinks of it."""
 
     path: Annotated[
-        str, Names("folder"), "The teacher, as model.path; it must have the policy's tokenizer; empty: there is none."
+        str,
+        Names("folder"),
+        "The teacher, as model.path; it must have the policy's tokenizer; empty: none, or the one at the endpoint.",
     ] = ""
     coef: Annotated[
         float,
         Ge(0),
-        "Weight of the KL to the teacher: a token's advantage loses so many times log π_old - log π_teacher.",
+        "Weight of the KL to the teacher: a token's advantage loses so many times log π_old - log π_teacher; with "
+        "top_k, of the divergence in the loss.",
     ] = 1.0
+    top_k: Annotated[
+        int,
+        Ge(0),
+        Cap(4096, "so many ids and numbers are kept of each token"),
+        "The teacher's likeliest tokens at each position, over which, with all others as one, the loss has a "
+        "divergence; 0: advantages have the KL of the tokens that were drawn.",
+    ] = 0
+    beta: Annotated[
+        float,
+        Interval(ge=0, le=1),
+        "Of the generalised Jensen-Shannon divergence; 0: KL(teacher || policy), 1: KL(policy || teacher).",
+    ] = 0.5
     dtype: Annotated[FloatType, "Type of its weights and of its forward pass."] = "float32"
     offload: Annotated[
         bool, "Keep its layers in the host's memory, from where each comes while the one before computes."
@@ -39,22 +55,24 @@ class TeacherSection(Checked):
     ] = 512
 
     def problem(self, config: Any) -> str | None:
-        if config.algorithm.adv_estimator == "none" and not self.path:
+        if config.algorithm.adv_estimator == "none" and not config.has_teacher:
             return (
-                "algorithm.adv_estimator=none needs algorithm.teacher.path: no reward is learnt from, so nothing but a "
-                "teacher says what to learn"
+                "algorithm.adv_estimator=none needs algorithm.teacher.path or algorithm.teacher.endpoint: no reward is "
+                "learnt from, so nothing but a teacher says what to learn"
             )
         if config.algorithm.adv_estimator == "none" and config.algorithm.use_kl_in_reward:
             return (
                 "algorithm.use_kl_in_reward and algorithm.adv_estimator=none exclude each other: no reward is learnt "
                 "from; use actor.use_kl_loss"
             )
-        if not self.path or not self.context_key:
+        if self.endpoint and (problem := self._endpoint_problem(config)):
+            return problem
+        if not config.has_teacher or not self.context_key:
             return None
         if missing := [field for field in ("{context}", "{question}") if field not in self.context_template]:
             return f"algorithm.teacher.context_template must contain {missing[0]}, found {shown(self.context_template)}"
         longest, budget = config.max_model_length + self.max_context_length, config.actor.ppo_max_token_len_per_gpu
-        if budget < longest:
+        if self.path and budget < longest:
             return (
                 f"actor.ppo_max_token_len_per_gpu ({budget} tokens) must hold the teacher's longest sequence: "
                 f"data.max_prompt_length + data.max_response_length + algorithm.teacher.max_context_length = {longest} "
@@ -62,7 +80,23 @@ class TeacherSection(Checked):
             )
         return None
 
+    def _endpoint_problem(self, config: Any) -> str | None:
+        section, temperature = "algorithm.teacher", config.rollout.temperature
+        if self.path:
+            return f"{section}.path ({self.path}) and {section}.endpoint exclude each other: there is one teacher"
+        if temperature != 1:
+            return (
+                f"{section}.endpoint needs rollout.temperature=1, found {temperature:g}: an endpoint gives the "
+                "log-probabilities of its model as it is"
+            )
+        return endpoint_problem(section, self)
+
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
+        if self.endpoint:
+            return (
+                "algorithm.teacher.endpoint",
+                "each of them would ask, and answers that differ in a bit would part their weights",
+            )
         if self.path and self.offload:
             return (
                 "algorithm.teacher.offload",
@@ -73,8 +107,14 @@ class TeacherSection(Checked):
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if not self.path:
-            names = frozenset({"coef", "dtype", "offload", "context_key"})
-            yield names, "algorithm.teacher.path is empty"
-        if not self.path or not self.context_key:
+            yield frozenset({"dtype", "offload"}), "algorithm.teacher.path is empty"
+        if not self.endpoint:
+            yield PACE | {"endpoint_model", "api_key_env"}, "algorithm.teacher.endpoint is empty"
+        if not config.has_teacher:
+            names = frozenset({"coef", "top_k", "beta", "context_key"})
+            yield names, "algorithm.teacher.path and algorithm.teacher.endpoint are empty"
+        elif not self.top_k:
+            yield frozenset({"beta"}), "algorithm.teacher.top_k is 0"
+        if not config.has_teacher or not self.context_key:
             names = frozenset({"context_template", "max_context_length"})
             yield names, "algorithm.teacher.context_key is empty"

@@ -141,6 +141,7 @@ ABSENT: Mapping[str, str] = {
     "rollout.multi_turn": "a prompt has one response: there are no tools and no further turns",
     "rollout.agent": "a prompt has one response: there are no tools and no further turns",
     "algorithm.kl_ctrl": "the coefficient of KL stays as it is (algorithm.kl_coef)",
+    "lmbda": "all responses are the policy's, as with a lmbda of 1 (algorithm.teacher.top_k)",
     "algorithm.rollout_correction.rollout_is_batch_normalize": "a weight needs its own sample alone, so that gradients "
     "can begin before the batch is there",
     "reward_model": "rewards have the section reward, and a reward model is reward.judge.model with reward.kind=model",

@@ -85,7 +85,7 @@ def non_finite(batch: TrainBatch) -> list[str]:
         "the rollout's log-probabilities": [sample.rollout_logprobs for sample in batch.samples],
         "the old log-probabilities": batch.old_logprobs,
         "the reference's log-probabilities": batch.ref_logprobs,
-        "the teacher's log-probabilities": batch.teacher_logprobs,
+        "the teacher's log-probabilities": [*(batch.teacher_logprobs or ()), *(batch.teacher_top_logprobs or ())],
         "the critic's values": batch.values,
         "the advantages": batch.advantages,
     }

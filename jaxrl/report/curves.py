@@ -147,7 +147,12 @@ def _update(run: Run) -> list[Chart]:
         Chart(
             "KL to the teacher",
             "nats per token, mean log-ratio",
-            _ever([Curve("policy to teacher", run.series("actor/teacher_kl"), "c3")]),
+            _ever(
+                [
+                    Curve("policy to teacher", run.series("actor/teacher_kl"), "c3"),
+                    Curve("divergence in the loss", run.series("actor/distillation_loss"), "c4"),
+                ]
+            ),
             "",
             least=1e-4,
         ),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.problems import Problem
@@ -17,8 +16,10 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
+from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.schema.declared import shown
-from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, teacher_config, teacher_model
+from jaxrl.train.step import Trainer
+from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
 from jaxrl.types import Prompt
 
 _OPTION = "algorithm.teacher.path"
@@ -26,13 +27,13 @@ _OPTION = "algorithm.teacher.path"
 
 def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> ModelConfig | None:
     """The config of `algorithm.teacher.path`, which must fit the policy's tokenizer and model, and the run's lengths;
-    no weight is read. None: there is no teacher.
+    no weight is read. None: there is no teacher, or it is at an endpoint.
 
     Raises:
       ValueError: a file is damaged, a token of the policy is another one to the teacher or none, the teacher is a
         reward model, or sequences are longer than it was made for.
     """
-    if not config.has_teacher:
+    if not config.algorithm.teacher.path:
         return None
     own = teacher_model(config)
     folder = str(checked_path(resolve_path(config.algorithm.teacher.path, _OPTION), _OPTION))
@@ -54,27 +55,45 @@ def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> Mo
             f"{_OPTION} ({folder}) has a vocabulary of {own.vocab_size} tokens, padding included, and model.path one "
             f"of {model.vocab_size}: the policy could draw an id that the teacher has no row for"
         )
+    if (top_k := config.algorithm.teacher.top_k) > model.vocab_size:
+        raise ConfigError(f"algorithm.teacher.top_k ({top_k}) is more than the policy's {model.vocab_size} tokens")
     longest = teacher_config(config).max_model_length
     check_length(own, longest, f"{_OPTION} reads prompts and responses of up to {longest} tokens", folder)
     return own
 
 
-def build_teacher(config: Config, model: ModelConfig, mesh: Mesh, tokenizer: Tokenizer, **told: Any) -> Teacher:
+def build_teacher(config: Config, model: ModelConfig, policy: Trainer, tokenizer: Tokenizer, **told: Any) -> Teacher:
     """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer.
 
     Args:
       config: with what the update's memory allows (`jaxrl.runtime.build.with_planned_update`).
+      policy: on whose devices it computes, and whose base may be it.
       told: as in `Teacher`.
     """
-    programs = TeacherPrograms(config, model, mesh)
-    path = resolve_path(config.algorithm.teacher.path, _OPTION, weights=True)
-    dtype = jnp.dtype(config.algorithm.teacher.dtype)
-    if config.algorithm.teacher.offload:
-        params = offloaded(programs, *load_layerwise(path, mesh, dtype)[1:])
+    mesh = policy.mesh
+    programs = TeacherPrograms(config, model, mesh, vocab_size=policy.model_config.vocab_size)
+    if shares_base(config):
+        params = programs.of_base(policy.params)
     else:
-        params = load_model(path, mesh, dtype)[1]
+        path = resolve_path(config.algorithm.teacher.path, _OPTION, weights=True)
+        dtype = jnp.dtype(config.algorithm.teacher.dtype)
+        if config.algorithm.teacher.offload:
+            params = offloaded(programs, *load_layerwise(path, mesh, dtype)[1:])
+        else:
+            params = load_model(path, mesh, dtype)[1]
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
     return Teacher(programs, params, prompt_of=prompt_of, **told)
+
+
+def endpoint_teacher(
+    config: Config, model: ModelConfig, tokenizer: Tokenizer, on_progress: Callable[[], None]
+) -> EndpointTeacher | None:
+    """What asks `algorithm.teacher.endpoint`, which has answered once; None: there is none."""
+    if not config.algorithm.teacher.endpoint:
+        return None
+    prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
+    trial = tokenizer.encode("1 + 1 = 2")
+    return EndpointTeacher(config, trial, model.vocab_size, prompt_of, on_progress)
 
 
 def refuse_context(config: Config, problems: Sequence[Problem]) -> None:

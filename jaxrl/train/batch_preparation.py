@@ -92,7 +92,7 @@ def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -
     batch.advantages, batch.returns = advantages.compute(
         groups, config.algorithm, policy, batch.ref_logprobs, batch.loss_masks, batch.values
     )
-    if batch.teacher_logprobs is not None:
+    if batch.teacher_logprobs is not None and not config.algorithm.teacher.top_k:
         batch.advantages = advantages.with_teacher(
             batch.advantages, batch.samples, policy, batch.teacher_logprobs, config.algorithm.teacher.coef
         )
@@ -105,7 +105,7 @@ def prepared(
     logprobs: Callable[[TrainBatch, Literal["actor", "ref"]], list[np.ndarray]],
     phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
     values: Callable[[TrainBatch], list[np.ndarray]] | None = None,
-    teacher: Callable[[TrainBatch], list[np.ndarray]] | None = None,
+    teacher: Callable[[TrainBatch], None] | None = None,
 ) -> TrainBatch:
     """The batch of these groups, with all that gradients of update `step` need.
 
@@ -113,7 +113,7 @@ def prepared(
       logprobs: of the policy before the update, or of the reference; per sample float32 [T].
       phase: around the parts that take time, by their names.
       values: of the critic before the update, per sample float32 [T]; None: there is none.
-      teacher: log-probabilities under it, likewise.
+      teacher: writes what it thinks of a batch's tokens into it; None: there is none.
     """
     batch = TrainBatch.of(groups)
     with phase("old_log_prob"):
@@ -124,7 +124,7 @@ def prepared(
             batch.ref_logprobs = logprobs(batch, "ref")
     if teacher is not None:
         with phase("teacher"):
-            batch.teacher_logprobs = teacher(batch)
+            teacher(batch)
     if values is not None:
         with phase("values"):
             batch.values = values(batch)
@@ -158,10 +158,9 @@ def joined(groups: Sequence[Group], parts: Sequence[TrainBatch]) -> TrainBatch:
         whole.old_logprobs = [
             part.samples[i].rollout_logprobs if part.old_logprobs is None else part.old_logprobs[i] for part, i in found
         ]
-    if any(part.ref_logprobs is not None for part in parts):
-        whole.ref_logprobs = [_there(part.ref_logprobs)[i] for part, i in found]
-    if any(part.teacher_logprobs is not None for part in parts):
-        whole.teacher_logprobs = [_there(part.teacher_logprobs)[i] for part, i in found]
+    for name in ("ref_logprobs", "teacher_logprobs", "teacher_ids", "teacher_top_logprobs"):
+        if any(getattr(part, name) is not None for part in parts):
+            setattr(whole, name, [_there(getattr(part, name))[i] for part, i in found])
     if any(part.loss_masks is not None for part in parts):
         whole.loss_masks = [
             np.ones(len(part.samples[i]), np.float32) if part.loss_masks is None else part.loss_masks[i]

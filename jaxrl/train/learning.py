@@ -47,7 +47,7 @@ class Critic(Protocol):
 class Teacher(Protocol):
     """`jaxrl.train.teacher.Teacher`."""
 
-    def token_logprobs(self, batch: TrainBatch) -> list[np.ndarray]: ...
+    def annotate(self, batch: TrainBatch) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def learn(
     taken = {prompt.key for part in parts for prompt in part.prompts}
     others = [group for group in groups if group.prompt.key not in taken]
     values = None if critic is None else critic.token_values
-    teacher = None if models.teacher is None else models.teacher.token_logprobs
+    teacher = None if models.teacher is None else models.teacher.annotate
     rest = batch_preparation.prepared(config, others, step, trainer.token_logprobs, phase, values, teacher)
     batch = batch_preparation.joined(groups, [*parts, rest]) if parts else rest
     updates: dict[str, list[dict[str, float]]] = {}

@@ -9,11 +9,12 @@ Written by hand (`jax.custom_vjp`) because the number of chunks depends on the m
 a loop of unknown length; it also spares the passes over the logits that automatic differentiation of the gather and of
 the logsumexp would add.
 
-Dims: N tokens of this device, C tokens of a chunk, E embed, V vocabulary.
+Dims: N tokens of this device, C tokens of a chunk, E embed, V vocabulary, K tokens that a teacher has named.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,9 +52,16 @@ class HeadOptions(NamedTuple):
 
 
 def token_logprobs(
-    options: HeadOptions, head: Head, hidden: jax.Array, tokens: jax.Array, mask: jax.Array, mesh: Mesh
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each masked token, and the entropy of the distribution it was drawn from.
+    options: HeadOptions,
+    head: Head,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    mesh: Mesh,
+    ids: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Log-probability of each masked token, and the entropy of the distribution it was drawn from; and what else that
+    distribution has.
 
     Args:
       options: see `HeadOptions`.
@@ -62,28 +70,63 @@ def token_logprobs(
       tokens: int32 [R, T].
       mask: [R, T], nonzero where the result is wanted; never at t = 0.
       mesh: each device handles its own rows, in its own number of chunks.
+      ids: int32 [R, T, K], tokens of the vocabulary, each once in a column.
 
     Returns:
       ([R, T], [R, T]) in at least float32: entry t is about token t, and computed from hidden[t-1]; 0 where masked out.
+      With `ids` also [R, T, K + 1]: their log-probabilities, and that of all other tokens together; none is less than
+      `LEAST`.
     """
+    return _by_rows(options, _chunked, head, hidden, tokens, mask, mesh, ids)
+
+
+def top_logprobs(
+    options: HeadOptions,
+    head: Head,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    mesh: Mesh,
+    top_k: int,
+    vocab_size: int,
+) -> jax.Array:
+    """[R, T, 2 K + 2] where `token_logprobs` has [R, T]: the log-probability of the token, those of the K = `top_k`
+    likeliest of the first `vocab_size` tokens and of all others together (`LEAST` or more), and the ids of those K, for
+    which float32 has room up to 2^24. Without a gradient."""
+    compute = partial(_tops, top_k=top_k, vocab_size=vocab_size)
+    return _by_rows(options, compute, head, hidden, tokens, mask, mesh, None)
+
+
+def _by_rows(
+    options: HeadOptions,
+    compute: Callable[..., Any],
+    head: Head,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    mesh: Mesh,
+    ids: jax.Array | None,
+) -> Any:
     rows = PartitionSpec(mesh.axis_names)
 
-    def local(head: Head, hidden: jax.Array, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(head: Head, hidden: jax.Array, tokens: jax.Array, mask: jax.Array, ids: jax.Array | None) -> Any:
         wanted = jnp.roll(mask, -1, axis=1).at[:, -1].set(0).reshape(-1) > 0
         targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
         own = options._replace(chunk=min(options.chunk, tokens.size))
 
         def back(values: jax.Array) -> jax.Array:
-            return jnp.roll(values.reshape(tokens.shape), 1, axis=1)
+            return jnp.roll(values.reshape(*tokens.shape, *values.shape[1:]), 1, axis=1)
 
         order, count = _wanted_first(wanted, own.chunk)
-        flat: Any = _chunked(own, head, hidden.reshape(-1, hidden.shape[-1]), targets, order, count)
-        return back(flat[0]), back(flat[1])
+        named = None if ids is None else jnp.roll(ids, -1, axis=1).reshape(-1, ids.shape[-1])
+        flat = compute(own, head, hidden.reshape(-1, hidden.shape[-1]), targets, order, count, named)
+        return jax.tree.map(back, flat)
 
     # check_vma off: the cotangent of the replicated head is summed over the mesh by shard_map's transpose
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=(rows, rows), check_vma=False
-    )(head, hidden, tokens, mask)
+    specs = (PartitionSpec(), rows, rows, rows, rows)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(
+        head, hidden, tokens, mask, ids
+    )
 
 
 def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
@@ -100,14 +143,26 @@ def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(
-    options: HeadOptions, head: Head, hidden: jax.Array, targets: jax.Array, order: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(options, head, hidden, targets, order, count)[0]
+    options: HeadOptions,
+    head: Head,
+    hidden: jax.Array,
+    targets: jax.Array,
+    order: jax.Array,
+    count: jax.Array,
+    ids: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    return _forward(options, head, hidden, targets, order, count, ids)[0]
 
 
 def _forward(
-    options: HeadOptions, head: Head, hidden: jax.Array, targets: jax.Array, order: jax.Array, count: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    options: HeadOptions,
+    head: Head,
+    hidden: jax.Array,
+    targets: jax.Array,
+    order: jax.Array,
+    count: jax.Array,
+    ids: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], Any]:
     size = hidden.shape[0]
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     narrow_head = operands(options.widen, _cast(head, hidden.dtype))
@@ -124,19 +179,64 @@ def _forward(
         # padded vocabulary has logits of -inf, so p and its share of the entropy are 0
         entropy = lse - jnp.sum(weights * jnp.maximum(logits, _MIN_LOGIT), axis=-1) / total
         values = (chosen - lse, entropy, lse)
+        if ids is not None:
+            own = ids.at[index].get(mode="fill", fill_value=0)
+            values += (_of_ids(logits - lse[:, None], own),)
         return tuple(c.at[index].set(v, mode="drop", unique_indices=True) for c, v in zip(carry, values, strict=True))
 
     empty = jnp.zeros((size,), wide)
-    logprobs, entropy, lse = _loop(count, options.chunk, body, (empty, empty, empty))
-    return (logprobs, entropy), (head, hidden, targets, order, count, lse, entropy)
+    named = () if ids is None else (jnp.zeros((size, ids.shape[1] + 1), wide),)
+    logprobs, entropy, lse, *rest = _loop(count, options.chunk, body, (empty, empty, empty, *named))
+    return (logprobs, entropy, *rest), (head, hidden, targets, order, count, lse, entropy, ids)
 
 
 _MIN_LOGIT = -1e30
+_TINY = 1.1754943508222875e-38  # the smallest float32 that is not subnormal
+LEAST = math.log(_TINY)
+"""The log-probability of what is less likely than that: so a KL is finite where one of two models has none at all."""
 
 
-def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    head, hidden, targets, order, count, lse, entropy = saved
-    d_logprobs, d_entropy = cotangents
+def _of_ids(log_p: jax.Array, ids: jax.Array) -> jax.Array:
+    """[C, K + 1] of [C, V]: those of `ids` [C, K], and that of all others together."""
+    chosen = jnp.take_along_axis(log_p, ids, axis=-1)
+    others = jnp.sum(_without(jnp.exp(log_p), ids), axis=-1, keepdims=True)
+    return jnp.maximum(jnp.concatenate([chosen, jnp.log(jnp.maximum(others, _TINY))], axis=-1), LEAST)
+
+
+def _without(p: jax.Array, ids: jax.Array) -> jax.Array:
+    return p.at[jnp.arange(len(ids))[:, None], ids].set(0)
+
+
+def _tops(
+    options: HeadOptions,
+    head: Head,
+    hidden: jax.Array,
+    targets: jax.Array,
+    order: jax.Array,
+    count: jax.Array,
+    ids: None,
+    *,
+    top_k: int,
+    vocab_size: int,
+) -> jax.Array:
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    narrow_head = operands(options.widen, _cast(head, hidden.dtype))
+
+    def body(first: jax.Array, length: int, carry: jax.Array) -> jax.Array:
+        index, x, target = _take(first, length, hidden, targets, order)
+        logits = options.project(narrow_head, operands(options.widen, x)).astype(wide) / options.temperature
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        own = lax.top_k(log_p[:, :vocab_size], top_k)[1]
+        chosen = jnp.take_along_axis(log_p, target[:, None], axis=-1)
+        found = jnp.concatenate([chosen, _of_ids(log_p, own), own.astype(wide)], axis=-1)
+        return carry.at[index].set(found, mode="drop", unique_indices=True)
+
+    return _loop(count, options.chunk, body, jnp.zeros((hidden.shape[0], 2 * top_k + 2), wide))
+
+
+def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    head, hidden, targets, order, count, lse, entropy, ids = saved
+    d_logprobs, d_entropy, *d_named = cotangents
     narrow_head = operands(options.widen, _cast(head, hidden.dtype))
 
     def body(first: jax.Array, length: int, carry: Any) -> Any:
@@ -153,6 +253,14 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax
         d_logits = pick(d_logprobs) * (onehot - p)
         if options.entropy_gradient:
             d_logits -= pick(d_entropy) * p * (jnp.maximum(log_p, _MIN_LOGIT) + pick(entropy))
+        if ids is not None:
+            own, d = (values.at[index].get(mode="fill", fill_value=0) for values in (ids, d_named[0]))
+            others = _without(p, own)
+            mass = jnp.sum(others, axis=-1, keepdims=True)
+            d_rest = jnp.where(mass > _TINY, d[:, -1:], 0.0)  # where there are no others nothing moves them
+            d_logits += d_rest / jnp.maximum(mass, _TINY) * others
+            d_logits -= p * (jnp.sum(d[:, :-1], axis=-1, keepdims=True) + d_rest)
+            d_logits = d_logits.at[jnp.arange(len(own))[:, None], own].add(d[:, :-1])
         # the rows that fill up the last chunk have cotangent 0, but their logits may have any value
         d_logits = jnp.where((index < hidden.shape[0])[:, None], d_logits / options.temperature, 0.0)
         d_head_chunk, d_x = pull(d_logits.astype(raw.dtype))
@@ -161,7 +269,7 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax
 
     start = (jax.tree.map(jnp.zeros_like, head), jnp.zeros_like(hidden))
     d_head, d_hidden = _loop(count, options.chunk, body, start)
-    return d_head, d_hidden, None, None, None
+    return d_head, d_hidden, None, None, None, None
 
 
 _chunked.defvjp(_forward, _backward)

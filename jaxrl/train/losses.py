@@ -11,6 +11,9 @@ only, the weights of `algorithm.rollout_correction` multiply the policy loss and
 `rollout_rs` rejects is left out of losses, their denominators and metrics, but not of advantages, which are there
 before it.
 
+Source of the distillation loss: Agarwal et al. 2023 (arXiv:2306.13649), eq. 1, with the conventions of TRL's
+GKDTrainer.
+
 Source of the critic's loss: the squared error with clipped values of Schulman et al.'s implementation of PPO
 (arXiv:2005.12729, §3), halved as in verl.
 
@@ -20,6 +23,7 @@ Dims: R rows, T tokens. All per-token arrays are indexed by the token that they 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -54,14 +58,18 @@ class LossTerms(NamedTuple):
     maxima: dict[str, jax.Array]
 
 
-def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: Config) -> LossTerms:
-    """The objective of a microbatch: policy loss + KL loss - entropy bonus, with metrics.
+def compute(
+    logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: Config, named: jax.Array | None = None
+) -> LossTerms:
+    """The objective of a microbatch: policy loss + KL loss + distillation loss - entropy bonus, with metrics.
 
     Args:
       logprobs: [R, T] of the policy in training.
       entropy: [R, T] of the policy in training at each position, scaled by temperature and not truncated, in nats.
       batch: the rest.
       config: `actor` and `algorithm` are read.
+      named: [R, T, K + 1], the log-probabilities of `batch.teacher_ids` and of all others together, of the policy in
+        training.
     """
     actor, mode, correction = config.actor, config.algorithm.loss_agg_mode, config.algorithm.rollout_correction
     # With recorded log-probabilities as the ratio's denominator, the trainer's own are those of this very pass.
@@ -90,6 +98,12 @@ def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: 
         kl_loss = aggregate_sum(kl_estimate(logprobs, batch.ref_logprobs, actor.kl_loss_type), batch, mode)
         means["actor/kl_loss"] = Fraction(kl_loss, denominator)
         total += actor.kl_loss_coef * kl_loss
+    if named is not None:
+        teacher = config.algorithm.teacher
+        divergence = generalized_jsd(named, jnp.asarray(batch.teacher_logprobs, named.dtype), teacher.beta)
+        distillation = aggregate_sum(divergence, batch, mode)
+        means["actor/distillation_loss"] = Fraction(distillation, denominator)
+        total += teacher.coef * distillation
     return LossTerms(total, denominator, lax.stop_gradient(means | measured), maxima)
 
 
@@ -126,6 +140,23 @@ def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> 
         metrics["actor/pg_clipfrac_lower"] = bounded.astype(ratio.dtype)
         loss = jnp.where(bounded, bound, loss)
     return loss, metrics
+
+
+def generalized_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
+    """β KL(teacher || M) + (1 - β) KL(student || M) with M = β teacher + (1 - β) student; at β = 0 KL(teacher ||
+    student) and at β = 1 KL(student || teacher), to which it tends when it is divided by β or 1 - β.
+
+    Args:
+      student, teacher: [..., K], finite log-probabilities of the same K events, of which one occurs.
+    """
+
+    def kl(p: jax.Array, q: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+    if beta in (0, 1):
+        return kl(student, teacher) if beta else kl(teacher, student)
+    mixture = jnp.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
 
 
 def compute_values(values: jax.Array, batch: TokenBatch, critic: CriticSection) -> LossTerms:

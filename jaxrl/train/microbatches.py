@@ -36,9 +36,10 @@ class Passes:
         self.accumulator: Accumulator | None = None
 
     def forward(self, params: Tree, batch: TrainBatch, kind: str) -> Generator[jax.Array, None, list[np.ndarray]]:
-        """Yields the result of each microbatch once it is handed over; returns float32 [T_i] per sample.
+        """Yields the result of each microbatch once it is handed over; returns float32 [T_i, ...] per sample.
 
-        `kind`: the program: `logprobs`, `ref_logprobs` for weights of the reference's dtype, or a critic's `values`.
+        `kind`: the program: `logprobs`, `ref_logprobs` for weights of the reference's dtype, a critic's `values`, or a
+        teacher's `top_logprobs`.
 
         Raises ValueError for a sample that is too long.
         """
@@ -53,7 +54,7 @@ class Passes:
     def accumulate(self, trainable: Tree, frozen: Tree, batch: TrainBatch) -> Generator[jax.Array, None, None]:
         """Adds the gradients and denominators of some samples; yields a number of each microbatch once it is handed
         over."""
-        for micro in self.pack(batch).microbatches:
+        for micro in self.pack(batch, self.programs.objective.teacher_top_k).microbatches:
             if self.accumulator is None:
                 self.accumulator = self.programs.to_run(("zeros", 0, 0))()
             program = self.programs.to_run(("accumulate", *micro.tokens.shape))
@@ -70,8 +71,8 @@ class Passes:
         for leaf in jax.tree.leaves(self.take()):
             leaf.delete()
 
-    def pack(self, batch: TrainBatch) -> Packed:
-        """The samples in microbatches of this mesh's shapes."""
+    def pack(self, batch: TrainBatch, top_k: int = 0) -> Packed:
+        """The samples in microbatches of this mesh's shapes; `top_k`: with so many tokens of a teacher's."""
         programs = self.programs
         return pack(
             batch,
@@ -79,6 +80,7 @@ class Passes:
             max_model_length=programs.config.max_model_length,
             num_devices=programs.mesh.size,
             share_prompts=programs.config.actor.share_prompts,
+            top_k=top_k,
         )
 
     def on_device(self, batch: TokenBatch) -> TokenBatch:

@@ -19,10 +19,11 @@ from jaxrl.config import Config, OptimSection
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.train import losses
-from jaxrl.train.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs
+from jaxrl.train.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs, top_logprobs
 from jaxrl.train.packing import TokenBatch
 
 Tree = Any
+_Read = tuple[HeadOptions, Tree, jax.Array, jax.Array, jax.Array, Mesh]
 
 
 class Objective(Protocol):
@@ -32,20 +33,22 @@ class Objective(Protocol):
       name: of its section of options (`actor`, `critic`), and before its metrics.
       optim, grad_clip: of its updates.
       passes: its programs without gradients, those first that are needed first.
+      teacher_top_k: how many tokens of a teacher's its loss reads, in each column.
     """
 
     name: str
     optim: OptimSection
     grad_clip: float
     passes: tuple[str, ...]
+    teacher_top_k: int
 
     def head(self, params: Tree) -> Tree:
         """Of the gathered weights outside the layers, those that `per_token` needs."""
         ...
 
     def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
-        """Arrays [R, T] from final-normed hidden states [R, T, E], 0 where the mask is; the first one is what a pass
-        without gradients returns."""
+        """Arrays [R, T] or [R, T, ...] from final-normed hidden states [R, T, E], 0 where the mask is; the first one is
+        what a pass without gradients returns."""
         ...
 
     def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
@@ -72,6 +75,7 @@ class PolicyObjective:
     def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool) -> None:
         actor = config.actor
         self.name, self.optim, self.grad_clip = "actor", actor.optim, actor.grad_clip
+        self.teacher_top_k = config.algorithm.teacher.top_k
         self.passes: tuple[str, ...] = (
             *(("ref_logprobs",) if config.needs_ref else ()),
             *(("logprobs",) if actor.old_logprobs != "rollout" else ()),
@@ -90,20 +94,27 @@ class PolicyObjective:
         return {name: params[name]}
 
     def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
-        """(log-probabilities, entropies)."""
-        tokens, mask = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
-        return token_logprobs(self._options, head, hidden, tokens, mask, self._mesh)
+        """(log-probabilities, entropies), and those of the tokens that a teacher has named, if it has."""
+        ids = None if batch.teacher_ids is None else jnp.asarray(batch.teacher_ids)
+        return token_logprobs(*self._read(head, hidden, batch), ids)
+
+    def tops(self, head: Tree, hidden: jax.Array, batch: TokenBatch, vocab_size: int) -> jax.Array:
+        """What a teacher names: see `logprobs.top_logprobs`."""
+        return top_logprobs(*self._read(head, hidden, batch), self.teacher_top_k, vocab_size)
+
+    def _read(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> _Read:
+        return self._options, head, hidden, jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask), self._mesh
 
     def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
-        logprobs, entropy = found
-        return losses.compute(logprobs, entropy, batch, self._config)
+        logprobs, entropy, *named = found
+        return losses.compute(logprobs, entropy, batch, self._config, *named)
 
 
 class ValueObjective:
     """What is expected from each token on, before it is drawn, and `losses.compute_values`."""
 
     def __init__(self, config: Config) -> None:
-        self.name, self.grad_clip = "critic", config.critic.grad_clip
+        self.name, self.grad_clip, self.teacher_top_k = "critic", config.critic.grad_clip, 0
         self.optim: OptimSection = config.critic.optim
         self.passes: tuple[str, ...] = ("values",)
         self._options = config.critic

@@ -48,7 +48,7 @@ Array = np.ndarray | jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
-    """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences`.
+    """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences` and a teacher's.
 
     Attributes:
       tokens: int32; padding is 0.
@@ -62,6 +62,8 @@ class TokenBatch:
       versions: int32, the `policy_version` that produced each response token; 0 elsewhere.
       sequence_length: int32, how many tokens of its segment have mask 1 (the same at all tokens of a segment).
       num_sequences: int32 [R], samples in each row that have at least one token with mask 1.
+      teacher_ids: int32 [R, T, K], the tokens that a teacher finds likeliest; None where no loss reads them.
+      teacher_logprobs: float32 [R, T, K + 1], what it thinks of those, and of all others together; likewise.
     """
 
     tokens: Array
@@ -78,10 +80,12 @@ class TokenBatch:
     versions: Array
     sequence_length: Array
     num_sequences: Array
+    teacher_ids: Array | None = None
+    teacher_logprobs: Array | None = None
 
     @classmethod
-    def zeros(cls, rows: int, length: int) -> TokenBatch:
-        """Arrays of padding only, as numpy arrays."""
+    def zeros(cls, rows: int, length: int, top_k: int = 0) -> TokenBatch:
+        """Arrays of padding only, as numpy arrays; with `top_k` a teacher's among them."""
 
         def integers() -> np.ndarray:
             return np.zeros((rows, length), np.int32)
@@ -104,6 +108,8 @@ class TokenBatch:
             versions=integers(),
             sequence_length=integers(),
             num_sequences=np.zeros((rows,), np.int32),
+            teacher_ids=np.zeros((rows, length, top_k), np.int32) if top_k else None,
+            teacher_logprobs=np.zeros((rows, length, top_k + 1), np.float32) if top_k else None,
         )
 
 
@@ -125,12 +131,13 @@ class Packed:
     places: list[Place | None]
 
     def unpack(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Per-token results [R, T], one array per microbatch, as one array [T_i] per sample, in the batch's order."""
-        dtype = results[0].dtype if results else np.dtype(np.float32)
+        """Per-token results [R, T, ...], one array per microbatch, as one array [T_i, ...] per sample, in the batch's
+        order; [0] where no sample has tokens."""
+        nothing = results[0][0, :0] if results else np.zeros((0,), np.float32)
         out: list[np.ndarray] = []
         for place in self.places:
             if place is None:
-                out.append(np.zeros((0,), dtype))
+                out.append(np.array(nothing))
             else:
                 row = results[place.microbatch][place.row]
                 out.append(np.array(row[place.start : place.start + place.length]))
@@ -208,6 +215,7 @@ def pack(
     max_model_length: int,
     num_devices: int = 1,
     share_prompts: bool = True,
+    top_k: int = 0,
 ) -> Packed:
     """Packs samples into microbatches with rows that split evenly over the devices.
 
@@ -218,6 +226,7 @@ def pack(
       max_model_length: tokens of the longest allowed sample, prompt included.
       num_devices: device d gets rows d*n to (d+1)*n of a microbatch with n rows per device.
       share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
+      top_k: tokens of a teacher's in each column; 0: what the batch has of them stays out.
 
     Raises:
       ValueError: a prompt is empty, or a sample is longer than `max_model_length`.
@@ -242,7 +251,7 @@ def pack(
             f"({max_model_length} tokens)"
         )
     plan = _plan(families, shapes, num_devices)
-    microbatches = [TokenBatch.zeros(shape.rows * num_devices, shape.length) for shape in plan.shapes]
+    microbatches = [TokenBatch.zeros(shape.rows * num_devices, shape.length, top_k) for shape in plan.shapes]
     places: list[Place | None] = [None] * len(batch)
     for (micro, row), pieces in sorted(plan.rows.items()):
         writer = _RowWriter(microbatches[micro], row, batch)
@@ -283,9 +292,12 @@ class _RowWriter:
         _put(out.advantages, response, batch.advantages[i])
         _put(out.rollout_logprobs, response, sample.rollout_logprobs)
         _put(out.old_logprobs, response, old_logprobs)
-        known = (out.ref_logprobs, batch.ref_logprobs), (out.values, batch.values), (out.returns, batch.returns)
+        known = (
+            *((out.ref_logprobs, batch.ref_logprobs), (out.values, batch.values), (out.returns, batch.returns)),
+            *((out.teacher_ids, batch.teacher_ids), (out.teacher_logprobs, batch.teacher_top_logprobs)),
+        )
         for array, given in known:
-            if given is not None:
+            if given is not None and array is not None:
                 _put(array, response, given[i])
         _put(out.versions, response, sample.versions)
         assert isinstance(out.num_sequences, np.ndarray)

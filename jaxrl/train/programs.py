@@ -146,7 +146,8 @@ class TrainPrograms(CompiledPrograms):
             is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
         self.state = jax.tree.map(_abstract, shapes, shardings)
-        empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, self._batch(mesh.size, 16))
+        batch = self._batch(mesh.size, 16, own.teacher_top_k)
+        empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, batch)
         numbers: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
         self.sums = dataclasses.replace(numbers, gradients=self.trainable)
 
@@ -183,7 +184,7 @@ class TrainPrograms(CompiledPrograms):
         match kind:
             case "accumulate":
                 jitted = jax.jit(self._add, donate_argnums=2, out_shardings=(_shardings(total), self._replicated))
-                return jitted.lower(*params, total, self._batch(rows, tokens))
+                return jitted.lower(*params, total, self._batch(rows, tokens, self.objective.teacher_top_k))
             case "logprobs" | "ref_logprobs" | "values":
                 jitted = jax.jit(self._first_of, out_shardings=self._replicated)
                 params = self._abstract_ref() if kind == "ref_logprobs" else optimizers.combine(*params)
@@ -211,8 +212,8 @@ class TrainPrograms(CompiledPrograms):
             return self._abstract_params(self.ref_dtypes, self.places)
         return without_adapters(self._abstract_params(self.dtypes, self.shardings))
 
-    def _batch(self, rows: int, tokens: int) -> TokenBatch:
-        return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens))
+    def _batch(self, rows: int, tokens: int, top_k: int = 0) -> TokenBatch:
+        return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens, top_k))
 
     def _hidden_and_head(self, params: Tree, batch: TokenBatch, keys: jax.Array | None) -> tuple[jax.Array, Tree]:
         """Final-normed hidden states [R, T, E] and the gathered parameters that the objective reads them with; `keys`

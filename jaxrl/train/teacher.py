@@ -1,22 +1,29 @@
 """The teacher of on-policy distillation: a frozen model that says how likely it finds the policy's tokens.
 
-Purpose: `Teacher.token_logprobs`, which `jaxrl.train.batch_preparation` asks for each batch. A token's advantage then
-loses `algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; nothing of it has a
-gradient (`jaxrl.train.advantages.with_teacher`).
+Purpose: `Teacher.annotate`, which `jaxrl.train.batch_preparation` asks for each batch. A token's advantage then loses
+`algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; nothing of it has a gradient
+(`jaxrl.train.advantages.with_teacher`). With `algorithm.teacher.top_k` advantages are left alone, and a loss with a
+gradient has the divergence of both distributions at each token (`jaxrl.train.kl.generalized_jsd`): of the teacher's
+`top_k` likeliest tokens, and of all others as one event. That is a divergence again, never larger than the whole one,
+and equal to it with all of the vocabulary.
 
-Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the reverse KL; Lu and Thinking Machines
+Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the reverse KL, and with the generalised
+Jensen-Shannon divergence (TRL's GKDTrainer; of its `lmbda`, the share of responses that the policy has drawn, there is
+1 alone); Lu and Thinking Machines
 2025, "On-Policy Distillation", with the KL of each sampled token as its advantage; where the teacher is told more than
 the policy (`context_key`), context distillation (Snell et al. 2022, arXiv:2209.15189). Departure: log-probabilities are
 at the rollout's temperature, as all others here.
 
 It is packed, sharded and chunked as a reference model is, and with `offload` streamed as one
-(`jaxrl.train.programs.TrainPrograms.places`).
+(`jaxrl.train.programs.TrainPrograms.places`). Where it is the model that the policy's adapters are added to, it is the
+frozen base of the policy, as a reference is (`shares_base`): nothing is read or held again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,8 +33,12 @@ from jax.sharding import Mesh
 from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.compiled import Meet, alone
-from jaxrl.train.learner import Runner
+from jaxrl.train.learner import Runner, placed
+from jaxrl.train.microbatches import Passes
+from jaxrl.train.objectives import PolicyObjective
+from jaxrl.train.packing import TokenBatch
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.types import Prompt, TrainBatch
 
@@ -36,17 +47,39 @@ Tree = Any
 
 class TeacherPrograms(TrainPrograms):
     """Log-probabilities of a model that is never trained: the programs of a reference, for another model, whose weights
-    lie at `places`."""
+    lie at `places`.
 
-    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh) -> None:
+    Attributes:
+      kind: the program that says what it thinks: of the tokens alone, or `top_logprobs`.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, vocab_size: int = 0) -> None:
+        """`vocab_size`: of the policy; 0: the teacher's."""
         super().__init__(teacher_config(config), model_config, mesh, updates=False)
-        self._of_run = config
+        self._of_run, self._vocab_size = config, vocab_size or model_config.vocab_size
+        self.kind = "top_logprobs" if config.algorithm.teacher.top_k else "ref_logprobs"
 
     def without_updates(self, mesh: Mesh) -> TeacherPrograms:
-        return TeacherPrograms(self._of_run, self.model_config, mesh)
+        return TeacherPrograms(self._of_run, self.model_config, mesh, vocab_size=self._vocab_size)
+
+    def of_base(self, params: Tree) -> Tree:
+        """The weights of a policy with adapters without those, in the teacher's types: the arrays themselves, but for
+        norms of another type."""
+        return placed(without_adapters(params), self.shardings, self.ref_dtypes, copy=False)
 
     def shapes(self) -> list[tuple[str, int, int]]:
-        return [("ref_logprobs", shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+        return [(self.kind, shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+
+    def _lower(self, kind: str, rows: int, tokens: int) -> Any:
+        if kind != "top_logprobs":
+            return super()._lower(kind, rows, tokens)
+        jitted = jax.jit(self._tops_of, out_shardings=self._replicated)
+        return jitted.lower(self._abstract_ref(), self._batch(rows, tokens))
+
+    def _tops_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
+        hidden, head = self._hidden_and_head(params, batch, None)
+        assert isinstance(self.objective, PolicyObjective), "read_teacher has refused a reward model"
+        return self.objective.tops(head, hidden, batch, self._vocab_size)
 
 
 class Teacher(Runner):
@@ -55,7 +88,7 @@ class Teacher(Runner):
     Example::
 
         teacher = Teacher(TeacherPrograms(config, model_config, mesh), params)
-        batch.teacher_logprobs = teacher.token_logprobs(batch)
+        teacher.annotate(batch)
 
     Attributes:
       params: its weights, at `programs.places`.
@@ -77,15 +110,46 @@ class Teacher(Runner):
         super().__init__(programs, on_progress=on_progress, meet=lambda name: meet(f"the teacher's {name}"))
         self.params, self.prompt_of = params, prompt_of
 
-    def token_logprobs(self, batch: TrainBatch) -> list[np.ndarray]:
-        """Log-probability of every response token under the temperature-scaled teacher: per sample float32 [T_i]."""
-        return self._forward(self.params, self.read(batch), "ref_logprobs")
+    def annotate(self, batch: TrainBatch) -> None:
+        """Writes what it thinks of every response token, at the rollout's temperature, into the batch."""
+        self._paced(self.annotating(self._passes, self.params, batch))
+
+    def annotating(self, passes: Passes, params: Tree, batch: TrainBatch) -> Generator[jax.Array, None, None]:
+        """The same with these weights, a microbatch a turn (`jaxrl.train.microbatches`)."""
+        found = yield from passes.forward(params, self.read(batch), self.programs.kind)
+        if not (k := self.config.algorithm.teacher.top_k):
+            batch.teacher_logprobs = found
+            return
+        found = [each.reshape(-1, 2 * k + 2) for each in found]  # of a batch without tokens they are [0]
+        batch.teacher_logprobs = [each[:, 0] for each in found]
+        batch.teacher_top_logprobs = [each[:, 1 : k + 2] for each in found]
+        batch.teacher_ids = [each[:, k + 2 :].astype(np.int32) for each in found]
 
     def read(self, batch: TrainBatch) -> TrainBatch:
         """The batch as the teacher reads it: its own prompts before the policy's responses."""
-        once = {id(prompt): prompt for prompt in batch.prompts}  # a group has one
-        own = {name: self.prompt_of(prompt) for name, prompt in once.items()}
-        return dataclasses.replace(batch, prompts=[own[id(prompt)] for prompt in batch.prompts])
+        return dataclasses.replace(batch, prompts=own_prompts(batch, self.prompt_of))
+
+
+def own_prompts(batch: TrainBatch, prompt_of: Callable[[Prompt], Prompt]) -> list[Prompt]:
+    """Those of a batch as a teacher reads them, one per sample."""
+    once = {id(prompt): prompt for prompt in batch.prompts}  # a group has one
+    own = {name: prompt_of(prompt) for name, prompt in once.items()}
+    return [own[id(prompt)] for prompt in batch.prompts]
+
+
+def shares_base(config: Config) -> bool:
+    """Whether the teacher is the base of the policy's adapters: the same files, computed in the same type.
+
+    Without `offload`, which keeps the layers elsewhere, and not where the base is quantised or random
+    (`model.random_init`): then it is another model.
+    """
+    teacher, model = config.algorithm.teacher, config.model
+    if not (teacher.path and model.has_adapters) or model.random_init or model.base_quantization != "none":
+        return False
+    if teacher.offload or teacher.dtype != config.actor.dtype:
+        return False
+    own, theirs = resolve_path(model.path), resolve_path(teacher.path, "algorithm.teacher.path")
+    return own == theirs or (os.path.exists(own) and os.path.exists(theirs) and os.path.samefile(own, theirs))
 
 
 def teacher_model(config: Config) -> ModelConfig:

@@ -38,7 +38,7 @@ from jaxrl.sharding.rules import TENSOR_DIMS
 from jaxrl.train.critic import critic_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
 from jaxrl.train.packing import Shape, microbatch_shapes
-from jaxrl.train.teacher import teacher_config, teacher_model
+from jaxrl.train.teacher import shares_base, teacher_config, teacher_model
 
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
@@ -105,7 +105,7 @@ def _trained_matrices(model_config: ModelConfig) -> list[Weight]:
 
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
     """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights.
-    With adapters the base is there once, for all three."""
+    With adapters the base is there once, for all three, and for a teacher that it is."""
     size = BYTES[config.actor.param_dtype]
     parts = {"master weights": device_bytes(config, model_config, num_devices, config.hosts.num)}
     if not config.actor.offload_optimizer:
@@ -120,7 +120,7 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
     if config.needs_ref and model_config.lora is None:
         numbers = _read_numbers(model_config, config.actor.offload_reference, num_devices, config.hosts.num)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
-    if config.has_teacher:
+    if config.algorithm.teacher.path and not shares_base(config):
         teacher = config.algorithm.teacher
         numbers = _read_numbers(teacher_model(config), teacher.offload, num_devices, config.hosts.num)
         parts["teacher: weights"] = numbers * BYTES[teacher.dtype]
@@ -218,7 +218,8 @@ def update_phases(
     )
     own = {"gradients of a microbatch": numbers * size - apart}
     table = (vocabulary if m.tie_word_embeddings else 0) + 2 * tokens * m.hidden_size
-    phases = {"teacher": _teacher_phase(config, num_devices, platform, chunk)} if config.has_teacher else {}
+    has_pass = bool(config.algorithm.teacher.path)
+    phases = {"teacher": _teacher_phase(config, num_devices, platform, chunk)} if has_pass else {}
     return phases | {
         "head": total
         | activations
@@ -229,6 +230,8 @@ def update_phases(
             "a chunk's part of the head's gradient": trains_all
             * max(vocabulary * size - min(chunk, tokens) * m.vocab_size * 4, 0),
             "hidden states and their gradient": 4 * tokens * m.hidden_size * wide,
+            # ids, the teacher's log-probabilities, the policy's and their gradient
+            "the teacher's likeliest tokens": 16 * tokens * config.algorithm.teacher.top_k,
         },
         "layers": total
         | activations
@@ -249,12 +252,13 @@ def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) 
     m, own = teacher_model(config), teacher_config(config)
     wide, tokens = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform).tokens
     table = m.vocab_size * m.hidden_size
+    copies = 5 if config.algorithm.teacher.top_k else 1  # sorted with their places; XLA:CPU reports 3
     layer = sum(math.prod(weight.layer_shape) for weight in m.weights()["layers"].values()) * wide
     return {
         "teacher: one layer at work (estimate)": int(tokens * _layer_bytes(m, "full", platform, wide)[1])
         + layer * (2 if config.algorithm.teacher.offload else 1),
         "teacher: vocabulary": table * (1 if m.tie_word_embeddings else 2) * wide,
-        "teacher: logits of a chunk": min(chunk, tokens) * m.vocab_size * max(wide, 4),
+        "teacher: logits of a chunk": min(chunk, tokens) * m.vocab_size * copies * max(wide, 4),
     }
 
 
@@ -272,9 +276,11 @@ def _muon_working(model_config: ModelConfig, degree: int, num_hosts: int) -> int
 
 
 def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
-    """The logits of so many tokens in float32 or better, and their gradient in the type of the products."""
+    """The logits of so many tokens in float32 or better, and their gradient in the type of the products; with a
+    teacher's tokens also what is left without those."""
     wide = BYTES[config.actor.dtype]
-    return chunk * model_config.vocab_size * (max(wide, 4) + wide)
+    copies = 2 if config.algorithm.teacher.top_k else 1
+    return chunk * model_config.vocab_size * (copies * max(wide, 4) + wide)
 
 
 def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[float, float]:

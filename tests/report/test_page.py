@@ -84,6 +84,7 @@ def fake_metrics(
         "actor/ppo_kl": 2e-4 * float(rng.normal()),
         "actor/kl_loss": 4e-3 * progress,
         "actor/teacher_kl": 2.0 - progress,
+        "actor/distillation_loss": 1.0 - 0.5 * progress,
         "actor/grad_norm": math.nan if step == 50 else 0.4 + 0.1 * float(rng.random()),
         "actor/pg_clipfrac": 0.01 * progress,
         "actor/lr": 1e-5,

@@ -15,9 +15,10 @@ Behaviour = Callable[["Handler"], None]
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: ChatServer
+    body: dict[str, Any]
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.body = body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.seen.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
             self.server.busy += 1

@@ -4,6 +4,7 @@ advantages."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,19 @@ from jaxrl.data.problems import Problem
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import config_of
+from jaxrl.models.lora import without_adapters
+from jaxrl.models.safetensors import export_hf
 from jaxrl.models.streaming import STREAMED
 from jaxrl.runtime.build import read_tokenizer_and_model
-from jaxrl.runtime.teacher import read_teacher, refuse_context, with_context
+from jaxrl.runtime.teacher import build_teacher, read_teacher, refuse_context, with_context
+from jaxrl.runtime.weights import adapted, load_weights
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import batch_preparation
 from jaxrl.train.learning import teacher_metrics
-from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded
+from jaxrl.train.losses import generalized_jsd
+from jaxrl.train.step import Trainer
+from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base
 from jaxrl.train.update_memory import resident_parts, update_phases
 from jaxrl.types import ENVIRONMENT, Prompt, TrainBatch
 
@@ -44,12 +51,19 @@ def whole_logprobs(params: Any, batch: Any, model: ModelConfig) -> jax.Array:
     return jnp.pad(chosen, ((0, 0), (1, 0)))
 
 
-def teacher_of(config: Config, devices: int) -> Teacher:
-    programs = TeacherPrograms(config, MODEL, make_mesh(jax.devices()[:devices]))
+def said(teacher: Teacher, batch: TrainBatch) -> list[np.ndarray]:
+    teacher.annotate(batch)
+    assert batch.teacher_logprobs is not None
+    return batch.teacher_logprobs
+
+
+def teacher_of(config: Config, devices: int, model: ModelConfig = MODEL) -> Teacher:
+    mesh = make_mesh(jax.devices()[:devices])
+    programs = TeacherPrograms(config, model, mesh, vocab_size=TRAINED.vocab_size)
     programs.microbatches = programs.microbatches[-1:]
     dtype = config.algorithm.teacher.dtype
     params = jax.tree.map(
-        lambda x, place: jax.device_put(np.asarray(x, dtype), place), weights_of(MODEL, dtype), programs.shardings
+        lambda x, place: jax.device_put(np.asarray(x, dtype), place), weights_of(model, dtype), programs.shardings
     )
     if not config.algorithm.teacher.offload:
         return Teacher(programs, params)
@@ -67,7 +81,7 @@ def test_log_probabilities(x64, devices, make_config, make_batch):
     teacher, batch = teacher_of(config, devices), make_batch()
     params = jax.tree.map(np.asarray, weights_of(MODEL, "float64"))
     expected = np.asarray(jax.jit(partial(whole_logprobs, model=MODEL))(params, padded(batch)))
-    found = teacher.token_logprobs(batch)
+    found = said(teacher, batch)
     for i, values in enumerate(found):
         start = len(batch.prompts[i].token_ids)
         assert values.dtype == np.float32
@@ -81,8 +95,96 @@ def test_log_probabilities(x64, devices, make_config, make_batch):
     assert {x.sharding.memory_kind for x in jax.tree.leaves(resident.params)} == {
         jax.devices()[0].default_memory().kind
     }
-    for ours, theirs in zip(found, resident.token_logprobs(batch), strict=True):
+    for ours, theirs in zip(found, said(resident, batch), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def trl_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
+    """TRL's `GKDTrainer.generalized_jsd_loss` of one position's log-probabilities, before it is averaged:
+    torch's kl_div(a, b, log_target=True) is exp(b) (b - a)."""
+
+    def kl_div(a: jax.Array, b: jax.Array) -> jax.Array:
+        return (jnp.exp(b) * (b - a)).sum(-1)
+
+    if beta == 0:
+        return kl_div(student, teacher)
+    if beta == 1:
+        return kl_div(teacher, student)
+    mixture = jax.nn.logsumexp(jnp.stack([student + jnp.log1p(-beta), teacher + jnp.log(beta)]), axis=0)
+    return beta * kl_div(mixture, teacher) + (1 - beta) * kl_div(mixture, student)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "beta", "devices"),
+    [
+        (64, 0.3, 1),
+        (64, 0.0, 1),
+        (64, 1.0, 1),
+        (5, 0.5, 1),
+        (5, 1.0, 8),
+        pytest.param(5, 0.0, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_distillation_loss(x64, top_k, beta, devices, make_config, make_batch, make_trainer):
+    """Loss and gradient are those of TRL's formula over whole float64 distributions; with fewer tokens of one over
+    those, and all others in one bin, with what the teacher's larger vocabulary has besides."""
+    teacher_options = {"path": "unused", "dtype": "float64", "top_k": top_k, "beta": beta, "coef": 0.7}
+    config = make_config(
+        algorithm__teacher=teacher_options,
+        algorithm__adv_estimator="none",
+        rollout__temperature=TEMPERATURE,
+        actor__dtype="float64",
+        actor__param_dtype="float64",
+    )
+    model = MODEL if top_k < TRAINED.vocab_size else dataclasses.replace(MODEL, vocab_size=TRAINED.vocab_size)
+    teacher, trainer, batch = teacher_of(config, devices, model), make_trainer(config, devices), make_batch(turns=True)
+    batch.advantages = [np.zeros_like(each) for each in batch.advantages]
+    teacher.annotate(batch)
+    own, theirs = weights_of(TRAINED, "float64"), weights_of(model, "float64")
+    rows = padded(batch)
+    mask = rows.loss_mask[:, 1:] > 0
+    size = TRAINED.vocab_size
+
+    def whole(params: Any, model: ModelConfig) -> jax.Array:
+        logits = decoder.logits(params, whole_hidden(params, rows, model), model) / TEMPERATURE
+        return jax.nn.log_softmax(logits, axis=-1)[:, :-1]
+
+    said_whole = whole(theirs, model)
+    ids = jnp.argsort(-said_whole[..., :size], axis=-1)[..., :top_k]
+
+    def binned(log_p: jax.Array) -> jax.Array:
+        if top_k == size:
+            return log_p
+        named = (jnp.arange(log_p.shape[-1]) == ids[..., None]).any(axis=-2)
+        rest = jax.nn.logsumexp(jnp.where(named, -1e30, log_p), axis=-1, keepdims=True)
+        return jnp.concatenate([jnp.take_along_axis(log_p, ids, axis=-1), rest], axis=-1)
+
+    def loss(params: Any) -> jax.Array:
+        per_token = trl_jsd(binned(whole(params, TRAINED)), binned(said_whole), beta)
+        return jnp.where(mask, per_token, 0).sum() / mask.sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(own)
+    trainer.accumulate(batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, 0.7 * b, rtol=2e-5, atol=2e-7), trainer.gradients(), gradient
+    )
+    metrics = trainer.apply()
+    assert metrics["actor/distillation_loss"] == pytest.approx(float(value), rel=1e-5)
+    assert metrics["actor/pg_loss"] == 0
+    assert value > 0.0001
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2, 1.0])
+def test_the_divergence_of_whole_distributions_is_trls(x64, beta):
+    random = np.random.default_rng(0)
+    ours, theirs = (jax.nn.log_softmax(jnp.asarray(random.normal(size=(4, 9)))) for _ in range(2))
+    both = [jax.value_and_grad(lambda x, f=f: f(x, theirs, beta).sum())(ours) for f in (generalized_jsd, trl_jsd)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14), *both)
+    closed = jnp.concatenate([ours[:, :3], jnp.log(jnp.exp(ours[:, 3:]).sum(-1, keepdims=True))], -1)
+    other = jnp.concatenate([theirs[:, :3], jnp.log(jnp.exp(theirs[:, 3:]).sum(-1, keepdims=True))], -1)
+    part, all_of_it = (generalized_jsd(*each, beta) for each in ((closed, other), (ours, theirs)))
+    assert (part > 0).all()
+    assert (part < all_of_it).all()
 
 
 def test_a_teacher_that_is_told_more(x64, make_config, make_batch):
@@ -98,7 +200,7 @@ def test_a_teacher_that_is_told_more(x64, make_config, make_batch):
     other = dataclasses.replace(batch, prompts=[teacher.prompt_of(prompt) for prompt in batch.prompts])
     params = jax.tree.map(np.asarray, weights_of(MODEL, "float64"))
     expected = np.asarray(jax.jit(partial(whole_logprobs, model=MODEL))(params, padded(other)))
-    for i, values in enumerate(teacher.token_logprobs(batch)):
+    for i, values in enumerate(said(teacher, batch)):
         start = len(other.prompts[i].token_ids)
         np.testing.assert_allclose(values, expected[i, start : start + len(values)], rtol=1e-6)
 
@@ -200,6 +302,51 @@ def test_memory(tmp_path: Path, make_config):
     # of each layer's q, k, v, o, gate, up and down half
     assert sizes == {True: model, False: model + 2 * 2 * (64 * 64 * 2 + 64 * 16 * 2 + 64 * 48 * 3) // 2}
     assert "teacher: weights" not in resident_parts(make_config(), TRAINED, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make_config, make_batch):
+    """The arrays are the policy's, and what they say has the bits of what files would say that are read again."""
+    place, mesh = write_tiny_model(tmp_path / "model"), make_mesh(jax.devices()[:1])
+    own = config_of(place)
+    params = decoder.init(own, jax.random.key(3), jnp.float32)
+    params["final_norm"] += 0.001  # no bfloat16 has it
+    export_hf(params, own, place, dtype=jnp.float32)
+    (tmp_path / "same").symlink_to(place)
+    shutil.copytree(place, tmp_path / "copied")
+
+    def config_with(teacher: str = "same", **options: Any) -> Config:
+        section = {"path": str(tmp_path / teacher), "dtype": dtype}
+        given: Any = {"model__path": str(place), "model__lora_rank": 2, "actor__dtype": dtype}
+        return make_config(**given | {"algorithm__teacher": section} | options)
+
+    config, found = config_with(), []
+    model = adapted(config, own)
+    trainer = Trainer(config, model, load_weights(config, model, mesh), mesh)
+    batch = make_batch(size=4)
+    for each in (config, config_with("copied")):
+        teacher = build_teacher(each, own, trainer, Tokenizer.from_path(place))
+        base = without_adapters(trainer.params)
+        same = [a is b for a, b in zip(*map(jax.tree.leaves, (teacher.params, base)), strict=True)]
+        norms = [weight.init == "ones" for weight in jax.tree.leaves(own.weights())]
+        is_base = shares_base(each)
+        assert same == [is_base and (dtype == "float32" or not norm) for norm in norms]
+        assert ("teacher: weights" in resident_parts(each, model, 1)) != is_base
+        found.append(said(teacher, batch))
+    assert shares_base(config)
+    assert not shares_base(config_with("copied"))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    changes: tuple[dict[str, Any], ...] = (
+        {"actor__dtype": other},
+        {"model__base_quantization": "nf4"},
+        {"model__random_init": True},
+        {"model__lora_rank": 0},
+        {"algorithm__teacher__offload": True},
+    )
+    for options in changes:
+        assert not shares_base(config_with(**options)), options
 
 
 def test_what_is_refused(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 Purpose: `EndpointPool` scores the domains of `reward.kind=judge` with `reward.judge.endpoint` (RollPacker §4.3: a judge
 among the rewards). One thread sends the requests, at most `max_requests` at once and `requests_per_minute` in a minute
-(`jaxrl.mechanisms.judge.endpoint_client`), while the trainer computes.
+(`jaxrl.processes.endpoint_client`), while the trainer computes.
 
 Whatever the endpoint does costs the samples at hand, and never the run:
 
@@ -23,18 +23,17 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.judge.endpoint_client import Client, Failed, Refused, UnderWay, request_body
 from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.mechanisms.judge.verdict_text import JudgeText
+from jaxrl.processes.endpoint_client import Client, Failed, Refused, UnderWay, read_json
 from jaxrl.rewards.pool_base import Ended, RewardPool, awaited, in_words, taken, verdict_of
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.router import RewardRouter
@@ -71,7 +70,8 @@ class EndpointPool:
     ) -> None:
         self._judge, self._seed, self._clock = judge, seed, clock
         self._text = JudgeText(judge)
-        self._client = Client(judge, api_key(judge.api_key_env), sleep)
+        trial = request_body(judge, [{"role": "user", "content": "Hi"}], 1)
+        self._client = Client(judge, "reward.judge", "/chat/completions", _text_of, trial, sleep)
         self._counts = PoolMetrics(where)
         self._unparsed = 0
         self._has_asked = False
@@ -193,7 +193,7 @@ class EndpointPool:
         for each in came:
             if isinstance(each, BaseException) and not isinstance(each, Failed):
                 raise each
-        texts = [each for each in came if isinstance(each, str)]
+        texts = [self._client.hide(each) for each in came if isinstance(each, str)]
         failed = [each for each in came if isinstance(each, Failed)]
         seconds = max(each.seconds for each in times)
         late = sum(each.status == "timeout" for each in failed)
@@ -218,13 +218,28 @@ def verdict_seed(seed: int, key: SampleKey, number: int) -> int:
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") >> 1
 
 
-def api_key(variable: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The key that an environment variable holds; empty where no variable is named."""
-    if not variable:
-        return ""
-    if variable not in environment:
-        raise ValueError(f"reward.judge.api_key_env: the environment has no variable {variable!r}")
-    key = environment[variable].strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(f"reward.judge.api_key_env: the variable {variable!r} holds no key")  # which is never shown
-    return key
+def request_body(judge: JudgeSection, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, Any]:
+    """A chat completion's body. Variables of the chat template stand where vLLM and SGLang read them; a body without
+    them has no such entry, because other servers refuse what they do not know."""
+    body = {"model": judge.endpoint_model, "messages": messages, "max_tokens": max_tokens}
+    variables = judge.apply_chat_template_kwargs
+    return body | ({"chat_template_kwargs": variables} if variables else {})
+
+
+def _text_of(body: bytes, is_probe: bool) -> str:
+    answer = read_json(body)
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise Failed("its answer has no choices[0].message.content", "error") from None
+    if text is None:
+        if is_probe:  # one token may be too few for any text
+            return ""
+        raise Failed(
+            "its answer has null as choices[0].message.content: a model that thinks first may have no tokens left for "
+            "a verdict (raise reward.judge.max_tokens; turn thinking off in reward.judge.apply_chat_template_kwargs)",
+            "error",
+        )
+    if not isinstance(text, str):
+        raise Failed("its answer has no text in choices[0].message.content", "error")
+    return text.encode("utf-8", "replace").decode()  # half a pair of surrogates is no character

@@ -7,16 +7,16 @@ braces stay as they are, so that JSON and `\\boxed{}` can be written without a t
 from __future__ import annotations
 
 import re
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 
 from jaxrl.schema.chat_template import template_problem
 from jaxrl.schema.declared import Cap, Names, shown
-from jaxrl.schema.limits import MAX_GIB, MAX_WAIT
+from jaxrl.schema.endpoint import PACE, EndpointOptions, endpoint_problem
+from jaxrl.schema.limits import MAX_GIB
 
 _OF_DEVICES = frozenset(
     [
@@ -24,14 +24,12 @@ _OF_DEVICES = frozenset(
         *("when", "busy_share"),
     ]
 )
-_OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})
 _OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
-_URL_RULE = "reward.judge.endpoint must be a URL such as http://localhost:8000/v1"
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True)
-class JudgeSection:
+class JudgeSection(EndpointOptions):
     """A language model that scores (reward.kind=judge), or a reward model with a scalar head (reward.kind=model)."""
 
     model: Annotated[
@@ -42,15 +40,6 @@ class JudgeSection:
     lora_adapter_path: Annotated[
         str, Names("folder"), "A folder of adapters as peft writes it, merged into the judge's model; empty: none."
     ] = ""
-    endpoint: Annotated[str, "URL of an OpenAI-compatible server, up to `/v1`; empty: the model on the devices."] = ""
-    endpoint_model: Annotated[str, "The name of the model that the endpoint is asked for."] = ""
-    api_key_env: Annotated[str, "Environment variable that holds the endpoint's key; empty: no key is sent."] = ""
-    requests_per_minute: Annotated[float, Ge(0), "The most requests to the endpoint in a minute; 0: no limit."] = 0.0
-    max_requests: Annotated[int, Ge(1), Cap(1024, "each is a connection"), "Requests to the endpoint at once."] = 8
-    request_timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds until a request to the endpoint is given up."] = 60.0
-    max_retries: Annotated[
-        int, Ge(0), Cap(100, "an endpoint that fails so often is down"), "Times that a failed request is sent again."
-    ] = 4
     system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
     apply_chat_template_kwargs: Annotated[
         dict[str, Any],
@@ -126,7 +115,7 @@ class JudgeSection:
         elif self.endpoint:
             yield "reward.judge", _OF_DEVICES, "an endpoint is the judge, and no model on the devices"
         else:
-            yield "reward.judge", _OF_ENDPOINT, "a model on the devices scores, and no endpoint"
+            yield "reward.judge", PACE, "a model on the devices scores, and no endpoint"
         if "model" in kinds:
             yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
 
@@ -138,7 +127,7 @@ class JudgeSection:
           has_answers: whether prompts have reference answers.
         """
         if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
-            return f"{_URL_RULE}, found one with a name or password in it: give the key by reward.judge.api_key_env"
+            return endpoint_problem("reward.judge", self)
         if self.kinds <= option_of.keys():
             return (
                 f"{option_of['model']}.kind is model, and another kind is judge: reward.judge names one model, which "
@@ -174,27 +163,7 @@ def _source_problem(judge: JudgeSection) -> str | None:
         unread = {"endpoint_model": judge.endpoint_model, "api_key_env": judge.api_key_env}
         name = next((name for name, value in unread.items() if value), None)
         return name and f"reward.judge.{name} ({unread[name]}) needs reward.judge.endpoint, which is empty"
-    return _endpoint_problem(judge.endpoint) or (
-        None
-        if judge.endpoint_model
-        else "reward.judge.endpoint_model is missing: name the model that the endpoint is asked for"
-    )
-
-
-def _endpoint_problem(endpoint: str) -> str | None:
-    try:
-        url = urllib.parse.urlsplit(endpoint)
-        port_is_right = url.port is None or url.port > 0  # reading the port may raise
-    except ValueError as error:
-        return f"{_URL_RULE}, found {shown(endpoint)} ({error})"
-    is_plain = endpoint.isascii() and endpoint.isprintable() and " " not in endpoint
-    if url.scheme not in ("http", "https") or not url.hostname or not port_is_right or not is_plain:
-        return f"{_URL_RULE}, found {shown(endpoint)}"
-    if url.query or url.fragment:
-        return f"{_URL_RULE}, without a query and a fragment, found {shown(endpoint)}"
-    if url.path.rstrip("/").endswith("/completions"):
-        return f"{_URL_RULE}, without /chat/completions at its end, found {shown(endpoint)}"
-    return None
+    return endpoint_problem("reward.judge", judge)
 
 
 def _text_problem(judge: JudgeSection, has_answers: bool) -> str | None:

@@ -35,7 +35,12 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             f"{option} excludes rollout.num_devices ({own}): update and rollout have devices of their own there, and "
             "run side by side already"
         )
-    if config.has_teacher and config.algorithm.teacher.offload:
+    if config.algorithm.teacher.endpoint:
+        return (
+            f"{option} excludes algorithm.teacher.endpoint: the rollout would wait for the endpoint's answers, and not "
+            "for the devices alone"
+        )
+    if config.algorithm.teacher.path and config.algorithm.teacher.offload:
         return (
             f"{option} excludes algorithm.teacher.offload: the teacher's layers lie in the host's memory as all "
             "devices share them, and half of them cannot read them so"

@@ -41,7 +41,7 @@ from jaxrl.train import batch_preparation
 from jaxrl.train.microbatches import Passes
 from jaxrl.train.programs import Accumulator
 from jaxrl.train.step import Trainer
-from jaxrl.train.teacher import Teacher, TeacherPrograms
+from jaxrl.train.teacher import Teacher, TeacherPrograms, shares_base
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any
@@ -106,7 +106,8 @@ class TrainStream:
             has_base = self.programs.model_config.lora is not None
             others = {"ref": (None if has_base else self._trainer.ref_params, self.programs.shardings)}
             if self._teacher is not None and self.teacher_programs is not None:
-                others["teacher"] = self._teacher.params, self.teacher_programs.shardings
+                own = None if shares_base(self._trainer.config) else self._teacher.params
+                others["teacher"] = own, self.teacher_programs.shardings
             self._weights = _Weights(self.half, self._trainer.params, self.programs.shardings, others)
 
     def give(self, groups: Sequence[Group], step: int) -> None:
@@ -181,8 +182,10 @@ class TrainStream:
             batch.ref_logprobs = yield from self._logprobs(weights, batch, "ref")
         if self.teacher_programs is not None:
             assert self._teacher is not None, "its programs are there"
-            passes, read = Passes(self.teacher_programs), self._teacher.read(batch)
-            batch.teacher_logprobs = yield from passes.forward(weights.on_device("teacher"), read, "ref_logprobs")
+            params = weights.on_device("teacher")
+            if shares_base(config):
+                params = self.teacher_programs.of_base(params)
+            yield from self._teacher.annotating(Passes(self.teacher_programs), params, batch)
         batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
         batch_preparation.set_advantages(config, groups, batch)
         self._ahead = AHEAD
@@ -207,8 +210,8 @@ class TrainStream:
 
 
 class _Weights:
-    """The trainer's weights on the half, and in turns with them others: each with its shardings there. A reference that
-    is not among them is the base of adapters."""
+    """The trainer's weights on the half, and in turns with them others: each with its shardings there. A reference or a
+    teacher that is not among them is the base of adapters."""
 
     def __init__(self, half: Half, actor: Tree, shardings: Tree, others: dict[str, tuple[Tree | None, Tree]]) -> None:
         self._shardings: dict[str, Tree] = {"actor": shardings}

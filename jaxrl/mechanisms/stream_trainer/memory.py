@@ -24,7 +24,7 @@ def freed_memory(
         return None
     half = num_devices // 2
     weights = device_bytes(config, model, half)
-    if config.has_teacher:
+    if config.algorithm.teacher.path:
         own = device_numbers(teacher_model(config), half) * BYTES[config.algorithm.teacher.dtype]
         weights = max(weights, own)
     phases = update_phases(config, model, half, platform, remat, chunk)

@@ -29,9 +29,10 @@ from chat_server import (
 )
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.mechanisms.judge.endpoint import EndpointPool, api_key, verdict_seed
+from jaxrl.mechanisms.judge.endpoint import EndpointPool, verdict_seed
 from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.mechanisms.table import join_pools
+from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardRouter, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
@@ -308,7 +309,7 @@ def test_out_of_order_at_the_start():
 )
 def test_keys_that_are_none(environment: dict[str, str], sentence: str):
     with pytest.raises(ValueError, match=rf"reward\.judge\.api_key_env: {sentence}"):
-        api_key("K", environment)
+        api_key("reward.judge", "K", environment)
 
 
 def echoes(handler: Handler) -> None:

@@ -1,6 +1,7 @@
 """Requests to an OpenAI-compatible endpoint: paced, limited in time and size, and sent again after a fault.
 
-Purpose: `Client.ask` turns a chat completion's body into its text, or raises `Failed` with the status of the verdict.
+Purpose: `Client.ask` turns a request's body into what is read of the answer, or raises `Failed`. A judge's verdicts and
+a teacher's log-probabilities come so.
 Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-After` of the endpoint holds all requests
 back. The key is in the request's header and nowhere else: whatever an endpoint says goes through `Client.hide`.
 
@@ -16,13 +17,14 @@ import email.utils
 import ipaddress
 import json
 import logging
+import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from jaxrl.mechanisms.judge.options import JudgeSection
+from jaxrl.schema.endpoint import EndpointOptions
 from jaxrl.schema.hidden import hider
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 MAX_RETRY_AFTER_S = 300.0
 """An endpoint that asks for a longer pause is not there for this run."""
 MAX_BODY_BYTES = 4 << 20
+"""Of an answer, unless a client is told another limit."""
+T = TypeVar("T")
 _MAX_SAID = 300  # characters of an endpoint's own words that an error repeats
 _AGAIN = frozenset({408, 409, 425, 429})  # and 5xx
 _COUNTS = ("requests", "sent_again", "throttled", "late", "garbled")
@@ -41,7 +45,7 @@ class Failed(Exception):
     """A request came to nothing.
 
     Attributes:
-      status: of the verdict.
+      status: what a verdict that it was for becomes.
       again: whether it may be sent again.
       after_s: how long the endpoint wants to be left alone.
     """
@@ -71,23 +75,35 @@ class Refused(Exception):
     """The endpoint refuses what the configuration says; the text is a sentence for the user."""
 
 
-def request_body(judge: JudgeSection, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, Any]:
-    """A chat completion's body. Variables of the chat template stand where vLLM and SGLang read them; a body without
-    them has no such entry, because other servers refuse what they do not know."""
-    body = {"model": judge.endpoint_model, "messages": messages, "max_tokens": max_tokens}
-    variables = judge.apply_chat_template_kwargs
-    return body | ({"chat_template_kwargs": variables} if variables else {})
+class Client(Generic[T]):
+    """Used in one event loop, while `stay_open` runs in it.
 
+    Args:
+      section: where the options stand, such as `reward.judge`.
+      path: what is asked there: `/chat/completions`.
+      read: of a body with status 200, and whether it answers the probe; raises Failed. `hide` is its own business.
+      trial: the body of a request that costs little, which `probe` sends.
 
-class Client:
-    """Used in one event loop, while `stay_open` runs in it."""
+    Raises ValueError: the environment has no variable `api_key_env`, or it holds no key.
+    """
 
-    def __init__(self, judge: JudgeSection, key: str, sleep: Callable[[float], Awaitable[None]]) -> None:
-        self._judge, self._key, self._sleep = judge, key, sleep
-        self.hide = hider(key)  # for every text that comes from the endpoint
-        self._url = judge.endpoint.rstrip("/") + "/chat/completions"
+    def __init__(
+        self,
+        options: EndpointOptions,
+        section: str,
+        path: str,
+        read: Callable[[bytes, bool], T],
+        trial: Mapping[str, Any],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self._options, self._section, self._path, self._sleep = options, section, path, sleep
+        self._read, self._trial, self._max_body_bytes = read, trial, max_body_bytes
+        self._key = api_key(section, options.api_key_env)
+        self.hide = hider(self._key)  # for every text that comes from the endpoint
+        self._url = options.endpoint.rstrip("/") + path
         self._http: asyncio.Future[httpx2.AsyncClient] | None = None
-        self._places = asyncio.Semaphore(judge.max_requests)
+        self._places = asyncio.Semaphore(options.max_requests)
         self._next_s = 0.0  # in the loop's time: before it no request begins
         self._counts: Counter[str] = Counter()
         self._waited_s = 0.0
@@ -102,7 +118,7 @@ class Client:
         """Holds the connections until it is cancelled."""
         import httpx2
 
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._judge.max_requests)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._options.max_requests)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "jaxrl"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -128,9 +144,8 @@ class Client:
 
     async def probe(self) -> None:
         """Raises Refused for a URL, model or key that the endpoint does not take; Failed if it is out of order."""
-        body = request_body(self._judge, [{"role": "user", "content": "Hi"}], 1)
         try:
-            await self.ask(body, is_probe=True)
+            await self.ask(self._trial, is_probe=True)
         except Failed as failed:
             refused = self._refused(failed)
             if refused is None:
@@ -139,20 +154,21 @@ class Client:
 
     def _refused(self, failed: Failed) -> str | None:
         """What the user has to mend; None for an endpoint that is late, busy or broken."""
-        judge = self._judge
+        options, section = self._options, self._section
         if failed.code in (401, 403):
-            named = f"({judge.api_key_env})" if judge.api_key_env else "is empty: a request without a key"
-            return f"reward.judge.api_key_env {named} is refused by {judge.endpoint}: {failed}"
-        place = f"reward.judge.endpoint ({judge.endpoint})"
+            named = f"({options.api_key_env})" if options.api_key_env else "is empty: a request without a key"
+            return f"{section}.api_key_env {named} is refused by {options.endpoint}: {failed}"
+        place = f"{section}.endpoint ({options.endpoint})"
         if failed.code in (404, 405):
-            where = "" if judge.endpoint.rstrip("/").endswith("/v1") else " (most servers have them under /v1)"
-            return f"{place}: no chat completions there{where}, or no model {judge.endpoint_model!r}: {failed}"
+            what = self._path.strip("/").replace("/", " ")
+            where = "" if options.endpoint.rstrip("/").endswith("/v1") else " (most servers have them under /v1)"
+            return f"{place}: no {what} there{where}, or no model {options.endpoint_model!r}: {failed}"
         if failed.status == "error" or (failed.status == "crash" and not failed.code):
             return f"{place}: {failed}"
         return None
 
-    async def ask(self, body: Mapping[str, Any], under_way: UnderWay | None = None, *, is_probe: bool = False) -> str:
-        """The text of the answer. Raises Failed once it has been sent `max_retries` times again."""
+    async def ask(self, body: Mapping[str, Any], under_way: UnderWay | None = None, *, is_probe: bool = False) -> T:
+        """What is read of the answer. Raises Failed once it has been sent `max_retries` times again."""
         under_way = UnderWay() if under_way is None else under_way
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -161,7 +177,7 @@ class Client:
         finally:
             self._waited_s += loop.time() - began_s - under_way.seconds
 
-    async def _ask(self, content: bytes, under_way: UnderWay, is_probe: bool) -> str:
+    async def _ask(self, content: bytes, under_way: UnderWay, is_probe: bool) -> T:
         wait_s, attempt = FIRST_WAIT_S, 0
         while True:
             try:
@@ -172,7 +188,7 @@ class Client:
             except Failed as failed:
                 self._note(failed)
                 is_other_server = is_probe and failed.status == "error"
-                if not failed.again or is_other_server or attempt >= self._judge.max_retries:
+                if not failed.again or is_other_server or attempt >= self._options.max_retries:
                     raise
             attempt += 1
             self._counts["sent_again"] += 1
@@ -191,23 +207,23 @@ class Client:
         """Waits until a request may begin: as the rate says, and as long as the endpoint wants to be left alone."""
         now_s = asyncio.get_running_loop().time()
         start_s = max(self._next_s, now_s)
-        if self._judge.requests_per_minute:
-            self._next_s = start_s + 60 / self._judge.requests_per_minute
+        if self._options.requests_per_minute:
+            self._next_s = start_s + 60 / self._options.requests_per_minute
         if start_s > now_s:
             await self._sleep(start_s - now_s)
 
-    async def _within_time(self, content: bytes, under_way: UnderWay, is_probe: bool) -> str:
-        limit_s, loop = self._judge.request_timeout_s, asyncio.get_running_loop()
+    async def _within_time(self, content: bytes, under_way: UnderWay, is_probe: bool) -> T:
+        limit_s, loop = self._options.request_timeout_s, asyncio.get_running_loop()
         began_s = loop.time()
         try:
             async with asyncio.timeout(limit_s):
                 return await self._once(content, is_probe)
         except TimeoutError:
-            raise Failed(f"no answer within reward.judge.request_timeout_s ({limit_s:g} s)", "timeout") from None
+            raise Failed(f"no answer within {self._section}.request_timeout_s ({limit_s:g} s)", "timeout") from None
         finally:
             under_way.seconds += loop.time() - began_s
 
-    async def _once(self, content: bytes, is_probe: bool) -> str:
+    async def _once(self, content: bytes, is_probe: bool) -> T:
         import httpx2
 
         client = await self._opened()
@@ -216,8 +232,9 @@ class Client:
                 body = bytearray()
                 async for chunk in response.aiter_raw():
                     body += chunk
-                    if len(body) > MAX_BODY_BYTES:
-                        raise Failed(f"its answer is larger than {MAX_BODY_BYTES >> 20} MiB", "error", again=False)
+                    if len(body) > self._max_body_bytes:
+                        limit = f"{self._max_body_bytes >> 20} MiB"
+                        raise Failed(f"its answer is larger than {limit}", "error", again=False)
         except httpx2.ConnectError as error:
             raise Failed(f"it cannot be reached: {self._said(str(error))}", "crash") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
@@ -225,7 +242,7 @@ class Client:
             raise Failed(f"it broke the connection off: {what}", "crash") from None
         if response.status_code != 200:
             raise self._of_status(response, bytes(body))
-        return self.hide(_text_of(bytes(body), is_probe))
+        return self._read(bytes(body), is_probe)
 
     def _of_status(self, response: httpx2.Response, body: bytes) -> Failed:
         code = response.status_code
@@ -244,26 +261,24 @@ class Client:
         return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
 
 
-def _text_of(body: bytes, is_probe: bool) -> str:
+def read_json(body: bytes) -> Any:
+    """Of an answer's body. Raises Failed."""
     try:
-        answer = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError):
         raise Failed("its answer is not JSON", "error") from None
-    try:
-        text = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise Failed("its answer has no choices[0].message.content", "error") from None
-    if text is None:
-        if is_probe:  # one token may be too few for any text
-            return ""
-        raise Failed(
-            "its answer has null as choices[0].message.content: a model that thinks first may have no tokens left for "
-            "a verdict (raise reward.judge.max_tokens; turn thinking off in reward.judge.apply_chat_template_kwargs)",
-            "error",
-        )
-    if not isinstance(text, str):
-        raise Failed("its answer has no text in choices[0].message.content", "error")
-    return text.encode("utf-8", "replace").decode()  # half a pair of surrogates is no character
+
+
+def api_key(section: str, variable: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The key that an environment variable holds; empty where no variable is named."""
+    if not variable:
+        return ""
+    if variable not in environment:
+        raise ValueError(f"{section}.api_key_env: the environment has no variable {variable!r}")
+    key = environment[variable].strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"{section}.api_key_env: the variable {variable!r} holds no key")  # which is never shown
+    return key
 
 
 def _message(body: bytes) -> str:
