@@ -118,8 +118,8 @@ def trl_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
     ("top_k", "beta", "devices"),
     [
         (64, 0.3, 1),
-        (64, 0.0, 1),
-        (64, 1.0, 1),
+        pytest.param(64, 0.0, 1, marks=pytest.mark.slow),
+        pytest.param(64, 1.0, 1, marks=pytest.mark.slow),
         (5, 0.5, 1),
         (5, 1.0, 8),
         pytest.param(5, 0.0, 1, marks=pytest.mark.slow),
