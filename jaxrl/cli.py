@@ -1,5 +1,5 @@
-"""`jaxrl train | sft | dpo | simulate | tune | generate | serve | eval | replay | export | score | explain-config |
-explain-layout | profile | hosts | options | completion | report`.
+"""`jaxrl train | sft | dpo | simulate | tune | generate | serve | eval | replay | export | score | check-numerics |
+explain-config | explain-layout | profile | hosts | options | completion | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -43,7 +43,9 @@ from jaxrl.commands.arguments import (
     numbers,
     one_of,
     parse,
+    seed,
     whole,
+    wholes,
     written,
 )
 from jaxrl.commands.drawing import add_drawing
@@ -134,6 +136,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         _add_eval_and_export,
         _add_replay,
         _add_score,
+        _add_check,
         _add_explanations,
         _add_profile,
         _add_hosts,
@@ -209,6 +212,26 @@ def _add_score(command: Command) -> None:
     score.add_argument(
         "--out", type=written, required=True, metavar="FILE", help="a JSON line with the reward for each response"
     )
+
+
+def _add_check(command: Command) -> None:
+    check = command(
+        "check-numerics", _check, "Compute responses in many ways, and show which bits differ, where first."
+    )
+    source = check.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=filled, help="as model.path")
+    source.add_argument("--shape", type=filled, help="random weights of a model by name (SmolLM2-135M)")
+    check.add_argument(
+        "--tp", type=wholes(1, 64), default=(1,), metavar="LIST", help="degrees, each on as many devices (1)"
+    )
+    check.add_argument(
+        "--rows", type=wholes(1, 4096), default=(1, 8, 32), metavar="LIST", help="decoded together (1,8,32)"
+    )
+    check.add_argument("--tokens", type=whole(1, MAX_TOKENS), default=1024, help="drawn, about (1024)")
+    check.add_argument("--seed", type=seed, default=0, help="of prompts and responses (0)")
+    add_dtype(check, "float32", "bfloat16", "float64", default="float32")
+    check.add_argument("--json", action="store_true", help="as a JSON object")
+    check.add_argument("overrides", nargs="*", metavar="section.option=value", help="options of rollout and actor")
 
 
 def _add_explanations(command: Command) -> None:
@@ -409,6 +432,23 @@ def _export(options: argparse.Namespace) -> int:
 
     for file in export(options.source, options.folder, options.dtype, stop=options.signals, merge=options.merge):
         print(file)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from jaxrl.commands.check_numerics import CheckOptions, check_numerics
+
+    asked = CheckOptions(
+        options.model or "",
+        options.shape or "",
+        options.dtype,
+        options.tp,
+        options.rows,
+        options.tokens,
+        options.seed,
+        tuple(options.overrides),
+    )
+    check_numerics(asked, partial(print, flush=True), partial(print, file=sys.stderr, flush=True), options.json)
     return 0
 
 

@@ -107,6 +107,15 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return parsed
 
 
+def wholes(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    """An argument's type: whole numbers within bounds, with commas between them; each once, ascending."""
+
+    def parsed(text: str) -> tuple[int, ...]:
+        return tuple(sorted(set(map(whole(least, most), text.split(",")))))
+
+    return parsed
+
+
 def seed(text: str) -> int:
     """An argument's type: a seed, with the bounds of the configuration's seeds."""
     from jaxrl.schema.declared import MAX_SEED

@@ -23,6 +23,7 @@ from jaxrl.models.streaming import on_host
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
 from jaxrl.rollout.proposals import Proposer
+from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
@@ -73,6 +74,7 @@ class ExecutorConfig:
       resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
         (`jaxrl.models.streaming`); None: all.
       ahead: whether a streamed layer's copy begins before its turn.
+      draw: draws the tokens.
       top_logprobs: the most of the likeliest tokens that a request may have told. Programs that tell them are compiled
         when the first such request comes.
       layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
@@ -97,6 +99,7 @@ class ExecutorConfig:
     proposer: Proposer | None = None
     resident_layers: int | None = None
     ahead: bool = True
+    draw: Draw = sample
     top_logprobs: int = 0
     layouts: tuple[LayoutSizes, ...] = ()
 
@@ -153,6 +156,7 @@ class LayoutPrograms(CompiledPrograms):
             interpret=config.interpret,
             streams=config.resident_layers is not None,
             ahead=config.ahead,
+            draw=config.draw,
         )
         self.cache_shape = kv_cache.CacheShape(
             model.num_layers,

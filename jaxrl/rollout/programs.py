@@ -24,7 +24,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.proposals import Proposer
-from jaxrl.rollout.sampling import Drawn, SamplingState, sample
+from jaxrl.rollout.sampling import Draw, Drawn, SamplingState, sample
 from jaxrl.sharding.fused_projections import can_fuse
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
@@ -149,6 +149,7 @@ class Programs:
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       streams: whether weights come from the host's memory (`jaxrl.models.streaming`), for which there is no fused step.
       ahead: as `jaxrl.models.streaming.LayerFeed` takes it.
+      draw: draws the tokens.
 
     Raises:
       ValueError: forms that do not go together, or an implementation that these devices do not run.
@@ -169,6 +170,7 @@ class Programs:
         interpret: bool = False,
         streams: bool = False,
         ahead: bool = True,
+        draw: Draw = sample,
     ) -> None:
         platform = platform_of(layout.mesh.devices.flat[0])
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
@@ -181,7 +183,7 @@ class Programs:
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
         self.fused = self.fused_projections and not self.gathered and not streams and decodes
-        self.ahead = ahead
+        self.ahead, self.draw = ahead, draw
         self.config = config
         self.layout = layout
         self.max_tp = max_tp
@@ -253,7 +255,7 @@ class Programs:
             drawn, top = Drawn(jnp.zeros(number.shape, jnp.int32), number, number), ()
         else:
             logits = self.logits(params, ends)
-            drawn = sample(logits, position, rows.sampling, truncate=truncate)
+            drawn = self.draw(logits, position, rows.sampling, truncate=truncate)
             top = likeliest(logits, rows.sampling.temperature, num_top) if num_top else ()
         real = slots < state.token.shape[1]
         stopped = real & stops(drawn.token, position, rows)
@@ -317,7 +319,7 @@ class Programs:
             hidden, cache = forward(cache, rows, step)
             logits = self.logits(params, hidden)
             position = rows.position + 1
-            drawn = sample(logits, position, rows.sampling, truncate=truncate)
+            drawn = self.draw(logits, position, rows.sampling, truncate=truncate)
             new = (drawn.token, drawn.sampled_logprob, drawn.rollout_logprob)
             new += likeliest(logits, rows.sampling.temperature, num_top) if num_top else ()
             write = partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=2)

@@ -18,7 +18,7 @@ Dims: leading dims `...` are rows; V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,22 @@ class Drawn(NamedTuple):
     rollout_logprob: jax.Array
 
 
-def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, truncate: bool) -> Drawn:
+class Draw(Protocol):
+    """`sample`, or what stands in its place where a run is measured (`jaxrl.rollout.forced`)."""
+
+    def __call__(
+        self, logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool
+    ) -> Drawn: ...
+
+
+def sample(
+    logits: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    *,
+    truncate: bool,
+    of: jax.Array | None = None,
+) -> Drawn:
     """Draws one token per row, in prefill, decode and verification alike.
 
     Training computes `rollout_logprob` again from the same logits and temperature (`jaxrl.train.objectives`). Whoever
@@ -103,6 +118,7 @@ def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, tru
       state: per-row parameters; temperature 0 takes the likeliest token, its `sampled_logprob` is then 0 and its
         `rollout_logprob` is that of temperature 1.
       truncate: whether any row may use top-k, top-p or min-p (they need a sort of the vocabulary).
+      of: int32 [...], the tokens whose log-probabilities are returned; None: of those drawn.
     """
     greedy = state.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, state.temperature).astype(logits.dtype)[..., None]
@@ -130,9 +146,13 @@ def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, tru
     token_ids = block[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     raced = _first(jnp.exp(inside), token_ids, positions, state.keys)
     index = jnp.where(greedy, jnp.argmax(inside, axis=-1), raced).astype(jnp.int32)
+    token = block * BLOCK + index
+    if of is not None:
+        inside = jnp.take_along_axis(blocks, (of // BLOCK)[..., None, None], axis=-2)[..., 0, :] - top
+        index = of % BLOCK
     chosen = jnp.take_along_axis(inside, index[..., None], axis=-1)[..., 0]
     sampled = jnp.where(greedy, 0.0, chosen - jnp.log(jnp.sum(kept, axis=-1)))
-    return Drawn(block * BLOCK + index, sampled, chosen - jnp.log(jnp.sum(mass, axis=-1)))
+    return Drawn(token, sampled, chosen - jnp.log(jnp.sum(mass, axis=-1)))
 
 
 def _in_blocks(scaled: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, RowState, followed_by, put_rows, stops, take_rows
 from jaxrl.rollout.proposals import Proposed, Proposer
-from jaxrl.rollout.sampling import SamplingState, sample
+from jaxrl.rollout.sampling import SamplingState
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
 
 
@@ -145,7 +145,7 @@ class Verify:
         max_new: jax.Array,
         carry: _Carry,
     ) -> _Carry:
-        step, rows, gained, sums, cache, out = carry
+        programs, (step, rows, gained, sums, cache, out) = self.programs, carry
         assert rows.window is not None, "row state without a proposer"
         going = rows.active & (gained < max_new)
         # a proposal brings one token more than it has; the last token of a row has no KV
@@ -156,8 +156,10 @@ class Verify:
         tokens = jnp.where(valid, jnp.concatenate([rows.token[..., None], proposed.tokens], axis=-1), 0)
         positions = rows.position[..., None] + offset
         hidden, cache = forward(cache, tokens, positions, valid, gained)
-        logits = self.programs.logits(params, hidden)
-        drawn = sample(logits, positions + 1, _of_positions(rows.sampling, positions.shape), truncate=self.truncate)
+        logits = programs.logits(params, hidden)
+        drawn = programs.draw(
+            logits, positions + 1, _of_positions(rows.sampling, positions.shape), truncate=self.truncate
+        )
         agrees = (drawn.token[..., :-1] == proposed.tokens) & (offset[:-1] < proposed.length[..., None])
         agreed = leading(agrees)
         each = rows._replace(stop_ids=rows.stop_ids[..., None, :], limit=rows.limit[..., None])

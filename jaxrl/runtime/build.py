@@ -23,6 +23,7 @@ from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, memory_plan, memory_problem
@@ -173,6 +174,7 @@ def build_executor(
     *,
     truncate: bool = False,
     top_logprobs: int = 0,
+    draw: Draw = sample,
 ) -> MeshExecutor:
     """The executor of a rollout with one worker.
 
@@ -180,9 +182,10 @@ def build_executor(
       weights: as in `MeshExecutor`.
       truncate: requests may use top-k, top-p and min-p, also where the run's do not.
       top_logprobs: the most of the likeliest tokens that a request may have told.
+      draw: draws the tokens.
     """
     sizes = _executor_config(config, model, layout.mesh, layout.tp, device_bytes(layout.mesh.devices.ravel().tolist()))
-    sizes = dataclasses.replace(sizes, truncate=sizes.truncate or truncate, top_logprobs=top_logprobs)
+    sizes = dataclasses.replace(sizes, truncate=sizes.truncate or truncate, top_logprobs=top_logprobs, draw=draw)
     return MeshExecutor(model, layout, sizes, weights)
 
 

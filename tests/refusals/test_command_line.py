@@ -16,8 +16,8 @@ from refusals import Refusal
 from jaxrl.cli import main
 
 COMMANDS = (
-    "train, sft, dpo, simulate, tune, generate, serve, eval, export, replay, score, explain-config, explain-layout, "
-    "profile, hosts, options, completion, report"
+    "train, sft, dpo, simulate, tune, generate, serve, eval, export, replay, score, check-numerics, explain-config, "
+    "explain-layout, profile, hosts, options, completion, report"
 )
 REFUSED = {
     "trian": "unknown command 'trian': did you mean train?",
@@ -88,6 +88,15 @@ REFUSED = {
         "explain-layout: --png (file.txt/x.png) cannot be written: {tmp}/file.txt is not a folder"
     ),
     "explain-layout --shape tiny --devices 2 --png ''": "explain-layout: --png must not be empty, found ''",
+    "check-numerics": "check-numerics: --model or --shape must be given",
+    "check-numerics --model m --rows 8,": ("check-numerics: --rows must be a whole number from 1 to 4096, found ''"),
+    "check-numerics --model m --tp 0,2": "check-numerics: --tp must be a whole number from 1 to 64, found 0",
+    "check-numerics --shape tiny --dtype float16": (
+        "check-numerics: --dtype must be one of float32, bfloat16, float64, found 'float16': did you mean bfloat16?"
+    ),
+    "check-numerics --shape tiny rollout.dtyp=float32": (
+        "unknown option rollout.dtyp: did you mean rollout.dtype? (command line: rollout.dtyp=float32)"
+    ),
     "tune": "tune: --run must be given",
     "tune --run run --rule tail": "tune: --rule must be one of tail_batching, partial_rollout, found 'tail'",
     "tune --run run --values 1.1,many": (
