@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import jax
 
 from jaxrl.kernels import packed, reference
+from jaxrl.kernels.reference import PLAIN, Rule
 
 if TYPE_CHECKING:
     from jaxrl.kernels.packed_pallas import TileLists
@@ -52,21 +53,23 @@ class PagedAttention(NamedTuple):
         v_KNPD: jax.Array,
         tables_RW: jax.Array,
         positions_RC: jax.Array,
+        rule: Rule = PLAIN,
     ) -> jax.Array:
-        """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included.
+        """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included, as far
+        back as the layer's rule has it.
 
         Raises:
           ValueError: `pallas`, for shapes or dtypes that the kernels refuse.
         """
         arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
-        if self.implementation == "reference":
-            return reference.paged_attention(*arrays)
+        if self.implementation == "reference" or (self.implementation == "auto" and rule.softcap):
+            return reference.paged_attention(*arrays, rule)
         # Imported here: a run on CPU need not wait for it, and works with a JAX that lacks this backend of Pallas.
         from jaxrl.kernels import paged_pallas
 
         if self.implementation == "auto" and paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
-            return reference.paged_attention(*arrays)
-        return paged_pallas.paged_attention(*arrays, interpret=self.interpret)
+            return reference.paged_attention(*arrays, rule)
+        return paged_pallas.paged_attention(*arrays, rule=rule, interpret=self.interpret)
 
     def decodes(self, heads: int, kv_heads: int, dim: int, dtype: Any) -> bool:
         """Whether a decode step's attention can be the kernel that takes a layer's merged product
@@ -78,14 +81,16 @@ class PagedAttention(NamedTuple):
         return decode_pallas.decode_refusal(heads, kv_heads, dim, dtype) is None
 
 
-def choose_paged(implementation: Implementation, platform: str, *, interpret: bool = False) -> PagedAttention:
+def choose_paged(
+    implementation: Implementation, platform: str, softcap: float = 0.0, *, interpret: bool = False
+) -> PagedAttention:
     """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
-      interpret: as in `PagedAttention`.
+      softcap: of the model's scores (`Rule`). interpret: as in `PagedAttention`.
 
     Raises:
-      ValueError: an unknown implementation; `pallas` on a platform that the kernels are not made for.
+      ValueError: an unknown implementation; `pallas` on a platform that the kernels are not made for, or with a cap.
     """
     if implementation not in get_args(Implementation):
         raise ValueError(f"attention: implementation ({implementation!r}) must be one of {get_args(Implementation)}")
@@ -94,6 +99,8 @@ def choose_paged(implementation: Implementation, platform: str, *, interpret: bo
         raise ValueError(
             f"rollout.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
         )
+    if implementation == "pallas" and softcap:
+        raise ValueError("rollout.attention (pallas) must be auto or reference for a model whose scores are capped")
     return PagedAttention(implementation if runs else "reference", interpret)
 
 
@@ -109,31 +116,40 @@ class PackedAttention(NamedTuple):
       tiling: how the work of `tiles` is cut.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       note: where `auto` would be the kernels and they refuse: why it is the tiles.
+      softcap: as in `Rule`; the GPU kernels have none.
     """
 
     implementation: Literal["reference", "tiles", "pallas"]
     tiling: packed.Tiling = packed.Tiling()
     interpret: bool = False
     note: str = ""
+    softcap: float = 0.0
 
     def tile_pairs(
-        self, segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, dtype: Any
+        self,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        prefix_ids: jax.Array,
+        dtype: Any,
+        first: jax.Array | None = None,
     ) -> packed.TilePairs | TileLists | None:
         """What the layers share, worked out once per microbatch for all `attend` calls; None if nothing.
 
         Args:
           segment_ids, positions, prefix_ids: int32 [R, T].
           dtype: of queries, keys and values.
+          first: int32 [R, T], the lowest position that each token sees; None: there is no window.
         """
         match self.implementation:
             case "reference":
                 return None
             case "tiles":
-                return packed.visible_pairs(segment_ids, prefix_ids, self.tiling)
+                return packed.visible_pairs(segment_ids, prefix_ids, self.tiling, positions, first)
             case "pallas":
                 from jaxrl.kernels import packed_pallas  # here for the same reasons as above
 
-                return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, packed_pallas.choose_tiles(dtype))
+                tiles = packed_pallas.choose_tiles(dtype)
+                return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, tiles, first)
 
     def attend(
         self,
@@ -144,6 +160,7 @@ class PackedAttention(NamedTuple):
         positions: jax.Array,
         prefix_ids: jax.Array,
         tiles: Any,
+        first: jax.Array | None = None,
     ) -> jax.Array:
         """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype.
 
@@ -152,15 +169,16 @@ class PackedAttention(NamedTuple):
         """
         match self.implementation:
             case "reference":
-                return reference.packed_attention(q, k, v, segment_ids, positions, prefix_ids)
+                rows = (segment_ids, positions, prefix_ids, first)
+                return reference.packed_attention(q, k, v, *rows, self.softcap)
             case "tiles":
-                return packed.attention(q, k, v, segment_ids, positions, prefix_ids, tiles, self.tiling)
+                rows = (segment_ids, positions, prefix_ids)
+                return packed.attention(q, k, v, *rows, tiles, self.tiling, first, self.softcap)
             case "pallas":
                 from jaxrl.kernels import packed_pallas
 
-                return packed_pallas.packed_attention(
-                    q, k, v, segment_ids, positions, prefix_ids=prefix_ids, lists=tiles, interpret=self.interpret
-                )
+                how = {"first": first, "lists": tiles, "interpret": self.interpret}
+                return packed_pallas.packed_attention(q, k, v, segment_ids, positions, prefix_ids=prefix_ids, **how)
 
     def num_keys(self, tokens: int) -> int:
         """About how many keys each query of a row of so many tokens is multiplied with."""
@@ -180,12 +198,14 @@ class PackedAttention(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What a model asks of attention: query heads, key/value heads, head dim, and the dtype of all three arrays."""
+    """What a model asks of attention: query heads, key/value heads, head dim, the dtype of all three arrays, and the
+    cap of its scores (`Rule.softcap`)."""
 
     query: int
     key_value: int
     dim: int
     dtype: Any
+    softcap: float = 0.0
 
 
 def choose_packed(
@@ -205,15 +225,16 @@ def choose_packed(
         )
     tiling = packed.tiling(platform)
     if implementation == "reference":
-        return PackedAttention("reference", tiling)
+        return PackedAttention("reference", tiling, softcap=heads.softcap)
     if implementation == "auto" and platform != "gpu":
-        return PackedAttention("tiles", tiling)
+        return PackedAttention("tiles", tiling, softcap=heads.softcap)
     from jaxrl.kernels import paged_pallas
 
     q, k = (jax.ShapeDtypeStruct((1, 1, count, heads.dim), heads.dtype) for count in heads[:2])
-    reason = paged_pallas.refusal(q, k, k, heads.key_value)
+    reason = paged_pallas.refusal(q, k, k, heads.key_value, heads.softcap)
     if reason is None:
         return PackedAttention("pallas", tiling, interpret)
     if implementation == "pallas":
         raise ValueError(f"actor.attention (pallas) must be auto or reference for this model: {reason}")
-    return PackedAttention("tiles", tiling, note=f"actor.attention: auto is jnp in tiles, not the kernels: {reason}")
+    note = f"actor.attention: auto is jnp in tiles, not the kernels: {reason}"
+    return PackedAttention("tiles", tiling, note=note, softcap=heads.softcap)

@@ -63,7 +63,9 @@ def decode_refusal(heads: int, kv_heads: int, dim: int, dtype: Any) -> str | Non
     return None
 
 
-@partial(jax.jit, static_argnames=("eps", "tiles", "interpret"))  # layers of one shape share one trace of the kernels
+@partial(
+    jax.jit, static_argnames=("eps", "window", "tiles", "interpret")
+)  # layers of one shape share one trace of the kernels
 def decode_attention(
     qkv_SRKXD: jax.Array,
     bias_KXD: jax.Array | None,
@@ -76,6 +78,7 @@ def decode_attention(
     positions_R: jax.Array,
     *,
     eps: float,
+    window: int = 0,
     tiles: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -88,6 +91,7 @@ def decode_attention(
       k_KNPD, v_KNPD: the layer's pool. Given away: the results take its place.
       tables_RW: blocks of each row; positions_R: the new position, -1 for rows that do not decode.
       eps: of the norms.
+      window: as in `reference.Rule`.
       tiles: how to cut the work; `choose_tiles` decides if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
@@ -119,7 +123,7 @@ def decode_attention(
     else:
         outputs["out"] = jax.ShapeDtypeStruct((rows, flat, dim), jnp.float32), _of_row(flat, dim)
         outputs["lse"] = jax.ShapeDtypeStruct((rows, flat), jnp.float32), _of_row(flat)
-    new_k, new_v, out, *lse = _call(inputs, outputs, tiles, size, eps, interpret)
+    new_k, new_v, out, *lse = _call(inputs, outputs, tiles, size, eps, window, interpret)
     if tiles.parts > 1:
         out = merge(out, lse[0], tiles.parts, dtype, interpret)
     return out, new_k.reshape(k_KNPD.shape), new_v.reshape(v_KNPD.shape)
@@ -131,12 +135,13 @@ def _call(
     tiles: PagedTileSizes,
     size: int,
     eps: float,
+    window: int,
     interpret: bool,
 ) -> list[jax.Array]:
     """The outputs, in their order; the first two take the place of the first two inputs, which are the pool."""
     rows, kv_heads = inputs["table"][0].shape[0], inputs["k"][0].shape[0]
     return pl.pallas_call(
-        partial(_decode_kernel, names=(*inputs, *outputs), tiles=tiles, size=size, eps=eps),
+        partial(_decode_kernel, names=(*inputs, *outputs), tiles=tiles, size=size, eps=eps, window=window),
         grid=(kv_heads, rows, tiles.parts),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],
@@ -177,7 +182,9 @@ def _slab_inputs(
     return inputs
 
 
-def _decode_kernel(*refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, size: int, eps: float) -> None:
+def _decode_kernel(
+    *refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, size: int, eps: float, window: int
+) -> None:
     """Refs by name: of one row and key/value head qkv [S, X, D]; of one row table [W], position [1], cos, sin [D / 2],
     out [H, D] (of all parts: [parts * H, D]), lse [parts * H]; of one head k, v, new_k, new_v [N * P, D], bias [X, D];
     q_norm, k_norm [D]."""
@@ -209,7 +216,10 @@ def _decode_kernel(*refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, si
         jnp.where(seen_M, 1.0, 0.0),
     )
     before_M = jnp.broadcast_to(position - 1, score_M.shape)
-    carry = walk(q_MD, before_M, ref["k"], ref["v"], ref["table"], size, jnp.maximum(position, 0), part, tiles, carry)
+    end, first_M = jnp.maximum(position, 0), None
+    if window:
+        first_M = jnp.broadcast_to(jnp.maximum(position - (window - 1), 0), score_M.shape)
+    carry = walk(q_MD, before_M, ref["k"], ref["v"], ref["table"], size, end, part, tiles, carry, first_M)
     heads = pl.num_programs(0) * group
     store_softmax(ref["out"], ref.get("lse"), part * heads + kv_head * group + query_M, carry, live_M)
 

@@ -150,23 +150,37 @@ def _part(scores_BGS: jax.Array, values_BSD: jax.Array, kv_heads: int) -> _Part:
 
 
 def attend(
-    q_RHD: jax.Array, window: Window, tiles: WindowTiles, fresh: Fresh, start_R: jax.Array, step: jax.Array
+    q_RHD: jax.Array,
+    window: Window,
+    tiles: WindowTiles,
+    fresh: Fresh,
+    start_R: jax.Array,
+    step: jax.Array,
+    rule: reference.Rule = reference.PLAIN,
 ) -> jax.Array:
-    """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`.
+    """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`, as far back
+    as the layer's rule has it.
 
     One softmax over both, in float32 or better.
     """
     rows, heads, dim = q_RHD.shape
     kv_heads = fresh.keys_BTD.shape[0] // rows
     q_KRGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1)
-    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, step)
+    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, step, rule)
     return jnp.swapaxes(out_KRGD, 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
 
 
 def attend_several(
-    q_RCHD: jax.Array, window: Window, tiles: WindowTiles, fresh: Fresh, start_R: jax.Array, at_RC: jax.Array
+    q_RCHD: jax.Array,
+    window: Window,
+    tiles: WindowTiles,
+    fresh: Fresh,
+    start_R: jax.Array,
+    at_RC: jax.Array,
+    rule: reference.Rule = reference.PLAIN,
 ) -> jax.Array:
-    """[R, C, H, D]: query (r, c) sees its row's window before position `start`, and the fresh indexes 0 .. at[r, c].
+    """[R, C, H, D]: query (r, c) sees its row's window before position `start`, and the fresh indexes 0 .. at[r, c], as
+    far back as the layer's rule has it.
 
     A row's queries are one matrix for each of its tiles, which are read once for all of them.
     """
@@ -175,13 +189,19 @@ def attend_several(
     q_RCKGD = (q_RCHD * dim**-0.5).reshape(rows, queries, kv_heads, -1, dim)
     q_KRMD = jnp.moveaxis(q_RCKGD, 2, 0).reshape(kv_heads, rows, -1, dim)
     last_BM = jnp.tile(jnp.repeat(at_RC, heads // kv_heads, axis=1), (kv_heads, 1))
-    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, last_BM[..., None])
+    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, last_BM[..., None], rule)
     out_RCKGD = jnp.moveaxis(out_KRMD.reshape(kv_heads, rows, queries, -1, dim), 0, 2)
     return out_RCKGD.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)
 
 
 def _attend(
-    q_KRGD: jax.Array, window: Window, tiles: WindowTiles, fresh: Fresh, start_R: jax.Array, last: jax.Array
+    q_KRGD: jax.Array,
+    window: Window,
+    tiles: WindowTiles,
+    fresh: Fresh,
+    start_R: jax.Array,
+    last: jax.Array,
+    rule: reference.Rule,
 ) -> jax.Array:
     """[K, R, G, D] for scaled queries; `last`: the last fresh index that each sees, a scalar or [K * R, G, 1]."""
     kv_heads, rows = q_KRGD.shape[:2]
@@ -190,10 +210,18 @@ def _attend(
     old_BGS = jnp.einsum("bgd,bds->bgs", q_BGD, window.keys_BDS, preferred_element_type=wide)
     q_BGD = q_KRGD.reshape(-1, *q_KRGD.shape[2:])
     new_BGT = jnp.einsum("bgd,btd->bgt", q_BGD, fresh.keys_BTD, preferred_element_type=wide)
+    old_BGS, new_BGT = (reference.capped(x, rule.softcap) for x in (old_BGS, new_BGT))
     # sums instead of selects: a pass less
     cached_US = tiles.first_U[:, None] + jnp.arange(old_BGS.shape[-1]) < start_R[tiles.owner_U][:, None]
     old_BGS += jnp.tile(jnp.where(cached_US, 0, _HIDDEN).astype(wide), (kv_heads, 1))[:, None]
     new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= last, 0, _HIDDEN).astype(wide)
+    if rule.window:
+        positions_US = tiles.first_U[:, None] + jnp.arange(old_BGS.shape[-1])
+        last_BM = jnp.broadcast_to(last, (kv_heads * rows, *(jnp.shape(last)[1:] or (1, 1))))[..., 0]
+        at_RM = start_R[:, None] + last_BM[:rows]  # the same for all heads
+        behind_UMS = positions_US[:, None] <= at_RM[tiles.owner_U][..., None] - rule.window
+        old_BGS += jnp.tile(jnp.where(behind_UMS, _HIDDEN, 0).astype(wide), (kv_heads, 1, 1))
+        new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= last - rule.window, _HIDDEN, 0).astype(wide)
     old, new = _part(old_BGS, window.values_BSD, kv_heads), _part(new_BGT, fresh.values_BTD, kv_heads)
     # every row has a fresh token, its own: the largest score is that of a token, and hidden tiles weigh nothing
     is_own_RU = tiles.owner_U == jnp.arange(rows)[:, None]

@@ -83,33 +83,62 @@ def attention(
     prefix_ids: jax.Array,
     tiles: TilePairs | None,
     how: Tiling,
+    first: jax.Array | None = None,
+    softcap: float = 0.0,
 ) -> jax.Array:
     """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets arbitrary finite values.
 
     On a mesh, call it inside `shard_map`: the length of its loop depends on the device's rows.
 
     Args:
-      tiles: of `visible_pairs` with the same segments and the same `how`; None where it gave None.
+      tiles: of `visible_pairs` with the same integers and the same `how`; None where it gave None.
+      first, softcap: as in `reference.packed_attention`.
     """
     if tiles is None:
         wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
-        out = reference.packed_attention(wide_q, wide_k, wide_v, segment_ids, positions, prefix_ids)
+        rows = (segment_ids, positions, prefix_ids, first)
+        out = reference.packed_attention(wide_q, wide_k, wide_v, *rows, softcap)
         return out.astype(q.dtype)
-    segments, prefixes = (_tiled(x, how) for x in (segment_ids, prefix_ids))
-    return _blockwise(how, q, k, v, tiles, segments, prefixes)
+    return _blockwise(how, softcap, q, k, v, tiles, _sight(segment_ids, prefix_ids, positions, first, how))
 
 
-def visible_pairs(segment_ids: jax.Array, prefix_ids: jax.Array, how: Tiling) -> TilePairs | None:
-    """The pairs of tiles of a microbatch in which something is visible; None where rows are short."""
+class Sight(NamedTuple):
+    """What decides who sees whom, in tiles [N, S, B]; the last two are None where there is no window."""
+
+    segments: jax.Array
+    prefixes: jax.Array
+    positions: jax.Array | None
+    first: jax.Array | None
+
+
+def _sight(
+    segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array | None, first: jax.Array | None, how: Tiling
+) -> Sight:
+    of_window = (None, None) if first is None else (positions, first)
+    return Sight(*(None if x is None else _tiled(x, how) for x in (segment_ids, prefix_ids, *of_window)))  # type: ignore[arg-type]
+
+
+def visible_pairs(
+    segment_ids: jax.Array,
+    prefix_ids: jax.Array,
+    how: Tiling,
+    positions: jax.Array | None = None,
+    first: jax.Array | None = None,
+) -> TilePairs | None:
+    """The pairs of tiles of a microbatch in which something is visible; None where rows are short.
+
+    Args:
+      positions, first: as in `reference.packed_attention`, where there is a window.
+    """
     rows, tokens = segment_ids.shape
     if tokens <= how.longest_plain:
         return None
-    segments, prefixes = (_tiled(x, how) for x in (segment_ids, prefix_ids))
-    num_tiles, spanned, block = segments.shape
+    sight = _sight(segment_ids, prefix_ids, positions, first, how)
+    num_tiles, spanned, block = sight.segments.shape
     per_row = num_tiles * spanned // rows
     # [row, query tile, key tile]; a tile that spans all rows is visited if any of them needs it
-    keys, shared = (x.reshape(-1, per_row, spanned, block) for x in (segments, prefixes))
-    seen = _visible(keys[:, :, None], shared[:, :, None], keys[:, None])
+    by_row = jax.tree.map(lambda x: x.reshape(-1, per_row, spanned, block), sight)
+    seen = _visible(jax.tree.map(lambda x: x[:, :, None], by_row), jax.tree.map(lambda x: x[:, None], by_row))
     triangle = jnp.arange(per_row)[:, None] >= jnp.arange(per_row)
     needed = jnp.any(seen, axis=(-3, -2, -1)) & triangle
     most = needed.shape[0] * per_row * (per_row + 1) // 2
@@ -118,10 +147,14 @@ def visible_pairs(segment_ids: jax.Array, prefix_ids: jax.Array, how: Tiling) ->
     return TilePairs(pairs.astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32)[None])
 
 
-def _visible(segments: jax.Array, prefixes: jax.Array, keys: jax.Array) -> jax.Array:
-    """[..., B] of queries, [..., B] of keys -> [..., B, B]: the key's segment is the query's, or its prefix."""
-    keys = keys[..., None, :]
-    return ((segments[..., None] == keys) | (prefixes[..., None] == keys)) & (keys > 0)
+def _visible(queries: Sight, keys: Sight) -> jax.Array:
+    """[..., B] of queries, [..., B] of keys -> [..., B, B]: the key's segment is the query's, or its prefix, and the
+    key is in the query's window."""
+    ids = keys.segments[..., None, :]
+    seen = ((queries.segments[..., None] == ids) | (queries.prefixes[..., None] == ids)) & (ids > 0)
+    if queries.first is None or keys.positions is None:
+        return seen
+    return seen & (keys.positions[..., None, :] >= queries.first[..., None])
 
 
 def _tiled(x: jax.Array, how: Tiling) -> jax.Array:
@@ -160,11 +193,11 @@ def _from_key_tiles(x: jax.Array, shape: tuple[int, ...], how: Tiling) -> jax.Ar
     return _untiled(jnp.moveaxis(x, 3, 2), shape[0], shape[1], how)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blockwise(
-    how: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, segments: jax.Array, prefixes: jax.Array
+    how: Tiling, softcap: float, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, sight: Sight
 ) -> jax.Array:
-    return _forward(how, q, k, v, tiles, segments, prefixes)[0]
+    return _forward(how, softcap, q, k, v, tiles, sight)[0]
 
 
 class _Step(NamedTuple):
@@ -176,15 +209,15 @@ class _Step(NamedTuple):
     visible: jax.Array
 
 
-def _step(
-    pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, segments: jax.Array, prefixes: jax.Array, per_row: int
-) -> _Step:
+def _step(pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, sight: Sight, per_row: int, softcap: float) -> _Step:
     query, key = pair
-    wide, block = jnp.promote_types(q_NSKMD.dtype, jnp.float32), segments.shape[-1]
+    wide, block = jnp.promote_types(q_NSKMD.dtype, jnp.float32), sight.segments.shape[-1]
     scores = _product("skmd,skbd->skmb", q_NSKMD[query], k_NSKBD[key], wide) * q_NSKMD.shape[-1] ** -0.5
+    scores = reference.capped(scores, softcap)
     column = jnp.arange(block)
     in_order = (query % per_row * block + column)[:, None] >= key % per_row * block + column
-    seen = _visible(segments[query], prefixes[query], segments[key]) & in_order
+    of_query, of_key = (jax.tree.map(lambda x, at=at: x[at], sight) for at in (query, key))
+    seen = _visible(of_query, of_key) & in_order
     return _Step(query, key, scores, jnp.repeat(seen, scores.shape[2] // block, axis=1)[:, None])
 
 
@@ -193,17 +226,17 @@ def _product(spec: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _forward(
-    how: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, segments: jax.Array, prefixes: jax.Array
+    how: Tiling, softcap: float, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, sight: Sight
 ) -> tuple[jax.Array, Any]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_NSKMD = _query_tiles(reference.operands(how.widen, q), k.shape[2], how)
     k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in reference.operands(how.widen, (k, v)))
-    per_row, count, lowest = segments.size // how.block // q.shape[0], tiles.num_pairs[0], jnp.finfo(wide).min
+    per_row, count, lowest = sight.segments.size // how.block // q.shape[0], tiles.num_pairs[0], jnp.finfo(wide).min
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, highest, total = carry
         # backwards, so that a query tile starts at its diagonal, where every token sees at least itself
-        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, segments, prefixes, per_row)
+        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, sight, per_row, softcap)
         scores = jnp.where(step.visible, step.scores, lowest)
         before = highest[step.query]
         after = jnp.maximum(before, jnp.max(scores, axis=-1))
@@ -223,25 +256,28 @@ def _forward(
     out = _from_query_tiles(out / total[..., None], q.shape, how).astype(q.dtype)
     # named, so that a remat policy can keep them: recomputing them would run the loop again
     out, logsumexp = (checkpoint_name(x, reference.ATTENTION) for x in (out, highest + jnp.log(total)))
-    return out, (q, k, v, out, logsumexp, tiles, segments, prefixes)
+    return out, (q, k, v, out, logsumexp, tiles, sight)
 
 
-def _backward(how: Tiling, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, out, logsumexp, tiles, segments, prefixes = saved
+def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, out, logsumexp, tiles, sight = saved
     wide, kv_heads, scale = logsumexp.dtype, k.shape[2], q.shape[-1] ** -0.5
     inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
     inner = _query_tiles(inner, kv_heads, how)
     q_NSKMD, d_out_NSKMD = (_query_tiles(x, kv_heads, how) for x in reference.operands(how.widen, (q, d_out)))
     k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in reference.operands(how.widen, (k, v)))
-    per_row, narrow = segments.size // how.block // q.shape[0], q_NSKMD.dtype
+    per_row, narrow = sight.segments.size // how.block // q.shape[0], q_NSKMD.dtype
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         d_q, d_k, d_v = carry
-        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, segments, prefixes, per_row)
+        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, sight, per_row, softcap)
         d_part, (query, key) = d_out_NSKMD[step.query], (step.query, step.key)
         weights = jnp.where(step.visible, jnp.exp(step.scores - logsumexp[query][..., None]), 0)
         d_weights = _product("skmd,skbd->skmb", d_part, v_NSKBD[key], wide)
-        d_scores = (weights * (d_weights - inner[query]) * scale).astype(narrow)
+        d_scores = weights * (d_weights - inner[query]) * scale
+        if softcap:
+            d_scores *= 1 - jnp.square(step.scores / softcap)
+        d_scores = d_scores.astype(narrow)
         return (
             d_q.at[query].add(_product("skmb,skbd->skmd", d_scores, k_NSKBD[key], wide)),
             d_k.at[key].add(_product("skmb,skmd->skbd", d_scores, q_NSKMD[query], wide)),
@@ -254,7 +290,7 @@ def _backward(how: Tiling, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         _from_query_tiles(d_q, q.shape, how).astype(q.dtype),
         _from_key_tiles(d_k, k.shape, how).astype(k.dtype),
         _from_key_tiles(d_v, v.shape, how).astype(v.dtype),
-        *(None, None, None),
+        *(None, None),
     )
 
 

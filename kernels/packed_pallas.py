@@ -106,6 +106,7 @@ def packed_attention(
     *,
     prefix_ids: jax.Array | None = None,
     tiles: Tiles | None = None,
+    first: jax.Array | None = None,
     lists: TileLists | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -113,6 +114,7 @@ def packed_attention(
 
     Args:
       tiles: how to cut the work; `choose_tiles` decides if None.
+      first: int32 [R, T], the lowest position that each token sees; None: there is no window.
       lists: of `tile_lists` for the same integers and tiles; worked out here if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
@@ -125,11 +127,13 @@ def packed_attention(
     integers = (segment_ids.astype(jnp.int32), prefix_ids.astype(jnp.int32), positions.astype(jnp.int32))
     tiles = tiles or choose_tiles(q.dtype)
     if lists is None:
-        lists = tile_lists(*integers, tiles)
+        lists = tile_lists(*integers, tiles, first)
+    if first is not None:
+        integers += (first.astype(jnp.int32),)
     return _packed(q, k, v, integers, lists, tiles, interpret)
 
 
-Integers = tuple[jax.Array, jax.Array, jax.Array]  # segment_ids, prefix_ids, positions
+Integers = tuple[jax.Array, ...]  # segment_ids, prefix_ids, positions, and with a window first
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -165,14 +169,27 @@ _packed.defvjp(_forward, _backward)
 # ---------------------------------------------------------------- which tiles to visit
 
 
-def tile_lists(segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array, tiles: Tiles) -> TileLists:
-    """The lists of all three kernels; the same for every layer of a microbatch. Integers as in `packed_attention`."""
-    forward, queries, keys = (visible_tiles(segment_ids, prefix_ids, positions, own.queries, own.keys) for own in tiles)
+def tile_lists(
+    segment_ids: jax.Array,
+    prefix_ids: jax.Array,
+    positions: jax.Array,
+    tiles: Tiles,
+    first: jax.Array | None = None,
+) -> TileLists:
+    """The lists of all three kernels; the same for every layer of a kind in a microbatch. Integers as in
+    `packed_attention`."""
+    integers = segment_ids, prefix_ids, positions
+    forward, queries, keys = (visible_tiles(*integers, own.queries, own.keys, first) for own in tiles)
     return TileLists(list_tiles(*forward), list_tiles(*queries), list_tiles(*(jnp.swapaxes(x, 1, 2) for x in keys)))
 
 
 def visible_tiles(
-    segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array, queries: int, keys: int
+    segment_ids: jax.Array,
+    prefix_ids: jax.Array,
+    positions: jax.Array,
+    queries: int,
+    keys: int,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Two arrays of bool [R, I, J]: False only where no query of tile i sees a key of tile j, and True only where every
     query sees every key."""
@@ -190,6 +207,9 @@ def visible_tiles(
     all_prefixed = _lowest(prefix_ids, queries)[..., None] == prefix_last_I
     shared = (first_J == last_J) & all_prefixed & (first_J == prefix_last_I)
     earlier = _highest(positions, keys)[:, None, :] <= _lowest(positions, queries)[..., None]
+    if first is not None:  # and in the window of some, or of all
+        early &= _highest(positions, keys)[:, None, :] >= _lowest(first, queries)[..., None]
+        earlier &= _lowest(positions, keys)[:, None, :] >= _highest(first, queries)[..., None]
     inside_I, inside_J = (_inside(tokens, size) for size in (queries, keys))
     return (own | prefix) & early, (same | shared) & earlier & inside_I[:, None] & inside_J
 
@@ -230,6 +250,7 @@ class _Ids:
     segments: Any
     prefixes: Any
     positions: Any
+    first: Any = None
 
     def visible(self, query_M: jax.Array, key_B: jax.Array) -> jax.Array:
         """bool [M, B]."""
@@ -241,7 +262,10 @@ class _Ids:
         segment_B = plgpu.load(self.segments.at[key_B], mask=in_B, other=OUTSIDE)[None, :]
         position_B = plgpu.load(self.positions.at[key_B], mask=in_B, other=0)[None, :]
         prefix_M = jnp.where(prefix_M == 0, NO_PREFIX, prefix_M)
-        return ((segment_B == segment_M) | (segment_B == prefix_M)) & (position_B <= position_M)
+        seen = ((segment_B == segment_M) | (segment_B == prefix_M)) & (position_B <= position_M)
+        if self.first is None:
+            return seen
+        return seen & (position_B >= plgpu.load(self.first.at[query_M], mask=in_M, other=0)[:, None])
 
 
 def _call(
@@ -275,10 +299,14 @@ def _call(
     def merged(x: Any) -> tuple[int, ...]:
         return (rows, x.shape[1] * x.shape[2], *x.shape[3:])
 
+    def of_refs(*refs: Any) -> None:
+        own = _Ids(*refs[: len(ids)])
+        kernel(own, *refs[len(ids) :], tiles=tiles, heads=heads, group=heads // kv_heads)
+
     flat = [x.reshape(merged(x)) for x in inputs]
     shapes = [jax.ShapeDtypeStruct(merged(x), x.dtype) for x in outputs]
     outs = pl.pallas_call(
-        partial(kernel, tiles=tiles, heads=heads, group=heads // kv_heads),
+        of_refs,
         grid=(kv_heads if over_keys else heads, num_tiles, rows),
         in_specs=[*map(of_row, (*ids, *flat)), *map(of_tile, listed)],
         out_specs=[of_row(x) for x in shapes],
@@ -318,9 +346,7 @@ def _visit(listed: TileList, step: Callable[[Any, Any, bool, Any], Any], carry: 
 
 
 def _forward_kernel(
-    segments: Any,
-    prefixes: Any,
-    positions: Any,
+    ids: _Ids,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -335,7 +361,7 @@ def _forward_kernel(
     group: int,
 ) -> None:
     head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
+    (tokens,), kv_heads = ids.segments.shape, heads // group
     query_M = _at(_last_first(), tiles.queries)
     in_M, row_M = query_M < tokens, query_M * heads + head
     q_MD = load_rows(q_ref, row_M, in_M)
@@ -356,9 +382,7 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    segments: Any,
-    prefixes: Any,
-    positions: Any,
+    ids: _Ids,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -375,7 +399,7 @@ def _query_gradient_kernel(
     group: int,
 ) -> None:
     head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
+    (tokens,), kv_heads = ids.segments.shape, heads // group
     query_M = _at(_last_first(), tiles.queries)
     in_M, row_M = query_M < tokens, query_M * heads + head
     q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
@@ -394,9 +418,7 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    segments: Any,
-    prefixes: Any,
-    positions: Any,
+    ids: _Ids,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -414,7 +436,7 @@ def _key_gradient_kernel(
     group: int,
 ) -> None:
     kv_head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
+    (tokens,), kv_heads = ids.segments.shape, heads // group
     key_B = _at(pl.program_id(1), tiles.keys)
     in_B, row_B = key_B < tokens, key_B * kv_heads + kv_head
     k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)

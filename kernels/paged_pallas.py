@@ -33,6 +33,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxrl.kernels.reference import PLAIN, Rule
+
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 HEAD_DIMS = (16, 32, 64, 128)  # a Triton tensor has a power of two of elements, a product at least 16 a side
 MIN_QUERIES = 16  # a tensor core's smallest tile
@@ -73,12 +75,14 @@ def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, 
     return PagedTileSizes(tile, positions, max(1, parts), 8 if tile >= 128 else 4, STAGES)
 
 
-def refusal(q: Any, k: Any, v: Any, kv_heads: int) -> str | None:
+def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str | None:
     """Why neither these kernels nor those for packed rows can serve queries [., ., H, D] with so many key/value heads.
 
-    None if they can; depends on shapes and dtypes only.
+    None if they can; depends on shapes, dtypes and the rule only.
     """
     heads, dim = q.shape[2:]
+    if softcap:
+        return f"scores are capped ({softcap:g}), which they do not compute"
     if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
         return f"queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) must be all bfloat16 or all float32"
     if dim not in HEAD_DIMS:
@@ -88,7 +92,7 @@ def refusal(q: Any, k: Any, v: Any, kv_heads: int) -> str | None:
     return None
 
 
-@partial(jax.jit, static_argnames=("tiles", "interpret"))  # layers of one shape share one trace of the kernels
+@partial(jax.jit, static_argnames=("rule", "tiles", "interpret"))  # layers of one shape share one trace of the kernels
 def paged_attention(
     q_RCHD: jax.Array,
     k_KNPD: jax.Array,
@@ -96,13 +100,15 @@ def paged_attention(
     tables_RW: jax.Array,
     positions_RC: jax.Array,
     *,
+    rule: Rule = PLAIN,
     tiles: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included.
+    """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included, as far back as
+    the layer's rule has it.
 
-    Of a row's table, only the blocks up to the position of its latest query are read. A query at a negative
-    position sees nothing and gets zeros.
+    Of a row's table, only the blocks from the first to the last position that its queries see are read. A query at a
+    negative position sees nothing and gets zeros.
 
     Args:
       tiles: how to cut the work; `choose_tiles` decides if None.
@@ -111,7 +117,7 @@ def paged_attention(
     Raises:
       ValueError: for shapes or dtypes that `refusal` names.
     """
-    if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
+    if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
         raise ValueError(f"paged attention's Pallas kernel: {reason}; use implementation='reference'")
     rows, queries, heads, dim = q_RCHD.shape
     kv_heads, blocks, size, _ = k_KNPD.shape
@@ -131,7 +137,15 @@ def paged_attention(
             jax.ShapeDtypeStruct((rows, tiles.parts * flat), jnp.float32),
         ]
     out = pl.pallas_call(
-        partial(_attend_kernel, tiles=tiles, num_tiles=num_tiles, size=size, heads=heads, group=heads // kv_heads),
+        partial(
+            _attend_kernel,
+            tiles=tiles,
+            num_tiles=num_tiles,
+            size=size,
+            heads=heads,
+            group=heads // kv_heads,
+            window=rule.window,
+        ),
         grid=(kv_heads * num_tiles, rows, tiles.parts),
         in_specs=[of_row(flat, dim), pool, pool, of_row(width), of_row(queries)],
         out_specs=[of_row(*x.shape[1:]) for x in out_shape],
@@ -163,6 +177,7 @@ def _attend_kernel(
     size: int,
     heads: int,
     group: int,
+    window: int,
 ) -> None:
     """Refs of one row: q, out [C * H, D] (out of all parts: [S * C * H, D]), table [W], positions [C], lse [S * C * H];
     of one key/value head: k, v [N * P, D]."""
@@ -180,7 +195,8 @@ def _attend_kernel(
     end = jnp.minimum(jnp.max(position_M) + 1, width * size)
     shape = (tiles.queries,)
     carry = (jnp.zeros((*shape, dim), jnp.float32), jnp.full(shape, NEVER, jnp.float32), jnp.zeros(shape, jnp.float32))
-    carry = walk(q_MD, position_M, k_ref, v_ref, table_ref, size, end, part, tiles, carry)
+    first_M = jnp.maximum(position_M - (window - 1), 0) if window else None
+    carry = walk(q_MD, position_M, k_ref, v_ref, table_ref, size, end, part, tiles, carry, first_M)
     store_softmax(out_ref, lse_ref, part * (queries * heads) + flat_M, carry, live_M)
 
 
@@ -195,11 +211,22 @@ def walk(
     part: jax.Array,
     tiles: PagedTileSizes,
     carry: tuple,
+    first_M: jax.Array | None = None,
 ) -> tuple:
-    """One part's share of a row's positions 0 .. end - 1 added to the running softmax `carry` (`softmax_step`)."""
+    """One part's share of a row's positions 0 .. end - 1 added to the running softmax `carry` (`softmax_step`).
+
+    Args:
+      first_M: the lowest position that each query sees; None: 0.
+    """
     steps = lax.div(end + tiles.positions - 1, tiles.positions)
-    per_part = lax.div(steps + tiles.parts - 1, tiles.parts)
-    first = part * per_part
+    if first_M is None:
+        per_part = lax.div(steps + tiles.parts - 1, tiles.parts)
+        first = part * per_part
+    else:  # steps that lie before all windows are left out
+        seen_M = jnp.where(position_M >= 0, first_M, end)
+        before = lax.div(jnp.min(seen_M), tiles.positions)
+        per_part = lax.div(jnp.maximum(steps - before, 0) + tiles.parts - 1, tiles.parts)
+        first = before + part * per_part
 
     def step(i: Any, carry: tuple) -> tuple:
         at_B = i * tiles.positions + jnp.arange(tiles.positions, dtype=jnp.int32)
@@ -208,6 +235,8 @@ def walk(
         slot_B = block_B * size + lax.rem(at_B, size)
         k_BD, v_BD = load_rows(k_ref, slot_B, inside_B), load_rows(v_ref, slot_B, inside_B)
         visible_MB = at_B[None, :] <= position_M[:, None]
+        if first_M is not None:
+            visible_MB &= at_B[None, :] >= first_M[:, None]
         return softmax_step(q_MD, k_BD, v_BD, visible_MB, *carry)
 
     return lax.fori_loop(first, jnp.minimum(first + per_part, steps), step, carry)

@@ -8,10 +8,25 @@ Dims: R rows, T tokens of a row (S as keys), H query heads, K key/value heads, G
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+class Rule(NamedTuple):
+    """What a layer's attention does beyond a causal mask. Hashable.
+
+    Attributes:
+      window: positions that a query sees, its own included; 0: all.
+      softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+
+
+PLAIN = Rule()
 
 ATTENTION = "attention"
 """Name of the arrays that the tiled kernels keep for their backward pass, so that a remat policy can keep them too."""
@@ -27,6 +42,11 @@ def operands(widen: bool, tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
+def capped(scores: jax.Array, softcap: float) -> jax.Array:
+    """Scores after `Rule.softcap`."""
+    return softcap * jnp.tanh(scores / softcap) if softcap else scores
+
+
 # ---------------------------------------------------------------- packed rows (training)
 
 
@@ -37,6 +57,8 @@ def packed_attention(
     segment_ids: jax.Array,
     positions: jax.Array,
     prefix_ids: jax.Array | None = None,
+    first: jax.Array | None = None,
+    softcap: float = 0.0,
 ) -> jax.Array:
     """Causal attention within each segment of packed rows, and its shared prefix.
 
@@ -48,6 +70,8 @@ def packed_attention(
       q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
       segment_ids, positions: int32 [R, T].
       prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none (the default).
+      first: int32 [R, T], the lowest position that each token sees; None: there is no window.
+      softcap: as in `Rule`.
 
     Returns:
       [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).
@@ -58,11 +82,14 @@ def packed_attention(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_RTKGD = q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
     scores_RKGTS = jnp.einsum("rtkgd,rskd->rkgts", q_RTKGD, k, preferred_element_type=wide) * dim**-0.5
+    scores_RKGTS = capped(scores_RKGTS, softcap)
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     if prefix_ids is not None:
         prefix_ids = jnp.where(prefix_ids == 0, segment_ids, prefix_ids)
         same |= prefix_ids[:, :, None] == segment_ids[:, None, :]
     visible = same & (positions[:, :, None] >= positions[:, None, :])
+    if first is not None:
+        visible &= positions[:, None, :] >= first[:, :, None]
     scores_RKGTS = jnp.where(visible[:, None, None], scores_RKGTS, jnp.finfo(wide).min)
     weights_RKGTS = jax.nn.softmax(scores_RKGTS, axis=-1).astype(v.dtype)
     out = jnp.einsum("rkgts,rskd->rtkgd", weights_RKGTS, v, preferred_element_type=wide)
@@ -84,7 +111,12 @@ def write_kv(
 
 
 def paged_attention(
-    q_RCHD: jax.Array, k_KNPD: jax.Array, v_KNPD: jax.Array, tables_RW: jax.Array, positions_RC: jax.Array
+    q_RCHD: jax.Array,
+    k_KNPD: jax.Array,
+    v_KNPD: jax.Array,
+    tables_RW: jax.Array,
+    positions_RC: jax.Array,
+    rule: Rule = PLAIN,
 ) -> jax.Array:
     """Gathers each row's blocks and attends to positions up to the query's own; softmax in float32 or better."""
     rows, queries, heads, dim = q_RCHD.shape
@@ -97,7 +129,10 @@ def paged_attention(
     q_KRMD = jnp.moveaxis(q_RCHD.reshape(rows, queries, kv_heads, group, dim), 2, 0).reshape(kv_heads, rows, -1, dim)
     # Keys on the left: with few queries, XLA:CPU multiplies [S, D] x [D, M] twice as fast as [M, D] x [D, S].
     scores_KRSM = jnp.einsum("krsd,krmd->krsm", k_KRSD, q_KRMD, preferred_element_type=accumulate) * dim**-0.5
+    scores_KRSM = capped(scores_KRSM, rule.softcap)
     visible_RCS = jnp.arange(span) <= positions_RC[..., None]
+    if rule.window:
+        visible_RCS &= jnp.arange(span) > positions_RC[..., None] - rule.window
     visible_RMS = jnp.repeat(visible_RCS, group, axis=1)
     scores_KRMS = jnp.where(visible_RMS, jnp.swapaxes(scores_KRSM, -1, -2), -jnp.inf)
     weights_KRMS = jax.nn.softmax(scores_KRMS, axis=-1).astype(v_KRSD.dtype)

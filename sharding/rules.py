@@ -40,7 +40,7 @@ class Weight(Protocol):
     @property
     def dims(self) -> tuple[str, ...]: ...
     @property
-    def init(self) -> Any: ...
+    def is_norm(self) -> bool: ...
     @property
     def outputs_first(self) -> tuple[int, ...]: ...
 
@@ -177,7 +177,7 @@ def _convert(weight: Weight, padded_weight: Weight, group: tuple[int, int], arra
 
     Norm scales stay in float32 when the rest becomes narrower: they cost nothing, and training applies them so.
     """
-    array = array.astype(jnp.promote_types(dtype, jnp.float32) if weight.init == "ones" else dtype)
+    array = array.astype(jnp.promote_types(dtype, jnp.float32) if weight.is_norm else dtype)
     skipped = len(weight.dims) - array.ndim
     dims = weight.dims[skipped:]
     for dim, (name, size) in enumerate(zip(dims, padded_weight.shape[skipped:], strict=True)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Protocol
 
-from jaxrl.data.tool_calls import OPENS, PYTHON_TAG, Call, calls_in
+from jaxrl.data.tool_calls import Call, calls_in, seems_to_call
 
 Message = Mapping[str, Any]
 Schema = dict[str, Any]
@@ -41,8 +41,7 @@ class Action:
         """Reads a turn in which these tools could be called."""
         names = [schema["function"]["name"] for schema in schemas]
         said, calls = calls_in(text, names)
-        begins = OPENS in text or PYTHON_TAG in text or text.lstrip().startswith('{"name"')
-        return cls(said, tuple(calls), is_unread=bool(names) and begins and not calls)
+        return cls(said, tuple(calls), is_unread=bool(names) and seems_to_call(text) and not calls)
 
 
 @dataclass(frozen=True, slots=True)

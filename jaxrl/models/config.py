@@ -1,8 +1,8 @@
 """What a decoder looks like: `ModelConfig`, read from and written as a Hugging Face `config.json`.
 
-Three families share one decoder: Llama (also SmolLM2 and the like), Qwen2 (biases on q, k and v) and Qwen3 (norms on q
-and k). Anything that the decoder does not compute (biases elsewhere, a sliding window that is switched on, another
-activation, another kind of rope) is refused when the file is read, never ignored.
+All families share one decoder; `jaxrl.models.families` has what each does otherwise than Llama. Anything that the
+decoder does not compute (another activation, another kind of rope, experts) is refused when the file is read, never
+ignored.
 
 Values are read as transformers 5 reads them, with its defaults for what a file leaves out; `jaxrl.models.rope` has the
 rules for rope.
@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from jaxrl.models.families import FAMILIES, SLIDING, Row
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
 from jaxrl.models.lora import Lora, adapters, is_trained, merged
 from jaxrl.models.quantized import ABSMAX, dequantize, quantized
-from jaxrl.models.rope import DEFAULT_THETA, RopeScaling, read_rope
+from jaxrl.models.rope import DEFAULT_THETA, Rope, RopeScaling, read_rope, read_ropes
 from jaxrl.models.weights import Init, Weight, leaves
 from jaxrl.schema.declared import shown
 from jaxrl.schema.limits import BYTES, FloatType, Quantization
@@ -27,13 +29,6 @@ from jaxrl.schema.limits import BYTES, FloatType, Quantization
 if TYPE_CHECKING:
     import jax
 
-Family = Literal["llama", "qwen2", "qwen3"]
-ARCHITECTURES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_REWARD_MODELS = {name.replace("CausalLM", "SequenceClassification"): kind for kind, name in ARCHITECTURES.items()}
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -46,11 +41,20 @@ LARGEST = {
 }
 """The largest sizes that are read: some ten times those of any published model, so more is a mistake or damage."""
 
-# Defaults for what a family's config.json leaves out.
 _DEFAULT_EPS = 1e-6
-_DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
-_DEFAULT_HEAD_DIM = {"qwen3": 128}
-_DEFAULT_WINDOW, _DEFAULT_WINDOW_START = 4096, 28
+_LARGEST_FACTOR = 1e6
+
+
+class LayerKind(NamedTuple):
+    """What layers of a model may differ in.
+
+    Attributes:
+      window: positions that a query sees, its own included; 0: all.
+      rope: None: the layer knows no positions but by its mask.
+    """
+
+    window: int
+    rope: Rope | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,22 @@ class ModelConfig:
     With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
     head it has one number, read at a text's last token that is not `pad_token_id`.
 
+    The switches, of which a family has some (their names are those of config.json where it has them):
+
+    - `norms`: of attention and MLP each `before` (their inputs), `after` (what they add) or `both`; `norm_plus_one`:
+      what multiplies is one plus the weight.
+    - `qk_norm`: of queries and keys, each head by itself, or with `qk_norm_over_heads` all heads together.
+    - `qkv_bias`, `o_bias`, `mlp_bias`; `hidden_act`.
+    - `scale_embedding`: by the square root of hidden_size. `embedding_multiplier`, `residual_multiplier`: of the
+      embedding, and of what attention and MLP add. Logits are divided by `logits_scaling`.
+    - Scores are multiplied by `attention_multiplier`, or if that is 0 by `query_pre_attn_scalar` ** -0.5, or if that is
+      0 by head_dim ** -0.5. Soft-capped, by `attn_logit_softcapping` and `final_logit_softcapping`, x is
+      cap * tanh(x / cap); 0 is off.
+    - `partial_rotary_factor`: the share of each head that rope turns.
+    - `sliding_window`: positions that a query sees, its own included; 0: all. `layer_types` says which layers have it;
+      empty: all. `sliding_rope`: rope of the layers with a window; None: that of the others. `rope_layers`: whether a
+      layer has rope; empty: all have.
+
     Example::
 
         config = ModelConfig(
@@ -71,7 +91,7 @@ class ModelConfig:
         )
     """
 
-    family: Family
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -84,7 +104,26 @@ class ModelConfig:
     rms_norm_eps: float = _DEFAULT_EPS
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    norms: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    scale_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    attention_multiplier: float = 0.0
+    query_pre_attn_scalar: float = 0.0
+    attn_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = 0.0
+    partial_rotary_factor: float = 1.0
+    sliding_window: int = 0
+    layer_types: tuple[str, ...] = ()
+    sliding_rope: Rope | None = None
+    rope_layers: tuple[bool, ...] = ()
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -98,32 +137,36 @@ class ModelConfig:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rope rotates pairs")
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise ValueError(
+                f"partial_rotary_factor ({self.partial_rotary_factor}) turns {self.rotary_dim} of head_dim "
+                f"{self.head_dim}: they must be even and not 0"
+            )
+        if self.rope_scaling.kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                if len(found := getattr(self.rope_scaling, name)) != self.rotary_dim // 2:
+                    raise ValueError(
+                        f"{name} has {len(found)} numbers; it must have {self.rotary_dim // 2}, one a pair"
+                    )
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
         """Read a Hugging Face folder (config.json and, where there is one, generation_config.json) or a dict."""
         if isinstance(source, Mapping):
-            return _read(Fields(source, "config"), Fields({}, "config"))
+            return read_config(Fields(source, "config"), Fields({}, "config"))
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
         generation_path = path.with_name("generation_config.json")
         generation = read_model_file(generation_path) if generation_path.exists() else {}
-        return _read(Fields(read_model_file(path), str(path)), Fields(generation, str(generation_path)))
+        return read_config(Fields(read_model_file(path), str(path)), Fields(generation, str(generation_path)))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of config.json, readable by transformers 4 and 5."""
-        if (self.qkv_bias, self.qk_norm) != (self.family == "qwen2", self.family == "qwen3"):
-            raise ValueError(
-                f"a {self.family} model with qkv_bias={self.qkv_bias} and qk_norm={self.qk_norm} has no Hugging Face "
-                "name: qkv_bias belongs to qwen2 and qk_norm to qwen3"
-            )
+        row = FAMILIES[self.family]
         eos: int | list[int] | None = list(self.eos_token_ids) or None
         rope = self.rope_scaling.to_hf()
-        architecture = ARCHITECTURES[self.family]
-        if self.scalar_head:
-            architecture = next(name for name, kind in _REWARD_MODELS.items() if kind == self.family)
         out = {
-            "architectures": [architecture],
+            "architectures": [row.reward_architecture if self.scalar_head else row.architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -132,7 +175,7 @@ class ModelConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            row.activation: self.hidden_act,
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
@@ -142,24 +185,91 @@ class ModelConfig:
             "initializer_range": 0.02,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos[0] if eos and len(eos) == 1 else eos,
+            "pad_token_id": self.pad_token_id,
         }
-        if self.family != "llama":
-            out["use_sliding_window"] = False
+        out |= {key: out[name] for name, key in row.sizes.items()}
+        out |= {key: type(usual)(getattr(self, name)) or None for name, (key, usual) in row.keys.items()}
+        out |= row.extra
+        out |= self._layers_to_hf(row, rope)
         if self.family != "qwen2":
-            out["attention_bias"] = False
+            out["attention_bias"] = self.o_bias
+        if "mlp_bias" in row.biases:
+            out["mlp_bias"] = self.mlp_bias
         if self.scalar_head:
-            out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": self.pad_token_id}
+            out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        self._check_name(out)
         return out
+
+    def _layers_to_hf(self, row: Row, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """What config.json says of rope and windows beyond what all families' files say."""
+        out: dict[str, Any] = {}
+        if row.partial_rope:
+            out["partial_rotary_factor"] = self.partial_rotary_factor
+            out["rope_parameters"] = {"rope_theta": self.rope_theta, **rope, **out}
+        if self.rope_scaling.kind == "longrope":
+            out["original_max_position_embeddings"] = self.rope_scaling.original_max_position_embeddings
+        if row.local_rope is not None:
+            local = self.sliding_rope or Rope(row.local_rope[1])
+            ropes = {"full_attention": self.rope.to_hf(), "sliding_attention": local.to_hf()}
+            out |= {"rope_scaling": None, "rope_parameters": ropes}
+            if key := row.local_rope[2]:
+                out[key] = local.theta
+        return out | row.write_layers(self)
+
+    def _check_name(self, content: Mapping[str, Any]) -> None:
+        """Refuses a config that its family's config.json cannot say."""
+        plain = self.base
+        read = ModelConfig.from_hf(content)
+        wrong = [each.name for each in fields_of(plain) if getattr(plain, each.name) != getattr(read, each.name)]
+        if wrong:
+            raise ValueError(
+                f"a {self.family} model with {', '.join(f'{n}={getattr(self, n)}' for n in wrong)} has no Hugging Face "
+                f"name: its config.json would be read as {', '.join(f'{n}={getattr(read, n)}' for n in wrong)}"
+            )
+
+    @property
+    def rope(self) -> Rope:
+        """That of the layers without a rope of their own."""
+        return Rope(self.rope_theta, self.rope_scaling)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head rope turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by, beside head_dim ** -0.5."""
+        scale = self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        factor = scale * self.head_dim**0.5
+        return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
+
+    def kind(self, layer: int) -> LayerKind:
+        """Of a layer."""
+        slides = self.sliding_window and (not self.layer_types or self.layer_types[layer] == SLIDING)
+        rope = self.sliding_rope if slides and self.sliding_rope is not None else self.rope
+        turns = not self.rope_layers or self.rope_layers[layer]
+        return LayerKind(self.sliding_window if slides else 0, rope if turns else None)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds that the layers have, in the order in which they come first; one where all are alike."""
+        return tuple(dict.fromkeys(map(self.kind, range(self.num_layers))))
 
     @property
     def max_positions(self) -> int:
         """The longest sequence that the model was made for, prompt and response together, rope scaling included.
 
         Linear scaling multiplies `max_position_embeddings`, yarn the context that it started from (files of yarn models
-        give the stretched length there, or leave the old one); llama3 is part of the number already.
+        give the stretched length there, or leave the old one); llama3 is part of the number already. With longrope it
+        is the context before it was stretched (`jaxrl.models.rope`).
         """
         scaling, given = self.rope_scaling, self.max_position_embeddings
+        if self.sliding_rope is not None:
+            return given  # these files give the stretched length
         match scaling.kind:
+            case "longrope":
+                return scaling.original_max_position_embeddings
             case "linear":
                 return max(given, round(given * scaling.factor))
             case "yarn":
@@ -191,7 +301,7 @@ class ModelConfig:
         """
 
         def one(name: str, weight: Weight) -> str:
-            trained = self.lora is None or is_trained(name) or weight.init == "ones"
+            trained = self.lora is None or is_trained(name) or weight.is_norm
             if weight.dtype:
                 return weight.dtype
             return param_dtype if trained else min(param_dtype, dtype, key=BYTES.__getitem__)
@@ -223,7 +333,7 @@ def _weights(sizes: ModelConfig) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "embed": Weight((V, E), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "token_embd.weight", (V, E)),
         "layers": _attention(sizes) | _mlp(sizes),
-        "final_norm": Weight((E,), ("embed",), "ones", "model.norm.weight", "output_norm.weight", (E,)),
+        "final_norm": Weight((E,), ("embed",), _norm_init(sizes), "model.norm.weight", "output_norm.weight", (E,)),
     }
     if sizes.scalar_head:
         tree["score"] = Weight((E, 1), ("embed", "labels"), "normal", "score.weight", "", (1, E), transpose=True)
@@ -236,54 +346,69 @@ def _weights(sizes: ModelConfig) -> dict[str, Any]:
 
 def _attention(sizes: ModelConfig) -> dict[str, Weight]:
     E, H, K, D = sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-
-    def project_in(heads: int, dim: str, name: str) -> Weight:
-        names = (f"self_attn.{name}_proj.weight", f"attn_{name}.weight")
-        return _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
-
-    def bias(heads: int, dim: str, name: str) -> Weight:
-        names = (f"self_attn.{name}_proj.bias", f"attn_{name}.bias")
-        return _stacked(sizes, (heads, D), (dim, "head_dim"), "zeros", names, (heads * D,))
-
+    fused, whole = FAMILIES[sizes.family].modules.get("qkv"), (H + 2 * K) * D
+    table = _norms(sizes, "attn", ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm"))
+    row = 0
+    for name, dim, heads in (("q", "heads", H), ("k", "kv_heads", K), ("v", "kv_heads", K)):
+        names = (f"{fused or f'self_attn.{name}_proj'}.weight", f"attn_{'qkv' if fused else name}.weight")
+        one = _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
+        table[name] = replace(one, file_rows=(row, whole)) if fused else one
+        row += heads * D
     out_names = ("self_attn.o_proj.weight", "attn_output.weight")
-    table = {
-        "attn_norm": _norm(sizes, E, "embed", "input_layernorm", "attn_norm"),
-        "q": project_in(H, "heads", "q"),
-        "k": project_in(K, "kv_heads", "k"),
-        "v": project_in(K, "kv_heads", "v"),
-        "o": _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D)),
-    }
+    table["o"] = _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D))
     if sizes.qkv_bias:
-        table |= {
-            "q_bias": bias(H, "heads", "q"),
-            "k_bias": bias(K, "kv_heads", "k"),
-            "v_bias": bias(K, "kv_heads", "v"),
-        }
-    if sizes.qk_norm:
-        table |= {
-            "q_norm": _norm(sizes, D, "head_dim", "self_attn.q_norm", "attn_q_norm"),
-            "k_norm": _norm(sizes, D, "head_dim", "self_attn.k_norm", "attn_k_norm"),
-        }
+        for name, dim, heads in (("q", "heads", H), ("k", "kv_heads", K), ("v", "kv_heads", K)):
+            names = (f"self_attn.{name}_proj.bias", f"attn_{name}.bias")
+            table[f"{name}_bias"] = _stacked(sizes, (heads, D), (dim, "head_dim"), "zeros", names, (heads * D,))
+    if sizes.o_bias:
+        names = ("self_attn.o_proj.bias", "attn_output.bias")
+        table["o_bias"] = _stacked(sizes, (E,), ("embed",), "zeros", names, (E,))
+    for name, dim, heads in (("q", "heads", H), ("k", "kv_heads", K)) if sizes.qk_norm else ():
+        shape, dims = ((heads, D), (dim, "head_dim")) if sizes.qk_norm_over_heads else ((D,), ("head_dim",))
+        table[f"{name}_norm"] = _norm(sizes, shape, dims, f"self_attn.{name}_norm", f"attn_{name}_norm")
     return table
 
 
 def _mlp(sizes: ModelConfig) -> dict[str, Weight]:
-    E, F = sizes.hidden_size, sizes.intermediate_size
+    E, F, modules = sizes.hidden_size, sizes.intermediate_size, FAMILIES[sizes.family].modules
+    fused = modules.get("gate_up")
 
     def matrix(name: str) -> Weight:
         shape, dims = ((F, E), ("mlp", "embed")) if name == "down" else ((E, F), ("embed", "mlp"))
-        return _stacked(sizes, shape, dims, "normal", (f"mlp.{name}_proj.weight", f"ffn_{name}.weight"), shape[::-1])
+        if not fused or name == "down":
+            names = (f"{modules.get(name, f'mlp.{name}_proj')}.weight", f"ffn_{name}.weight")
+            return _stacked(sizes, shape, dims, "normal", names, shape[::-1])
+        one = _stacked(sizes, shape, dims, "normal", (f"{fused}.weight", "ffn_up.weight"), shape[::-1])
+        return replace(one, file_rows=(F if name == "up" else 0, 2 * F))
 
-    return {
-        "mlp_norm": _norm(sizes, E, "embed", "post_attention_layernorm", "ffn_norm"),
-        "gate": matrix("gate"),
-        "up": matrix("up"),
-        "down": matrix("down"),
-    }
+    before = "post_attention_layernorm" if sizes.norms == "before" else "pre_feedforward_layernorm"
+    table = _norms(sizes, "mlp", (before, "ffn_norm"), ("post_feedforward_layernorm", "post_ffw_norm"))
+    names = ("gate", "up", "down")
+    table |= {name: matrix(name) for name in names}
+    for name in names if sizes.mlp_bias else ():
+        size, dim = (E, "embed") if name == "down" else (F, "mlp")
+        in_files = (f"mlp.{name}_proj.bias", f"ffn_{name}.bias")
+        table[f"{name}_bias"] = _stacked(sizes, (size,), (dim,), "zeros", in_files, (size,))
+    return table
 
 
-def _norm(sizes: ModelConfig, size: int, dim: str, *names: str) -> Weight:
-    return _stacked(sizes, (size,), (dim,), "ones", (f"{names[0]}.weight", f"{names[1]}.weight"), (size,))
+def _norms(sizes: ModelConfig, part: str, before: tuple[str, str], after: tuple[str, str]) -> dict[str, Weight]:
+    """The norms of attention or of the MLP, with their names in files."""
+    E, table = sizes.hidden_size, dict[str, Weight]()
+    if sizes.norms != "after":
+        table[f"{part}_norm"] = _norm(sizes, (E,), ("embed",), *before)
+    if sizes.norms != "before":
+        table[f"{part}_post_norm"] = _norm(sizes, (E,), ("embed",), *after)
+    return table
+
+
+def _norm(sizes: ModelConfig, shape: tuple[int, ...], dims: tuple[str, ...], *names: str) -> Weight:
+    in_files = (f"{names[0]}.weight", f"{names[1]}.weight")
+    return _stacked(sizes, shape, dims, _norm_init(sizes), in_files, (math.prod(shape),))
+
+
+def _norm_init(sizes: ModelConfig) -> Init:
+    return "less_one" if sizes.norm_plus_one else "ones"
 
 
 def _stacked(
@@ -300,20 +425,29 @@ def _stacked(
     return Weight(shape, dims, init, hf_name, gguf_name, hf_shape, transpose=len(hf_shape) == 2)
 
 
-def _read(fields: Fields, generation: Fields) -> ModelConfig:
+def read_config(fields: Fields, generation: Fields) -> ModelConfig:
+    """Of the content of config.json, and of generation_config.json."""
     family, scalar_head = _family(fields)
-    _check(fields, family)
+    row = FAMILIES[family]
+    _check(fields, family, row)
 
     def size(name: str, default: int | None = None) -> int:
-        return fields.integer(name, default, high=LARGEST[name])
+        return fields.integer(row.sizes.get(name, name), row.defaults.get(name, default), high=LARGEST[name])
 
     heads, hidden, vocab_size = size("num_attention_heads", 32), size("hidden_size"), size("vocab_size")
-    if hidden % heads and fields.get("head_dim") is None and family not in _DEFAULT_HEAD_DIM:
+    if hidden % heads and fields.get("head_dim") is None and "head_dim" not in row.defaults:
         raise ValueError(f"{fields.file}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
-    max_positions = size("max_position_embeddings", _DEFAULT_MAX_POSITIONS[family])
-    theta, scaling = read_rope(fields, max_positions)
-    # a null means one key/value head per query head in all three families, the key's absence only in llama
-    kv_heads = heads if family == "llama" or "num_key_value_heads" in fields.raw else 32
+    max_positions, num_layers = size("max_position_embeddings", 2048), size("num_hidden_layers")
+    # a null means one key/value head per query head in all families, the key's absence only in some
+    kv_heads = heads if "num_key_value_heads" in fields.raw else row.defaults.get("num_key_value_heads", heads)
+    kv_heads = fields.integer("num_key_value_heads", kv_heads, high=LARGEST["num_key_value_heads"])
+    switches: dict[str, Any] = dict(row.fixed) | {name: _number(fields, *key) for name, key in row.keys.items()}
+    if "attention_bias" in row.biases:
+        switches["qkv_bias"] = switches["o_bias"] = fields.flag("attention_bias")
+    switches["mlp_bias"] = "mlp_bias" in row.biases and fields.flag("mlp_bias")
+    switches |= row.layers(fields, num_layers) | _read_ropes(fields, row, max_positions)
+    if "sliding_window" not in switches:
+        switches.pop("sliding_rope", None)
     bos = fields.token_ids("bos_token_id", vocab_size)
     generated_eos, own_eos = (each.token_ids("eos_token_id", vocab_size) for each in (generation, fields))
     pad = fields.token_ids("pad_token_id", vocab_size) if scalar_head else ()
@@ -326,16 +460,14 @@ def _read(fields: Fields, generation: Fields) -> ModelConfig:
             vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=size("intermediate_size"),
-            num_layers=size("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=heads,
-            num_kv_heads=size("num_key_value_heads", kv_heads),
-            head_dim=size("head_dim", _DEFAULT_HEAD_DIM.get(family, hidden // heads)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rms_norm_eps=fields.number("rms_norm_eps", _DEFAULT_EPS, high=1.0),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            num_kv_heads=kv_heads,
+            head_dim=size("head_dim", hidden // heads),
+            rms_norm_eps=fields.number("rms_norm_eps", row.defaults.get("rms_norm_eps", _DEFAULT_EPS), high=1.0),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", row.defaults.get("tie_word_embeddings", False)),
+            hidden_act=_activation(fields, row),
+            **switches,
             max_position_embeddings=max_positions,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generated_eos or own_eos,
@@ -348,51 +480,70 @@ def _read(fields: Fields, generation: Fields) -> ModelConfig:
         raise ValueError(f"{fields.file}: {error}") from None
 
 
-def _family(fields: Fields) -> tuple[Family, bool]:
+def _number(fields: Fields, key: str, default: float) -> float:
+    """A multiplier, or a cap, which a null switches off."""
+    if key.endswith("softcapping") and not fields.raw.get(key, default):
+        return 0.0
+    if isinstance(default, int):
+        return fields.integer(key, default, high=MAX_ID)
+    return fields.number(key, default, high=_LARGEST_FACTOR)
+
+
+def _activation(fields: Fields, row: Row) -> Any:
+    usual = row.defaults.get("hidden_act", "silu")
+    act = {"swish": "silu"}.get(found := fields.raw.get(row.activation, usual), found)
+    if act not in ("silu", "gelu_pytorch_tanh"):
+        fields.refuse(f"{row.activation} {shown(found)}", "the MLP's activation must be 'silu' or 'gelu_pytorch_tanh'")
+    return act
+
+
+def _read_ropes(fields: Fields, row: Row, max_positions: int) -> dict[str, Any]:
+    """The fields of `ModelConfig` about rope."""
+    if row.local_rope is not None:
+        rope, local = read_ropes(fields, max_positions, *row.local_rope)
+        return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "sliding_rope": local}
+    theta = row.defaults.get("rope_theta", DEFAULT_THETA)
+    if "original_max_position_embeddings" in row.defaults:
+        name = "original_max_position_embeddings"
+        fields = Fields({name: row.defaults[name]} | dict(fields.raw), fields.file)
+    rope = read_rope(fields, max_positions, theta, row.partial_rope, row.longrope)
+    found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
+    if row.partial_rope:
+        inner = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+        given = Fields({"partial_rotary_factor": fields.get("partial_rotary_factor")} | inner, fields.file)
+        found["partial_rotary_factor"] = given.number("partial_rotary_factor", 1.0, high=1.0)
+    return found
+
+
+def _family(fields: Fields) -> tuple[str, bool]:
     """From `architectures`, or from `model_type` where that is missing; both must agree. And whether it is a reward
     model."""
     named, kind = fields.get("architectures", []), fields.get("model_type")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        fields.wrong("architectures", f'a list of names, as ["{ARCHITECTURES["llama"]}"]')
+        fields.wrong("architectures", f'a list of names, as ["{FAMILIES["llama"].architecture}"]')
     if kind is not None and not isinstance(kind, str):
-        fields.wrong("model_type", f"one of {', '.join(ARCHITECTURES)}")
-    scalar_head = bool(named) and named[0] in _REWARD_MODELS
-    known = {name: kind for kind, name in ARCHITECTURES.items()} | _REWARD_MODELS
-    family = known.get(named[0]) if named else kind
-    if family not in get_args(Family):
+        fields.wrong("model_type", f"one of {', '.join(FAMILIES)}")
+    models = {row.architecture: family for family, row in FAMILIES.items()}
+    reward_models = {row.reward_architecture: family for family, row in FAMILIES.items()}
+    scalar_head = bool(named) and named[0] in reward_models
+    family = (models | reward_models).get(named[0]) if named else kind
+    if family not in FAMILIES:
         value = f"architectures {shown(named)}" if named else f"model_type {shown(kind)}"
-        fields.refuse(value, f"supported are {', '.join(ARCHITECTURES.values())}")
+        fields.refuse(value, f"supported are {', '.join(models)}")
     if kind not in (None, family):
         fields.refuse(
             f"architectures {shown(named)} with model_type {shown(kind)}", f"the model_type of {named[0]} is {family!r}"
         )
-    return cast(Family, family), scalar_head
+    return family, scalar_head
 
 
-def _check(fields: Fields, family: Family) -> None:
+def _check(fields: Fields, family: str, row: Row) -> None:
     """Refuse what the decoder would otherwise silently leave out."""
-    if (act := fields.raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        fields.refuse(f"hidden_act {shown(act)}", "the MLP's activation must be 'silu'")
-    if fields.flag("attention_bias") and family != "qwen2":
-        fields.refuse(f"attention_bias true with model_type {family!r}", "only qwen2 has biases, on q, k and v")
-    if fields.flag("mlp_bias"):
-        fields.refuse("mlp_bias true", "the MLP must have no biases")
+    if fields.flag("attention_bias") and "attention_bias" not in row.biases and family != "qwen2":
+        fields.refuse(f"attention_bias true with model_type {family!r}", "models of this type have none")
+    if fields.flag("mlp_bias") and "mlp_bias" not in row.biases:
+        fields.refuse(f"mlp_bias true with model_type {family!r}", "models of this type have none")
+    if fields.get("use_bidirectional_attention"):
+        fields.refuse("use_bidirectional_attention true", "attention must be causal")
     if fields.get("quantization_config") is not None:
         fields.refuse("quantization_config", "weights must be float32, float16 or bfloat16 (or use a GGUF file)")
-    if family != "llama":
-        _check_window(fields)
-
-
-def _check_window(fields: Fields) -> None:
-    """Refuse a sliding window in any layer."""
-    kinds = fields.get("layer_types", [])
-    if not isinstance(kinds, list):
-        fields.wrong("layer_types", "a list with the kind of each layer")
-    if any(kind != "full_attention" for kind in kinds):
-        fields.refuse(f"layer_types {shown(kinds)}", "attention must be full everywhere")
-    window = fields.raw.get("sliding_window", _DEFAULT_WINDOW)
-    if kinds or not fields.flag("use_sliding_window") or window is None:
-        return
-    first = fields.integer("max_window_layers", _DEFAULT_WINDOW_START, low=0, high=MAX_ID)
-    if first < fields.integer("num_hidden_layers", high=LARGEST["num_hidden_layers"]):
-        fields.refuse(f"use_sliding_window true (sliding_window {shown(window)})", "attention must be full everywhere")

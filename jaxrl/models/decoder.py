@@ -1,4 +1,8 @@
-"""The decoder behind Llama, Qwen2 and Qwen3: one forward pass over plain pytrees.
+"""The decoder behind all families: one forward pass over plain pytrees.
+
+What a family does otherwise than Llama are switches of `ModelConfig`, and norms and biases are there if the layer has
+their weights; nothing here asks for a family. Layers of several kinds (`ModelConfig.kinds`: windows, ropes) are scanned
+all the same: their tables of cos and sin lie in one array, of which each layer takes its kind's.
 
 Training and rollout share `layer`; they differ in the attention that they pass in and in the form of the parameters:
 
@@ -36,8 +40,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.reference import ATTENTION, operands
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.config import LayerKind, ModelConfig
 from jaxrl.models.lora import A, B, Lora
+from jaxrl.models.rope import Rope
 from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
 
@@ -56,7 +61,7 @@ def init_table(table: Params, key: jax.Array, dtype: Any = jnp.float32) -> Param
     """The same of a table of weights, or of a part of one."""
 
     def one(path: Any, weight: Weight) -> jax.Array:
-        if weight.init in ("ones", "zeros"):
+        if weight.init in ("ones", "less_one", "zeros"):
             return jnp.full(weight.shape, 1 if weight.init == "ones" else 0, dtype)
         own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         if weight.init == "inputs":
@@ -67,10 +72,12 @@ def init_table(table: Params, key: jax.Array, dtype: Any = jnp.float32) -> Param
     return jax.tree_util.tree_map_with_path(one, table, is_leaf=lambda x: isinstance(x, Weight))
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each rotated pair: float64 [head_dim / 2], scaling applied."""
-    scaling, dim = config.rope_scaling, config.head_dim
-    frequency = config.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+def rope_frequencies(config: ModelConfig, rope: Rope | None = None) -> np.ndarray:
+    """Angle per position of each rotated pair: float64 [rotary_dim / 2], scaling applied; by default of the model's own
+    rope."""
+    rope, dim = config.rope if rope is None else rope, config.rotary_dim
+    scaling = rope.scaling
+    frequency = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     match scaling.kind:
         case "none":
             return frequency
@@ -82,18 +89,20 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
             span = scaling.high_freq_factor - scaling.low_freq_factor
             keep = np.clip((turns - scaling.low_freq_factor) / span, 0, 1)
             return frequency * (keep + (1 - keep) / scaling.factor)
+        case "longrope":
+            return frequency / np.asarray(scaling.short_factor)
         case "yarn":
-            keep = 1 - _yarn_ramp(config)
+            keep = 1 - _yarn_ramp(rope, dim)
             return frequency * (keep + (1 - keep) / scaling.factor)
 
 
-def _yarn_ramp(config: ModelConfig) -> np.ndarray:
+def _yarn_ramp(rope: Rope, dim: int) -> np.ndarray:
     """0 for pairs that turn fast enough to be kept, 1 for those to interpolate (arXiv:2309.00071, section 3.2)."""
-    scaling, dim = config.rope_scaling, config.head_dim
+    scaling = rope.scaling
 
     def pair_with(turns: float) -> float:
         ratio = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+        return dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
@@ -104,28 +113,59 @@ def _yarn_ramp(config: ModelConfig) -> np.ndarray:
     return np.clip((np.arange(dim // 2) - low) / width, 0, 1)
 
 
-def rope_tables(positions: jax.Array, config: ModelConfig, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each [..., head_dim / 2], for positions [...]; in at least float32 whatever `dtype` is."""
+Tables = tuple[jax.Array, jax.Array] | tuple[None, None]
+"""cos and sin, each [..., rotary_dim / 2]; None for layers without rope."""
+
+
+def rope_tables(
+    positions: jax.Array, config: ModelConfig, dtype: Any = jnp.float32, rope: Rope | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each [..., rotary_dim / 2], for positions [...]; in at least float32 whatever `dtype` is; by default
+    of the model's own rope."""
     dtype = _at_least_float32(dtype)
-    angles = positions[..., None].astype(dtype) * jnp.asarray(rope_frequencies(config), dtype)
-    factor = config.rope_scaling.attention_factor
+    angles = positions[..., None].astype(dtype) * jnp.asarray(rope_frequencies(config, rope), dtype)
+    factor = (config.rope if rope is None else rope).scaling.attention_factor
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding of [..., heads, D]: the first half of a head pairs with the second."""
-    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+def _tables_of_kinds(positions: jax.Array, config: ModelConfig, dtype: Any) -> dict[LayerKind, Tables]:
+    """Of each kind of the model's layers; kinds with one rope share its tables."""
+    ropes = {kind.rope for kind in config.kinds}
+    tables: dict[Any, Tables] = {
+        rope: rope_tables(positions, config, dtype, rope) for rope in ropes if rope is not None
+    }
+    return {kind: tables.get(kind.rope, (None, None)) for kind in config.kinds}
+
+
+def _rotate(x: jax.Array, cos: jax.Array | None, sin: jax.Array | None, factor: float = 1.0) -> jax.Array:
+    """Rotary embedding of [..., heads, D], times a factor: the first half of what is turned of a head pairs with the
+    second."""
+    if cos is None or sin is None:
+        return x if factor == 1.0 else (x.astype(_at_least_float32(x.dtype)) * factor).astype(x.dtype)
+    half, wide = cos.shape[-1], x.astype(cos.dtype)
+    first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    turned = jnp.concatenate([*parts, rest] if rest.shape[-1] else parts, axis=-1)
+    return (turned if factor == 1.0 else turned * factor).astype(x.dtype)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, features_first: bool = False) -> jax.Array:
     wide = x.astype(_at_least_float32(x.dtype))
-    scale = scale.astype(wide.dtype)
-    if features_first:
-        scale = scale.reshape(-1, *(1,) * (x.ndim - 1))
+    scale = _along(scale.astype(wide.dtype), x, features_first)
     normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=0 if features_first else -1, keepdims=True) + eps)
     return (normed * scale).astype(x.dtype)
+
+
+def _norm(x: jax.Array, scale: jax.Array, config: ModelConfig, features_first: bool = False) -> jax.Array:
+    if config.norm_plus_one:
+        scale = scale.astype(_at_least_float32(x.dtype)) + 1
+    return _rms_norm(x, scale, config.rms_norm_eps, features_first)
+
+
+def _along(features: jax.Array, x: jax.Array, features_first: bool) -> jax.Array:
+    """[E] in a shape that goes with x [..., E], or [E, ...]."""
+    return features.reshape(-1, *(1,) * (x.ndim - 1)) if features_first else features
 
 
 def _at_least_float32(dtype: Any) -> Any:
@@ -135,8 +175,8 @@ def _at_least_float32(dtype: Any) -> Any:
 def layer(
     lp: Mapping[str, Any],
     x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
     config: ModelConfig,
     *,
@@ -149,10 +189,10 @@ def layer(
     Args:
       lp: the layer's weights, without the leading dim.
       x: the residual stream; any other dims. With `features_first` it is [E, ...], and so is the result.
-      cos, sin: [..., D / 2] from `rope_tables`.
+      cos, sin: [..., rotary_dim / 2] from `rope_tables`; None: the layer has no rope.
       attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
         key/value head h // (H // K). `attend` scales by 1/sqrt(D).
-      config: only constants are taken from it (eps, the factor of adapters).
+      config: only constants are taken from it (eps, multipliers, the factor of adapters).
       features_first: matrices are [out..., in...].
       widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
@@ -162,7 +202,7 @@ def layer(
       (x, extra).
     """
 
-    weights = _LayerWeights(lp, x.dtype, config.rms_norm_eps, features_first, widen, config.lora, keys)
+    weights = _LayerWeights(lp, x.dtype, config, features_first, widen, keys)
     q, k, v = _queries_keys_values(weights, x, cos, sin)
     out, extra = attend(q, k, v)
     x = _add_attention(weights, x, out.astype(x.dtype))
@@ -174,17 +214,42 @@ class _LayerWeights(NamedTuple):
 
     lp: Mapping[str, Any]
     dtype: Any
-    eps: float
+    config: ModelConfig
     features_first: bool
     widen: bool
-    lora: Lora | None
     keys: jax.Array | None
+
+    @property
+    def lora(self) -> Lora | None:
+        return self.config.lora
 
     def get(self, name: str) -> jax.Array:
         return self.lp[name].astype(self.dtype)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
-        return _rms_norm(x, self.lp[name], self.eps, self.features_first)
+        """x with a norm of the residual stream's features, if the layer has it."""
+        return _norm(x, self.lp[name], self.config, self.features_first) if name in self.lp else x
+
+    def biased(self, name: str, x: jax.Array) -> jax.Array:
+        """What a matrix gave, with its bias, if the layer has one."""
+        if (name := f"{name}_bias") not in self.lp:
+            return x
+        return x + _along(self.get(name), x, self.features_first)
+
+    def head_norm(self, name: str, x: jax.Array, num_heads: int) -> jax.Array:
+        """x [..., heads, D] with its norm, of each head or of all together, if the layer has it. Heads beyond the
+        model's `num_heads` are zeros."""
+        if name not in self.lp or self.lp[name].ndim == 1:
+            return _norm(x, self.lp[name], self.config) if name in self.lp else x
+        wide, scale = x.astype(_at_least_float32(x.dtype)), self.lp[name]
+        mean = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True) / (num_heads * x.shape[-1])
+        normed = wide * lax.rsqrt(mean + self.config.rms_norm_eps)
+        return (normed * scale.astype(wide.dtype)).astype(x.dtype)
+
+    def added(self, x: jax.Array, part: jax.Array, norm: str) -> jax.Array:
+        """The residual stream with what attention or the MLP adds to it."""
+        part, factor = self.norm(norm, part), self.config.residual_multiplier
+        return x + (part if factor == 1.0 else part * factor)
 
     def product(self, x: jax.Array, name: str) -> jax.Array:
         """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O]."""
@@ -218,7 +283,7 @@ class _LayerWeights(NamedTuple):
 
 
 def _queries_keys_values(
-    weights: _LayerWeights, x: jax.Array, cos: jax.Array, sin: jax.Array
+    weights: _LayerWeights, x: jax.Array, cos: jax.Array | None, sin: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = weights.norm("attn_norm", x)
     if "qkv" in weights.lp:
@@ -227,9 +292,9 @@ def _queries_keys_values(
         q, k, v = (weights.heads(name, h) for name in ("q", "k", "v"))
     if "q_bias" in weights.lp:
         q, k, v = q + weights.get("q_bias"), k + weights.get("k_bias"), v + weights.get("v_bias")
-    if "q_norm" in weights.lp:
-        q, k = (_rms_norm(x, weights.lp[name], weights.eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    config = weights.config
+    q, k = weights.head_norm("q_norm", q, config.num_heads), weights.head_norm("k_norm", k, config.num_kv_heads)
+    return _rotate(q, cos, sin, config.query_factor), _rotate(k, cos, sin), v
 
 
 def _fused_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -246,8 +311,10 @@ def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.
     if weights.features_first:
         # a product with two summed dims makes XLA:CPU transpose the weights in every call, so they are joined into one
         out = out.reshape(*out.shape[:-2], -1)
-        return x + _from_the_left("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
-    return x + weights.product(out.reshape(*x.shape[:-1], -1), "o")
+        out = _from_the_left("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
+    else:
+        out = weights.product(out.reshape(*x.shape[:-1], -1), "o")
+    return weights.added(x, weights.biased("o", out), "attn_post_norm")
 
 
 def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
@@ -258,8 +325,12 @@ def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
         gate, up = both[..., 0, :], both[..., 1, :]
     else:
         gate, up = weights.product(h, "gate"), weights.product(h, "up")
-    h = jax.nn.silu(gate) * up
-    return x + weights.product(h, "down")
+    gate, up = weights.biased("gate", gate), weights.biased("up", up)
+    h = _ACTIVATIONS[weights.config.hidden_act](gate) * up
+    return weights.added(x, weights.biased("down", weights.product(h, "down")), "mlp_post_norm")
+
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 def _from_the_left(spec: str, matrix: jax.Array, x: jax.Array) -> jax.Array:
@@ -342,16 +413,20 @@ look_up_in_order.defvjp(_look_up_forward, _look_up_backward)
 def embed(
     params: Params,
     tokens: jax.Array,
+    config: ModelConfig,
     dtype: Any,
     find: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
 ) -> jax.Array:
     """Rows of the embedding, [..., E], found as `look_up` does."""
-    return find(params["embed"], tokens).astype(dtype)
+    rows = find(params["embed"], tokens).astype(dtype)
+    if config.scale_embedding:  # the factor is rounded as well, in transformers too
+        rows = rows * jnp.asarray(config.hidden_size**0.5, dtype)
+    return rows if config.embedding_multiplier == 1.0 else rows * config.embedding_multiplier
 
 
 def final_norm(params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False) -> jax.Array:
     """The norm before the vocabulary head."""
-    return _rms_norm(x, params["final_norm"], config.rms_norm_eps, features_first)
+    return _norm(x, params["final_norm"], config, features_first)
 
 
 def logits(params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False) -> jax.Array:
@@ -369,6 +444,10 @@ def logits(params: Params, x: jax.Array, config: ModelConfig, *, features_first:
         out = _head_product("ev", x, params["lm_head"].astype(x.dtype))
     else:
         out = _head_product("ve", x, params["embed"].astype(x.dtype))
+    if config.logits_scaling != 1.0:
+        out = out / config.logits_scaling
+    if cap := config.final_logit_softcapping:
+        out = jnp.tanh(out / cap) * cap
     if out.shape[-1] > config.vocab_size:
         out = jnp.where(jnp.arange(out.shape[-1]) < config.vocab_size, out, -jnp.inf)
     return out
@@ -413,7 +492,7 @@ def forward_scan(
     params: Params,
     tokens: jax.Array,
     positions: jax.Array,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[..., jax.Array],
     config: ModelConfig,
     *,
     dtype: Any,
@@ -427,7 +506,8 @@ def forward_scan(
     """Training form: final-normed hidden states [..., E] of tokens [...]. Callers chunk the logits.
 
     Args:
-      attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes).
+      attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes). With layers of several kinds it is
+        called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`.
       dtype: of activations and products.
       remat: what the backward pass recomputes: `none`, `full` (each layer from its input) or `dots` (all but the
         products with weights and attention).
@@ -438,18 +518,41 @@ def forward_scan(
       keys: of each row, for the dropout of adapters; None: nothing is dropped.
     """
 
-    def body(x: jax.Array, own: tuple[Params, Any]) -> tuple[jax.Array, None]:
-        lp, index = own
+    def body(x: jax.Array, own: tuple[Params, Any, Any]) -> tuple[jax.Array, None]:
+        lp, index, kind = own
         drawn = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)
-        x, _ = layer(gather(lp), x, cos, sin, lambda q, k, v: (attend(q, k, v), None), config, widen=widen, keys=drawn)
+        cos, sin = tables if kind is None else (table[kind] for table in tables)
+        of_layer = attend if kind is None else partial(_with_kind, attend, kind)
+        x, _ = layer(
+            gather(lp), x, cos, sin, lambda q, k, v: (of_layer(q, k, v), None), config, widen=widen, keys=drawn
+        )
         return constrain(x), None
 
-    cos, sin = rope_tables(positions, config, dtype)
-    x = constrain(embed(params, tokens, dtype, find))
+    by_kind = _tables_of_kinds(positions, config, dtype)
+    x = constrain(embed(params, tokens, config, dtype, find))
     layers = params["layers"]
-    indices = None if keys is None else jnp.arange(layers["attn_norm"].shape[0])
-    x, _ = lax.scan(_rematerialised(body, remat), x, (layers, indices))
+    num_layers = layers["o"].shape[0]
+    indices = None if keys is None else jnp.arange(num_layers)
+    kinds: Any = None
+    tables: Any = next(iter(by_kind.values()))
+    if len(by_kind) > 1:
+        order = list(by_kind)
+        kinds = jnp.asarray([order.index(config.kind(i)) for i in range(num_layers)], jnp.int32)
+        tables = _stacked_tables(list(by_kind.values()))
+    x, _ = lax.scan(_rematerialised(body, remat), x, (layers, indices, kinds))
     return final_norm(params, x, config)
+
+
+def _with_kind(attend: Callable[..., jax.Array], kind: jax.Array, *qkv: jax.Array) -> jax.Array:
+    return attend(*qkv, kind)
+
+
+def _stacked_tables(tables: list[Tables]) -> tuple[jax.Array, jax.Array]:
+    """Tables of several kinds of layers in one array each; a rope that turns nothing where there is none."""
+    like = next(cos for cos, _ in tables if cos is not None)
+    cos = [jnp.ones_like(like) if c is None else c for c, _ in tables]
+    sin = [jnp.zeros_like(like) if s is None else s for _, s in tables]
+    return jnp.stack(cos), jnp.stack(sin)
 
 
 def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -483,14 +586,15 @@ def forward_layers(
     weights as `to_rollout(..., features_first=True)` gives them. Weights in the host's memory are streamed, `ahead` as
     `jaxrl.models.streaming.LayerFeed` takes it.
     """
-    cos, sin = rope_tables(positions, config, dtype)
-    x = embed(params, tokens, dtype)
+    tables = _tables_of_kinds(positions, config, dtype)
+    x = embed(params, tokens, config, dtype)
     if features_first:
         x = jnp.moveaxis(x, -1, 0)
     caches, feed = [], LayerFeed(params["layers"], ahead)
     for i in range(len(params["layers"])):
         attend = partial(attends, i)
         x, lp = feed.take(i, x)
+        cos, sin = tables[config.kind(i)]
         x, cache = layer(lp, x, cos, sin, attend, config, features_first=features_first)
         caches.append(cache)
     return final_norm(params, x, config, features_first=features_first), caches

@@ -1,9 +1,12 @@
-"""GGUF files: the weights and shapes of Llama, Qwen2 and Qwen3 models as llama.cpp stores them.
+"""GGUF files: the weights and shapes of models as llama.cpp stores them (`FAMILIES` has its architectures).
 
 The `gguf` package reads and dequantises; this module brings the weights into the training form:
 
-- the converter interleaves the rows of q and k of the llama family, so that rotary pairs are neighbours; here the first
-  half of a head pairs with the second, as in Hugging Face files, so the rows go back;
+- the converter interleaves the rows of q and k of Llama, SmolLM3 and Granite, so that rotary pairs are neighbours; here
+  the first half of a head pairs with the second, as in Hugging Face files, so the rows go back;
+- it adds one to the norms of Gemma, which multiply by one plus the weight: it is taken off again;
+- what llama.cpp has in its code and not in the file is here, too: which layers of Gemma and SmolLM3 have a window or no
+  rope, Gemma 3's rope of windowed layers, and the scale of the largest Gemmas' scores;
 - the llama3 kind of rope scaling is stored as a tensor of divisors, from which its constants are recovered.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +25,9 @@ from gguf.quants import dequantize
 from jax.sharding import Mesh
 
 from jaxrl.data.gguf_file import open_gguf
-from jaxrl.models.config import LARGEST, Family, ModelConfig
+from jaxrl.models.config import LARGEST, ModelConfig, read_config
 from jaxrl.models.decoder import rope_frequencies
+from jaxrl.models.families import FULL, SLIDING
 from jaxrl.models.fields import MAX_ID, Fields
 from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
 from jaxrl.models.safetensors import OpenModel, check_tensors
@@ -31,8 +35,15 @@ from jaxrl.models.weights import Weight
 from jaxrl.schema.declared import shown
 
 SUPPORTED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K)
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+FAMILIES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "granite", "gemma2")},
+    "gemma3": "gemma3_text",
+}
+"""llama.cpp's architectures, and what transformers calls the same; OLMo 3 is an olmo2 with windows."""
+
+_INTERLEAVED = ("llama", "smollm3", "granite")
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 # The only constants that llama3 scaling has been published with; the divisors in the file are checked against them.
 _LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -76,10 +87,6 @@ def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     meta = _Metadata(reader, file)
     _check_kind(meta)
-
-    def size(key: str, name: str, default: int | None = None) -> int:
-        return meta.integer(key, default, high=LARGEST[name])
-
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{file}: tensor token_embd.weight is missing")
     embedding = [int(n) for n in tensors["token_embd.weight"].shape]
@@ -88,38 +95,8 @@ def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:
         raise ValueError(
             f"{file}: tensor token_embd.weight has shape {tuple(reversed(embedding))}, which is no embedding"
         )
-    heads = size(".attention.head_count", "num_attention_heads")
-    hidden = size(".embedding_length", "hidden_size")
-    head_dim = size(".attention.key_length", "head_dim", hidden // heads)
-    if (rotated := size(".rope.dimension_count", "head_dim", head_dim)) != head_dim:
-        raise ValueError(f"{file}: rope.dimension_count ({rotated}) must equal the head's size ({head_dim})")
-    stops = [meta.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("eos", "eot")]
-    context = size(".context_length", "max_position_embeddings")
-    try:
-        config = ModelConfig(
-            family=cast(Family, meta.architecture),
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=size(".feed_forward_length", "intermediate_size"),
-            num_layers=size(".block_count", "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=size(".attention.head_count_kv", "num_key_value_heads", heads),
-            head_dim=head_dim,
-            rope_theta=round(meta.number(".rope.freq_base", 10_000.0, above=1.0, high=MAX_THETA), 6),
-            rope_scaling=_rope_scaling(meta, context),
-            # Stored in float32; a decimal of that precision is what the original config.json said.
-            rms_norm_eps=float(f"{meta.number('.attention.layer_norm_rms_epsilon', high=1.0):.6g}"),
-            tie_word_embeddings="output.weight" not in tensors,
-            qkv_bias=meta.architecture == "qwen2",
-            qk_norm=meta.architecture == "qwen3",
-            max_position_embeddings=context,
-            bos_token_id=meta.token_id("tokenizer.ggml.bos_token_id", vocab_size),
-            eos_token_ids=tuple(dict.fromkeys(i for i in stops if i is not None)),
-        )
-    except ValueError as error:
-        if str(error).startswith(file):
-            raise
-        raise ValueError(f"{file}: {error}") from None
+    content = {"vocab_size": vocab_size, **_like_hf(meta, tensors, vocab_size)}
+    config = read_config(Fields(content, file), Fields({}, file))
     if _ROPE_FACTORS in tensors:
         return _with_llama3(config, tensors[_ROPE_FACTORS], file)
     return config
@@ -127,15 +104,95 @@ def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:
 
 def _check_kind(meta: _Metadata) -> None:
     """Refuses what the decoder does not compute."""
-    if (arch := meta.architecture) not in ARCHITECTURES:
-        raise ValueError(f"{meta.file}: general.architecture {arch!r} is not supported; use {', '.join(ARCHITECTURES)}")
+    if (arch := meta.architecture) not in FAMILIES:
+        raise ValueError(f"{meta.file}: general.architecture {arch!r} is not supported; use {', '.join(FAMILIES)}")
     for key in ("split.count", ".expert_count"):
         if (count := meta.integer(key, 0, low=0, high=MAX_ID)) > 1:
             raise ValueError(
                 f"{meta.file}: {key.lstrip('.')} {count} is not supported; use a single file of a dense model"
             )
-    if meta.get(".attention.sliding_window"):
+    if arch in ("llama", "qwen2", "qwen3") and meta.get(".attention.sliding_window"):
         raise ValueError(f"{meta.file}: attention.sliding_window is not supported; attention must be full everywhere")
+
+
+def _like_hf(meta: _Metadata, tensors: dict[str, ReaderTensor], vocab_size: int) -> dict[str, Any]:
+    """What config.json would have, for the family's own rules to read."""
+
+    def size(key: str, name: str, default: int | None = None) -> int:
+        return meta.integer(key, default, high=LARGEST[name])
+
+    arch, num_layers = meta.architecture, size(".block_count", "num_hidden_layers")
+    heads, hidden = size(".attention.head_count", "num_attention_heads"), size(".embedding_length", "hidden_size")
+    head_dim = size(".attention.key_length", "head_dim", hidden // heads)
+    rotated = size(".rope.dimension_count", "head_dim", head_dim)
+    if rotated != head_dim and arch != "phi3":
+        raise ValueError(f"{meta.file}: rope.dimension_count ({rotated}) must equal the head's size ({head_dim})")
+    context = size(".context_length", "max_position_embeddings")
+    stops = [meta.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("eos", "eot")]
+    scaling = RopeScaling() if arch == "phi3" else _rope_scaling(meta, context)
+    window = meta.integer(".attention.sliding_window", 0, low=0, high=MAX_ID)
+    found: dict[str, Any] = {
+        "model_type": FAMILIES[arch],
+        "hidden_size": hidden,
+        "intermediate_size": size(".feed_forward_length", "intermediate_size"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": size(".attention.head_count_kv", "num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": _decimal(meta.number(".attention.layer_norm_rms_epsilon", high=1.0)),
+        "rope_theta": round(meta.number(".rope.freq_base", 10_000.0, above=1.0, high=MAX_THETA), 6),
+        "rope_scaling": None if scaling.kind == "none" else scaling.to_hf(),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
+        "sliding_window": window or None,
+        "bos_token_id": meta.token_id("tokenizer.ggml.bos_token_id", vocab_size),
+        "eos_token_id": [*dict.fromkeys(i for i in stops if i is not None)],
+    }
+    for key, name in _SCALES.items():
+        if meta.get(key) is not None:
+            found[name] = _decimal(meta.number(key, high=MAX_FACTOR))
+    if arch == "phi3":
+        found |= _phi3(meta, tensors, context, rotated / head_dim)
+    if arch == "olmo2" and window:
+        pattern = meta.get(".attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(num_layers)])
+        if not isinstance(pattern, list) or len(pattern) != num_layers:
+            meta.wrong(".attention.sliding_window_pattern", f"a flag for each of the {num_layers} layers")
+        found |= {"model_type": "olmo3", "layer_types": [SLIDING if slides else FULL for slides in pattern]}
+    if (arch, num_layers) in _LARGEST_GEMMAS:
+        found["query_pre_attn_scalar"] = hidden // heads
+    elif arch.startswith("gemma"):
+        found["query_pre_attn_scalar"] = head_dim
+    return found
+
+
+_SCALES = {
+    ".attention.scale": "attention_multiplier",
+    ".embedding_scale": "embedding_multiplier",
+    ".residual_scale": "residual_multiplier",
+    ".logit_scale": "logits_scaling",
+    ".attn_logit_softcapping": "attn_logit_softcapping",
+    ".final_logit_softcapping": "final_logit_softcapping",
+}
+_LARGEST_GEMMAS = (("gemma2", 46), ("gemma3", 62))  # with 27B weights, by their layers
+
+
+def _phi3(meta: _Metadata, tensors: dict[str, ReaderTensor], context: int, partial: float) -> dict[str, Any]:
+    """The rope of Phi: a part of each head, and perhaps longrope, whose factors are tensors."""
+    out: dict[str, Any] = {"partial_rotary_factor": partial}
+    if all(name in tensors for name in _LONGROPE.values()):
+        lists = {name: np.asarray(tensors[tensor].data, np.float64).tolist() for name, tensor in _LONGROPE.items()}
+        out["rope_scaling"] = {"type": "longrope", **lists}
+        if meta.get(key := ".rope.scaling.attn_factor") is not None:
+            out["rope_scaling"]["attention_factor"] = meta.number(key, high=MAX_FACTOR)
+        original = meta.integer(".rope.scaling.original_context_length", context, high=MAX_ID)
+        out["original_max_position_embeddings"] = original
+    return out
+
+
+def _decimal(number: float) -> float:
+    """Stored in float32; a decimal of that precision is what the original config.json said."""
+    return float(f"{number:.6g}")
 
 
 def _rope_scaling(meta: _Metadata, context: int) -> RopeScaling:
@@ -194,7 +251,8 @@ def open_model(file: str | Path) -> OpenModel:
     file = str(file)
     reader = open_gguf(file)
     config = config_from_gguf(reader, file)
-    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name != _ROPE_FACTORS}
+    of_rope = (_ROPE_FACTORS, *_LONGROPE.values())
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name not in of_rope}
     shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
     table = config.weights()
     check_tensors(table, shapes, lambda _: file, kind="gguf")
@@ -208,14 +266,15 @@ def open_model(file: str | Path) -> OpenModel:
     def read(weight: Weight) -> Callable[[int], Callable[..., np.ndarray]]:
         names = weight.names("gguf")
         heads = {"blk.{layer}.attn_q": config.num_heads, "blk.{layer}.attn_k": config.num_kv_heads}
-        permuted = heads.get(weight.gguf_name.rsplit(".", 1)[0]) if config.family == "llama" else None
+        permuted = heads.get(weight.gguf_name.rsplit(".", 1)[0]) if config.family in _INTERLEAVED else None
         values: dict[int, np.ndarray] = {}
 
         def layer(index: int) -> Callable[..., np.ndarray]:
             # Kept while the weight is being placed: every shard asks for it, and dequantising is the slow part.
             if index not in values:
                 tensor = tensors[names[index]]
-                array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(weight.hf_shape)
+                array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(weight.file_shape)
+                array = array - 1 if weight.init == "less_one" else array
                 values[index] = array if permuted is None else unpermute(array, permuted)
             return lambda *part: values[index][part]
 

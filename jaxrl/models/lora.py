@@ -51,7 +51,13 @@ class Lora:
 
 def matrices(layers: Mapping[str, Weight]) -> dict[str, str]:
     """The matrices of a layer that may have adapters: names in files (`q_proj`), and in the table."""
-    return {weight.hf_name.split(".")[-2]: name for name, weight in layers.items() if weight.transpose}
+    return {_module(name, weight).rpartition(".")[2]: name for name, weight in layers.items() if weight.transpose}
+
+
+def _module(name: str, weight: Weight) -> str:
+    """The module of a matrix in files; of one that shares a tensor with others, as files have it that keep it apart."""
+    module = weight.hf_name.removesuffix(".weight")
+    return module if weight.file_rows is None else f"{module.rpartition('.')[0]}.{name}_proj"
 
 
 def chosen(
@@ -80,7 +86,7 @@ def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
     for name in lora.targets:
         weight = layers[name]
         split = 1 + weight.num_inputs
-        module = _IN_FILES + weight.hf_name.removesuffix("weight")
+        module = f"{_IN_FILES}{_module(name, weight)}."
         outputs, inputs = weight.hf_shape
         found[name + A] = replace(
             weight,
@@ -90,6 +96,7 @@ def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
             hf_name=f"{module}lora_A.weight",
             gguf_name="",
             hf_shape=(lora.rank, inputs),
+            file_rows=None,
         )
         found[name + B] = replace(
             weight,
@@ -99,6 +106,7 @@ def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
             hf_name=f"{module}lora_B.weight",
             gguf_name="",
             hf_shape=(outputs, lora.rank),
+            file_rows=None,
         )
     return found
 

@@ -77,6 +77,8 @@ def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
             missed = modules[hits.index(False)]
             fields.refuse(f"target_modules without {missed}", "a matrix has an adapter in all layers or in none")
         if all(hits):
+            if layers[name].file_rows is not None:
+                fields.refuse(f"an adapter of {modules[0]}", "the matrices in this tensor have one each")
             found.append(name)
     if not found:
         fields.wrong("target_modules", f"names of matrices in this model's layers ({', '.join(matrices(layers))})")
@@ -153,9 +155,14 @@ def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, 
     Args:
       base: where peft finds the model that they belong to.
     """
-    lora = model.lora
+    lora, layers = model.lora, model.base.weights()["layers"]
     assert lora is not None
-    by_matrix = {name: module for module, name in matrices(model.base.weights()["layers"]).items()}
+    if shared := [name for name in lora.targets if layers[name].file_rows is not None]:
+        raise ValueError(
+            f"{folder}: {', '.join(shared)} have adapters of their own, and peft has one for a tensor that holds "
+            f"several matrices, as in files of a {model.family} model; export the merged model (--merge)"
+        )
+    by_matrix = {name: module for module, name in matrices(layers).items()}
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,22 +1,26 @@
-"""How rotary frequencies are stretched to longer contexts: `RopeScaling`, and how config.json says it.
+"""How rotary frequencies are made and stretched to longer contexts: `Rope`, and how config.json says it.
 
-Linear; llama3 (Llama 3.1 model card); yarn (Peng et al., 2023, arXiv:2309.00071). Files are read as transformers 5
-reads them (`modeling_rope_utils.py`, `convert_rope_params_to_dict` and `standardize_rope_params`; compared with version
-5.23):
+Linear; llama3 (Llama 3.1 model card); yarn (Peng et al., 2023, arXiv:2309.00071); longrope (Ding et al., 2024,
+arXiv:2402.13753). Files are read as transformers 5 reads them (`modeling_rope_utils.py`, `convert_rope_params_to_dict`
+and `standardize_rope_params`; compared with versions 5.23 and 5.24):
 
-- a `rope_scaling` that is not empty takes the place of all of `rope_parameters`;
+- a `rope_scaling` that is not empty takes the place of all of `rope_parameters`; where windowed layers have a rope of
+  their own, it is laid over that of the others;
 - `rope_theta` in there wins over one at the top level;
 - `original_max_position_embeddings` at the top level wins over one in there;
 - yarn and llama3 without it start from `max_position_embeddings`.
 
-Departure: yarn without a factor uses the ratio of the two contexts, where version 5 wants a null written out.
+Departures: yarn without a factor uses the ratio of the two contexts, where version 5 wants a null written out. Longrope
+has frequencies for short and for long sequences, and transformers takes those that the longest sequence of a batch
+asks for: keys that are cached would be of the one kind, and queries of the other. Here sequences end where the short
+ones do, at `original_max_position_embeddings`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl.models.fields import MAX_ID, Fields
@@ -30,11 +34,12 @@ MAX_THETA, MAX_FACTOR = 1e15, 1e6
 class RopeScaling:
     """How rotary frequencies are stretched to contexts longer than those seen in pretraining.
 
-    `attention_factor` multiplies cos and sin (yarn only); it is resolved when a file is read, so that `mscale` and its
-    kin need no fields here.
+    `attention_factor` multiplies cos and sin (yarn and longrope); it is resolved when a file is read, so that `mscale`
+    and its kin need no fields here. `short_factor` divides each pair's frequency (longrope); `long_factor` is what it
+    would be beyond the original context, and is kept for export.
     """
 
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
@@ -43,6 +48,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_scaling` entry of config.json, in the words of transformers."""
@@ -58,42 +65,103 @@ class RopeScaling:
                 "attention_factor",
                 "truncate",
             ),
+            "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
         }
         kind = "default" if self.kind == "none" else self.kind
-        return {"rope_type": kind} | {name: getattr(self, name) for name in names[self.kind]}
+        lists = {"short_factor": [*self.short_factor], "long_factor": [*self.long_factor]}
+        own = {name: getattr(self, name) for name in names[self.kind]}
+        return {"rope_type": kind} | own | (lists if self.kind == "longrope" else {})
 
 
-def read_rope(fields: Fields, max_position_embeddings: int) -> tuple[float, RopeScaling]:
-    """(theta, scaling) of a config.json."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(fields.get(name, {}), Mapping):
-            fields.refuse(f"{name} {fields.raw[name]!r}", "it must be an object")
-    rope: dict[str, Any] = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding: the base of the frequencies, and how they are stretched."""
+
+    theta: float = DEFAULT_THETA
+    scaling: RopeScaling = field(default_factory=RopeScaling)
+
+    def to_hf(self) -> dict[str, Any]:
+        """An entry of `rope_parameters` of config.json."""
+        return {"rope_theta": self.theta, **self.scaling.to_hf()}
+
+
+def read_rope(fields: Fields, max_position_embeddings: int, theta: float, partial: bool, longrope: bool) -> Rope:
+    """The rope of a config.json that has one for all layers.
+
+    Args:
+      theta: if the file gives none.
+      partial: whether a part of each head may be rotated. longrope: whether that is among the family's types.
+    """
+    rope: dict[str, Any] = dict(_object(fields, "rope_scaling") or _object(fields, "rope_parameters"))
     for name, value in rope.items():
         if isinstance(value, Mapping):
             fields.refuse(f"rope of its own for {name!r}", "all layers must have the same rope")
-    top = {"rope_theta": fields.get("rope_theta")}
-    inner = Fields(top | {name: value for name, value in rope.items() if value is not None}, fields.file)
-    theta = inner.number("rope_theta", DEFAULT_THETA, above=1.0, high=MAX_THETA)
-    for partial in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
-        if partial not in (None, 1, 1.0):
-            fields.refuse(f"partial_rotary_factor {partial}", "rope must rotate the whole head")
+    for factor in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
+        if not partial and factor not in (None, 1, 1.0):
+            fields.refuse(f"partial_rotary_factor {factor}", "rope must rotate the whole head")
+    rope["rope_theta"] = rope.get("rope_theta") or fields.get("rope_theta")
+    top = fields.get("original_max_position_embeddings")
+    if top is not None:
+        rope["original_max_position_embeddings"] = top
+    return _of_object(Fields(rope, fields.file), max_position_embeddings, theta, longrope)
+
+
+def read_ropes(
+    fields: Fields, max_position_embeddings: int, theta: float, local_theta: float, local_key: str
+) -> tuple[Rope, Rope]:
+    """(that of layers with full attention, that of windowed ones) of a config.json in which they may differ.
+
+    Args:
+      theta, local_theta: if the file gives none.
+      local_key: of the windowed layers' theta, beside `rope_theta`; empty: there is none.
+    """
+    parameters = _object(fields, "rope_parameters")
+    full, local = (dict(_object(Fields(parameters, fields.file), f"{kind}_attention")) for kind in ("full", "sliding"))
+    full |= _object(fields, "rope_scaling")
+    full["rope_theta"] = full.get("rope_theta") or fields.get("rope_theta")
+    local["rope_theta"] = local.get("rope_theta") or fields.get(local_key)
+    both = (full, theta), (local, local_theta)
+    one, other = (_of_object(Fields(x, fields.file), max_position_embeddings, given, False) for x, given in both)
+    return one, other
+
+
+def _object(fields: Fields, name: str) -> Mapping[str, Any]:
+    if not isinstance(fields.get(name, {}), Mapping):
+        fields.refuse(f"{name} {fields.raw[name]!r}", "it must be an object")
+    return fields.get(name, {})
+
+
+def _of_object(inner: Fields, max_position_embeddings: int, theta: float, longrope: bool) -> Rope:
+    theta = inner.number("rope_theta", theta, above=1.0, high=MAX_THETA)
     kind = inner.get("rope_type", inner.get("type", "default"))
     if kind == "default":
-        return theta, RopeScaling()
-    if kind not in ("linear", "llama3", "yarn"):
-        fields.refuse(f"rope_type {kind!r}", "supported are 'default', 'linear', 'llama3' and 'yarn'")
-    origin = fields if fields.get("original_max_position_embeddings") is not None else inner
-    original = origin.integer("original_max_position_embeddings", max_position_embeddings, high=MAX_ID)
-    if kind == "yarn" and inner.get("factor") is None:
+        return Rope(theta)
+    if longrope and kind in ("su", "yarn"):  # early files of Phi-3 call it so
+        kind = "longrope"
+    known = ("longrope",) if longrope else ("linear", "llama3", "yarn")
+    if kind not in known:
+        inner.refuse(f"rope_type {kind!r}", f"supported are 'default', {_listed(known)}")
+    original = inner.integer("original_max_position_embeddings", max_position_embeddings, high=MAX_ID)
+    if kind in ("yarn", "longrope") and inner.get("factor") is None:
         factor = max_position_embeddings / original
     elif inner.get("factor") is None:
-        raise ValueError(f"{fields.file}: rope scaling {kind!r} needs a factor")
+        raise ValueError(f"{inner.file}: rope scaling {kind!r} needs a factor")
     else:
         factor = inner.number("factor", 1.0, high=MAX_FACTOR)
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor)
-    return theta, _llama3(inner, factor, original) if kind == "llama3" else _yarn(inner, factor, original)
+    match kind:
+        case "linear":
+            return Rope(theta, RopeScaling("linear", factor))
+        case "llama3":
+            return Rope(theta, _llama3(inner, factor, original))
+        case "longrope":
+            return Rope(theta, _longrope(inner, factor, original))
+        case _:
+            return Rope(theta, _yarn(inner, factor, original))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _llama3(fields: Fields, factor: float, original: int) -> RopeScaling:
@@ -102,6 +170,25 @@ def _llama3(fields: Fields, factor: float, original: int) -> RopeScaling:
     if not low < high:
         raise ValueError(f"{fields.file}: high_freq_factor ({high:g}) must be above low_freq_factor ({low:g})")
     return RopeScaling("llama3", factor, original, low, high)
+
+
+def _longrope(fields: Fields, factor: float, original: int) -> RopeScaling:
+    lists: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        numbers = fields.get(name)
+        if not isinstance(numbers, list) or not all(
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= MAX_FACTOR for x in numbers
+        ):
+            fields.wrong(name, f"a list of numbers above 0, and at most {MAX_FACTOR:g}")
+        lists[name] = tuple(map(float, numbers))
+    implied = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return RopeScaling(
+        "longrope",
+        factor,
+        original,
+        attention_factor=fields.number("attention_factor", implied, high=MAX_FACTOR),
+        **lists,
+    )
 
 
 def _yarn(fields: Fields, factor: float, original: int) -> RopeScaling:

@@ -119,7 +119,7 @@ def check_tensors(
     table: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str], kind: Any = "hf"
 ) -> None:
     """Every weight is there in its shape, and nothing else is; ValueError names file, tensor and shapes."""
-    expected = {name: weight.hf_shape for weight in leaves(dict(table)) for name in weight.names(kind)}
+    expected = {name: weight.file_shape for weight in leaves(dict(table)) for name in weight.names(kind)}
     for name, shape in expected.items():
         if name not in found:
             raise ValueError(f"{where(name)}: tensor {name} of shape {shape} is missing")
@@ -294,14 +294,16 @@ def export_hf(
         raise ValueError(f"export dtype ({dtype.name}) must be one of {', '.join(DTYPES.values())}")
     for old in (*folder.glob("model-*-of-*.safetensors"), folder / INDEX, folder / SINGLE):
         old.unlink(missing_ok=True)
-    pairs = list(_pairs(config.weights(), params))
-    groups = _split([weight for weight, _ in pairs], dtype.itemsize, max_file_bytes)
-    arrays = {name: (weight, array, i) for weight, array in pairs for i, name in enumerate(weight.names())}
+    arrays: dict[str, list[tuple[Weight, Any, int]]] = {}
+    for weight, array in _pairs(config.weights(), params):  # rows that share a tensor come in their order there
+        for i, name in enumerate(weight.names()):
+            arrays.setdefault(name, []).append((weight, array, i))
+    groups = _split(arrays, dtype.itemsize, max_file_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        save_file({name: _in_file(*arrays[name], dtype) for name in names}, folder / file, {"format": "pt"})
+        save_file({name: _in_file(arrays[name], dtype) for name in names}, folder / file, {"format": "pt"})
     if len(groups) > 1:
         total = config.num_params() * dtype.itemsize
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -325,24 +327,27 @@ def _pairs(table: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[tupl
             yield value, params[name]
 
 
-def _split(table: Sequence[Weight], itemsize: int, max_file_bytes: int) -> list[list[str]]:
+def _split(
+    arrays: Mapping[str, Sequence[tuple[Weight, Any, int]]], itemsize: int, max_file_bytes: int
+) -> list[list[str]]:
     """Tensor names by file, each file at most `max_file_bytes` (or one tensor)."""
     groups: list[list[str]] = [[]]
     size = 0
-    for weight in table:
-        each = math.prod(weight.hf_shape) * itemsize
-        for name in weight.names():
-            if groups[-1] and size + each > max_file_bytes:
-                groups.append([])
-                size = 0
-            groups[-1].append(name)
-            size += each
+    for name, ((weight, *_), *_) in arrays.items():
+        each = math.prod(weight.file_shape) * itemsize
+        if groups[-1] and size + each > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += each
     return groups
 
 
-def _in_file(weight: Weight, array: Any, layer: int, dtype: np.dtype) -> np.ndarray:
-    """A layer of a weight as files have it; contiguous, which `save_file` does not see to."""
-    return np.ascontiguousarray(weight.to_file(np.asarray(array[layer] if weight.stacked else array)), dtype)
+def _in_file(parts: Sequence[tuple[Weight, Any, int]], dtype: np.dtype) -> np.ndarray:
+    """A tensor as files have it, of the layers of weights whose rows it holds; contiguous, which `save_file` does not
+    see to."""
+    found = [weight.to_file(np.asarray(array[i] if weight.stacked else array)) for weight, array, i in parts]
+    return np.ascontiguousarray(found[0] if len(found) == 1 else np.concatenate(found), dtype)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

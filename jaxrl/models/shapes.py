@@ -13,17 +13,17 @@ import difflib
 from types import MappingProxyType
 from typing import Any
 
-from jaxrl.models.config import Family, ModelConfig
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.rope import RopeScaling
 
-_QWEN: dict[Family, dict[str, Any]] = {
+_QWEN: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "max_position_embeddings": 131072, "eos_token_ids": (151643,)},
     "qwen3": {"qk_norm": True, "max_position_embeddings": 40960, "eos_token_ids": (151645,)},
 }
 
 
 def _qwen(
-    family: Family,
+    family: str,
     hidden_size: int,
     intermediate_size: int,
     num_layers: int,
@@ -51,6 +51,39 @@ def _qwen(
         **_QWEN[family] | more,
     )
 
+
+def _published(
+    family: str,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    **more: Any,
+) -> ModelConfig:
+    """Of the lines of a config.json that are not its family's defaults."""
+    return ModelConfig.from_hf(
+        {
+            "model_type": family,
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            **more,
+        }
+    )
+
+
+_GEMMA = {"bos_token_id": 2, "eos_token_id": 1}
+_GEMMA_3 = _GEMMA | {"sliding_window": 512, "max_position_embeddings": 32768}
+_OLMO = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0, "eos_token_id": 100257}
+_YARN = {
+    **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2079441541679836},
+}
 
 SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
     {
@@ -118,6 +151,43 @@ SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
             max_position_embeddings=131072,
             bos_token_id=128000,
             eos_token_ids=(128001,),
+        ),
+        "Gemma-2-2B": _published("gemma2", 256000, 2304, 9216, 26, 8, 4, **_GEMMA),
+        "Gemma-3-270M": _published("gemma3_text", 262144, 640, 2048, 18, 4, 1, **_GEMMA_3),
+        "Gemma-3-1B": _published("gemma3_text", 262144, 1152, 6912, 26, 4, 1, **_GEMMA_3),
+        "Mistral-7B": _published(
+            "mistral",
+            *(32000, 4096, 14336, 32, 32, 8),
+            **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
+        ),
+        "Ministral-8B": _published(
+            "mistral",
+            *(131072, 4096, 12288, 36, 32, 8),
+            **{"head_dim": 128, "sliding_window": 32768, "max_position_embeddings": 32768, "rope_theta": 1e8},
+            **{"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
+        ),
+        "SmolLM3-3B": _published(
+            "smollm3",
+            *(128256, 2048, 11008, 36, 16, 4),
+            **{"rope_theta": 5e6, "max_position_embeddings": 65536, "bos_token_id": 128000, "eos_token_id": 128012},
+        ),
+        "OLMo-2-1B": _published("olmo2", 100352, 2048, 8192, 16, 16, 16, max_position_embeddings=4096, **_OLMO),
+        "OLMo-2-7B": _published("olmo2", 100352, 4096, 11008, 32, 32, 32, max_position_embeddings=4096, **_OLMO),
+        "OLMo-3-7B": _published(
+            "olmo3", 100278, 4096, 11008, 32, 32, 32, max_position_embeddings=65536, rope_scaling=_YARN, **_OLMO
+        ),
+        "Phi-4": _published(
+            "phi3",
+            *(100352, 5120, 17920, 40, 40, 10),
+            **{"rope_theta": 250_000.0, "max_position_embeddings": 16384, "bos_token_id": 100257},
+            eos_token_id=100257,
+        ),
+        "Granite-3.1-2B": _published(
+            "granite",
+            *(49155, 2048, 8192, 40, 32, 8),
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625},
+            **{"logits_scaling": 8.0, "rope_theta": 5e6, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+            **{"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0},
         ),
     }
 )

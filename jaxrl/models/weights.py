@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-Init = Literal["normal", "ones", "zeros", "inputs"]
+Init = Literal["normal", "ones", "less_one", "zeros", "inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,14 @@ class Weight:
     Attributes:
       shape: its shape; the weights of layers are stacked on a leading dim.
       dims: the logical dim of each entry of `shape`.
-      init: `normal` (standard deviation 0.02), `ones` (norms), `zeros` (biases) or `inputs` (uniform, at most one over
-        the square root of the number of inputs: adapters).
+      init: `normal` (standard deviation 0.02), `ones` (norms), `less_one` (norms that multiply by one plus the weight:
+        zeros), `zeros` (biases) or `inputs` (uniform, at most one over the square root of the number of inputs:
+        adapters).
       hf_name: its name in Hugging Face files; `{layer}` stands for the layer's index.
       gguf_name: its name in GGUF files.
       hf_shape: the shape of one layer's tensor in both kinds of files.
+      file_rows: (first, all) where it is some rows of a tensor that holds other weights as well, `hf_shape[0]` from the
+        first of all.
       transpose: files hold matrices as [out, in]; here a matrix is [in..., out...].
       dtype: of its numbers; empty: as the others have.
     """
@@ -41,10 +44,21 @@ class Weight:
     hf_shape: tuple[int, ...]
     transpose: bool = False
     dtype: str = ""
+    file_rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.dims), (self.shape, self.dims)
         assert prod(self.hf_shape) == prod(self.layer_shape), (self.shape, self.hf_shape)
+
+    @property
+    def is_norm(self) -> bool:
+        """True for what norms multiply by, which has at least float32 where layers compute in less."""
+        return self.init in ("ones", "less_one")
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of the file's tensor, other weights' rows included."""
+        return self.hf_shape if self.file_rows is None else (self.file_rows[1], *self.hf_shape[1:])
 
     @property
     def stacked(self) -> bool:
@@ -87,6 +101,9 @@ class Weight:
             shape[first], inside[first] = stop - start, slice(None)
             each = prod(sizes[dim] for dim in rest)
             cuts.append(slice(start * each, stop * each))
+        if self.file_rows is not None:
+            first = self.file_rows[0]
+            cuts[0] = slice(cuts[0].start + first, cuts[0].stop + first)
         tensor = read(*cuts)
         return (tensor.T if self.transpose else tensor).reshape(shape)[tuple(inside)]
 

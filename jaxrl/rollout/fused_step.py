@@ -17,6 +17,7 @@ Dims: R rows of a dp group, E embed, I inputs and O outputs of a product, S shar
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -41,6 +42,21 @@ MIN_SHARE, MAX_SHARE = 224, 4096
 """Features of a share. Shorter ones write more partial sums than they save; longer ones XLA cuts once more."""
 
 
+def computes(config: ModelConfig) -> bool:
+    """Whether a step has no more than is said above: Llama, Qwen2, Qwen3 and Mistral, and what is like them."""
+    plain, ropes = dataclasses.replace(config.base, **_ELSE), {kind.rope for kind in config.kinds}
+    return plain == config.base and ropes == {config.rope}
+
+
+_ELSE: dict[str, Any] = {
+    **{"o_bias": False, "mlp_bias": False, "qk_norm_over_heads": False, "norms": "before", "norm_plus_one": False},
+    **{"hidden_act": "silu", "scale_embedding": False, "embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+    **{"attention_multiplier": 0.0, "query_pre_attn_scalar": 0.0, "attn_logit_softcapping": 0.0},
+    "partial_rotary_factor": 1.0,
+}
+"""What switches must be for a step that is made of these kernels."""
+
+
 def forward(
     params: Any,
     pool: kv_cache.Pool,
@@ -63,7 +79,7 @@ def forward(
       tables: int32 [dp, R, W].
     """
     cos, sin = decoder.rope_tables(positions, config, dtype)
-    x = decoder.embed(params, tokens, dtype)
+    x = decoder.embed(params, tokens, config, dtype)
     shardings = rollout_shardings(config, layout, max_tp, fused_projections=True)
     layers = jax.tree.map(lambda sharding: sharding.spec, shardings["layers"])
     rows, paged = PartitionSpec(layout.dp_axes or None), kv_cache.pool_spec(layout, pool[0][0].shape[1])
@@ -100,6 +116,7 @@ class _Step:
         from jaxrl.kernels import decode_pallas, norm_pallas
 
         self._attention, self._norm = decode_pallas, norm_pallas
+        self._windows = [config.kind(i).window for i in range(config.num_layers)]
         self._eps, self._tp_axes, self._interpret = config.rms_norm_eps, tp_axes, interpret
         self._rope = cos, sin
         self._tables, self._positions = tables, positions
@@ -110,9 +127,9 @@ class _Step:
         """Final-normed hidden states [R, E], and the pool."""
         new: kv_cache.Pool = []
         pending_SRE = jnp.zeros((1, *x_RE.shape), jnp.float32)
-        for lp, cached in zip(layers, pool, strict=True):
+        for lp, cached, window in zip(layers, pool, self._windows, strict=True):
             x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["attn_norm"])
-            out_RF, cached = self._attend(lp, h_RE, cached)
+            out_RF, cached = self._attend(lp, h_RE, cached, window)
             new.append(cached)
             pending_SRE = self._whole(partial_sums(out_RF, lp["o"].reshape(-1, x_RE.shape[1])))
             x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["mlp_norm"])
@@ -123,7 +140,7 @@ class _Step:
     def _add_norm(self, x: jax.Array, parts: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self._norm.add_norm(x, parts, scale, eps=self._eps, interpret=self._interpret)
 
-    def _attend(self, lp: Any, h_RE: jax.Array, cached: Any) -> tuple[jax.Array, Any]:
+    def _attend(self, lp: Any, h_RE: jax.Array, cached: Any, window: int) -> tuple[jax.Array, Any]:
         """Attention's output [R, H * D], and the layer's new arrays."""
         features, *slab = lp["qkv"].shape
         qkv_SRO = partial_sums(h_RE, lp["qkv"].reshape(features, -1))
@@ -137,6 +154,7 @@ class _Step:
             self._tables,
             self._positions,
             eps=self._eps,
+            window=window,
             interpret=self._interpret,
         )
         return out_RHD.reshape(out_RHD.shape[0], -1), (k, v)

@@ -71,6 +71,7 @@ def attend(
     positions: jax.Array,
     valid: jax.Array,
     how: attention.PagedAttention,
+    rule: reference.Rule = reference.PLAIN,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Writes k and v, then attends; in `shard_map` over dp and tp, so that block numbers stay local to their pool.
 
@@ -78,7 +79,7 @@ def attend(
       q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
       pool: this layer's arrays.
       tables: int32 [dp, R, W]; positions, valid: [dp, R, C].
-      how: the implementation.
+      how: the implementation. rule: the layer's.
 
     Returns:
       The attention's output [dp, R, C, H, D] and the layer's new arrays.
@@ -91,7 +92,7 @@ def attend(
     def local(q, k, v, pool_k, pool_v, tables, positions, valid):
         pool_k = reference.write_kv(pool_k[0], k[0], tables[0], positions[0], valid[0])
         pool_v = reference.write_kv(pool_v[0], v[0], tables[0], positions[0], valid[0])
-        out = how.attend(q[0], pool_k, pool_v, tables[0], positions[0])
+        out = how.attend(q[0], pool_k, pool_v, tables[0], positions[0], rule)
         return out[None], pool_k[None], pool_v[None]
 
     out, pool_k, pool_v = jax.shard_map(
@@ -145,6 +146,7 @@ class GatheredCache:
         fresh: gathered.Fresh,
         start: jax.Array,
         step: jax.Array,
+        rule: reference.Rule = reference.PLAIN,
     ) -> tuple[jax.Array, gathered.Fresh]:
         """One step of one layer.
 
@@ -152,6 +154,7 @@ class GatheredCache:
           q: [dp, R, H, D]; k, v: [dp, R, K, D].
           window, fresh: those of this layer; tiles: the tiles that the window was gathered from.
           start: int32 [dp, R], the position of step 0 in each row; step: int32 scalar.
+          rule: the layer's.
 
         Returns:
           The attention's output [dp, R, H, D] and the layer's new buffer.
@@ -168,7 +171,7 @@ class GatheredCache:
             step: jax.Array,
         ) -> tuple[jax.Array, gathered.Fresh]:
             own = gathered.put(_own(fresh), k[0], v[0], step)
-            return gathered.attend(q[0], _own(window), _own(tiles), own, start[0], step)[None], _lead(own)
+            return gathered.attend(q[0], _own(window), _own(tiles), own, start[0], step, rule)[None], _lead(own)
 
         rest = (self._window, self._tiles, self._fresh, self._rows, PartitionSpec())
         in_specs = (self._queries, self._keys, self._keys, *rest)
@@ -184,12 +187,13 @@ class GatheredCache:
         fresh: gathered.Fresh,
         start: jax.Array,
         at: jax.Array,
+        rule: reference.Rule = reference.PLAIN,
     ) -> tuple[jax.Array, gathered.Fresh]:
         """One layer of a step in which rows take several positions.
 
         Args:
           q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
-          window, tiles, fresh, start: as for `attend`.
+          window, tiles, fresh, start, rule: as for `attend`.
           at: int32 [dp, R, C], each position's index in the fresh buffer; beyond its end: not stored.
 
         Returns:
@@ -207,7 +211,8 @@ class GatheredCache:
             at: jax.Array,
         ) -> tuple[jax.Array, gathered.Fresh]:
             own = gathered.put_several(_own(fresh), k[0], v[0], at[0])
-            return gathered.attend_several(q[0], _own(window), _own(tiles), own, start[0], at[0])[None], _lead(own)
+            out = gathered.attend_several(q[0], _own(window), _own(tiles), own, start[0], at[0], rule)
+            return out[None], _lead(own)
 
         queries, keys = self._several
         in_specs = (queries, keys, keys, self._window, self._tiles, self._fresh, self._rows, self._rows)

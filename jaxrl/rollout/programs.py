@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation, choose_paged
 from jaxrl.kernels.gathered import WindowTiles
+from jaxrl.kernels.reference import Rule
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import fused_step, kv_cache
@@ -140,6 +141,7 @@ class Programs:
         allow it.
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
+      rules: what each layer's attention does beyond a causal mask.
       fused: whether a decode step is `fused_step`, whose kernels need them.
 
     Args:
@@ -179,12 +181,14 @@ class Programs:
         )
         self.features_first = on_cpu and not self.fused_projections if features_first is None else features_first
         self.gathered = on_cpu if gathered is None else gathered
-        self.attention = choose_paged(attention, platform, interpret=interpret)
+        self.attention = choose_paged(attention, platform, config.attn_logit_softcapping, interpret=interpret)
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
-        self.fused = self.fused_projections and not self.gathered and not streams and decodes
+        computes = fused_step.computes(config)
+        self.fused = self.fused_projections and not self.gathered and not streams and decodes and computes
         self.ahead, self.draw = ahead, draw
         self.config = config
+        self.rules = [Rule(config.kind(i).window, config.attn_logit_softcapping) for i in range(config.num_layers)]
         self.layout = layout
         self.max_tp = max_tp
         self.dtype = dtype
@@ -206,7 +210,9 @@ class Programs:
         valid: jax.Array,
     ) -> tuple[jax.Array, kv_cache.Pool]:
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-            return kv_cache.attend(self.layout, q, k, v, pool[layer], tables, positions, valid, self.attention)
+            return kv_cache.attend(
+                self.layout, q, k, v, pool[layer], tables, positions, valid, self.attention, self.rules[layer]
+            )
 
         return self.layers(params, tokens, positions, attend)
 
@@ -370,7 +376,7 @@ class Programs:
 
         def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
             def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                return gathered.attend(q, k, v, windows[layer], tiles, fresh[layer], start, step)
+                return gathered.attend(q, k, v, windows[layer], tiles, fresh[layer], start, step, self.rules[layer])
 
             return self.layers(params, rows.token, rows.position, attend)
 

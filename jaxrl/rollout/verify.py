@@ -218,7 +218,9 @@ class Verify:
             at = jnp.where(valid, gained[..., None] + jnp.arange(tokens.shape[-1]), self.most_tokens)
 
             def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                return gathered.attend_several(q, k, v, windows[layer], tiles, fresh[layer], start, at)
+                return gathered.attend_several(
+                    q, k, v, windows[layer], tiles, fresh[layer], start, at, programs.rules[layer]
+                )
 
             return programs.layers(params, tokens, positions, attend)
 

@@ -45,6 +45,7 @@ from jaxrl.train.objectives import ObjectiveOf, objective_of
 from jaxrl.train.packing import TokenBatch, microbatch_shapes
 
 Tree = Any
+_NO_WINDOW = 2**30  # positions, in a model in which other layers have a window
 Shape = tuple[str, int, int]
 """(program, rows of the microbatch on all devices together, tokens of a row); of programs without one, 0 and 0."""
 
@@ -115,7 +116,7 @@ class TrainPrograms(CompiledPrograms):
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
         m, self.platform = model_config, platform_of(mesh.devices.flat[0])
-        heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype)
+        heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype, m.attn_logit_softcapping)
         self.packed_attention = choose_packed(actor.attention, self.platform, heads, interpret=interpret)
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self._widen = self.packed_attention.tiling.widen
@@ -264,15 +265,29 @@ class TrainPrograms(CompiledPrograms):
         )
         return own(table, tokens)
 
-    def _attention(self, rows: TokenBatch) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-        """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows."""
+    def _attention(self, rows: TokenBatch) -> Callable[..., jax.Array]:
+        """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows. With layers
+        of several kinds it is told a layer's, as `decoder.forward_scan` calls it."""
         packed = self.packed_attention
-        local = partial(jax.shard_map, mesh=self.mesh, out_specs=self.rows.spec, check_vma=False)
+        local = partial(jax.shard_map, mesh=self.mesh, in_specs=self.rows.spec, check_vma=False)
         shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
-        tiles = local(partial(packed.tile_pairs, dtype=self.config.actor.dtype), in_specs=self.rows.spec)(*shards)
+        by_kind = [kind.window for kind in self.model_config.kinds]
+        windows = list(dict.fromkeys(by_kind))
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return local(packed.attend, in_specs=self.rows.spec)(q, k, v, *shards, tiles)
+        def prepared(window: int, segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array) -> Any:
+            """(the first position that each token sees, tiles); None for the former in a model without windows."""
+            first = positions - (window or _NO_WINDOW) + 1 if any(windows) else None
+            return first, packed.tile_pairs(segment_ids, positions, prefix_ids, self.config.actor.dtype, first)
+
+        found = [local(partial(prepared, window), out_specs=self.rows.spec)(*shards) for window in windows]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *found) if len(windows) > 1 else found[0]
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: jax.Array | None = None) -> jax.Array:
+            first, tiles = stacked
+            if len(windows) > 1:
+                own = jnp.asarray([windows.index(window) for window in by_kind])[kind]
+                first, tiles = jax.tree.map(lambda x: x[own], stacked)
+            return local(packed.attend, out_specs=self.rows.spec)(q, k, v, *shards, tiles, first)
 
         return attend
 
@@ -379,7 +394,7 @@ def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str) -> Tree:
 
     def one(weight: Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         spec = sharding.spec[1:] if weight.stacked else sharding.spec
-        cast = dtype if weight.stacked and weight.init != "ones" and not weight.dtype else None
+        cast = dtype if weight.stacked and not weight.is_norm and not weight.dtype else None
         return _gather(NamedSharding(sharding.mesh, PartitionSpec(*spec)), cast)
 
     return map_weights(one, config.weights(), shardings)

@@ -52,7 +52,7 @@ def full_microbatch(config: Config, model_config: ModelConfig, num_devices: int,
 
 
 def _attention(config: Config, m: ModelConfig, platform: str) -> PackedAttention:
-    heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, config.actor.dtype)
+    heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, config.actor.dtype, m.attn_logit_softcapping)
     return choose_packed(config.actor.attention, platform, heads)
 
 

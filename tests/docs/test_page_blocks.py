@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import invented_family
+import jax
 import pytest
 import yaml
 from chat_server import chat_server, says
@@ -277,6 +280,42 @@ def race(block: Block, folder: Path, world: World) -> None:
     assert scorer(GroupRequest({}, trajectories)) == (0.0, {"rewards": [0.5, 0.0, 0.5]})
 
 
+def inventing(block: Block, folder: Path, world: World) -> None:
+    """The invented family, from its files and back to them, against a forward pass of its own."""
+    import jax.numpy as jnp
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    from jaxrl.kernels.reference import packed_attention
+    from jaxrl.models import decoder
+    from jaxrl.models.config import ModelConfig
+    from jaxrl.models.families import FAMILIES
+    from jaxrl.models.safetensors import export_hf, load_hf
+
+    own: dict[str, Any] = {}
+    exec(compile(block.text, block.place, "exec"), own)
+    with mock.patch.dict(FAMILIES, acme=own["acme"]):
+        model = ModelConfig.from_hf(invented_family.CONTENT)
+        params = decoder.init(model, jax.random.key(0))
+        random = np.random.default_rng(0)
+        params = jax.tree.map(lambda x: random.normal(1.0 if x.ndim < 3 else 0.0, 0.3, x.shape), params)
+        export_hf(params, model, folder, dtype=np.float32)
+        tensors = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
+        loaded, params = load_hf(folder)
+        tokens = random.integers(0, 50, 12)
+        windows, positions = [kind.window or 99 for kind in model.kinds], jnp.arange(12)[None]
+
+        def attend(q: Any, k: Any, v: Any, kind: Any) -> Any:
+            first = positions - jnp.asarray(windows)[kind] + 1
+            return packed_attention(q, k, v, jnp.ones_like(positions), positions, None, first)
+
+        hidden = decoder.forward_scan(params, jnp.asarray(tokens)[None], positions, attend, model, dtype=jnp.float32)
+        logits = decoder.logits(params, hidden, model)[0]
+    assert loaded == model
+    assert "model.layers.0.mlp.gate_up_proj.weight" in tensors
+    np.testing.assert_allclose(logits, invented_family.logits(tensors, tokens), rtol=0, atol=1e-4)
+
+
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "CONTRIBUTING.md: from collections.abc import Mapping": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
@@ -288,6 +327,7 @@ PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "docs/environments.md: from jaxrl.environments.env import Action": GUESS,
     "docs/mechanisms/partial_rollout.md: def buffer_filter": buffer_filter,
     "docs/mechanisms/dynamic_sampling.md: def keep_group": keep_group,
+    "docs/your-model.md: from jaxrl.models.families import": inventing,
     "docs/your-reward.md: def compute_score": reward,
     "docs/serving.md: import openai": asking,
     "docs/serving.md: import asyncio": not_here,

@@ -4,6 +4,8 @@ Tolerances as in test_paged_pallas.py. What is written into the pool is rounded 
 bfloat16 of a sum in another order may differ by a unit in the last place.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,8 +48,8 @@ def case(heads, kv_heads, dim=32, dtype="float32", *, bias=True, norms=True, sha
     }
 
 
-@jax.jit
-def separate(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC, k_KNPD, v_KNPD, tables_RW, positions_R):
+@partial(jax.jit, static_argnames="rule")
+def separate(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC, k_KNPD, v_KNPD, tables_RW, positions_R, rule=reference.PLAIN):
     """The same by an operation each, rounded after each."""
     dtype = k_KNPD.dtype
     slab = jnp.sum(qkv_SRKXD, axis=0).astype(dtype)
@@ -63,7 +65,7 @@ def separate(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC, k_KNPD, v_KNPD, tables_
         reference.write_kv(pool, new[:, None], tables_RW, at, valid)
         for pool, new in ((k_KNPD, k[:, :, 0]), (v_KNPD, v))
     ]
-    out = reference.paged_attention(q.reshape(rows, 1, -1, q.shape[-1]), *pools, tables_RW, at)
+    out = reference.paged_attention(q.reshape(rows, 1, -1, q.shape[-1]), *pools, tables_RW, at, rule)
     return out[:, 0], *pools
 
 
@@ -79,8 +81,9 @@ def turned(x, cos_RC, sin_RC):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def run(arguments, parts=1):
-    out = decode_attention(**arguments, eps=EPS, tiles=PagedTileSizes(16, 32, parts, 4, 2), interpret=True)
+def run(arguments, parts=1, window=0):
+    tiles = PagedTileSizes(16, 32, parts, 4, 2)
+    out = decode_attention(**arguments, eps=EPS, window=window, tiles=tiles, interpret=True)
     return [np.asarray(x, np.float32) for x in out]
 
 

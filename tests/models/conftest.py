@@ -110,7 +110,7 @@ def lora_config(family: str) -> ModelConfig:
 def unstack(params: Any) -> Any:
     """Training form to rollout form, values unchanged."""
     layers = params["layers"]
-    count = layers["attn_norm"].shape[0]
+    count = layers["o"].shape[0]
     return params | {"layers": [{name: w[i] for name, w in layers.items()} for i in range(count)]}
 
 
@@ -126,13 +126,29 @@ def lively(config: ModelConfig, dtype: Any = np.float32, scale: float = 0.3) -> 
     return jax.tree_util.tree_map_with_path(one, config.weights(), is_leaf=lambda x: isinstance(x, Weight))
 
 
-def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: Any = 0, cap: float = 0.0) -> jax.Array:
     """Plain causal attention of [B, T, heads, D]."""
     B, T, H, D = q.shape
     K = k.shape[2]
     scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, K, H // K, D), k) / D**0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf), axis=-1)
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
+    seen = jnp.tril(jnp.ones((T, T), bool))
+    if not isinstance(window, int) or window:
+        behind = jnp.arange(T)[:, None] - jnp.arange(T)
+        seen &= (behind < window) | (window == 0)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(B, T, H, D)
+
+
+def attention_of(config: ModelConfig) -> Callable[..., jax.Array]:
+    """`causal` with the windows of a model's layers and its cap."""
+    windows = [kind.window for kind in config.kinds]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: Any = None) -> jax.Array:
+        window = windows[0] if kind is None else jnp.asarray(windows)[kind]
+        return causal(q, k, v, window, config.attn_logit_softcapping)
+
+    return attend
 
 
 def positions_of(tokens: Any) -> jax.Array:
@@ -142,8 +158,28 @@ def positions_of(tokens: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("config", "dtype", "remat"))
 def scan_logits(params: Any, tokens: Any, config: ModelConfig, dtype: Any = jnp.float32, remat: Any = "none") -> Any:
     """Logits of tokens [B, T] or [T]."""
-    hidden = decoder.forward_scan(params, tokens, positions_of(tokens), causal, config, dtype=dtype, remat=remat)
+    attend = attention_of(config)
+    hidden = decoder.forward_scan(params, tokens, positions_of(tokens), attend, config, dtype=dtype, remat=remat)
     return decoder.logits(params, hidden, config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def drawn_gradients(params: Any, tokens: Any, cotangent: Any, config: ModelConfig) -> tuple[jax.Array, Any]:
+    """Logits of tokens [B, T], and the gradients of the sum of log-softmax times `cotangent`; float64."""
+
+    def total(params: Any) -> tuple[jax.Array, jax.Array]:
+        logits = scan_logits(params, tokens, config, jnp.float64)
+        return jnp.sum(jax.nn.log_softmax(logits) * cotangent), logits
+
+    gradients, logits = jax.grad(total, has_aux=True)(params)
+    return logits, gradients
+
+
+def gradient_sums(gradients: Any) -> np.ndarray:
+    """[weights, 2]: each gradient's sum, and its sum with signs drawn for each number."""
+    flat = [np.asarray(x).ravel() for x in jax.tree.leaves(gradients)]
+    signs = [np.random.default_rng(7).choice([-1, 1], x.size) for x in flat]
+    return np.array([(x.sum(), x @ s) for x, s in zip(flat, signs, strict=True)])
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,9 @@ SMOLLM2 = {
 }
 
 
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+
+
 def raw(**changes):
     return SMOLLM2 | changes
 
@@ -84,11 +87,15 @@ def test_an_idle_sliding_window_is_accepted():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": None, "model_type": "phi3"}, r"model_type 'phi3' is not supported; supported are Llama"),
+        ({"architectures": None, "model_type": "phi"}, r"model_type 'phi' is not supported; supported are Llama"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5 is not supported; rope must rotate the whole"),
         ({"hidden_act": "gelu"}, r"hidden_act 'gelu' is not supported; the MLP's activation must be 'silu'"),
-        ({"attention_bias": True}, r"attention_bias true with model_type 'llama' is not supported; only qwen2"),
-        ({"mlp_bias": True}, r"mlp_bias true is not supported"),
+        (
+            PHI3 | {"attention_bias": True},
+            r"attention_bias true with model_type 'phi3' is not supported; models of this",
+        ),
+        (PHI3 | {"mlp_bias": True}, r"mlp_bias true with model_type 'phi3' is not supported; models of this type have"),
+        ({"use_bidirectional_attention": True}, r"use_bidirectional_attention true is not supported; attention must"),
         ({"quantization_config": {}}, r"quantization_config is not supported; weights must be float32"),
         ({"hidden_size": None}, r"hidden_size \(None\) must be a whole number from 1 to 1048576"),
     ],
@@ -101,5 +108,5 @@ def test_refusals_name_file_and_value(changes, message, tmp_path):
 
 
 def test_a_model_without_a_name_is_not_exported():
-    with pytest.raises(ValueError, match=r"a llama model with qkv_bias=True and qk_norm=False has no Hugging Face"):
+    with pytest.raises(ValueError, match=r"a llama model with qkv_bias=True has no Hugging Face name: its config"):
         tiny_config(qkv_bias=True).to_hf()

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
+from gguf import GGUFWriter, get_tensor_name_map
+from gguf.constants import MODEL_ARCH_NAMES
 from gguf.quants import dequantize, quantize
 
 from jaxrl.data.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ from jaxrl.models.gguf import load_gguf, unpermute
 from jaxrl.models.loading import load_model
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.safetensors import export_hf
-from jaxrl.models.weights import Weight
+from jaxrl.models.weights import Weight, leaves
 
 from .conftest import causal, lively, positions_of, scan_logits, tiny_config
 
@@ -35,7 +36,7 @@ def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
 
 def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metadata=None, tensors=None) -> None:
     """A GGUF file of a model, matrices quantised."""
-    arch = arch or config.family
+    arch = arch or ARCHITECTURES.get(config.family, config.family)
     writer = GGUFWriter(str(file), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -49,23 +50,116 @@ def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metada
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for key, value in (metadata or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{arch}.{key}", value)
+        add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}.get(
+            type(value), writer.add_float32
+        )
+        add(f"{arch}.{key}", value)
     table = jax.tree.leaves_with_path(config.weights(), is_leaf=lambda x: isinstance(x, Weight))
+    parts: dict[str, list[tuple[tuple[int, int], np.ndarray]]] = {}
     for (path, weight), param in zip(table, jax.tree.leaves(params), strict=True):
         kind_of_weight = jax.tree_util.keystr(path, simple=True, separator="/")
         for i, name in enumerate(weight.names("gguf")):
             tensor = np.asarray(weight.to_file(param[i] if weight.stacked else param), np.float32)
             heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}.get(kind_of_weight)
-            if config.family == "llama" and heads is not None:
+            if config.family in ("llama", "smollm3", "granite") and heads is not None:
                 tensor = permute(tensor, heads)
-            own = kind if tensor.ndim == 2 else Kind.F32
-            writer.add_tensor(name, quantize(np.ascontiguousarray(tensor), own), raw_dtype=own)
+            tensor = tensor + 1 if weight.init == "less_one" else tensor
+            parts.setdefault(name, []).append((weight.file_rows or (0, 0), tensor))
+    for name, arrays in parts.items():
+        tensor = np.concatenate([tensor for _, tensor in sorted(arrays, key=lambda part: part[0])])
+        own = kind if tensor.ndim == 2 else Kind.F32
+        writer.add_tensor(name, quantize(np.ascontiguousarray(tensor), own), raw_dtype=own)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2"}
+SIZES = {
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128},
+    **{"bos_token_id": 1, "eos_token_id": [2], "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+}
+OTHERS = {
+    "olmo2": ({}, {}),
+    "olmo3": (
+        {"sliding_window": 7, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {
+            "attention.sliding_window": 7,
+            "attention.sliding_window_pattern": [True, True, True, False, True, True],
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 2.0,
+        },
+    ),
+    "smollm3": ({"rope_theta": 5e6}, {}),
+    "granite": (
+        {
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625},
+            "logits_scaling": 8.0,
+        },
+        {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0},
+    ),
+    "gemma2": (
+        {"sliding_window": 9, "query_pre_attn_scalar": 16},
+        {"attention.sliding_window": 9, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": (
+        {"sliding_window": 5, "query_pre_attn_scalar": 16, "rope_theta": 1e6},
+        {"attention.sliding_window": 5},
+    ),
+    "phi3": (
+        {"partial_rotary_factor": 0.75, "sliding_window": 20, "rope_theta": 1e4},
+        {"rope.dimension_count": 12, "attention.sliding_window": 20},
+    ),
+}
+"""What config.json has beside `SIZES`, and what llama.cpp's converter writes for it."""
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family, tmp_path):
+    content, metadata = OTHERS[family]
+    config = ModelConfig.from_hf(SIZES | {"model_type": family} | content)
+    params = lively(config)
+    write(tmp_path / "m.gguf", config, params, metadata=metadata)
+    loaded_config, loaded = load_gguf(tmp_path / "m.gguf")
+    assert loaded_config == config
+    assert_same(loaded, params, rtol=0, atol=5e-7 if config.norm_plus_one else 0)
+
+
+def test_longrope(tmp_path):
+    lists = {name: [1.0 + i / 8 for i in range(6)] for name in ("short_factor", "long_factor")}
+    scaling = {"type": "longrope", "attention_factor": 1.25, **lists}
+    content = {"model_type": "phi3", "partial_rotary_factor": 0.75, "rope_scaling": scaling}
+    config = ModelConfig.from_hf(SIZES | content | {"original_max_position_embeddings": 64})
+    metadata = {
+        "rope.dimension_count": 12,
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.attn_factor": 1.25,
+        "attention.sliding_window": 0,
+    }
+    factors = {f"rope_factors_{name}.weight": np.float32(lists[f"{name}_factor"]) for name in ("short", "long")}
+    params = lively(config)
+    write(tmp_path / "m.gguf", config, params, metadata=metadata, tensors=factors)
+    loaded_config, loaded = load_gguf(tmp_path / "m.gguf")
+    assert loaded_config == config
+    assert loaded_config.max_positions == 64
+    assert_same(loaded, params, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", [*OTHERS, "llama", "qwen2", "qwen3"])
+def test_names_are_those_of_llama_cpp(family):
+    """The package's own map from Hugging Face's names."""
+    arch = ARCHITECTURES.get(family, family)
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(kind, 6)
+    config = ModelConfig.from_hf(SIZES | {"model_type": family, "head_dim": 16})
+    for weight in leaves(config.weights()):
+        for hf_name, gguf_name in zip(weight.names(), weight.names("gguf"), strict=True):
+            module, _, suffix = hf_name.rpartition(".")
+            assert f"{names.get_name(module)}.{suffix}" == gguf_name
 
 
 def assert_same(a, b, **tolerance):

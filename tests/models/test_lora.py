@@ -116,7 +116,7 @@ def test_dropout_is_pefts():
     config = dataclasses.replace(lora_config("llama"), lora=Lora(3, 6.0, ("q", "o", "gate"), dropout=0.25))
     lp = {name: jnp.asarray(x[0]) for name, x in lively(config)["layers"].items()}
     keys = jax.random.split(jax.random.key(0), 2)
-    weights = decoder._LayerWeights(lp, jnp.float32, 1e-6, False, False, config.lora, keys)
+    weights = decoder._LayerWeights(lp, jnp.float32, config, False, False, keys)
     ones = jnp.ones((2, 500, 48))
     dropped = weights._dropped(ones, "q")
     assert {*np.unique(np.asarray(dropped)).tolist()} == {0.0, np.float32(1 / 0.75)}

@@ -88,7 +88,11 @@ GGUFS = (
         "tensors token_embd.weight and output_norm.weight share bytes",
         gguf(after(b"output_norm.weight", 4 + 8 + 4, 64)),
     ),
-    in_gguf("general.architecture 'gemma' is not supported; use llama, qwen2, qwen3", gguf(architecture="gemma")),
+    in_gguf(
+        "general.architecture 'gemma' is not supported; use llama, qwen2, qwen3, olmo2, smollm3, phi3, "
+        "granite, gemma2, gemma3",
+        gguf(architecture="gemma"),
+    ),
     in_gguf("metadata qwen2.block_count ('two') must be a whole number from 1 to 10000", gguf(block_count="two")),
     in_gguf(
         "metadata qwen2.block_count (1000000000000000000) must be a whole number from 1 to 10000",

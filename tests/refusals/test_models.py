@@ -35,6 +35,7 @@ from refusals import Refusal
 from tiny import CONFIG
 
 from jaxrl.models import decoder
+from jaxrl.models.families import FAMILIES
 
 LAYOUT = ("explain-layout", "--model", "{tmp}/m")  # reads the config alone
 EXPORT = ("export", "{tmp}/m", "{tmp}/out")  # reads the weights as well
@@ -120,14 +121,14 @@ PATHS = (
     ),
 )
 
+CLASSES = ", ".join(row.architecture for row in FAMILIES.values())
 CONFIGS = (
     in_config(
         """architectures ('LlamaForCausalLM') must be a list of names, as ["LlamaForCausalLM"]""",
         architectures="LlamaForCausalLM",
     ),
     in_config(
-        "architectures ['GemmaForCausalLM'] is not supported; supported are LlamaForCausalLM, Qwen2ForCausalLM, "
-        "Qwen3ForCausalLM",
+        f"architectures ['GemmaForCausalLM'] is not supported; supported are {CLASSES}",
         architectures=["GemmaForCausalLM"],
     ),
     in_config(
@@ -135,7 +136,7 @@ CONFIGS = (
         "LlamaForCausalLM is 'llama'",
         model_type="mistral",
     ),
-    in_config("model_type (['llama']) must be one of llama, qwen2, qwen3", model_type=["llama"]),
+    in_config(f"model_type (['llama']) must be one of {', '.join(FAMILIES)}", model_type=["llama"]),
     in_config(
         "num_hidden_layers (1000000000000000000) must be a whole number from 1 to 10000", num_hidden_layers=10**18
     ),
@@ -175,11 +176,11 @@ CONFIGS = (
         quantization_config={"bits": 4},
     ),
     in_config(
-        "use_sliding_window true (sliding_window 4096) is not supported; attention must be full everywhere",
+        "layer_types with sliding_attention is not supported; there is no window: see sliding_window and "
+        "use_sliding_window",
         architectures=["Qwen2ForCausalLM"],
         model_type="qwen2",
-        use_sliding_window=True,
-        max_window_layers=1,
+        layer_types=["full_attention", "sliding_attention"],
     ),
     Refusal(LAYOUT, "{tmp}/m/config.json: must hold a JSON object, found list", text("config.json", "[]")),
     Refusal(

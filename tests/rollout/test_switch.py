@@ -27,6 +27,7 @@ from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
+from jaxrl.models.families import FAMILIES
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -324,6 +325,13 @@ def test_a_chain_in_the_middle_of_a_batch():
 @pytest.mark.parametrize("name", [*MODELS])
 def test_every_pair_of_degrees(name: str, how: str, dtype: str):
     alone(__file__, f"walk({name!r}, {how!r}, {dtype!r}, {EVERY_PAIR})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drawn_models_of_every_family(family: str):
+    """Windows, norms over all heads and head counts that no degree divides."""
+    alone(__file__, f"walk('{family}:1', 'migrate', 'float64', {CHAIN})")
 
 
 @pytest.mark.slow

@@ -35,6 +35,11 @@ LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
         ),
         ('{"name": "look", "arguments": "{\\"at\\": \\"é\\"}"}', "", [LOOK]),
         ('{"name": "look"}', "", [Call("look", "{}")]),
+        (f"[TOOL_CALLS][{ONE}]", "", [LOOK]),
+        (f'I look. [TOOL_CALLS] [{ONE}, {{"name":"add","arguments":{{"a":1,"b":[2]}}}}]', "I look.", [LOOK, ADD]),
+        (f"<|tool_call|>[{ONE}]<|/tool_call|>", "", [LOOK]),
+        (f"<|tool_call|>[{ONE}]", "", [LOOK]),
+        (f" [{ONE}] ", "", [LOOK]),  # the marks are special tokens, which text may leave out
     ],
 )
 def test_calls_are_read(text: str, before: str, calls: list[Call]):
@@ -55,17 +60,24 @@ def test_calls_are_read(text: str, before: str, calls: list[Call]):
         '{"name": "look", "parameters": [1]}',
         '{"name": "look", "parameters": {}} then',
         "[" * 100_000,
+        "[1, 2]",
+        "[]",
+        "[TOOL_CALLS]",
+        f"[TOOL_CALLS][{ONE}, 3]",
+        f"[TOOL_CALLS]{ONE}",
+        f"[{ONE}] then",
     ],
 )
 def test_what_is_no_call_is_text(text: str):
     assert calls_in(text, NAMES) == (text, [])
 
 
-@given(st.text(alphabet="<tool_cal>{}\n x", max_size=30), st.integers(0, 30))
+@given(st.text(alphabet="<tool_cal>|[TOLCAS]{}\n x", max_size=30), st.integers(0, 30))
 def test_what_is_handed_out_early_is_before_every_call(text: str, cut: int):
     """Whatever follows: text that was handed out stays the beginning of what the response says in the end."""
     early = text[: may_begin(text)]
-    for rest in (f"<tool_call>{ONE}</tool_call>", "", text[cut:], f"tool_call>{ONE}", f"{ONE}"):
+    lists = (f"[TOOL_CALLS][{ONE}]", f"TOOL_CALLS][{ONE}]", f"tool_call|>[{ONE}]")
+    for rest in (f"<tool_call>{ONE}</tool_call>", "", text[cut:], f"tool_call>{ONE}", f"{ONE}", *lists):
         said, calls = calls_in(text + rest, NAMES)
         assert said.startswith(early.rstrip() if calls else early)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from drawn_models import draw
 
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
@@ -22,6 +23,10 @@ MODELS = {"llama": (8, 4), "qwen2": (14, 2), "smollm2": (9, 3)}
 
 @functools.cache
 def model_of(name: str) -> ModelConfig:
+    """One of `MODELS`, or a drawn one: `family:seed`."""
+    if ":" in name:
+        family, seed = name.split(":")
+        return ModelConfig.from_hf(draw(family, int(seed)) | {"vocab_size": VOCABULARY})
     heads = MODELS[name]
     return ModelConfig.from_hf(
         {

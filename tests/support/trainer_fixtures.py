@@ -166,11 +166,18 @@ def padded(batch: TrainBatch, width: int = 48) -> TokenBatch:
 
 def whole_hidden(params: Any, batch: TokenBatch, model: ModelConfig) -> jax.Array:
     """Final hidden states [R, T, E] of padded samples, each layer over all of them at once."""
+    windows = jnp.asarray([kind.window or 10**6 for kind in model.kinds])
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: Any = 0) -> jax.Array:
+        rows = (jnp.asarray(batch.segment_ids), jnp.asarray(batch.positions), None)
+        first = rows[1] - windows[kind] + 1 if any(kind.window for kind in model.kinds) else None
+        return packed_attention(q, k, v, *rows, first, model.attn_logit_softcapping)
+
     return decoder.forward_scan(
         params,
         jnp.asarray(batch.tokens),
         jnp.asarray(batch.positions),
-        lambda q, k, v: packed_attention(q, k, v, batch.segment_ids, batch.positions),
+        attend,
         model,
         dtype=params["embed"].dtype,
     )

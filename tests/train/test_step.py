@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw
 from small_models import TRAINED
 from trainer_fixtures import padded, programs_of, turn_masks, weights_of, whole_hidden
 
@@ -18,6 +19,7 @@ from jaxrl.config import ConfigError, OptimSection
 from jaxrl.config.reference import options
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.streaming import STREAMED
 from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.mesh import make_mesh
@@ -113,6 +115,24 @@ def test_gradients_float64(x64, devices, level, mode, make_config, make_batch, m
     rows = (Shape(1, 48), *LONG) if devices == 1 else LONG
     options = EXACT | {"algorithm__loss_agg_mode": mode, "actor__ratio_level": level}
     check_gradient(make_trainer(make_config(**options), devices, ODD, rows), make_batch(), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "rows"),
+    [
+        ("gemma2:1", 8, LONG),
+        *(
+            pytest.param(f"{family}:{seed}", 2, rows, marks=SLOW)
+            for family in FAMILIES
+            for seed, rows in ((0, LONG), (1, (Shape(1, 48), *LONG)))
+        ),
+    ],
+)
+def test_gradients_of_families_float64(x64, name, devices, rows, make_config, make_batch, make_trainer):
+    """Windows, caps and layers of several kinds, in packed rows and tiles, with shared prompts."""
+    family, seed = name.split(":")
+    model = ModelConfig.from_hf(draw(family, int(seed)) | {"vocab_size": 64})
+    check_gradient(make_trainer(make_config(**EXACT), devices, model, rows), make_batch(), 1e-11)
 
 
 def test_gradients_of_turns_float64(x64, make_config, make_batch, make_trainer):

@@ -137,7 +137,7 @@ def _bytes(weight: Weight, num_devices: int, size: int) -> int:
     """Of one device's part of a weight in rollout form; norms have at least float32."""
     dims = zip(weight.dims, weight.shape, strict=True)
     shards = [splits(length, num_devices) for dim, length in dims if dim in TENSOR_DIMS]
-    return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.init == "ones" else size)
+    return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.is_norm else size)
 
 
 def _block_bytes(config: Config, padded: ModelConfig, num_devices: int, size: int) -> int:

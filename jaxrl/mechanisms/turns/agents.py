@@ -30,7 +30,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from jaxrl.data.tool_calls import OPENS, PYTHON_TAG, calls_in
+from jaxrl.data.tool_calls import calls_in, seems_to_call
 from jaxrl.environments.env import Schema, is_answer
 from jaxrl.environments.worker import STARTED, AgentRequest
 from jaxrl.mechanisms.turns.rule import Observed
@@ -94,7 +94,7 @@ class Session:
                 raise Refused("a request must have the messages of the one before it, and an answer behind them")
             said, answered = found[known], self.replies[self.num_requests - 1].strip()
             is_whole = said["content"].strip() == answered
-            has_called = any(begins in answered for begins in (OPENS, PYTHON_TAG, '{"name"'))  # it has the rest
+            has_called = seems_to_call(answered) or '{"name"' in answered  # it has the rest
             if said["role"] != "assistant" or not (is_whole or (has_called and said["content"].strip() in answered)):
                 raise Refused("behind the messages of the request before must come what was answered, as it was")
             new = found[known + 1 :]
