@@ -521,7 +521,7 @@ def forward_scan(
     def body(x: jax.Array, own: tuple[Params, Any, Any]) -> tuple[jax.Array, None]:
         lp, index, kind = own
         drawn = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)
-        cos, sin = tables if kind is None else (table[kind] for table in tables)
+        cos, sin = (table[kind] for table in tables) if ropes_differ else tables
         of_layer = attend if kind is None else partial(_with_kind, attend, kind)
         x, _ = layer(
             gather(lp), x, cos, sin, lambda q, k, v: (of_layer(q, k, v), None), config, widen=widen, keys=drawn
@@ -538,6 +538,7 @@ def forward_scan(
     if len(by_kind) > 1:
         order = list(by_kind)
         kinds = jnp.asarray([order.index(config.kind(i)) for i in range(num_layers)], jnp.int32)
+    if ropes_differ := len({kind.rope for kind in by_kind}) > 1:
         tables = _stacked_tables(list(by_kind.values()))
     x, _ = lax.scan(_rematerialised(body, remat), x, (layers, indices, kinds))
     return final_norm(params, x, config)

@@ -52,6 +52,18 @@ def test_gradients_are_those_of_transformers(family, seed, x64):
     np.testing.assert_allclose(gradient_sums(gradients), sums, rtol=1e-9, atol=1e-8)
 
 
+def test_layers_may_differ_in_windows_and_have_no_rope_at_all(x64):
+    """Found by a draw: kinds of layers, and no rope of which tables could be stacked. Order is known by the masks."""
+    content = draw("smollm3", 1) | {"num_hidden_layers": 2, "no_rope_layers": [0, 0], "sliding_window": 2}
+    content |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    config = ModelConfig.from_hf(content)
+    assert [kind.window for kind in config.kinds] == [0, 2]
+    params, tokens = lively(config, np.float64), np.arange(12)[None]
+    logits = np.asarray(scan_logits(params, tokens, config, jnp.float64))
+    changed = np.asarray(scan_logits(params, tokens[:, [1, 0, *range(2, 12)]], config, jnp.float64))
+    np.testing.assert_allclose(changed[:, -1], logits[:, -1], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_models_are_written_and_read(family, tmp_path):
     """config.json and weights, in several files; `compare_drawn.py` has transformers read them."""
