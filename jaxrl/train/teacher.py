@@ -9,10 +9,9 @@ and equal to it with all of the vocabulary.
 
 Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the reverse KL, and with the generalised
 Jensen-Shannon divergence (TRL's GKDTrainer; of its `lmbda`, the share of responses that the policy has drawn, there is
-1 alone); Lu and Thinking Machines
-2025, "On-Policy Distillation", with the KL of each sampled token as its advantage; where the teacher is told more than
-the policy (`context_key`), context distillation (Snell et al. 2022, arXiv:2209.15189). Departure: log-probabilities are
-at the rollout's temperature, as all others here.
+1 alone); Lu and Thinking Machines 2025, "On-Policy Distillation", with the KL of each sampled token as its advantage;
+where the teacher is told more than the policy (`context_key`), context distillation (Snell et al. 2022,
+arXiv:2209.15189). Departure: log-probabilities are at the rollout's temperature, as all others here.
 
 It is packed, sharded and chunked as a reference model is, and with `offload` streamed as one
 (`jaxrl.train.programs.TrainPrograms.places`). Where it is the model that the policy's adapters are added to, it is the

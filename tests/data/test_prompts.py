@@ -1,6 +1,5 @@
 """Reading, rendering, order and cursor of prompts."""
 
-import gzip
 import json
 import re
 from dataclasses import replace
@@ -10,8 +9,9 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from data_files import config, write
 
-from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, validation_prompts
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -32,19 +32,8 @@ class Characters:
         return text + ("<assistant>" if add_generation_prompt else "")
 
 
-def config(**data: Any) -> Config:
-    return from_mapping({"model": {"path": "x"}, "data": data, "actor": {"ppo_max_token_len_per_gpu": 1 << 20}})
-
-
 def source_of(c: Config) -> PromptSource:
     return PromptSource(load_train(c), Characters(), c)
-
-
-def write(path: Path, rows: list[Any]) -> str:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        file.write(text)
-    return str(path)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,23 +12,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_files import config, write
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config
 from jaxrl.data import files, rendered, store
 from jaxrl.data.chat_template import ChatTemplate
 from jaxrl.data.prompts import PromptSource, load_train, load_validation
 from jaxrl.data.tokenizer import Tokenizer
-
-
-def config(**data: Any) -> Config:
-    return from_mapping({"model": {"path": "x"}, "data": data, "actor": {"ppo_max_token_len_per_gpu": 1 << 20}})
-
-
-def write(path: Path, rows: list[Any]) -> str:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        file.write(text)
-    return str(path)
 
 
 @pytest.fixture
