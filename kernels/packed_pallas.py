@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -299,6 +299,7 @@ def _call(
     def merged(x: Any) -> tuple[int, ...]:
         return (rows, x.shape[1] * x.shape[2], *x.shape[3:])
 
+    @wraps(kernel)  # profiles and compiled programs know it by its name
     def of_refs(*refs: Any) -> None:
         own = _Ids(*refs[: len(ids)])
         kernel(own, *refs[len(ids) :], tiles=tiles, heads=heads, group=heads // kv_heads)
