@@ -255,6 +255,9 @@ def _add_explanations(command: Command) -> None:
     layout.add_argument("--devices", type=devices, default=0, help="how many devices (0: those here)")
     layout.add_argument("--tp", type=degree, default=1, help="tensor parallelism; dp is the rest (1)")
     layout.add_argument("--max-tp", type=degree, default=None, help="the degree that weights are padded for (--tp)")
+    layout.add_argument(
+        "--hosts", type=devices, default=1, help="on which the devices are, for what training sends (1)"
+    )
     layout.add_argument("--svg", type=written, metavar="FILE", help="also draw it")
     layout.add_argument("--png", type=written, metavar="FILE", help="also draw it (needs pillow)")
 
@@ -483,7 +486,7 @@ def _explain_layout(options: argparse.Namespace) -> int:
     config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
-    explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name)
+    explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name, num_hosts=options.hosts)
     if options.svg:
         write_whole(Path(options.svg).expanduser(), svg(draw(explanation)), removing=_removing(options))
     if options.png:

@@ -46,7 +46,7 @@ from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.train.learning import Models, learn
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
-STATE_SCHEMA = 3
+STATE_SCHEMA = 4
 _OWN_STATE = ("schema", "step", "seed", "data", "departures", "rule", "ahead")  # names in a checkpoint
 
 

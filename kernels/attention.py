@@ -6,10 +6,10 @@ the layer's product and writes the new keys and values (`decode_pallas`). An opt
 operation: `rollout.attention` for the cache and `actor.attention` for packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
-- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that
-  they refuse;
-- `"auto"`, over the cache: the kernels where the devices that the program is compiled for are GPUs and the kernels take
-  these shapes and dtypes; the reference otherwise. On packed rows: the kernels on GPUs where they take the model's
+- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`), and over the cache on TPUs JAX's own,
+  for one query a row (`paged_tpu`; the reference for several); a ValueError for shapes or dtypes that they refuse;
+- `"auto"`, over the cache: the kernels where the devices that the program is compiled for have some and these take the
+  shapes and dtypes; the reference otherwise. On packed rows: the kernels on GPUs where they take the model's
   heads and the dtype; jnp in tiles (`packed`) otherwise. All of this is known while tracing; nothing is tried and
   caught.
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 
-from jaxrl.kernels import packed, reference
+from jaxrl.kernels import invariant, packed, reference
 from jaxrl.kernels.reference import PLAIN, Rule
 
 if TYPE_CHECKING:
@@ -39,12 +39,21 @@ class PagedAttention(NamedTuple):
     """Attention over the paged cache on devices of one platform. Hashable; `choose_paged` makes one from an option.
 
     Attributes:
-      implementation: `reference`; `pallas`; `auto`: the GPU kernels where they take the shapes and dtypes.
+      implementation: `reference`; `pallas`; `auto`: the kernels where they take the shapes and dtypes;
+        `invariant`: `jaxrl.kernels.invariant`; `invariant_pallas`: the kernels of `jaxrl.kernels.invariant_pallas`.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+      parts: `invariant` computes a device's heads in so many.
+      on_tpu: the kernel is `jaxrl.kernels.paged_tpu`, for one query a row; with more it is the reference.
     """
 
-    implementation: Implementation
+    implementation: Implementation | Literal["invariant", "invariant_pallas"]
     interpret: bool = False
+    parts: int = 1
+    on_tpu: bool = False
+
+    def write(self, pool_KNPD: jax.Array, new_RCKD: jax.Array, *rows: jax.Array) -> jax.Array:
+        """The pool with new keys or values; `rows`: as `reference.write_kv` takes them."""
+        return reference.write_kv(pool_KNPD, new_RCKD, *rows, by_head=self.on_tpu)
 
     def attend(
         self,
@@ -54,27 +63,44 @@ class PagedAttention(NamedTuple):
         tables_RW: jax.Array,
         positions_RC: jax.Array,
         rule: Rule = PLAIN,
+        sinks_H: jax.Array | None = None,
     ) -> jax.Array:
         """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included, as far
-        back as the layer's rule has it.
+        back as the layer's rule has it; `sinks_H` as in `reference.packed_attention`.
 
         Raises:
-          ValueError: `pallas`, for shapes or dtypes that the kernels refuse.
+          ValueError: `pallas` and `invariant_pallas`, for shapes, dtypes or rules that the kernels refuse.
         """
         arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
+        if self.implementation == "invariant":
+            return invariant.paged_attention(*arrays, rule, sinks_H, self.parts)
+        if self.implementation == "invariant_pallas":
+            from jaxrl.kernels import invariant_pallas  # here for the same reasons as below
+
+            how = {"rule": rule, "sinks_H": sinks_H, "interpret": self.interpret}
+            return invariant_pallas.paged_attention(*arrays, **how)
+        if self.on_tpu:
+            from jaxrl.kernels import paged_tpu  # here for the same reasons as below
+
+            reason = paged_tpu.refusal(q_RCHD, k_KNPD, rule, sinks_H)
+            if self.implementation == "reference" or q_RCHD.shape[1] > 1 or (reason and self.implementation == "auto"):
+                return reference.paged_attention(*arrays, rule, sinks_H, by_head=True)
+            if reason:
+                raise ValueError(f"rollout.attention (pallas) must be auto or reference: {reason}")
+            return paged_tpu.paged_attention(*arrays, rule)
         if self.implementation == "reference" or (self.implementation == "auto" and rule.softcap):
-            return reference.paged_attention(*arrays, rule)
+            return reference.paged_attention(*arrays, rule, sinks_H)
         # Imported here: a run on CPU need not wait for it, and works with a JAX that lacks this backend of Pallas.
         from jaxrl.kernels import paged_pallas
 
         if self.implementation == "auto" and paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
-            return reference.paged_attention(*arrays, rule)
-        return paged_pallas.paged_attention(*arrays, rule=rule, interpret=self.interpret)
+            return reference.paged_attention(*arrays, rule, sinks_H)
+        return paged_pallas.paged_attention(*arrays, rule=rule, sinks_H=sinks_H, interpret=self.interpret)
 
     def decodes(self, heads: int, kv_heads: int, dim: int, dtype: Any) -> bool:
         """Whether a decode step's attention can be the kernel that takes a layer's merged product
         (`decode_pallas.decode_attention`), for so many heads on a device."""
-        if self.implementation == "reference":
+        if self.on_tpu or self.implementation in ("reference", "invariant", "invariant_pallas"):
             return False
         from jaxrl.kernels import decode_pallas
 
@@ -82,26 +108,35 @@ class PagedAttention(NamedTuple):
 
 
 def choose_paged(
-    implementation: Implementation, platform: str, softcap: float = 0.0, *, interpret: bool = False
+    implementation: Implementation,
+    platform: str,
+    softcap: float = 0.0,
+    *,
+    interpret: bool = False,
+    invariant_parts: int = 0,
 ) -> PagedAttention:
     """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
       softcap: of the model's scores (`Rule`). interpret: as in `PagedAttention`.
+      invariant_parts: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
 
     Raises:
       ValueError: an unknown implementation; `pallas` on a platform that the kernels are not made for, or with a cap.
     """
     if implementation not in get_args(Implementation):
         raise ValueError(f"attention: implementation ({implementation!r}) must be one of {get_args(Implementation)}")
-    runs = platform == "gpu" or interpret
-    if implementation == "pallas" and not runs:
+    runs, on_tpu = platform == "gpu" or interpret, platform == "tpu"
+    if invariant_parts:
+        return PagedAttention("invariant_pallas" if runs else "invariant", interpret, invariant_parts)
+    if implementation == "pallas" and not (runs or on_tpu):
         raise ValueError(
-            f"rollout.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
+            f"rollout.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on NVIDIA's "
+            "GPUs and on TPUs"
         )
-    if implementation == "pallas" and softcap:
+    if implementation == "pallas" and softcap and not on_tpu:
         raise ValueError("rollout.attention (pallas) must be auto or reference for a model whose scores are capped")
-    return PagedAttention(implementation if runs else "reference", interpret)
+    return PagedAttention(implementation if runs or on_tpu else "reference", interpret, on_tpu=on_tpu)
 
 
 class PackedAttention(NamedTuple):
@@ -112,18 +147,21 @@ class PackedAttention(NamedTuple):
 
     Attributes:
       implementation: `reference`; `tiles`, jnp that never holds the scores of a long row (`jaxrl.kernels.packed`);
-        `pallas`, GPU kernels (`jaxrl.kernels.packed_pallas`).
+        `pallas`, GPU kernels (`jaxrl.kernels.packed_pallas`); `invariant`: `jaxrl.kernels.invariant`, with the gradient
+        of the tiles; `invariant_pallas`: `jaxrl.kernels.invariant_pallas`, with the gradient of the kernels.
       tiling: how the work of `tiles` is cut.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       note: where `auto` would be the kernels and they refuse: why it is the tiles.
       softcap: as in `Rule`; the GPU kernels have none.
+      parts: `invariant` computes heads in so many.
     """
 
-    implementation: Literal["reference", "tiles", "pallas"]
+    implementation: Literal["reference", "tiles", "pallas", "invariant", "invariant_pallas"]
     tiling: packed.Tiling = packed.Tiling()
     interpret: bool = False
     note: str = ""
     softcap: float = 0.0
+    parts: int = 1
 
     def tile_pairs(
         self,
@@ -132,7 +170,7 @@ class PackedAttention(NamedTuple):
         prefix_ids: jax.Array,
         dtype: Any,
         first: jax.Array | None = None,
-    ) -> packed.TilePairs | TileLists | None:
+    ) -> packed.TilePairs | TileLists | tuple[Any, packed.Runs] | None:
         """What the layers share, worked out once per microbatch for all `attend` calls; None if nothing.
 
         Args:
@@ -143,13 +181,17 @@ class PackedAttention(NamedTuple):
         match self.implementation:
             case "reference":
                 return None
-            case "tiles":
+            case "tiles" | "invariant":
                 return packed.visible_pairs(segment_ids, prefix_ids, self.tiling, positions, first)
             case "pallas":
                 from jaxrl.kernels import packed_pallas  # here for the same reasons as above
 
                 tiles = packed_pallas.choose_tiles(dtype)
                 return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, tiles, first)
+            case "invariant_pallas":
+                kernels = self._replace(implementation="pallas")
+                lists = kernels.tile_pairs(segment_ids, positions, prefix_ids, dtype, first)
+                return lists, packed.runs(segment_ids, positions, prefix_ids, first)
 
     def attend(
         self,
@@ -161,8 +203,10 @@ class PackedAttention(NamedTuple):
         prefix_ids: jax.Array,
         tiles: Any,
         first: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype.
+        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype; `sinks` as in
+        `reference.packed_attention`.
 
         Raises:
           ValueError: for shapes or dtypes that the GPU kernels refuse.
@@ -170,30 +214,53 @@ class PackedAttention(NamedTuple):
         match self.implementation:
             case "reference":
                 rows = (segment_ids, positions, prefix_ids, first)
-                return reference.packed_attention(q, k, v, *rows, self.softcap)
+                return reference.packed_attention(q, k, v, *rows, self.softcap, sinks)
             case "tiles":
                 rows = (segment_ids, positions, prefix_ids)
-                return packed.attention(q, k, v, *rows, tiles, self.tiling, first, self.softcap)
+                return packed.attention(q, k, v, *rows, tiles, self.tiling, first, self.softcap, sinks)
+            case "invariant" | "invariant_pallas":
+                rows = (segment_ids, positions, prefix_ids)
+                shared = (*rows, tiles, first)
+                if self.implementation == "invariant":
+                    how = (self.softcap, sinks, self._plainly, shared, self.parts)
+                    return invariant.packed_attention(q, k, v, *rows, first, *how)
+                from jaxrl.kernels import invariant_pallas
+
+                def exact(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: Any) -> jax.Array:
+                    how = {"sinks": sinks, "interpret": self.interpret}
+                    return invariant_pallas.packed_attention(q, k, v, shared[3][1], **how)
+
+                return invariant.with_gradient_of(self._plainly, exact)(q, k, v, sinks, shared)
             case "pallas":
                 from jaxrl.kernels import packed_pallas
 
-                how = {"first": first, "lists": tiles, "interpret": self.interpret}
+                how = {"first": first, "sinks": sinks, "lists": tiles, "interpret": self.interpret}
                 return packed_pallas.packed_attention(q, k, v, segment_ids, positions, prefix_ids=prefix_ids, **how)
+
+    def _plainly(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: tuple[Any, ...]
+    ) -> jax.Array:
+        """What `invariant` and `invariant_pallas` have the gradient of."""
+        segment_ids, positions, prefix_ids, tiles, first = shared
+        plain = self._replace(implementation="tiles")
+        if self.implementation == "invariant_pallas":
+            plain, tiles = self._replace(implementation="pallas"), tiles[0]
+        return plain.attend(q, k, v, segment_ids, positions, prefix_ids, tiles, first, sinks)
 
     def num_keys(self, tokens: int) -> int:
         """About how many keys each query of a row of so many tokens is multiplied with."""
         match self.implementation:
             case "reference":
                 return tokens
-            case "tiles":
+            case "tiles" | "invariant":
                 return self.tiling.keys(tokens)
-            case "pallas":
+            case "pallas" | "invariant_pallas":
                 return min(tokens, _KERNEL_KEYS)
 
     def holds_scores(self, tokens: int) -> bool:
         """Whether the scores of a whole row of so many tokens exist at once, [T, T] for each head."""
         return self.implementation == "reference" or (
-            self.implementation == "tiles" and tokens <= self.tiling.longest_plain
+            self.implementation in ("tiles", "invariant") and tokens <= self.tiling.longest_plain
         )
 
 
@@ -209,29 +276,43 @@ class Heads(NamedTuple):
 
 
 def choose_packed(
-    implementation: Implementation, platform: str, heads: Heads, *, interpret: bool = False
+    implementation: Implementation,
+    platform: str,
+    heads: Heads,
+    *,
+    interpret: bool = False,
+    invariant_parts: int = 0,
 ) -> PackedAttention:
     """What `actor.attention` means on a platform (`cpu`, `gpu`, `tpu`) for a model's heads.
 
     Args:
       interpret: as in `PackedAttention`.
+      invariant_parts: `PackedAttention.parts` where `actor.numerics` is invariant; else 0.
 
     Raises:
-      ValueError: `pallas` on a platform that the kernels are not made for, or for heads that they refuse.
+      ValueError: `pallas` on a platform that the kernels are not made for, or for heads that they refuse; invariant
+        numbers on GPUs for such heads.
     """
     if implementation == "pallas" and platform != "gpu" and not interpret:
         raise ValueError(
             f"actor.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
         )
     tiling = packed.tiling(platform)
-    if implementation == "reference":
+    if invariant_parts:
+        if platform != "gpu" and not interpret:
+            return PackedAttention("invariant", tiling, softcap=heads.softcap, parts=invariant_parts)
+    elif implementation == "reference":
         return PackedAttention("reference", tiling, softcap=heads.softcap)
-    if implementation == "auto" and platform != "gpu":
+    elif implementation == "auto" and platform != "gpu":
         return PackedAttention("tiles", tiling, softcap=heads.softcap)
     from jaxrl.kernels import paged_pallas
 
     q, k = (jax.ShapeDtypeStruct((1, 1, count, heads.dim), heads.dtype) for count in heads[:2])
     reason = paged_pallas.refusal(q, k, k, heads.key_value, heads.softcap)
+    if invariant_parts:
+        if reason is not None:
+            raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
+        return PackedAttention("invariant_pallas", tiling, interpret)
     if reason is None:
         return PackedAttention("pallas", tiling, interpret)
     if implementation == "pallas":

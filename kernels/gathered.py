@@ -64,14 +64,19 @@ class Fresh(NamedTuple):
 
 def num_tiles(tables: Sequence[Sequence[int]], width: int) -> int:
     """Tiles of `width` blocks that rows with these block tables have."""
-    return sum(-(-len(table) // width) for table in tables)
+    return sum(-(-(len(table) - _num_freed(table)) // width) for table in tables)
+
+
+def _num_freed(table: Sequence[int]) -> int:
+    """Blocks 0 at its beginning: what lay there was behind the window, and has been freed."""
+    return next((i for i, block in enumerate(table) if block), len(table))
 
 
 def window_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_size: int) -> WindowTiles:
     """The tiles of one dp group's rows, as numpy arrays.
 
     Args:
-      tables: the rows' block tables.
+      tables: the rows' block tables; blocks 0 at their beginning belong to no tile.
       width: blocks per tile; a row's last tile is filled up with block 0.
       count: tiles in all, at least `num_tiles(tables, width)`.
       block_size: positions per block.
@@ -80,7 +85,7 @@ def window_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_
     first_U = np.full(count, np.iinfo(np.int32).max // 2, np.int32)
     tile = 0
     for row, table in enumerate(tables):
-        for begin in range(0, len(table), width):
+        for begin in range(_num_freed(table), len(table), width):
             own = table[begin : begin + width]
             blocks_UW[tile, : len(own)] = own
             owner_U[tile], first_U[tile] = row, begin * block_size
@@ -157,6 +162,7 @@ def attend(
     start_R: jax.Array,
     step: jax.Array,
     rule: reference.Rule = reference.PLAIN,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`, as far back
     as the layer's rule has it.
@@ -166,7 +172,8 @@ def attend(
     rows, heads, dim = q_RHD.shape
     kv_heads = fresh.keys_BTD.shape[0] // rows
     q_KRGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1)
-    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, step, rule)
+    sinks_KG = None if sinks_H is None else sinks_H.reshape(kv_heads, -1)
+    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, step, rule, sinks_KG)
     return jnp.swapaxes(out_KRGD, 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
 
 
@@ -178,6 +185,7 @@ def attend_several(
     start_R: jax.Array,
     at_RC: jax.Array,
     rule: reference.Rule = reference.PLAIN,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """[R, C, H, D]: query (r, c) sees its row's window before position `start`, and the fresh indexes 0 .. at[r, c], as
     far back as the layer's rule has it.
@@ -189,7 +197,8 @@ def attend_several(
     q_RCKGD = (q_RCHD * dim**-0.5).reshape(rows, queries, kv_heads, -1, dim)
     q_KRMD = jnp.moveaxis(q_RCKGD, 2, 0).reshape(kv_heads, rows, -1, dim)
     last_BM = jnp.tile(jnp.repeat(at_RC, heads // kv_heads, axis=1), (kv_heads, 1))
-    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, last_BM[..., None], rule)
+    sinks_KM = None if sinks_H is None else jnp.tile(sinks_H.reshape(kv_heads, -1), queries)
+    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, last_BM[..., None], rule, sinks_KM)
     out_RCKGD = jnp.moveaxis(out_KRMD.reshape(kv_heads, rows, queries, -1, dim), 0, 2)
     return out_RCKGD.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)
 
@@ -202,6 +211,7 @@ def _attend(
     start_R: jax.Array,
     last: jax.Array,
     rule: reference.Rule,
+    sinks_KG: jax.Array | None,
 ) -> jax.Array:
     """[K, R, G, D] for scaled queries; `last`: the last fresh index that each sees, a scalar or [K * R, G, 1]."""
     kv_heads, rows = q_KRGD.shape[:2]
@@ -227,10 +237,14 @@ def _attend(
     is_own_RU = tiles.owner_U == jnp.arange(rows)[:, None]
     best_KRUG = jnp.where(is_own_RU[:, :, None], old.top[:, None], _HIDDEN)
     top_KRG = jnp.maximum(new.top, jnp.max(best_KRUG, 2))
+    if sinks_KG is not None:
+        top_KRG = jnp.maximum(top_KRG, sinks_KG[:, None].astype(wide))
     of_tile_KUG = jnp.exp(old.top - top_KRG[:, tiles.owner_U])
     of_fresh_KRG = jnp.exp(new.top - top_KRG)
     own_RU = is_own_RU.astype(wide)
     total_KRG = of_fresh_KRG * new.total + jnp.einsum("ru,kug->krg", own_RU, of_tile_KUG * old.total)
+    if sinks_KG is not None:
+        total_KRG += jnp.exp(sinks_KG[:, None].astype(wide) - top_KRG)
     out_KRGD = of_fresh_KRG[..., None] * new.out
     out_KRGD += jnp.einsum("ru,kugd->krgd", own_RU, of_tile_KUG[..., None] * old.out)
     return out_KRGD / total_KRG[..., None]

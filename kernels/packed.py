@@ -16,7 +16,6 @@ that a tile spans, N tiles; M = B * G.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +84,7 @@ def attention(
     how: Tiling,
     first: jax.Array | None = None,
     softcap: float = 0.0,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets arbitrary finite values.
 
@@ -92,14 +92,15 @@ def attention(
 
     Args:
       tiles: of `visible_pairs` with the same integers and the same `how`; None where it gave None.
-      first, softcap: as in `reference.packed_attention`.
+      first, softcap, sinks: as in `reference.packed_attention`.
     """
     if tiles is None:
         wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
         rows = (segment_ids, positions, prefix_ids, first)
-        out = reference.packed_attention(wide_q, wide_k, wide_v, *rows, softcap)
+        out = reference.packed_attention(wide_q, wide_k, wide_v, *rows, softcap, sinks)
         return out.astype(q.dtype)
-    return _blockwise(how, softcap, q, k, v, tiles, _sight(segment_ids, prefix_ids, positions, first, how))
+    sight = _sight(segment_ids, prefix_ids, positions, first, how)
+    return _blockwise(how, softcap, q, k, v, sinks, tiles, sight)
 
 
 class Sight(NamedTuple):
@@ -193,13 +194,6 @@ def _from_key_tiles(x: jax.Array, shape: tuple[int, ...], how: Tiling) -> jax.Ar
     return _untiled(jnp.moveaxis(x, 3, 2), shape[0], shape[1], how)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _blockwise(
-    how: Tiling, softcap: float, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, sight: Sight
-) -> jax.Array:
-    return _forward(how, softcap, q, k, v, tiles, sight)[0]
-
-
 class _Step(NamedTuple):
     """One pair of tiles: indices, and scores [S, K, M, B] with what is visible of them [S, 1, M, B]."""
 
@@ -226,7 +220,14 @@ def _product(spec: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _forward(
-    how: Tiling, softcap: float, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, sight: Sight
+    how: Tiling,
+    softcap: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    tiles: TilePairs,
+    sight: Sight,
 ) -> tuple[jax.Array, Any]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_NSKMD = _query_tiles(reference.operands(how.widen, q), k.shape[2], how)
@@ -251,16 +252,23 @@ def _forward(
 
     per_query = q_NSKMD.shape[:-1]
     start = (jnp.zeros(q_NSKMD.shape, wide), jnp.full(per_query, lowest), jnp.zeros(per_query, wide))
+    if sinks is not None:  # seen before anything else
+        start = (start[0], jnp.broadcast_to(_of_queries(sinks, k.shape[2], how, wide), per_query), start[2] + 1)
     out, highest, total = lax.fori_loop(0, count, body, start)
     total = jnp.where(total > 0, total, 1)  # padding has seen nothing
     out = _from_query_tiles(out / total[..., None], q.shape, how).astype(q.dtype)
     # named, so that a remat policy can keep them: recomputing them would run the loop again
     out, logsumexp = (checkpoint_name(x, reference.ATTENTION) for x in (out, highest + jnp.log(total)))
-    return out, (q, k, v, out, logsumexp, tiles, sight)
+    return out, (q, k, v, sinks, out, logsumexp, tiles, sight)
+
+
+def _of_queries(sinks_H: jax.Array, kv_heads: int, how: Tiling, dtype: Any) -> jax.Array:
+    """[K, M]: a head's number for each query of a tile."""
+    return jnp.tile(sinks_H.astype(dtype).reshape(kv_heads, -1), how.block)
 
 
 def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, out, logsumexp, tiles, sight = saved
+    q, k, v, sinks, out, logsumexp, tiles, sight = saved
     wide, kv_heads, scale = logsumexp.dtype, k.shape[2], q.shape[-1] ** -0.5
     inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
     inner = _query_tiles(inner, kv_heads, how)
@@ -286,12 +294,63 @@ def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tupl
 
     start = tuple(jnp.zeros(x.shape, wide) for x in (q_NSKMD, k_NSKBD, v_NSKBD))
     d_q, d_k, d_v = lax.fori_loop(0, tiles.num_pairs[0], body, start)
+    d_sinks = None
+    if sinks is not None:
+        share = jnp.exp(_of_queries(sinks, kv_heads, how, wide) - logsumexp)
+        each = jnp.sum(share * inner[..., 0], axis=(0, 1)).reshape(kv_heads, how.block, -1)
+        d_sinks = -jnp.sum(each, axis=1).reshape(-1).astype(sinks.dtype)
     return (
         _from_query_tiles(d_q, q.shape, how).astype(q.dtype),
         _from_key_tiles(d_k, k.shape, how).astype(k.dtype),
         _from_key_tiles(d_v, v.shape, how).astype(v.dtype),
+        d_sinks,
         *(None, None),
     )
 
 
+# the forward pass without what it saves
+_blockwise = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(0, 1))
 _blockwise.defvjp(_forward, _backward)
+
+
+class Runs(NamedTuple):
+    """Where each token of packed rows finds its context; int32 [R, T]. Made by `runs`.
+
+    Attributes:
+      first, last: the lowest and the highest position that it sees; nothing where the last is lower.
+      begin: the position at which its segment begins, and `own` the column. prefix: the column of position 0.
+      following: the column behind its segment. number: of its segment, counted from the row's beginning.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    begin: jax.Array
+    own: jax.Array
+    prefix: jax.Array
+    following: jax.Array
+    number: jax.Array
+
+
+def runs(segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, first: jax.Array | None = None) -> Runs:
+    """For rows as this module wants them: a segment's positions lie side by side, and go on where those of
+    its prefix end. Padding sees nothing.
+
+    Args:
+      segment_ids, positions, prefix_ids: int32 [R, T]; first: as `packed_attention` of `jaxrl.kernels.reference` has
+        it.
+    """
+    rows, tokens = positions.shape
+    column = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), positions.shape)
+    starts = jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+    own = lax.cummax(jnp.where(starts, column, 0), axis=1)
+    ahead = lax.cummin(jnp.where(starts, column, tokens), axis=1, reverse=True)
+    following = jnp.pad(ahead[:, 1:], ((0, 0), (0, 1)), constant_values=tokens)
+    begin = jnp.take_along_axis(positions, own, axis=1)
+    begins = jnp.full((rows, tokens + 1), tokens, jnp.int32).at[jnp.arange(rows)[:, None], segment_ids].min(column)
+    continues = (prefix_ids > 0) & (prefix_ids != segment_ids)
+    prefix = jnp.where(continues, jnp.take_along_axis(begins, prefix_ids, axis=1), 0)
+    lowest = jnp.where(continues, 0, begin)
+    lowest = lowest if first is None else jnp.maximum(lowest, first)
+    last = jnp.where(segment_ids > 0, positions, -1)
+    number = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    return Runs(*(x.astype(jnp.int32) for x in (lowest, last, begin, own, prefix, following, number)))

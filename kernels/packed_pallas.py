@@ -16,6 +16,7 @@ heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -107,6 +108,7 @@ def packed_attention(
     prefix_ids: jax.Array | None = None,
     tiles: Tiles | None = None,
     first: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     lists: TileLists | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -115,6 +117,7 @@ def packed_attention(
     Args:
       tiles: how to cut the work; `choose_tiles` decides if None.
       first: int32 [R, T], the lowest position that each token sees; None: there is no window.
+      sinks: as in `reference.packed_attention`.
       lists: of `tile_lists` for the same integers and tiles; worked out here if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
@@ -130,39 +133,52 @@ def packed_attention(
         lists = tile_lists(*integers, tiles, first)
     if first is not None:
         integers += (first.astype(jnp.int32),)
-    return _packed(q, k, v, integers, lists, tiles, interpret)
+    return _packed(q, k, v, sinks, integers, lists, tiles, interpret)
 
 
 Integers = tuple[jax.Array, ...]  # segment_ids, prefix_ids, positions, and with a window first
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _packed(
-    q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, lists: TileLists, tiles: Tiles, interpret: bool
-) -> jax.Array:
-    return _forward(q, k, v, ids, lists, tiles, interpret)[0]
-
-
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, lists: TileLists, tiles: Tiles, interpret: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    ids: Integers,
+    lists: TileLists,
+    tiles: Tiles,
+    interpret: bool,
 ) -> tuple[Any, Any]:
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     out, lse = _call(_forward_kernel, tiles[0], q, k, (q, k, v), ids, lists.forward, (q, lse), interpret)
+    if sinks is not None:  # one more share of the softmax, without a value
+        whole = jnp.logaddexp2(lse, _in_base_2(sinks))
+        out, lse = (out * jnp.exp2(lse - whole)[..., None]).astype(q.dtype), whole
     out, lse = (checkpoint_name(x, ATTENTION) for x in (out, lse))
-    return out, (q, k, v, ids, lists, out, lse)
+    return out, (q, k, v, sinks, ids, lists, out, lse)
+
+
+def _in_base_2(sinks: jax.Array) -> jax.Array:
+    return sinks.astype(jnp.float32) * math.log2(math.e)
 
 
 def _backward(tiles: Tiles, interpret: bool, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, ids, lists, out, lse = residuals
+    q, k, v, sinks, ids, lists, out, lse = residuals
     d_out = d_out.astype(q.dtype)
     # Shared by all gradients of a row's scores: the derivative of the softmax's normaliser.
     shift = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     inputs = (q, k, v, d_out, lse, shift)
     (d_q,) = _call(_query_gradient_kernel, tiles[1], q, k, inputs, ids, lists.queries, (q,), interpret)
     d_k, d_v = _call(_key_gradient_kernel, tiles[2], q, k, inputs, ids, lists.keys, (k, v), interpret, over_keys=True)
-    return d_q, d_k, d_v, None, None
+    d_sinks = None
+    if sinks is not None:
+        share = jnp.exp2(_in_base_2(sinks) - lse)
+        d_sinks = -jnp.sum(share * shift, axis=(0, 1)).astype(sinks.dtype)
+    return d_q, d_k, d_v, d_sinks, None, None
 
 
+# the forward pass without what it saves
+_packed = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(6, 7))
 _packed.defvjp(_forward, _backward)
 
 

@@ -1,15 +1,19 @@
 """Attention over a paged KV cache as a Pallas kernel for NVIDIA GPUs: decode, verification and prefill.
 
-One kernel serves all three, because they differ only in the number of queries C per row. A program takes one row, one
-key/value head, a tile of that head's C * G queries (all of them, unless they exceed the tile) and one part of the row's
-context; it walks the context in steps of some positions with a running softmax in float32. Queries of a group thus
+One kernel serves all three, because they differ only in the number of queries C per row. It takes one row, one
+key/value head, a tile of that head's C * G queries (all of them, unless they exceed the tile) and one piece of the
+row's context, which it walks in steps of some positions with a running softmax in float32. Queries of a group thus
 share each key and value that is read, so decoding reads every cached byte once.
 
-When rows are few, each row's context is split over several programs, and a second kernel merges the parts by their
-log-sum-exps. Each row's own length is cut into equal parts, so a short row in a wide table is split evenly too.
+Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed by itself. Those of
+all rows are one list, of which every program takes an equal share, whatever the rows' lengths are: the grid follows
+from shapes alone, the list is made on the device (`list_work`). A row of one piece is done with that; of longer rows a
+second kernel adds up the pieces, in their order. So what a row comes to depends neither on other rows nor on which
+program took what. Where tables have room for one piece there is no list, and no second kernel.
 
 Sources: running softmax and tiling from FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.1); the split over the
-context from Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); block tables from PagedAttention (Kwon et al. 2023,
+context from Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); its fixed size instead of a fixed number of parts from He
+et al. 2025, "Defeating Nondeterminism in LLM Inference"; block tables from PagedAttention (Kwon et al. 2023,
 arXiv:2309.06180, section 4). Departures: queries of one group and of several positions stand side by side as the rows
 of one matrix; a step looks up the block of every position by itself, so its size need not be a multiple of the block's.
 
@@ -17,15 +21,17 @@ Backend: Pallas on Triton, which JAX deprecates from 0.11 on but which both supp
 weighs it against Mosaic GPU and cuDNN.
 
 Dims: R rows, C queries per row, H query heads, K key/value heads, G = H / K, D head dim, N blocks, P positions per
-block, W blocks per table, M = C * G queries of a row and key/value head, S parts of a context.
+block, W blocks per table, F = C * H queries of a row, S pieces in the list. Inside a kernel M queries of a tile and B
+positions of a step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,27 +46,34 @@ HEAD_DIMS = (16, 32, 64, 128)  # a Triton tensor has a power of two of elements,
 MIN_QUERIES = 16  # a tensor core's smallest tile
 MAX_QUERIES = {2: 128, 4: 32}  # by bytes per number; larger tiles spill registers
 STEP_BYTES = 16384  # of keys, and as many of values, per step: several steps in flight fit into shared memory
-MAX_PARTS, MIN_PART_POSITIONS = 32, 256  # with fewer positions per part, merging costs as much as splitting gains
+PIECE = 1024  # positions: docs/kernels.md weighs others
+MAX_SUM_BYTES = 1 << 28  # of the sums of pieces: where these would need more, pieces are longer
 WANTED_PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
 STAGES = 5  # looking up blocks takes two of them; the next step's keys and values load while one step is computed
-MERGE_QUERIES = 4  # per merging program: few, since all their parts are loaded at once
-NEVER = -1e30  # a score or log-sum-exp of weight zero; finite, because infinities subtract to nan
+MERGE_QUERIES, MERGE_PIECES = 4, 8  # of a merging program, and of its steps: few, since all are loaded at once
+NEVER = -1e30  # a score of weight zero; finite, because infinities subtract to nan
+WHOLE = pl.BlockSpec()
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""Of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of weights [M]."""
+Load = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""(positions [B], which of them to read [B]) -> keys and values [B, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedTileSizes:
-    """How the work is cut; powers of two except `parts`.
+    """How the work is cut; powers of two. Other positions, or another piece, are another order of sums.
 
     Attributes:
-      queries: of one row and key/value head that a program takes, padding included.
-      positions: of the context that a program reads in one step.
-      parts: programs that share a row's context.
+      queries: of one row and key/value head that are taken together, padding included.
+      positions: of the context that are read in one step.
+      piece: of the context that is summed by itself, in positions; a multiple of those of a step.
       num_warps, num_stages: for the compiler: threads / 32 per program, and how deep it pipelines the steps.
     """
 
     queries: int
     positions: int
-    parts: int
+    piece: int
     num_warps: int
     num_stages: int
 
@@ -69,10 +82,12 @@ def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, 
     """Tile sizes for R rows of C queries over tables that span W * P positions. A rule of thumb, not measured yet."""
     together, itemsize = queries * (heads // kv_heads), jnp.dtype(dtype).itemsize
     tile = min(MAX_QUERIES[itemsize], max(MIN_QUERIES, pl.next_power_of_2(together)))
-    positions = min(128, STEP_BYTES // (dim * itemsize))
-    programs = rows * kv_heads * pl.cdiv(together, tile)
-    parts = min(MAX_PARTS, WANTED_PROGRAMS // programs, span // MIN_PART_POSITIONS)
-    return PagedTileSizes(tile, positions, max(1, parts), 8 if tile >= 128 else 4, STAGES)
+    positions, tiles, piece = min(128, STEP_BYTES // (dim * itemsize)), pl.cdiv(together, tile), PIECE
+    # Prefill with programs enough for all multiprocessors waits for products: sums of pieces would only add to it.
+    fills = tiles > 1 and rows * kv_heads * tiles >= WANTED_PROGRAMS
+    while piece < span and (fills or 4 * rows * pl.cdiv(span, piece) * queries * heads * dim > MAX_SUM_BYTES):
+        piece *= 2
+    return PagedTileSizes(tile, positions, piece, 8 if tile >= 128 else 4, STAGES)
 
 
 def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str | None:
@@ -101,6 +116,7 @@ def paged_attention(
     positions_RC: jax.Array,
     *,
     rule: Rule = PLAIN,
+    sinks_H: jax.Array | None = None,
     tiles: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -111,6 +127,7 @@ def paged_attention(
     negative position sees nothing and gets zeros.
 
     Args:
+      sinks_H: as in `reference.packed_attention`.
       tiles: how to cut the work; `choose_tiles` decides if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
@@ -121,135 +138,295 @@ def paged_attention(
         raise ValueError(f"paged attention's Pallas kernel: {reason}; use implementation='reference'")
     rows, queries, heads, dim = q_RCHD.shape
     kv_heads, blocks, size, _ = k_KNPD.shape
-    width = tables_RW.shape[1]
-    tiles = tiles or choose_tiles(rows, queries, heads, kv_heads, width * size, dim, q_RCHD.dtype)
+    width, flat, dtype = tables_RW.shape[1], queries * heads, q_RCHD.dtype
+    tiles = tiles or choose_tiles(rows, queries, heads, kv_heads, width * size, dim, dtype)
     num_tiles = pl.cdiv(queries * (heads // kv_heads), tiles.queries)
-    flat = queries * heads
-
-    def of_row(*dims: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *dims), lambda i, r, s: (r, *(0,) * len(dims)))
-
-    pool = pl.BlockSpec((None, blocks * size, dim), lambda i, r, s: (i // num_tiles, 0, 0))
-    out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, flat, dim), q_RCHD.dtype)]
-    if tiles.parts > 1:
-        out_shape = [
-            jax.ShapeDtypeStruct((rows, tiles.parts * flat, dim), jnp.float32),
-            jax.ShapeDtypeStruct((rows, tiles.parts * flat), jnp.float32),
-        ]
-    out = pl.pallas_call(
-        partial(
-            _attend_kernel,
-            tiles=tiles,
-            num_tiles=num_tiles,
-            size=size,
-            heads=heads,
-            group=heads // kv_heads,
-            window=rule.window,
-        ),
-        grid=(kv_heads * num_tiles, rows, tiles.parts),
-        in_specs=[of_row(flat, dim), pool, pool, of_row(width), of_row(queries)],
-        out_specs=[of_row(*x.shape[1:]) for x in out_shape],
-        out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
-        interpret=interpret,
-    )(
-        q_RCHD.reshape(rows, flat, dim),
-        k_KNPD.reshape(kv_heads, blocks * size, dim),
-        v_KNPD.reshape(kv_heads, blocks * size, dim),
-        tables_RW.astype(jnp.int32),
-        positions_RC.astype(jnp.int32),
-    )
-    merged = out[0] if tiles.parts == 1 else merge(out[0], out[1], tiles.parts, q_RCHD.dtype, interpret)
-    return merged.reshape(q_RCHD.shape)
+    last_R = first_R = jnp.max(positions_RC, axis=1)
+    if rule.window:
+        first_R = jnp.min(jnp.where(positions_RC < 0, last_R[:, None], positions_RC), axis=1)
+    work, programs = list_work(first_R, last_R, rule.window, width * size, tiles, kv_heads * num_tiles)
+    pool = pl.BlockSpec((None, blocks * size, dim), lambda i, p: (lax.div(i, num_tiles), 0, 0))
+    inputs = {
+        "q": (q_RCHD.reshape(rows * flat, dim), WHOLE),
+        "k": (k_KNPD.reshape(kv_heads, blocks * size, dim), pool),
+        "v": (v_KNPD.reshape(kv_heads, blocks * size, dim), pool),
+        "table": (tables_RW.astype(jnp.int32), WHOLE),
+        "position": (positions_RC.astype(jnp.int32), WHOLE),
+        **work,
+    }
+    if sinks_H is not None:
+        inputs["sink"] = sinks_H.astype(jnp.float32), WHOLE
+    outputs = piece_outputs(rows, flat, dim, dtype, pl.cdiv(width * size, tiles.piece))
+    how = tiles.num_warps, tiles.num_stages
+    kernel = partial(_paged_kernel, tiles=tiles, num_tiles=num_tiles, size=size, heads=heads, window=rule.window)
+    out = call(kernel, (kv_heads * num_tiles, programs), inputs, outputs, how, interpret)
+    return merge(out, work, sinks_H, heads, interpret).reshape(q_RCHD.shape)
 
 
-def _attend_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    position_ref: Any,
-    out_ref: Any,
-    lse_ref: Any = None,
-    *,
-    tiles: PagedTileSizes,
-    num_tiles: int,
-    size: int,
-    heads: int,
-    group: int,
-    window: int,
+def _paged_kernel(
+    *refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, num_tiles: int, size: int, heads: int, window: int
 ) -> None:
-    """Refs of one row: q, out [C * H, D] (out of all parts: [S * C * H, D]), table [W], positions [C], lse [S * C * H];
-    of one key/value head: k, v [N * P, D]."""
-    (width,), (queries,), dim = table_ref.shape, position_ref.shape, q_ref.shape[-1]
+    """Refs by name: q [R * F, D], table [R, W], position [R, C], sink [H], those of `list_work` and `piece_outputs`; of
+    one key/value head k, v [N * P, D]."""
+    ref = dict(zip(names, refs, strict=True))
+    width, queries = ref["table"].shape[1], ref["position"].shape[1]
     # Later tiles have longer contexts: started first, they leave no long tail.
-    kv_head, tile = lax.div(pl.program_id(0), num_tiles), num_tiles - 1 - lax.rem(pl.program_id(0), num_tiles)
-    part = pl.program_id(2)
-    query_M = tile * tiles.queries + jnp.arange(tiles.queries, dtype=jnp.int32)
-    live_M = query_M < queries * group
-    column_M = lax.div(query_M, group)
-    flat_M = column_M * heads + kv_head * group + lax.rem(query_M, group)
-    position_M = plgpu.load(position_ref.at[column_M], mask=live_M, other=-1)
-    q_MD = load_rows(q_ref, flat_M, live_M)
+    kv_head, number = lax.div(pl.program_id(0), num_tiles), num_tiles - 1 - lax.rem(pl.program_id(0), num_tiles)
+    group = heads // lax.div(pl.num_programs(0), num_tiles)
+    tile = tile_of(number, kv_head, queries, heads, group, tiles.queries)
 
-    end = jnp.minimum(jnp.max(position_M) + 1, width * size)
-    shape = (tiles.queries,)
-    carry = (jnp.zeros((*shape, dim), jnp.float32), jnp.full(shape, NEVER, jnp.float32), jnp.zeros(shape, jnp.float32))
-    first_M = jnp.maximum(position_M - (window - 1), 0) if window else None
-    carry = walk(q_MD, position_M, k_ref, v_ref, table_ref, size, end, part, tiles, carry, first_M)
-    store_softmax(out_ref, lse_ref, part * (queries * heads) + flat_M, carry, live_M)
+    def visit(at: Piece) -> None:
+        row_M = jnp.full(tile.column_M.shape, at.row)
+        last_M = plgpu.load(ref["position"].at[row_M, tile.column_M], mask=tile.live_M, other=-1)
+        last_M = jnp.minimum(last_M, width * size - 1)
+        first_M = last_M - (window - 1) if window else None
+        q_MD = load_rows(ref["q"], at.row * (queries * heads) + tile.flat_M, tile.live_M)
+        part = walk(q_MD, first_M, last_M, of_table(ref, at.row, size), tiles, at.number)
+        store_piece(ref, at, tile, part)
+
+    each_piece(ref, visit)
+
+
+# ---------------------------------------------------------------- the list of pieces
+
+Inputs = dict[str, tuple[jax.Array, pl.BlockSpec]]
+Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
+
+
+def call(
+    kernel: Callable[..., None],
+    grid: tuple[int, int],
+    inputs: Inputs,
+    outputs: Outputs,
+    warps_and_stages: tuple[int, int],
+    interpret: bool,
+    aliases: dict[int, int] | None = None,
+) -> dict[str, jax.Array]:
+    """The outputs of a kernel that finds its refs by `names`."""
+    num_warps, num_stages = warps_and_stages
+    found = pl.pallas_call(
+        partial(kernel, names=(*inputs, *outputs)),
+        grid=grid,
+        in_specs=[spec for _, spec in inputs.values()],
+        out_specs=[spec for _, spec in outputs.values()],
+        out_shape=[shape for shape, _ in outputs.values()],
+        input_output_aliases=aliases or {},
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )(*(array for array, _ in inputs.values()))
+    return dict(zip(outputs, found, strict=True))
+
+
+def list_work(
+    first_R: jax.Array, last_R: jax.Array, window: int, span: int, tiles: PagedTileSizes, num_tiles: int
+) -> tuple[Inputs, int]:
+    """The pieces of all rows as one list, and how many programs share it, for each of `num_tiles` tiles of a row.
+
+    Of a row it has at least one piece, however little the row sees. All layers of a step have the same list, which XLA
+    makes once.
+
+    Args:
+      first_R, last_R: the first and the last position of each row's queries; below 0: it sees nothing.
+      window: as in `reference.Rule`. span: of a table, in positions.
+
+    Returns:
+      int32 `bounds` [R + 1], where each row's pieces begin in the list, and its end; `first` [R], the number of each
+      row's first piece; `row` [programs], the row of each program's first piece. None of it where rows have one piece.
+    """
+    rows, pieces = len(last_R), pl.cdiv(span, tiles.piece)
+    if pieces == 1:
+        return {}, rows
+    programs = min(rows * pieces, max(rows, WANTED_PROGRAMS // num_tiles))
+    last_R = jnp.clip(last_R.astype(jnp.int32), 0, span - 1)
+    first_R = jnp.clip(first_R.astype(jnp.int32) - (window - 1), 0, last_R) // tiles.piece if window else 0 * last_R
+    count_R, ends = last_R // tiles.piece - first_R + 1, jnp.arange(rows + 1)[:, None]
+    bounds = jnp.sum(jnp.where(jnp.arange(rows) < ends, count_R, 0), axis=1, dtype=jnp.int32)
+    begin_P = jnp.arange(programs, dtype=jnp.int32) * bounds[-1] // programs
+    row_P = jnp.sum(bounds[1:] <= begin_P[:, None], axis=1, dtype=jnp.int32)
+    return {"bounds": (bounds, WHOLE), "first": (first_R, WHOLE), "row": (row_P, WHOLE)}, programs
+
+
+def piece_outputs(rows: int, flat: int, dim: int, dtype: Any, pieces: int) -> Outputs:
+    """Attention's output [R * F, D], and what pieces come to where rows may have several: `Carry` in float32, [S * F,
+    D] and [S * F], S = R * `pieces`."""
+    shapes = {"out": jax.ShapeDtypeStruct((rows * flat, dim), dtype)}
+    if pieces > 1:
+        for name, dims in (("sum", (dim,)), ("top", ()), ("total", ())):
+            shapes[name] = jax.ShapeDtypeStruct((rows * pieces * flat, *dims), jnp.float32)
+    return {name: (shape, WHOLE) for name, shape in shapes.items()}
+
+
+class Piece(NamedTuple):
+    """A row's piece of that number, at `index` of the list (None: there is none); whether the row has no other."""
+
+    row: Any
+    number: Any
+    index: Any = None
+    is_only: Any = True
+
+
+def each_piece(ref: dict[str, Any], visit: Callable[[Piece], None]) -> None:
+    """Inside a kernel: visits the pieces of program `program_id(1)`."""
+    program, programs = pl.program_id(1), pl.num_programs(1)
+    if "bounds" not in ref:
+        visit(Piece(program, 0))
+        return
+    total = ref["bounds"][ref["first"].shape[0]]
+
+    def one(index: Any, row: Any) -> Any:
+        row += (index >= ref["bounds"][row + 1]).astype(jnp.int32)
+        begin, end = ref["bounds"][row], ref["bounds"][row + 1]
+        visit(Piece(row, ref["first"][row] + index - begin, index, end - begin == 1))
+        return row
+
+    begin, end = (lax.div((program + i) * total, programs) for i in range(2))
+    lax.fori_loop(begin, end, one, ref["row"][program])
+
+
+def store_piece(ref: dict[str, Any], at: Piece, tile: Tile, part: Carry) -> None:
+    """Writes attention's output of a row whose only piece this is, and the piece's sums otherwise."""
+    whole = added(start_of(tile.sinks(ref.get("sink")), part[0].shape), part)
+    flat = tile.queries * tile.heads
+    store_sums(ref["out"], at.row * flat + tile.flat_M, whole, tile.live_M & at.is_only)
+    if at.index is not None:
+        at_M, mask_M = at.index * flat + tile.flat_M, tile.live_M & ~at.is_only
+        store_rows(ref["sum"], at_M, part[0], mask_M)
+        for name, number_M in zip(("top", "total"), part[1:], strict=True):
+            plgpu.store(ref[name].at[at_M], number_M, mask=mask_M)
+
+
+def merge(
+    made: dict[str, jax.Array], work: Inputs, sinks_H: jax.Array | None, heads: int, interpret: bool
+) -> jax.Array:
+    """[R * F, D] from what a kernel with `piece_outputs` has made of all pieces: those of a row added in order."""
+    if not work:
+        return made["out"]
+    inputs = {f"{name}_in" if name == "out" else name: (array, WHOLE) for name, array in made.items()}
+    inputs["bounds"] = work["bounds"]
+    if sinks_H is not None:
+        inputs["sink"] = sinks_H.astype(jnp.float32), WHOLE
+    rows, total = len(work["first"][0]), len(made["out"])
+    outputs: Outputs = {"out": (jax.ShapeDtypeStruct(made["out"].shape, made["out"].dtype), WHOLE)}
+    grid = pl.cdiv(total // rows, MERGE_QUERIES), rows
+    return call(partial(_merge_kernel, heads=heads), grid, inputs, outputs, (4, 1), interpret, {0: 0})["out"]
+
+
+def _merge_kernel(*refs: Any, names: tuple[str, ...], heads: int) -> None:
+    """Refs by name: those of `piece_outputs`, bounds [R + 1], sink [H]. Rows of one piece stay as they are."""
+    ref, row = dict(zip(names, refs, strict=True)), pl.program_id(1)
+    flat, dim = ref["out"].shape[0] // (ref["bounds"].shape[0] - 1), ref["out"].shape[1]
+    tile = tile_of(pl.program_id(0), 0, flat // heads, heads, heads, MERGE_QUERIES)
+    begin, end = ref["bounds"][row], ref["bounds"][row + 1]
+    is_split = end - begin > 1
+
+    def step(i: Any, carry: Carry) -> Carry:
+        parts = []
+        for each in range(MERGE_PIECES):  # unrolled: all loads can be under way at once
+            index = begin + i * MERGE_PIECES + each
+            at_M, mask_M = index * flat + tile.flat_M, tile.live_M & (index < end)
+            top_M = plgpu.load(ref["top"].at[at_M], mask=mask_M, other=NEVER)
+            parts.append((load_rows(ref["sum"], at_M, mask_M), top_M, load_numbers(ref["total"], at_M, mask_M)))
+        for part in parts:
+            carry = added(carry, part)
+        return carry
+
+    steps = jnp.where(is_split, lax.div(end - begin + MERGE_PIECES - 1, MERGE_PIECES), 0)
+    carry = lax.fori_loop(0, steps, step, start_of(tile.sinks(ref.get("sink")), (MERGE_QUERIES, dim)))
+    store_sums(ref["out"], row * flat + tile.flat_M, carry, tile.live_M & is_split)
+
+
+# ---------------------------------------------------------------- inside a kernel
+
+
+class Tile(NamedTuple):
+    """Queries of a tile: the column of each, whether there is one, its head, and where it lies among [C, H]."""
+
+    column_M: jax.Array
+    live_M: jax.Array
+    head_M: jax.Array
+    flat_M: jax.Array
+    queries: int
+    heads: int
+
+    def sinks(self, sink_ref: Any) -> jax.Array | None:
+        """[M], in base 2."""
+        return None if sink_ref is None else plgpu.load(sink_ref.at[self.head_M]) * math.log2(math.e)
+
+
+def tile_of(number: Any, kv_head: Any, queries: int, heads: int, group: int, size: int) -> Tile:
+    """The tile of that number, of so many queries, among C columns of a group."""
+    at_M = number * size + jnp.arange(size, dtype=jnp.int32)
+    column_M, head_M = lax.div(at_M, group), kv_head * group + lax.rem(at_M, group)
+    return Tile(column_M, column_M < queries, head_M, column_M * heads + head_M, queries, heads)
+
+
+def of_table(ref: dict[str, Any], row: Any, size: int) -> Load:
+    """Keys and values of a row's positions, by its block table."""
+
+    def load(at_B: jax.Array, inside_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        entry_B = lax.div(at_B, size)
+        block_B = plgpu.load(ref["table"].at[jnp.full(entry_B.shape, row), entry_B], mask=inside_B, other=0)
+        slot_B = block_B * size + lax.rem(at_B, size)
+        return load_rows(ref["k"], slot_B, inside_B), load_rows(ref["v"], slot_B, inside_B)
+
+    return load
+
+
+def start_of(sink_M: jax.Array | None, shape: tuple[int, ...]) -> Carry:
+    """Of queries that have seen nothing but a sink [M], in base 2, if there is one."""
+    zeros, sums = jnp.zeros(shape[:1], jnp.float32), jnp.zeros(shape, jnp.float32)
+    return (sums, zeros + NEVER, zeros) if sink_M is None else (sums, sink_M, zeros + 1)
+
+
+def added(carry: Carry, part: Carry) -> Carry:
+    """Pieces up to one, and that one."""
+    (sum_MD, top_M, total_M), (part_MD, part_top_M, part_total_M) = carry, part
+    new_top_M = jnp.maximum(top_M, part_top_M)
+    keep_M, share_M = jnp.exp2(top_M - new_top_M), jnp.exp2(part_top_M - new_top_M)
+    sum_MD = sum_MD * keep_M[:, None] + part_MD * share_M[:, None]
+    return sum_MD, new_top_M, total_M * keep_M + part_total_M * share_M
+
+
+def seen(first_M: jax.Array | None, last_M: jax.Array) -> tuple[Any, Any]:
+    """From where to where, the end left out, any query of a tile sees positions."""
+    if first_M is None:
+        return 0, jnp.max(last_M) + 1
+    first_M = jnp.where(last_M < 0, jnp.iinfo(jnp.int32).max, jnp.maximum(first_M, 0))
+    return jnp.min(first_M), jnp.max(last_M) + 1
 
 
 def walk(
     q_MD: jax.Array,
-    position_M: jax.Array,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    size: int,
-    end: jax.Array,
-    part: jax.Array,
+    first_M: jax.Array | None,
+    last_M: jax.Array,
+    load: Load,
     tiles: PagedTileSizes,
-    carry: tuple,
-    first_M: jax.Array | None = None,
-) -> tuple:
-    """One part's share of a row's positions 0 .. end - 1 added to the running softmax `carry` (`softmax_step`).
+    piece: Any,
+    carry: Carry | None = None,
+) -> Carry:
+    """A piece's positions added to a running softmax, of which each query sees `first` (None: 0) .. `last`.
 
-    Args:
-      first_M: the lowest position that each query sees; None: 0.
+    Steps of which a query sees nothing change none of its bits: they multiply by one and add zeros.
     """
-    steps = lax.div(end + tiles.positions - 1, tiles.positions)
-    if first_M is None:
-        per_part = lax.div(steps + tiles.parts - 1, tiles.parts)
-        first = part * per_part
-    else:  # steps that lie before all windows are left out
-        seen_M = jnp.where(position_M >= 0, first_M, end)
-        before = lax.div(jnp.min(seen_M), tiles.positions)
-        per_part = lax.div(jnp.maximum(steps - before, 0) + tiles.parts - 1, tiles.parts)
-        first = before + part * per_part
+    begin, end = seen(first_M, last_M)
+    steps = tiles.piece // tiles.positions
 
-    def step(i: Any, carry: tuple) -> tuple:
+    def step(i: Any, carry: Carry) -> Carry:
         at_B = i * tiles.positions + jnp.arange(tiles.positions, dtype=jnp.int32)
-        inside_B = at_B < end
-        block_B = plgpu.load(table_ref.at[lax.div(at_B, size)], mask=inside_B, other=0)
-        slot_B = block_B * size + lax.rem(at_B, size)
-        k_BD, v_BD = load_rows(k_ref, slot_B, inside_B), load_rows(v_ref, slot_B, inside_B)
-        visible_MB = at_B[None, :] <= position_M[:, None]
+        inside_B, visible_MB = at_B < end, at_B[None, :] <= last_M[:, None]
         if first_M is not None:
-            visible_MB &= at_B[None, :] >= first_M[:, None]
-        return softmax_step(q_MD, k_BD, v_BD, visible_MB, *carry)
+            inside_B, visible_MB = inside_B & (at_B >= begin), visible_MB & (at_B[None, :] >= first_M[:, None])
+        return softmax_step(q_MD, *load(at_B, inside_B), visible_MB, *carry)
 
-    return lax.fori_loop(first, jnp.minimum(first + per_part, steps), step, carry)
+    low = jnp.maximum(piece * steps, lax.div(begin, tiles.positions)) if first_M is not None else piece * steps
+    high = jnp.minimum((piece + 1) * steps, lax.div(end + tiles.positions - 1, tiles.positions))
+    return lax.fori_loop(low, high, step, carry or start_of(None, q_MD.shape))
 
 
-def store_softmax(out_ref: Any, lse_ref: Any, rows: jax.Array, carry: tuple, mask: jax.Array) -> None:
-    """Writes what a running softmax has come to into these rows, zeros where nothing was seen; its base-2 log-sum-exp
-    as well, unless `lse_ref` is None."""
-    sum_MD, top_M, total_M = carry
-    seen_M = jnp.where(total_M > 0, total_M, 1)
-    store_rows(out_ref, rows, sum_MD / seen_M[:, None], mask)
-    if lse_ref is not None:
-        plgpu.store(lse_ref.at[rows], jnp.where(total_M > 0, top_M + jnp.log2(seen_M), NEVER), mask=mask)
+def store_sums(ref: Any, rows: jax.Array, carry: Carry, mask: jax.Array) -> None:
+    """Writes what a running softmax has come to into these rows: zeros where nothing was seen."""
+    sum_MD, _, total_M = carry
+    store_rows(ref, rows, sum_MD / jnp.where(total_M > 0, total_M, 1)[:, None], mask)
 
 
 def score_scale(dim: int) -> float:
@@ -281,41 +458,6 @@ def softmax_step(
     keep_M = jnp.exp2(top_M - new_top_M)
     sum_MD = sum_MD * keep_M[:, None] + dot(weights_MB.astype(v_BD.dtype), v_BD, 1, 0)
     return sum_MD, new_top_M, total_M * keep_M + jnp.sum(weights_MB, axis=1)
-
-
-def merge(parts_RFD: jax.Array, lse_RF: jax.Array, parts: int, dtype: Any, interpret: bool) -> jax.Array:
-    """[R, C * H, D] from every part's output and base-2 log-sum-exp, F = S * C * H."""
-    rows, flat, dim = parts_RFD.shape[0], parts_RFD.shape[1] // parts, parts_RFD.shape[2]
-
-    def of_row(*dims: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *dims), lambda i, r: (r, *(0,) * len(dims)))
-
-    return pl.pallas_call(
-        partial(_merge_kernel, parts=parts),
-        grid=(pl.cdiv(flat, MERGE_QUERIES), rows),
-        in_specs=[of_row(parts * flat, dim), of_row(parts * flat)],
-        out_specs=of_row(flat, dim),
-        out_shape=jax.ShapeDtypeStruct((rows, flat, dim), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-    )(parts_RFD, lse_RF)
-
-
-def _merge_kernel(parts_ref: Any, lse_ref: Any, out_ref: Any, *, parts: int) -> None:
-    flat, dim = out_ref.shape
-    query_M = pl.program_id(0) * MERGE_QUERIES + jnp.arange(MERGE_QUERIES, dtype=jnp.int32)
-    live_M = query_M < flat
-    # Unrolled: all loads can be under way at once.
-    lse = [plgpu.load(lse_ref.at[part * flat + query_M], mask=live_M, other=NEVER) for part in range(parts)]
-    top_M = lse[0]
-    for each in lse[1:]:
-        top_M = jnp.maximum(top_M, each)
-    sum_MD, total_M = jnp.zeros((MERGE_QUERIES, dim), jnp.float32), jnp.zeros((MERGE_QUERIES,), jnp.float32)
-    for part, each in enumerate(lse):
-        weight_M = jnp.exp2(each - top_M)
-        value_MD = load_rows(parts_ref, part * flat + query_M, live_M)
-        sum_MD, total_M = sum_MD + value_MD * weight_M[:, None], total_M + weight_M
-    store_rows(out_ref, query_M, sum_MD / total_M[:, None], live_M)
 
 
 def load_rows(ref: Any, rows: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -47,6 +47,14 @@ def capped(scores: jax.Array, softcap: float) -> jax.Array:
     return softcap * jnp.tanh(scores / softcap) if softcap else scores
 
 
+def softmax_with(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """The softmax of scores [..., S], with a further score that broadcasts to [..., 1], if there is one."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    column = jnp.broadcast_to(sinks.astype(scores.dtype), (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+
+
 # ---------------------------------------------------------------- packed rows (training)
 
 
@@ -59,6 +67,7 @@ def packed_attention(
     prefix_ids: jax.Array | None = None,
     first: jax.Array | None = None,
     softcap: float = 0.0,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within each segment of packed rows, and its shared prefix.
 
@@ -72,6 +81,7 @@ def packed_attention(
       prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none (the default).
       first: int32 [R, T], the lowest position that each token sees; None: there is no window.
       softcap: as in `Rule`.
+      sinks: [H], a score of each head's that takes its share of the softmax and has no value; None: there are none.
 
     Returns:
       [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).
@@ -91,7 +101,9 @@ def packed_attention(
     if first is not None:
         visible &= positions[:, None, :] >= first[:, :, None]
     scores_RKGTS = jnp.where(visible[:, None, None], scores_RKGTS, jnp.finfo(wide).min)
-    weights_RKGTS = jax.nn.softmax(scores_RKGTS, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        sinks = sinks.reshape(kv_heads, -1, 1, 1)
+    weights_RKGTS = softmax_with(scores_RKGTS, sinks).astype(v.dtype)
     out = jnp.einsum("rkgts,rskd->rtkgd", weights_RKGTS, v, preferred_element_type=wide)
     return out.reshape(rows, tokens, heads, dim).astype(q.dtype)
 
@@ -99,15 +111,29 @@ def packed_attention(
 # ---------------------------------------------------------------- paged cache (rollout); dims as in kernels.attention
 
 
+def _heads(pool_KNPD: jax.Array, by_head: bool) -> Any:
+    """What indexes a pool's heads beside its blocks. Each by its number keeps XLA:TPU from another layout of the pool,
+    with the heads of a position side by side, and so from copying it; other backends are faster with a slice."""
+    return jnp.arange(pool_KNPD.shape[0])[:, None, None] if by_head else slice(None)
+
+
 def write_kv(
-    pool_KNPD: jax.Array, new_RCKD: jax.Array, tables_RW: jax.Array, positions_RC: jax.Array, valid_RC: jax.Array
+    pool_KNPD: jax.Array,
+    new_RCKD: jax.Array,
+    tables_RW: jax.Array,
+    positions_RC: jax.Array,
+    valid_RC: jax.Array,
+    by_head: bool = False,
 ) -> jax.Array:
-    """Scatters [R, C] positions into their blocks; invalid ones go to block 0, which belongs to no row."""
+    """Scatters [R, C] positions into their blocks; invalid ones go to block 0, which belongs to no row.
+
+    `by_head`: as it suits TPUs; the result is the same.
+    """
     size = pool_KNPD.shape[2]
     entry = jnp.minimum(positions_RC // size, tables_RW.shape[1] - 1)
     blocks_RC = jnp.where(valid_RC, jnp.take_along_axis(tables_RW, entry, axis=1), 0)
     new_KRCD = jnp.moveaxis(new_RCKD, 2, 0).astype(pool_KNPD.dtype)
-    return pool_KNPD.at[:, blocks_RC, positions_RC % size].set(new_KRCD)
+    return pool_KNPD.at[_heads(pool_KNPD, by_head), blocks_RC, positions_RC % size].set(new_KRCD)
 
 
 def paged_attention(
@@ -117,14 +143,20 @@ def paged_attention(
     tables_RW: jax.Array,
     positions_RC: jax.Array,
     rule: Rule = PLAIN,
+    sinks_H: jax.Array | None = None,
+    by_head: bool = False,
 ) -> jax.Array:
-    """Gathers each row's blocks and attends to positions up to the query's own; softmax in float32 or better."""
+    """Gathers each row's blocks and attends to positions up to the query's own; softmax in float32 or better.
+
+    `by_head`: as in `write_kv`.
+    """
     rows, queries, heads, dim = q_RCHD.shape
     kv_heads, _, size, _ = k_KNPD.shape
     span, group = tables_RW.shape[1] * size, heads // kv_heads
     accumulate = jnp.promote_types(q_RCHD.dtype, jnp.float32)
-    k_KRSD = k_KNPD[:, tables_RW].reshape(kv_heads, rows, span, dim)
-    v_KRSD = v_KNPD[:, tables_RW].reshape(kv_heads, rows, span, dim)
+    own = _heads(k_KNPD, by_head), tables_RW
+    k_KRSD = k_KNPD[own].reshape(kv_heads, rows, span, dim)
+    v_KRSD = v_KNPD[own].reshape(kv_heads, rows, span, dim)
     # Queries of one row and key/value head side by side (M = C * G): the products are then plain batched matrices.
     q_KRMD = jnp.moveaxis(q_RCHD.reshape(rows, queries, kv_heads, group, dim), 2, 0).reshape(kv_heads, rows, -1, dim)
     # Keys on the left: with few queries, XLA:CPU multiplies [S, D] x [D, M] twice as fast as [M, D] x [D, S].
@@ -135,7 +167,9 @@ def paged_attention(
         visible_RCS &= jnp.arange(span) > positions_RC[..., None] - rule.window
     visible_RMS = jnp.repeat(visible_RCS, group, axis=1)
     scores_KRMS = jnp.where(visible_RMS, jnp.swapaxes(scores_KRSM, -1, -2), -jnp.inf)
-    weights_KRMS = jax.nn.softmax(scores_KRMS, axis=-1).astype(v_KRSD.dtype)
+    if sinks_H is not None:  # a query's heads lie side by side
+        sinks_H = jnp.tile(sinks_H.reshape(kv_heads, 1, group), queries)[..., None]
+    weights_KRMS = softmax_with(scores_KRMS, sinks_H).astype(v_KRSD.dtype)
     out_KRMD = jnp.einsum("krms,krsd->krmd", weights_KRMS, v_KRSD, preferred_element_type=accumulate)
     out_RCKGD = jnp.moveaxis(out_KRMD.reshape(kv_heads, rows, queries, group, dim), 0, 2)
     return out_RCKGD.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh, test.sh and docs.sh. `prepare_venv EXTRAS` makes a virtual environment with jaxrl in it,
 # every package at the version that scripts/constraints/ pins, and the small model of the quickstart. A second call finds
-# it done. For tests, `prepare_gpu_compiler` adds what compiles for a GPU without one, and `prepare_jetstream` makes an
-# environment with google-jetstream.
+# it done. For tests, `prepare_compilers` adds what compiles for GPUs and TPUs without one, and `prepare_jetstream`
+# makes an environment with google-jetstream.
 #
 # Environment: PYTHON      the Python to use (3.11 or newer); by default the first one found
 #              JAXRL_VENV  where the environment goes; by default .venv at the top of the repository
@@ -124,18 +124,25 @@ prepare_venv() {
     install_venv "$1" || fail "the installation failed; the whole log is $venv/install.log"
 }
 
-# The CUDA plugin, which compiles for a GPU without one, in a folder of its own ($venv/compile-gpu): beside the other
-# packages it would complain in every process that there is no cuDNN.
-prepare_gpu_compiler() {
-    local folder=$venv/compile-gpu started=$SECONDS
+# What compiles for a GPU or a TPU without one, in folders of their own ($venv/compile-gpu, $venv/compile-tpu): beside
+# the other packages the CUDA plugin would complain in every process that there is no cuDNN, and nothing else needs
+# libtpu.
+prepare_compilers() {
+    prepare_compiler gpu 'the CUDA plugin' '0.7 GB' jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+    prepare_compiler tpu libtpu '0.7 GB' libtpu
+}
+
+prepare_compiler() {
+    local kind=$1 what=$2 size=$3 folder=$venv/compile-$1 started=$SECONDS
+    shift 3
     case "$(uname -s)" in Linux) ;; *) return ;; esac
     if [ -f "$folder/installed" ] && cmp -s "$constraints" "$folder/installed"; then
         return
     fi
-    say "installing the CUDA plugin into $folder (0.7 GB; log: $venv/install.log)"
+    say "installing $what into $folder ($size; log: $venv/install.log)"
     rm -rf "$folder"
-    if ! pip_install --no-deps --target "$folder" jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm; then
-        say "the CUDA plugin could not be installed: tests that compile for a GPU are skipped (log: $venv/install.log)"
+    if ! pip_install --no-deps --target "$folder" "$@"; then
+        say "$what could not be installed: tests that compile for a ${kind^^} are skipped (log: $venv/install.log)"
         rm -rf "$folder"
         return
     fi

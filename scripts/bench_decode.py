@@ -16,6 +16,7 @@ one comes out of the prompt's forward pass (prefill), the other new - 1 out of d
 
 With --at-context, rows are placed at their context, without a prefill, in a pool of random keys and values; the engine
 then decodes for some plans, its host one plan ahead of the device. Contexts are those of the middle of the timed steps.
+With --longest one row of each point stands at more tokens than the others.
 
 - step: seconds of the timed plans / their steps. of copy: bytes per step / step / measured copy.
 - host: what the host did per plan besides waiting for the device (scheduling, submitting, reading results), and its
@@ -65,6 +66,7 @@ def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--new", type=int, default=128, help="tokens drawn for each prompt (128)")
     made.add_argument("--decode-steps", type=int, default=16, help="the engine's decode steps per plan (16)")
     made.add_argument("--prefill-tokens", type=int, default=8192, help="the most prompt tokens in a plan (8192)")
+    made.add_argument("--numerics", choices=("fast", "invariant"), default="fast", help="actor.numerics (fast)")
     made.add_argument("--without-transformers", action="store_true", help="leave transformers.generate out")
     group = made.add_argument_group("--at-context")
     group.add_argument(
@@ -75,6 +77,9 @@ def _options(made: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="instead: steps of rows with so many tokens each, placed there without a prefill (--rows 1 16 64 256)",
     )
+    group.add_argument(
+        "--longest", type=int, default=0, metavar="TOKENS", help="one of the rows stands there instead (0: none)"
+    )
     group.add_argument("--plans", type=int, default=8, help="timed plans of a repetition (8)")
     group.add_argument("--profile", action="store_true", help="a plan more under JAX's profiler: kernels by group")
 
@@ -83,6 +88,8 @@ def _check(options: argparse.Namespace) -> None:
     options.rows = options.rows or (ROWS_AT_CONTEXT if options.at_context else ROWS)
     if options.new < 2:
         raise ValueError(f"--new ({options.new}) must be at least 2: the first token comes from the prompt")
+    if options.longest and not options.at_context:
+        raise ValueError("--longest needs --at-context: other rows are of one length")
     if options.profile and not options.at_context:
         raise ValueError("--profile needs --at-context: the other cases are not profiled")
     at_context.check(options)

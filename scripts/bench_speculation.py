@@ -91,7 +91,6 @@ class House:
         drafting = Drafting(num_responses, num_tokens, verify_tokens, draft_lengths(OPTIONS), window)
         sizes = ExecutorConfig(
             num_slots=num_rows,
-            num_blocks=num_rows * -(-longest // BLOCK) + 1,
             block_size=BLOCK,
             max_length=longest,
             max_prefill_tokens=512,

@@ -47,6 +47,7 @@ def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--remat", choices=["none", "dots", "full"], default="dots", help="actor.remat of jaxrl (dots)")
     made.add_argument("--microbatches", type=int, default=1, help="microbatches of an update (1)")
     made.add_argument("--attention", default="auto", help="actor.attention of jaxrl (auto)")
+    made.add_argument("--numerics", choices=("fast", "invariant"), default="fast", help="actor.numerics (fast)")
     made.add_argument("--chunk", help="actor.logprob_chunk_tokens of jaxrl (its default)")
     made.add_argument("--profile", action="store_true", help="an update more of jaxrl under its profiler")
     made.add_argument("--warmup", type=int, default=2, help="updates of each case before the timed ones (2)")
@@ -108,6 +109,7 @@ def _spec(options: argparse.Namespace, model: records.Model, dtype: str) -> jax_
         tokens=options.tokens,
         response=options.response,
         attention=options.attention,
+        numerics=options.numerics,
         chunk=chunk,
         remat=options.remat,
         lr=LR,
@@ -190,7 +192,7 @@ def _results(
     for r in ratios:
         mark = DISTURBED if r["disturbed"] else ""
         print(f"jaxrl / torch {r['dtype']:<9} tokens/s {r['tokens_per_s']:.3f}, peak {r['peak']:.3f}{mark}")
-    names = ("rows", "microbatches", "tokens", "response", "attention", "chunk", "remat")
+    names = ("rows", "microbatches", "tokens", "response", "attention", "numerics", "chunk", "remat")
     return {name: getattr(options, name) for name in names} | {"cases": cases, "ratios": ratios}
 
 

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Compiles jaxrl's programs for an H100 on a machine without a GPU, and prints what XLA made of them.
+"""Compiles jaxrl's programs for an H100 or a TPU on a machine without one, and prints what XLA made of them.
 
     python scripts/compile_for_gpu.py decode --shape Qwen2.5-1.5B --rows 64 --context 1024 --layers 2
     python scripts/compile_for_gpu.py prefill --tokens 512 --json
     python scripts/compile_for_gpu.py verify --rows 32 --width 8
     python scripts/compile_for_gpu.py decode --layers 6 --resident 2
     python scripts/compile_for_gpu.py gradients --rows 1 --tokens 8192 --remat dots --layers 28
+    python scripts/compile_for_gpu.py decode --chip v5e --shape Qwen2.5-7B --tp 4
 
 Needs the CUDA plugin of JAX (`pip install 'jaxrl[compile-gpu]'`, best into a folder of its own that PYTHONPATH
 names: without cuDNN the plugin complains in every process that finds it). CUDA and a driver are not needed. Autotuning
 needs a device and is off, so tilings of products are guesses. Everything else is what a machine with the GPU would run:
-fusions, copies, aliasing, loops, CUDA graphs, buffer sizes.
+fusions, copies, aliasing, loops, CUDA graphs, buffer sizes. For TPUs (`--chip`) it needs libtpu (`jaxrl[tpu]`), which
+leaves out what is of GPUs alone: kernels are those of Pallas, and there are no graphs and no loops of the host.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Read when jax looks for backends: this machine's devices are its CPUs, and the plugin has no CUDA beside it.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+# Read when jax looks for backends: this machine's devices are its CPUs, and the plugin has no CUDA beside it. Nor has
+# libtpu a TPU, to ask a cloud about, or to keep from other processes.
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 from gpu import compiled
 
@@ -39,7 +43,8 @@ _PRODUCT = re.compile(r"precision_config\":(\{[^}]*\})| dot\([^)]*\)([^\n]*)")
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("program", choices=["decode", "verify", "prefill", "gradients", "logprobs"])
+    made.add_argument("program", choices=["decode", "verify", "prefill", "gradients", "logprobs", "init", "update"])
+    made.add_argument("--chip", default="H100", choices=["H100", *compiled.TPUS], help="what it is compiled for (H100)")
     made.add_argument("--shape", default="Qwen2.5-1.5B", help="of a model (jaxrl.models.shapes; Qwen2.5-1.5B)")
     made.add_argument("--layers", type=int, default=2, help="how many of its layers (2)")
     made.add_argument("--dtype", default="bfloat16", help="of weights and activations (bfloat16)")
@@ -50,9 +55,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lora", type=int, default=0, help="training: model.lora_rank (0)")
     made.add_argument("--dropout", type=float, default=0.0, help="training: model.lora_dropout (0)")
     made.add_argument("--base", default="none", help="training: model.base_quantization (none)")
-    made.add_argument("--attention", default="auto", help="training: actor.attention (auto)")
+    made.add_argument("--attention", default="auto", help="training: actor.attention; TPUs: rollout's too (auto)")
+    made.add_argument("--numerics", default="fast", choices=["fast", "invariant"], help="actor.numerics (fast)")
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
     made.add_argument("--tp", type=int, default=1, help="of the rollout: tensor parallelism, on as many devices (1)")
+    made.add_argument("--devices", type=int, default=1, help="training: devices, each with so many rows (1)")
+    made.add_argument("--reduce-dtype", default="float32", help="training: actor.reduce_dtype (float32)")
+    made.add_argument("--optimizer", default="adamw", help="training: actor.optim.name (adamw)")
+    made.add_argument("--state-dtype", default="float32", help="training: actor.optim.state_dtype (float32)")
+    made.add_argument("--offload", action="store_true", help="init, update: actor.offload_optimizer, on one device")
     made.add_argument("--width", type=int, default=4, help="verify: drafted tokens of a row in a step (4)")
     made.add_argument("--resident", type=int, help="layers on the device, while the others are streamed from the host")
     made.add_argument("--serial", action="store_true", help="with --resident: a layer's copy begins at its turn")
@@ -67,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         config = dataclasses.replace(named_shape(options.shape), num_layers=options.layers)
-        trains = options.program in ("gradients", "logprobs")
+        trains = options.program in ("gradients", "logprobs", "init", "update")
         made = _training if trains else _rollout if options.resident is None else _streamed
         lowered, settings, facts = made(options, config)
-        found = None if options.lowered else compiled.compile_program(lowered, settings)
+        found = None if options.lowered else compiled.compile_program(lowered, settings, options.chip)
     except (ValueError, RuntimeError) as error:
         print(f"compile_for_gpu: {error}", file=sys.stderr)
         return 2
@@ -86,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kernels": dict(found.kernels),
         "copies": found.copies,
         "memory": dict(found.memory),
+        "collectives": compiled.collectives(found.text),
+        "arithmetic": {name: dict(counts) for name, counts in found.arithmetic.items()},
         "scatters": [text.split(", metadata")[0] for text in re.findall(r"= (\S+ scatter\(.*)", found.text)],
         # of libraries' products the precision; of XLA's own what stands behind the operands, which names it
         "products": ["".join(each).split(", metadata")[0] for each in _PRODUCT.findall(found.text)],
@@ -112,15 +125,17 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
         max_length=options.context,
         max_prefill_tokens=options.tokens,
         dtype=options.dtype,
-        attention="pallas",
+        attention=options.attention if options.chip in compiled.TPUS else "pallas",
+        is_invariant=options.numerics == "invariant",
         max_tp=options.tp,
         proposer=Drafting(8, 8 * options.context, options.width * options.rows)
         if options.program == "verify"
         else None,
     )
-    programs = LayoutPrograms(config, Layout(make_mesh(compiled.devices(options.tp)), options.tp), sizes)
+    devices = compiled.devices(options.tp, options.chip)
+    programs = LayoutPrograms(config, Layout(make_mesh(devices), options.tp), sizes)
     shape = next(shape for shape in reversed(programs.shapes()) if shape[0] == options.program)
-    with compiled.as_default_device():
+    with compiled.as_default_device(options.chip):
         lowered = programs.lower(*shape)
     pool = programs.abstract_pool()[0][0]
     return (
@@ -128,7 +143,7 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
         programs.compiler_options(options.program),
         {
             "program": list(shape),
-            "pool_array_bytes": pool.size * pool.dtype.itemsize // options.tp,
+            "pool_array_bytes": math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize,
         },
     )
 
@@ -191,37 +206,52 @@ def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, in
 
 def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
     """A microbatch of one device; with what the memory plan says of the update."""
+    import jax
+
     from jaxrl.config import from_mapping
     from jaxrl.runtime.weights import adapted
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.programs import TrainPrograms
-    from jaxrl.train.update_memory import plan_chunk, update_parts
+    from jaxrl.train.update_memory import plan_chunk, update_phases
 
     chunk = options.chunk if options.chunk == "auto" else int(options.chunk)
     actor: dict[str, Any] = {
         "dtype": options.dtype,
         "remat": options.remat,
         "attention": options.attention,
+        "numerics": options.numerics,
         "ppo_max_token_len_per_gpu": options.rows * options.tokens,
         "logprob_chunk_tokens": chunk,
+        "reduce_dtype": options.reduce_dtype,
+        "optim": {"name": options.optimizer, "state_dtype": options.state_dtype},
     }
     data = {"max_prompt_length": options.tokens // 2, "max_response_length": options.tokens - options.tokens // 2}
     own = {"path": "unused", "lora_rank": options.lora, "lora_dropout": options.dropout}
     own |= {"base_quantization": options.base}
-    config = from_mapping({"model": own, "data": data, "actor": actor})
+    rollout = {"dtype": options.dtype}
+    config = from_mapping({"model": own, "data": data, "actor": actor, "rollout": rollout})
     model = adapted(config, model)
-    kind = "accumulate" if options.program == "gradients" else "logprobs"
-    with compiled.as_default_device():
-        programs = TrainPrograms(config, model, make_mesh(compiled.devices()))
-        lowered = programs.lower(kind, options.rows, options.tokens)
-    # Without a device Triton's products of concatenated operands find no tiling; with one, autotuning chooses.
-    settings = programs.compiler_options(kind) | {"xla_gpu_enable_triton_gemm": False}
+    kind = "accumulate" if options.program == "gradients" else options.program
+    platform = "tpu" if options.chip in compiled.TPUS else "gpu"
+    devices = compiled.devices(options.devices, options.chip)
+    with compiled.as_default_device(options.chip):
+        programs = TrainPrograms(config, model, make_mesh(devices))
+        lowered = programs.lower(kind, options.rows * options.devices, options.tokens)
+    if options.offload:
+        config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, offload_optimizer=True))
+        here = TrainPrograms(config, model, make_mesh(jax.devices()[:1]))
+        lowered = compiled.with_host_memory(here.lower(kind, platforms=("cuda",)), lowered)
+    settings = programs.compiler_options(kind)
+    if platform == "gpu":  # without a device Triton's products of concatenated operands find no tiling
+        settings |= {"xla_gpu_enable_triton_gemm": False}
+    chunk_tokens = plan_chunk(config, model, options.devices, None, platform, "")
+    phases = update_phases(config, model, options.devices, platform, options.remat, chunk_tokens)
     return (
         lowered,
         settings,
         {
-            "program": [kind, options.rows, options.tokens],
-            "plan": update_parts(config, model, 1, "gpu", options.remat, plan_chunk(config, model, 1, None, "gpu", "")),
+            "program": [kind, options.rows * options.devices, options.tokens],
+            "plan": phases["optimizer"] if kind == "update" else max(phases.values(), key=lambda x: sum(x.values())),
         },
     )
 
@@ -231,12 +261,17 @@ def _page(told: dict[str, Any]) -> str:
     lines = [
         f"{name}: {value}"
         for name, value in told.items()
-        if name not in ("kernels", "copies", "memory", "scatters", "products")
+        if name not in ("kernels", "copies", "memory", "scatters", "products", "collectives", "arithmetic")
     ]
     lines.append(f"kernels, each counted once however often its loop turns: {sum(told['kernels'].values())}")
     lines += [f"  {count:4} {name}" for name, count in sorted(told["kernels"].items(), key=lambda item: -item[1])]
     lines += [f"copy of {size / 1e6:.1f} MB: {name} in {where}" for where, name, size in told["copies"]]
     lines += [f"{name}: {size / 1e6:.1f} MB" for name, size in told["memory"].items()]
+    lines += [
+        f"{each['kind']} of {each['dtype']}, {each['bytes'] / 1e6:.1f} MB x {each['times']}"
+        + (", while other work goes on" if each["overlaps"] else "")
+        for each in sorted(told["collectives"], key=lambda each: -each["bytes"] * each["times"])
+    ]
     return "\n".join(lines)
 
 

@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "a checkpoint gets its name before its manifest is there",
         "jaxrl/train/checkpoint.py",
-        "            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress)\n",
+        "            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress, known)\n",
         "",
         "tests/train",
     ),
@@ -247,8 +247,8 @@ FAULTS = (
     Fault(
         "a simulated step is not charged for its context",
         "jaxrl/sim/cost_model.py",
-        "memory = weights_s + row_memory_s * batch + token_memory_s * context\n        busy = max",
-        "memory = weights_s + row_memory_s * batch\n        busy = max",
+        "row_memory_s * batch + token_memory_s * seen\n        busy = max",
+        "row_memory_s * batch\n        busy = max",
         "tests/sim",
     ),
     Fault(

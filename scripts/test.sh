@@ -29,7 +29,7 @@ stage() {
 }
 
 prepare_venv dev
-prepare_gpu_compiler
+prepare_compilers
 cd "$root"
 
 # The tests spread arrays over eight virtual devices, each with threads of its own: numpy's are best left at one.

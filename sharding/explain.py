@@ -22,6 +22,7 @@ from jaxrl.schema.devices import MAX_DEVICES, prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size, entry_axes
 from jaxrl.sharding.rules import Model, Weight, padded_config, rollout_spec
+from jaxrl.sharding.traffic import Traffic, update_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class LayoutExplanation:
       sizes: (what, unpadded, padded).
       kv_replicas: devices of a dp group that hold the same key/value heads.
       parts: by kind of weight. devices: in the mesh's order.
+      traffic: of training on these devices, and num_hosts: on which they are.
     """
 
     name: str
@@ -91,6 +93,8 @@ class LayoutExplanation:
     kv_replicas: int
     parts: tuple[WeightPart, ...]
     devices: tuple[DevicePart, ...]
+    traffic: Traffic
+    num_hosts: int
 
     @property
     def device_numbers(self) -> int:
@@ -102,12 +106,19 @@ class LayoutExplanation:
 
 
 def explain_layout(
-    config: Model, num_devices: int, tp: int, max_tp: int | None = None, *, name: str = "model"
+    config: Model,
+    num_devices: int,
+    tp: int,
+    max_tp: int | None = None,
+    *,
+    name: str = "model",
+    num_hosts: int = 1,
 ) -> LayoutExplanation:
     """Works a layout out for the first `num_devices` devices, in their order.
 
     Args:
       max_tp: the largest degree that weights are padded for; default: `tp`.
+      num_hosts: on which the devices are, for what training sends.
 
     Raises:
       ValueError: no device, or a degree that is impossible on so many devices or does not divide `max_tp`.
@@ -121,6 +132,8 @@ def explain_layout(
     layout = Layout(_mesh(num_devices), tp)
     if max_tp < 1 or max_tp % tp:
         raise ValueError(f"--max-tp ({max_tp}), which weights are padded for, must be a multiple of --tp ({tp})")
+    if num_hosts < 1 or num_devices % num_hosts:
+        raise ValueError(f"--hosts ({num_hosts}) must divide the number of devices ({num_devices})")
     padded = padded_config(config, max_tp)
     heads = layout.kv_axes(padded.num_kv_heads)
     return LayoutExplanation(
@@ -143,6 +156,8 @@ def explain_layout(
         kv_replicas=tp // axes_size(layout.mesh, heads),
         parts=tuple(_parts(config, padded, layout)),
         devices=tuple(_device(config, padded, layout, number) for number in range(num_devices)),
+        traffic=update_traffic(config, num_devices, num_hosts),
+        num_hosts=num_hosts,
     )
 
 
@@ -232,6 +247,7 @@ def _render(e: LayoutExplanation) -> str:
         *_table(rows),
         "",
         _kv_sentence(e),
+        *([_traffic_sentence(e.traffic, e.num_hosts)] if len(e.devices) > 1 else []),
     ]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -244,6 +260,13 @@ def _kv_sentence(e: LayoutExplanation) -> str:
     if e.kv_replicas == 1:
         return f"KV: {pools}; each key/value head is on one device of its group"
     return f"KV: {pools}; each key/value head is on {e.kv_replicas} devices of its group ({kv_heads} heads, tp {e.tp})"
+
+
+def _traffic_sentence(traffic: Traffic, num_hosts: int) -> str:
+    parts = ("weights", traffic.gathered), ("gradients", traffic.reduced), ("gradients of copies", traffic.copied)
+    sent = ", ".join(f"{size / 1e9:.1f} GB of {what}" for what, size in parts if size >= 5e7 or what != parts[2][0])
+    into = f"; {traffic.into_host / 1e9:.1f} GB come into each host" if num_hosts > 1 else ""
+    return f"training in bfloat16: in each microbatch a device sends {sent}{into}"
 
 
 def _times(part: WeightPart) -> str:

@@ -31,9 +31,10 @@ def can_fuse(num_kv_heads: int, max_tp: int) -> bool:
 
 def fuse(layer: Tree) -> Tree:
     """A layer's weights, [in..., out...] and padded, with fused projections."""
-    rest = {name: value for name, value in layer.items() if name not in ("q", "k", "v", "gate", "up")}
+    rest = {name: value for name, value in layer.items() if name not in ("q", "k", "v")}
     rest["qkv"] = _heads(layer["q"], layer["k"], layer["v"])
-    rest["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=-2)
+    if "router" not in layer:
+        rest["gate_up"] = jnp.stack([rest.pop("gate"), rest.pop("up")], axis=-2)
     if "q_bias" in layer:
         rest["qkv_bias"] = _heads(*(rest.pop(f"{name}_bias") for name in "qkv"))
     return rest
@@ -48,11 +49,11 @@ def _heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def fused_shardings(layer: Tree, layout: Layout) -> Tree:
     """The shardings of such a layer, from those of its separate weights."""
     tp = layout.tp_axes or None
-    new: dict[str, NamedSharding] = {
-        "qkv": layout.sharding(None, tp),
-        "gate_up": layout.sharding(None, None, tp),
-    }
+    new: dict[str, NamedSharding] = {"qkv": layout.sharding(None, tp)}
     if "q_bias" in layer:
         new["qkv_bias"] = layout.sharding(tp)
-    gone = ("q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias")
+    gone = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
+    if "router" not in layer:
+        new["gate_up"] = layout.sharding(None, None, tp)
+        gone += ("gate", "up")
     return {name: value for name, value in layer.items() if name not in gone} | new

@@ -1,10 +1,10 @@
 """How each weight is split in training and in rollout, and how it gets from one form to the other.
 
-Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...); a rollout layout splits it over
-a prefix of them; so a weight sync is an all-gather and a cast. Query and key/value heads that do not divide in whole
-groups are padded with zero heads; MLP columns and vocabulary rows likewise. The padded entries of the output
-projections are zero, so they change nothing, and training never sees them. Adapters (`Model.lora`) are added to their
-matrices on the way: rollout knows none.
+Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...), or the other side of its matrix
+where heads are too few; a rollout layout splits the tensor dim over a prefix of them; so a weight sync is an all-gather
+and a cast. Query and key/value heads that do not divide in whole groups are padded with zero heads; MLP columns and
+vocabulary rows likewise. The padded entries of the output projections are zero, so they change nothing, and training
+never sees them. Adapters (`Model.lora`) are added to their matrices on the way: rollout knows none.
 
 The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
 """
@@ -12,7 +12,7 @@ The rules read the table of weights that a model config declares (`Model.weights
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar, cast
 
@@ -24,10 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.schema.devices import prime_factors
 from jaxrl.sharding.fused_projections import can_fuse, fuse, fused_shardings
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import dividing_prefix, nested_axes
+from jaxrl.sharding.mesh import dividing_factors, dividing_prefix, entry_axes, nested_axes
 
-TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
-"""The dims that tensor parallelism splits; a weight has at most one of them."""
+TENSOR_DIMS = ("heads", "kv_heads", "experts", "mlp", "vocab")
+"""The dims that tensor parallelism splits; a weight has at most one of them, but for those of experts: their number is
+split first, and `mlp` over the axes that are left."""
 
 Tree = dict[str, Any]
 
@@ -96,26 +97,64 @@ def padded_config(config: M, max_tp: int) -> M:
     return cast(M, dataclasses.replace(cast(Any, config), **sizes))
 
 
+def axes_of_dims(weight: Weight, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
+    """Of each dim of a weight, the axes that split it in training, as a slice of all of them.
+
+    The tensor dim is split over as many axes as divide it, so that a rollout layout is a prefix. Where that leaves more
+    copies than a split of the matrix's other side would (8 key/value heads on 64 devices), that one is split instead:
+    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. What is outside the layers,
+    and experts, of which there are enough, have tensor dims alone.
+
+    Args:
+      factors: sizes of the axes (x0, x1, ...).
+      in_rollout: over those of tensor parallelism, which leave the other side whole.
+    """
+    begin, found = 0, [slice(0)] * len(weight.dims)
+    for i, (dim, size) in enumerate(zip(weight.dims, weight.shape, strict=True)):
+        if dim in TENSOR_DIMS:
+            end = begin + len(dividing_factors(factors[begin:], size))
+            begin, found[i] = end, slice(begin, end)
+    has_two_sides = weight.dims[0] == "layers" and "embed" in weight.dims and {*TENSOR_DIMS} & {*weight.dims}
+    if has_two_sides and "experts" not in weight.dims and not in_rollout:
+        other = weight.dims.index("embed")
+        if (most := len(dividing_factors(factors, weight.shape[other]))) > begin:
+            return [slice(most if i == other else 0) for i in range(len(weight.dims))]
+    return found
+
+
 def train_spec(weight: Weight, mesh: Mesh) -> PartitionSpec:
-    """Splits the tensor dim over as many of (x0, x1, ...) as divide it; everything else is replicated."""
+    """How training splits a weight over a mesh."""
     axes = nested_axes(mesh)
-    return PartitionSpec(
-        *(
-            (dividing_prefix(mesh, axes, size) or None) if dim in TENSOR_DIMS else None
-            for dim, size in zip(weight.dims, weight.shape, strict=True)
-        )
-    )
+    splits = axes_of_dims(weight, [mesh.shape[axis] for axis in axes])
+    return PartitionSpec(*(axes[own] or None for own in splits))
 
 
-def train_shardings(config: Model, mesh: Mesh) -> Tree:
-    """The training form's tree of shardings."""
-    return map_weights(lambda weight: NamedSharding(mesh, train_spec(weight, mesh)), config.weights())
+def _splits_other_side(weight: Weight, mesh: Mesh) -> bool:
+    return any(entry and dim == "embed" for dim, entry in zip(weight.dims, train_spec(weight, mesh), strict=True))
+
+
+def train_shardings(config: Model, mesh: Mesh, whole: Mesh | None = None) -> Tree:
+    """The training form's tree of shardings.
+
+    Args:
+      whole: a mesh of which `mesh` is a part: the same dims are split as over it.
+    """
+
+    def one(weight: Weight) -> NamedSharding:
+        entries = map(entry_axes, train_spec(weight, whole or mesh))
+        own = [tuple(axis for axis in entry if axis in mesh.axis_names) or None for entry in entries]
+        return NamedSharding(mesh, PartitionSpec(*own))
+
+    return map_weights(one, config.weights())
 
 
 def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: bool = False) -> PartitionSpec:
     """One layer's weight in rollout form: tensor dims over tp, key/value heads over as much as divides them."""
     kv_axes = layout.kv_axes(padded.num_kv_heads)
     entries: dict[str, str | tuple[str, ...]] = {**dict.fromkeys(TENSOR_DIMS, "tp"), "kv_heads": kv_axes}
+    if "experts" in weight.dims:
+        of_experts = dividing_prefix(layout.mesh, layout.tp_axes, weight.shape[weight.dims.index("experts")])
+        entries |= {"experts": of_experts, "mlp": layout.tp_axes[len(of_experts) :]}
     dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
     order = weight.outputs_first if features_first else range(len(dims))
     return layout.spec(*(entries.get(dims[i]) for i in order))
@@ -172,12 +211,22 @@ def _grow(array: jax.Array, dim: int, size: int) -> jax.Array:
     return jnp.pad(array, widths)
 
 
-def _convert(weight: Weight, padded_weight: Weight, group: tuple[int, int], array: jax.Array, dtype: Any) -> jax.Array:
-    """Cast and pad one weight. `group` is the number of query heads per key/value head, before and after.
+def _convert(
+    weight: Weight,
+    padded_weight: Weight,
+    group: tuple[int, int],
+    array: jax.Array,
+    dtype: Any,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Cast and pad one weight. `group` is the number of query heads per key/value head, before and after; `mesh`: on
+    which it is still split as in training.
 
     Norm scales stay in float32 when the rest becomes narrower: they cost nothing, and training applies them so.
     """
     array = array.astype(jnp.promote_types(dtype, jnp.float32) if weight.is_norm else dtype)
+    if mesh is not None and _splits_other_side(weight, mesh):  # XLA would do no better, and say so each time
+        array = lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
     skipped = len(weight.dims) - array.ndim
     dims = weight.dims[skipped:]
     for dim, (name, size) in enumerate(zip(dims, padded_weight.shape[skipped:], strict=True)):
@@ -191,6 +240,23 @@ def _convert(weight: Weight, padded_weight: Weight, group: tuple[int, int], arra
         else:
             array = _grow(array, dim, size)
     return array
+
+
+def padded_weights(config: Model, max_tp: int, weights: Tree) -> Tree:
+    """Weights by name, of one layer or outside the layers, in training form and padded for degrees up to `max_tp`."""
+    after, group = padded_config(config, max_tp), _groups(config, max_tp)
+
+    def one(name: str, array: jax.Array) -> jax.Array:
+        own, grown = ((table["layers"] | table)[name] for table in (config.weights(), after.weights()))
+        return _convert(own, grown, group, array, array.dtype)
+
+    return {name: one(name, array) for name, array in weights.items()}
+
+
+def _groups(config: Model, max_tp: int) -> tuple[int, int]:
+    """Query heads per key/value head, before and after padding."""
+    after = padded_config(config, max_tp)
+    return config.num_heads // config.num_kv_heads, after.num_heads // after.num_kv_heads
 
 
 def rollout_params_fn(
@@ -209,7 +275,7 @@ def rollout_params_fn(
     shardings = rollout_shardings(
         config, layout, max_tp, features_first=features_first, fused_projections=fused_projections
     )
-    outer, layers = _converters(config, _checked(layout, max_tp), dtype, features_first, fused_projections)
+    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, features_first, fused_projections)
 
     def function(params: Tree) -> Tree:
         rest = {name: value for name, value in params.items() if name != "layers"}
@@ -219,15 +285,14 @@ def rollout_params_fn(
 
 
 def _converters(
-    config: Model, max_tp: int, dtype: Any, features_first: bool, fused_projections: bool
+    config: Model, mesh: Mesh, max_tp: int, dtype: Any, features_first: bool, fused_projections: bool
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
     """The conversion of what is outside the layers, and of `count` layers from `start` on."""
-    padded = padded_config(config, max_tp)
-    before, after = config.base.weights(), padded.base.weights()
-    group = (config.num_heads // config.num_kv_heads, padded.num_heads // padded.num_kv_heads)
+    before, after = config.base.weights(), padded_config(config, max_tp).base.weights()
+    group = _groups(config, max_tp)
 
     def convert(weight: Weight, padded_weight: Weight, array: jax.Array) -> jax.Array:
-        array = _convert(weight, padded_weight, group, array, dtype)
+        array = _convert(weight, padded_weight, group, array, dtype, mesh)
         return jnp.transpose(array, weight.outputs_first) if features_first else array
 
     def outer(params: Tree) -> Tree:
@@ -252,7 +317,7 @@ def _compiled(
     shardings = rollout_shardings(
         config, layout, max_tp, features_first=features_first, fused_projections=fused_projections
     )
-    outer, layers = _converters(config, max_tp, dtype, features_first, fused_projections)
+    outer, layers = _converters(config, layout.mesh, max_tp, dtype, features_first, fused_projections)
     rest = {name: value for name, value in shardings.items() if name != "layers"}
     chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
     return jax.jit(outer, out_shardings=rest), chunk

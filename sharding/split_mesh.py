@@ -7,7 +7,7 @@ what it gathers.
 
 Source: none published; docs/architecture.md (nested shards; copies between disjoint devices keep the spec).
 
-A half is cut along the mesh's major axis. That axis is the last one that splits a tensor dim, so each device of a half
+A half is cut along the mesh's major axis. That axis is the last one that splits a dim, so each device of a half
 has one part of its new shard already, and its partner in the other half has the other part, beside it. Hence:
 
 - To the half: the partner's parts cross (`jax.device_put` between disjoint devices with the same spec, which no program
@@ -41,7 +41,7 @@ class Half:
     Example::
 
         half = Half(trainer_mesh, 1)
-        weights = half.lend(params, train_shardings(model, half.mesh))     # copies: params stay as they are
+        weights = half.lend(params, train_shardings(model, half.mesh, half.whole))     # copies: params stay as they are
         gradients = half.give_back(sums, train_shardings(model, half.whole))
 
     Raises ValueError where the mesh's major axis has another size than 2.

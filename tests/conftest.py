@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -58,7 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[BEGUN] = time.monotonic()
+    # a process that takes the place of one that died has the time that was left, not all of it once more
+    config.stash[BEGUN] = getattr(config, "workerinput", {}).get("begun", time.monotonic())
     if "coverage" in sys.modules:
         from xdist.workermanage import NodeManager
 
@@ -68,6 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from costs import Costs
 
         config.pluginmanager.register(Costs(path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """What xdist hands to a process of its own when it starts one."""
+    node.workerinput["begun"] = node.config.stash[BEGUN]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -97,6 +105,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s: float | None = item.config.getoption("--within")
     if limit_s is not None and time.monotonic() - item.config.stash[BEGUN] > limit_s:
         pytest.skip(f"not begun within {limit_s:g} s")
+    if "slow" in item.keywords and item.config.getoption("--slow"):  # whole runs: a file of them compiles thousands
+        _make_room()
+
+
+def _make_room() -> None:
+    if "shared_programs" in sys.modules:
+        from shared_programs import make_room
+
+        make_room()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_for_the_next_file() -> Iterator[None]:
+    """A run in float64 in this process turns it on for all that come after it: here, for those of its file."""
+    yield
+    if (jax := sys.modules.get("jax")) is not None and jax.config.jax_enable_x64:
+        jax.config.update("jax_enable_x64", False)
+    _make_room()
 
 
 @pytest.fixture

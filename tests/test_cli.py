@@ -80,7 +80,7 @@ def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: P
     trained = ["hosts.num=16", "rollout.num_workers=16", "hosts.launcher=local"]  # has no effect on this command
     assert main(["eval", *model, *TASK, *sizes, *trained, "--out", str(out)]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:3] == ["parameters", "num_prompts", "avg@2"]
+    assert names[:4] == ["parameters", "rollout.dtype:", "num_prompts", "avg@2"]
     assert len(out.read_text().splitlines()) == 2 * 2
 
 

@@ -6,9 +6,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from keyword_options import with_options
-from shared_programs import key_of
+from own_process import alone, call
+from shared_programs import key_of, make_room, num_maps
 from small_models import TRAINED
 
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
@@ -81,3 +83,24 @@ def test_settings_of_jax_and_every_size_of_a_layout_count():
         keys.append(key_of(layout(), shape))
     assert len(set(keys)) == 4
     assert key_of(layout(), shape) == keys[0]
+
+
+def compile_and_make_room() -> None:
+    begun = num_maps()
+    held = [jax.jit(lambda x, i=i: jnp.sort(x) * i) for i in range(20)]
+    for each in held:
+        each(jnp.ones(3))
+    full = num_maps()
+    make_room(full)
+    assert num_maps() == full > begun + 20, "a program has mappings of its own"
+    make_room(full - 1)
+    assert num_maps() < full - 20
+
+
+@pytest.mark.skipif(not num_maps(), reason="the system does not say how many mappings a process has")
+def test_programs_go_before_mappings_run_out():
+    alone(__file__, "compile_and_make_room()")
+
+
+if __name__ == "__main__":
+    call(globals())

@@ -56,3 +56,25 @@ def test_order_limit_and_costs(two_files: pytest.Pytester, tmp_path: Path) -> No
     late = two_files.runpytest_subprocess("--slow", "--within=0", "--day=2026-11-26", "-v")
     late.assert_outcomes(skipped=2)
     late.stdout.fnmatch_lines([f"{two} SKIPPED (not begun within 0 s)*", f"{one} SKIPPED*"])
+
+
+def test_a_process_that_replaces_another_keeps_its_limit(two_files: pytest.Pytester) -> None:
+    two_files.makepyfile(
+        test_a="""
+            import os
+            from conftest import BEGUN
+
+            def test_one(request):
+                print(request.config.stash[BEGUN], file=open("begun.txt", "a"))
+                os._exit(1)
+        """,
+        test_b="""
+            from conftest import BEGUN
+
+            def test_two(request):
+                print(request.config.stash[BEGUN], file=open("begun.txt", "a"))
+        """,
+    )
+    two_files.runpytest_subprocess("--within=600", "--numprocesses=1").assert_outcomes(failed=1, passed=1)
+    first, second = (two_files.path / "begun.txt").read_text().split()
+    assert first == second

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import jax
@@ -40,12 +41,14 @@ from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.runtime.build import build_executor, refuse_too_large, use_compilation_cache
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.hosts.single_process import require_single_process
+from jaxrl.runtime.memory import kv_layers_of
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.runtime.weights import adapted, load_weights
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import PlanResult, Request
+from jaxrl.scheduling.tokens.plan import PlanResult, Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
@@ -161,6 +164,8 @@ class Bench:
 
     def __init__(self, options: CheckOptions) -> None:
         self.options = options
+        if options.most_rows < 2:
+            raise ValueError("--rows (1) must have a number above 1: alone no row is preempted, or shares its prompt")
         self.config = self.configured()
         self.devices = prepare_jax(self.config)[: max(options.tp)]
         if len(self.devices) < max(options.tp):
@@ -206,6 +211,9 @@ class Bench:
         length = LONGEST_PROMPT + self.options.response_length
         check_length(model, length, f"--tokens ({self.options.tokens}) makes {length} tokens", self.name)
         refuse_too_large(self.config, model, 1, memory_of(self.devices[:1]))
+        for tp in sorted({*self.options.tp} - {1}):
+            wide = self.configured(f"rollout.tensor_model_parallel_size={tp}")
+            refuse_too_large(wide, model, tp, memory_of(self.devices[:tp]))
         if model.scalar_head:
             raise ValueError(f"--model ({self.options.model}) is a reward model, which writes nothing")
         return model
@@ -286,6 +294,19 @@ def _switched(to: int, by: How, engine: Engine, requests: Sequence[Request]) -> 
     _to_the_end(engine)
 
 
+def _resumed(engine: Engine, requests: Sequence[Request]) -> None:
+    """Aborted in the middle, each with what it has so far, and added again."""
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    engine.drain()  # what is still under way would be drawn twice
+    live = engine.unfinished()
+    for number, kept in zip(live, engine.abort(live), strict=True):
+        engine.add(resume(requests[number], kept))
+    _to_the_end(engine)
+
+
 def _to_the_end(engine: Engine) -> None:
     while not engine.is_idle:
         engine.step()
@@ -337,17 +358,23 @@ class Path:
     happens: Callable[[Counters], int] = field(default=lambda counters: counters.steps)
 
 
-def paths(options: CheckOptions) -> list[Path]:
-    """All that are compared with the reference: one device, the most rows, prompts whole and not shared."""
-    longest = -(-(LONGEST_PROMPT + options.response_length) // BLOCK)
+def paths(options: CheckOptions, stacks: KvStacks = WHOLE) -> list[Path]:
+    """All that are compared with the reference: one device, the most rows, prompts whole and not shared. `stacks`: of
+    the model's layers."""
+    longest = stacks.most_blocks(LONGEST_PROMPT + options.response_length, BLOCK)
     few = f"rollout.num_blocks={max(2, options.most_rows // 2) * longest}"  # rows must grow, and not all can
+    if stacks.is_whole:
+        again = Path("preempted and prefilled again", (few,), happens=lambda counters: counters.preemptions)
+    else:  # behind windows there is always room
+        once = options.num_responses
+        again = Path("aborted and prefilled again", drive=_resumed, happens=lambda counters: counters.admissions - once)
     found = [
         Path("the same again"),
         *(Path(_rows(rows), (f"rollout.max_num_seqs={rows}",)) for rows in options.rows if rows != options.most_rows),
         Path("one more request with each plan, the last first", drive=_late),
         *(Path(f"plans of {n} step{'s' if n > 1 else ''}", (f"rollout.decode_steps={n}",)) for n in (1, 16)),
         *(Path(f"prompts in chunks of {n} tokens", (f"rollout.max_num_batched_tokens={n}",)) for n in (24, 40)),
-        Path("preempted and prefilled again", (few,), happens=lambda counters: counters.preemptions),
+        again,
         Path("prompts shared", asked=_sharing, happens=lambda counters: counters.shared_tokens),
         Path(
             "drafts verified",
@@ -358,20 +385,27 @@ def paths(options: CheckOptions) -> list[Path]:
     ]
     for tp in options.tp:
         if tp > 1:
-            wide, adapts = f"rollout.tensor_model_parallel_size={tp}", "rollout.layout.planner=true"
-            both = (adapts, f"rollout.layout.degrees=[1,{tp}]")
             found += [
                 Path(f"dp {tp}", num_devices=tp),
-                Path(f"tp {tp}", (wide,), tp),
-                Path(f"tp 1, then {tp}, KV migrated", both, tp, partial(_switched, tp, "migrate")),
-                Path(f"tp {tp}, then 1, KV migrated", (*both, wide), tp, partial(_switched, 1, "migrate")),
-                Path(f"tp 1, then {tp}, KV recomputed", both, tp, partial(_switched, tp, "recompute")),
+                Path(f"tp {tp}", (f"rollout.tensor_model_parallel_size={tp}",), tp),
+                _switching(1, tp, "recompute"),
             ]
+    found += [_switching(*pair, "migrate") for pair in permutations(sorted({1, *options.tp}), 2)]
     length = LONGEST_PROMPT + options.response_length
     for name, tokens in (("rows of one response", length), ("packed rows", 4 * length)):
         shares = f"actor.share_prompts={'true' if tokens > length else 'false'}"
         found.append(Path(f"trainer, {name}", (f"actor.ppo_max_token_len_per_gpu={tokens}", shares), drive=None))
     return found
+
+
+def _switching(before: int, after: int, how: How) -> Path:
+    low, high = sorted((before, after))
+    options = (
+        *("rollout.layout.planner=true", f"rollout.layout.degrees=[{low},{high}]"),
+        f"rollout.tensor_model_parallel_size={before}",
+    )
+    carried = {"migrate": "migrated", "recompute": "recomputed"}[how]
+    return Path(f"tp {before}, then {after}, KV {carried}", options, high, partial(_switched, after, how))
 
 
 def _rows(rows: int) -> str:
@@ -449,7 +483,7 @@ def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Cal
         if not json:
             say(f"{head['model']}, {options.dtype}, {head['device']}, jax {head['jax']}: {_said(bench)}\n{_TITLE}")
         found = []
-        for path in paths(options):
+        for path in paths(options, kv_layers_of(bench.config, bench.model).stacks):
             stages.begin(f"computing them again: {path.name}")
             rows = measured(bench, path)
             keys = [request.key for request in bench.requests]

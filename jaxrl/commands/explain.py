@@ -24,7 +24,7 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.rewards.explained import part_lines, reward_rows
 from jaxrl.runtime.build import share_notes, with_planned_update
 from jaxrl.runtime.degree import planned_degree
-from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.devices import prepare_jax, with_types
 from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, update_problem
 from jaxrl.runtime.weights import adapted
 from jaxrl.schema.declared import Declared, number_problem
@@ -77,6 +77,7 @@ class Explanation:
     """A configuration, worked out. `str()` of it is what `jaxrl explain-config` prints."""
 
     num_params: int
+    num_active: int  # that a token is multiplied with: with experts, fewer
     num_devices: int
     dp: int
     tp: int
@@ -166,17 +167,20 @@ def explain_config(
     model = adapted(config, SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path)))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = platform_of(devices[0]) if devices else "gpu"
+    types: list[str] = []
+    config = with_types(config, platform, types.append, command=command)
     num_devices = num_devices or len(devices) * config.hosts.num
     # of devices that are not here, what a CPU's share of a host would be is not known
     each = memory or (memory_of(devices).share if devices else None)
     if learns_alone:
-        return _explain_learning(config, model, num_devices, DeviceMemory(platform, memory, each or 0), command)
+        explained = _explain_learning(config, model, num_devices, DeviceMemory(platform, memory, each or 0), command)
+        return replace(explained, warnings=(*types, *explained.warnings))
     refuse_devices(config, num_devices)
     rolling = config.rollout.num_devices or num_devices // config.hosts.num
     config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
-    notes = [said, f"a run is refused: {too_large}" if too_large else "", *explained.warnings]
+    notes = [*types, said, f"a run is refused: {too_large}" if too_large else "", *explained.warnings]
     if devices:
         notes += share_notes(config, devices)
     elif memory_bytes is not None:
@@ -232,11 +236,13 @@ def explain(
       num_prompts: prompts of the training set; default: `data.task_size` where the problems come from a task.
       platform: of the devices; it decides from which row length on attention runs in tiles.
     """
+    config = config.with_types(platform)
     dp, tp = _layout(config, num_devices)
     memory = memory_plan(config, model_config, num_devices, device_bytes, platform)
     counts = _counts(config, model_config, num_devices, num_prompts, platform)
     return Explanation(
         num_params=model_config.num_params(),
+        num_active=model_config.num_active_params(),
         num_devices=num_devices,
         dp=dp,
         tp=tp,
@@ -337,8 +343,9 @@ def render(e: Explanation) -> str:
     devices = f"{e.num_devices} {_plural(e.num_devices, 'device')}"
     rolling = "rollout" if m.shared else f"rollout alone on {e.dp * e.tp}:"
     workers = "" if m.workers.count == 1 else f", as {m.workers.count} workers of dp {m.workers.dp} × tp {e.tp}"
+    active = "" if e.num_active == e.num_params else f", {_count(e.num_active)} of them a token"
     lines = [
-        f"{_count(e.num_params)} parameters; {devices}, {rolling} dp {e.dp} × tp {e.tp}{workers}",
+        f"{_count(e.num_params)} parameters{active}; {devices}, {rolling} dp {e.dp} × tp {e.tp}{workers}",
         "",
         *_table(
             ("", "prompts", "samples", "tokens, at most"),

@@ -30,7 +30,7 @@ from jaxrl.runtime.build import (
     refuse_too_large,
     use_compilation_cache,
 )
-from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.devices import prepare_jax, with_types
 from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.weights import load_weights
@@ -46,7 +46,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
 from jaxrl.schema.declared import Cap, fields_problem
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
-from jaxrl.sharding.mesh import make_mesh, submeshes
+from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 
 OnProgress = Callable[[int, int, str], None]
 """(measurements done, of how many, what comes next)"""
@@ -89,6 +89,7 @@ def profile(
     refuse_overwriting(out, "--out", inputs_of(config))
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
+    config = with_types(config, platform_of(devices[0]), command="")
     mesh = submeshes(make_mesh(devices), config.workers_per_host)[0]
     config = replace(config, rollout=replace(config.rollout, num_devices=0, num_workers=1), hosts=HostsSection())
     degrees = layout_degrees(config, mesh.size)
@@ -152,7 +153,7 @@ def _points(
     degrees = tuple(row_sizes)
     capacities = [executor.capacity(tp) for tp in degrees]
     rows = min(c.num_groups * c.num_slots for c in capacities)
-    tokens = min(c.num_groups * (c.num_blocks - 1) * c.block_size for c in capacities)
+    tokens = min(c.num_groups * c.stacks.num_tokens(c.num_blocks - 1, c.block_size) for c in capacities)
     longest = config.max_model_length
     asked = (options.max_batch or rows, options.token_budget or tokens, options.max_context or longest)
     for name, value, most in zip(

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays
 from jaxrl.report.page import write_report
 from jaxrl.runtime.build import retuning_note, use_compilation_cache
-from jaxrl.runtime.devices import prepare_hosts
+from jaxrl.runtime.devices import prepare_hosts, with_types
 from jaxrl.runtime.hosts.process_group import ProcessGroup
 from jaxrl.runtime.weights import refuse_other_model
 from jaxrl.sharding.mesh import platform_of
@@ -37,7 +36,7 @@ from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic
 from jaxrl.train.critic import Critic
 from jaxrl.train.learner import Learner
 from jaxrl.train.step import Trainer
-from jaxrl.train.steps import Choice, choose, whole_step
+from jaxrl.train.steps import whole_step
 from jaxrl.types import RunFailed
 
 
@@ -71,6 +70,8 @@ class TrainingRun(ABC):
         self.model: ModelConfig
         self.place = place = self.joined.compare(self.config, prepare_hosts(self.config))
         self.devices, self.mesh = place.devices, place.mesh
+        given = self.config, platform_of(self.devices[0]), self.said.append, self.earlier
+        self.config = with_types(*given, command=self.run_dir.kind)
 
     @abstractmethod
     def train(self, record: RunRecord, stack: ExitStack) -> Mapping[str, str]:
@@ -95,8 +96,12 @@ class TrainingRun(ABC):
         if self.model.lora is not None and self.resuming:
             self.init_from = saved
         elif config.trainer.init_from and (self.needs_ref or not self.resuming):
-            look = partial(whole_step, config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
-            self.init_from = Path(self.joined.first("the checkpoint to begin from", lambda: str(look())))
+            self.init_from = whole_step(
+                config.trainer.init_from,
+                say=self.said.append,
+                progress=self.watchdog.beat,
+                peers=self.joined.peers,
+            )
         self.began_with = self._beginning()
         for place in dict.fromkeys((self.init_from, saved)):
             if place is not None:
@@ -139,23 +144,13 @@ class TrainingRun(ABC):
             max_to_keep=self.config.trainer.max_ckpt_to_keep,
             on_commit=self._committed,
             progress=self.watchdog.beat,
-            find=self._choose,
+            peers=self.joined.peers,
         )
         chosen = store.chosen
         newest = None if chosen is None else max([chosen.step, *chosen.faults])
         missing = missing_checkpoint(self.run_dir, newest)
         self.said += [*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())]
         return store
-
-    def _choose(self, folder: Path, progress: Callable[[], None]) -> Choice | None:
-        """`choose`, with the same result in every process: one of them reads all of the checkpoint."""
-
-        def look() -> str:
-            found = choose(folder, progress)
-            return "" if found is None else found.to_json()
-
-        told = self.joined.first("the checkpoint to go on from", look)
-        return Choice.from_json(told) if told else None
 
     def go(self) -> RunOutcome:
         """Runs to the end.

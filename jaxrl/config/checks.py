@@ -46,6 +46,7 @@ def check(c: Config) -> None:
     _check_greedy(c)
     _check_sizes(c)
     _check_old_logprobs(c)
+    _check_numerics(c)
     _check_gdpo(c)
     _check_tokens(c)
     for section in _checked(c):
@@ -178,6 +179,16 @@ def _check_old_logprobs(c: Config) -> None:
         )
 
 
+def _check_numerics(c: Config) -> None:
+    if c.actor.numerics != "invariant":
+        return
+    if c.actor.dtype != c.rollout.dtype:
+        raise ConfigError(
+            f"actor.dtype ({c.actor.dtype}) must be rollout.dtype ({c.rollout.dtype}) where actor.numerics is "
+            "invariant: numbers of two types are not the same bits"
+        )
+
+
 def _check_gdpo(c: Config) -> None:
     keys, weights = c.algorithm.gdpo_reward_keys, c.algorithm.gdpo_reward_weights
     if c.algorithm.adv_estimator != "gdpo":
@@ -207,13 +218,6 @@ def _check_tokens(c: Config) -> None:
             f"data.max_prompt_length ({c.data.max_prompt_length}) + data.max_response_length "
             f"({c.data.max_response_length}) = {longest} tokens"
         )
-    if c.rollout.num_blocks:
-        need = -(-longest // c.rollout.block_size)
-        if c.rollout.num_blocks - 1 < need:
-            raise ConfigError(
-                f"rollout.num_blocks ({c.rollout.num_blocks}, one of them reserved) must hold one request of "
-                f"{longest} tokens: at least {need + 1} blocks of {c.rollout.block_size} tokens"
-            )
 
 
 def _check_devices(c: Config) -> None:

@@ -377,6 +377,26 @@ class Config:
         """The same with `rollout.tensor_model_parallel_size` so."""
         return replace(self, rollout=replace(self.rollout, tensor_model_parallel_size=degree))
 
+    def with_types(self, platform: str, earlier: Config | None = None) -> Config:
+        """The same with a type in place of each dtype that is auto: that of an `earlier` start of its run, or what is
+        usual on devices of `platform`, as JAX calls it."""
+        if "auto" not in (self.actor.dtype, self.rollout.dtype, self.algorithm.teacher.dtype):
+            return self
+        usual = "float32" if platform == "cpu" else "bfloat16"
+
+        def typed(section: Any, before: Any) -> Any:
+            dtype = usual if before.dtype == "auto" else before.dtype
+            return replace(section, dtype=dtype) if section.dtype == "auto" else section
+
+        known = earlier or self
+        teacher = typed(self.algorithm.teacher, known.algorithm.teacher)
+        return replace(
+            self,
+            actor=typed(self.actor, known.actor),
+            rollout=typed(self.rollout, known.rollout),
+            algorithm=replace(self.algorithm, teacher=teacher),
+        )
+
     def with_tp_of(self, earlier: Config | None, num_devices: int) -> Config:
         """Where the number is open, the same with that of an `earlier` start of its run, if there is one and it divides
         the rollout's devices."""

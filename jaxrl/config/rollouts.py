@@ -15,7 +15,7 @@ from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import MAX_SAMPLES, FloatType
+from jaxrl.schema.limits import MAX_SAMPLES, OpenFloatType
 
 _TEMPERATURE = Interval(ge=0.001, le=100)  # beyond, logits overflow, or all tokens are equally likely
 _GREEDY = Or(0, "the likeliest token")
@@ -77,7 +77,10 @@ class RolloutSection:
         "Devices that share one copy of the weights (tp); the devices of the rollout divided by it are dp; auto: the "
         "tp with which rollout.layout.profile predicts the fastest rollout of a batch.",
     ] = 1
-    dtype: Annotated[FloatType, "Type of the rollout's weights, activations and KV cache."] = "float32"
+    dtype: Annotated[
+        OpenFloatType,
+        "Type of the rollout's weights, activations and KV cache; auto: bfloat16 on GPUs and TPUs, float32 on CPUs.",
+    ] = "auto"
     block_size: Annotated[int, Ge(1), Cap(4096, "a row leaves up to a block unused"), "Tokens per KV block."] = 16
     max_num_seqs: Annotated[
         int,
@@ -101,7 +104,7 @@ class RolloutSection:
     ] = "together"
     attention: Annotated[
         Literal["auto", "reference", "pallas"],
-        "What reads the KV cache; auto: the Pallas kernels on GPU, the reference elsewhere.",
+        "What reads the KV cache; auto: Pallas kernels on GPUs, and on TPUs in decode steps; the reference elsewhere.",
     ] = "auto"
     num_blocks: Annotated[
         int, Ge(0), "KV blocks per dp group; 0: what the memory leaves, at most what rollout.max_num_seqs can use."

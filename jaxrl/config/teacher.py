@@ -10,7 +10,7 @@ from annotated_types import Ge, Interval
 
 from jaxrl.schema.declared import Cap, Checked, Names, shown
 from jaxrl.schema.endpoint import PACE, EndpointOptions, endpoint_problem
-from jaxrl.schema.limits import MAX_LENGTH, FloatType
+from jaxrl.schema.limits import MAX_LENGTH, OpenFloatType
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class TeacherSection(EndpointOptions, Checked):
         Interval(ge=0, le=1),
         "Of the generalised Jensen-Shannon divergence; 0: KL(teacher || policy), 1: KL(policy || teacher).",
     ] = 0.5
-    dtype: Annotated[FloatType, "Type of its weights and of its forward pass."] = "float32"
+    dtype: Annotated[
+        OpenFloatType, "Type of its weights and of its forward pass; auto: bfloat16 on GPUs and TPUs, float32 on CPUs."
+    ] = "auto"
     offload: Annotated[
         bool, "Keep its layers in the host's memory, from where each comes while the one before computes."
     ] = False

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 
 from jaxrl.schema.declared import Cap, Or
-from jaxrl.schema.limits import FloatType
+from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.schema.limits import OpenFloatType
 
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -29,6 +30,11 @@ class OptimSection:
     momentum: Annotated[
         float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of Muon's running mean of a gradient, per update."
     ] = 0.95
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16", "int8"],
+        "Type of the optimizer's moments between updates; float32: as actor.param_dtype, bfloat16: rounded "
+        "stochastically, int8: the same in one byte, with a magnitude for each block of up to 256 numbers.",
+    ] = "float32"
     lr: Annotated[
         float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
     ] = 1e-6
@@ -65,10 +71,29 @@ class ActorSection:
     """The update of the policy."""
 
     optim: OptimSection = field(default_factory=OptimSection)
-    dtype: Annotated[FloatType, "Type of the forward and backward pass."] = "float32"
+    dtype: Annotated[
+        OpenFloatType, "Type of the forward and backward pass; auto: bfloat16 on GPUs and TPUs, float32 on CPUs."
+    ] = "auto"
     param_dtype: Annotated[Literal["float32", "float64"], "Type of master weights, optimizer state and gradients."] = (
         "float32"
     )
+    reduce_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        "Type in which devices add their gradients of a layer's matrices where actor.dtype is bfloat16; bfloat16 sends "
+        "half as much, with an error that grows with the number of devices.",
+    ] = "float32"
+    numerics: Annotated[
+        Literal["fast", "invariant"],
+        "How rollout and training compute a token's numbers; invariant: in pieces of one shape, so that tokens and "
+        "log-probabilities are the same bits whatever is computed beside them, on CPUs and GPUs; fast: as is fastest.",
+    ] = "fast"
+    numerics_tp: Annotated[
+        int,
+        Ge(1),
+        MAX_DEVICES,
+        "The tensor parallelism up to which invariant numbers are the same bits: products are cut into so many parts, "
+        "whatever tp is. Each tp of the rollout must divide it.",
+    ] = 1
     ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0
     ppo_epochs: Annotated[
         int, Ge(1), Cap(1000, "a step trains on its batch that many times"), "Passes over a batch."
@@ -90,6 +115,9 @@ class ActorSection:
     kl_loss_coef: Annotated[float, Ge(0), "Weight of the KL in the loss."] = 0.001
     kl_loss_type: Annotated[KlEstimate, "Estimate of the KL in the loss."] = "low_var_kl"
     entropy_coeff: Annotated[float, "Weight of the entropy bonus in the loss."] = 0.0
+    router_aux_loss_coef: Annotated[
+        float, Ge(0), "Weight of the loss that evens out the load of a mixture's experts; 0, as usual in RL: off."
+    ] = 0.0
     ratio_level: Annotated[Literal["token", "sequence"], "What the ratio is taken over; sequence: GSPO."] = "token"
     old_logprobs: Annotated[
         Literal["rollout", "recompute"],
@@ -111,7 +139,11 @@ class ActorSection:
         "Implementation of attention in training; auto: a kernel on GPUs where it takes the dtype and the head dim, "
         "tiles in jnp elsewhere, reference: plain jnp, whose scores exist at once, pallas: the kernel, on GPUs only.",
     ] = "auto"
-    offload_optimizer: Annotated[bool, "Keep the optimizer state in host memory outside the update."] = False
+    offload_optimizer: Annotated[
+        bool,
+        "Keep the optimizer state in host memory, from where an update brings a layer's to the devices at a time; the "
+        "weights have the same bits.",
+    ] = False
     offload_reference: Annotated[
         bool,
         "Keep the layers of the reference (of a KL term, or of jaxrl dpo) in host memory, from where each comes while "

@@ -119,19 +119,25 @@ class ConversationTokens:
         between = self._between(json.dumps(tools) if tools else "")
         yield Span(self._tokenizer.encode(self._rendered(context, tools, begins=True)), is_said=False)
         while asked < len(messages):
-            turn = self._turn(messages[: asked + 1], tools)
-            yield Span(turn, is_said=True)
+            turn, answer = self._turn(messages[: asked + 1], tools), list[int]()
             answers = _answers(messages, asked + 1)
             asked += 1 + len(answers)
             if asked < len(messages):
                 if not self.note and (rewritten := between.rewritten()):
                     self.note = f"{rewritten}: each turn is learnt behind those before it as they were said"
-                yield Span([*between.answer(answers, turn[-1])], is_said=False)
+                answer = [*between.answer(answers, turn[-1])]
+                if answer and {turn[-1], answer[0]} <= self._stops:  # the last turn of all ends otherwise (OLMo 3)
+                    turn[-1] = answer.pop(0)
+            yield Span(turn, is_said=True)
+            if answer:
+                yield Span(answer, is_said=False)
 
     def _turn(self, messages: Messages, tools: Any) -> list[int]:
         """The tokens of the last message, up to the one that ends it."""
-        before = self._rendered(messages[:-1], tools, begins=True)
-        after = self._rendered(messages, tools, begins=False)
+        before, after = self._around(messages, tools)
+        if not after.startswith(before):  # a system message may have moved to another question (Mistral's of 2024)
+            messages = tuple(message for message in messages if message["role"] != "system")
+            before, after = self._around(messages, tools)
         if not after.startswith(before):
             raise RefusedMessages(
                 f"the chat template writes message {len(messages)} otherwise than it begins a turn, so no turn could "
@@ -139,6 +145,8 @@ class ConversationTokens:
             )
         ids = self._tokenizer.encode(after[len(before) :])
         ends = [place for place, i in enumerate(ids) if i in self._stops]
+        while len(ends) > 1 and not self._text(ids[ends[-2] + 1 : ends[-1]]).strip():
+            ends.pop()  # behind a turn's end comes the text's (Phi)
         if not ids:
             raise RefusedMessages(f"the chat template leaves out message {len(messages)}")
         if _CALLS in (last := messages[-1]):
@@ -146,6 +154,13 @@ class ConversationTokens:
             if after == self._rendered((*messages[:-1], without), tools, begins=False):
                 raise RefusedMessages(f"the chat template leaves out the {_CALLS} of message {len(messages)}")
         return ids[: ends[-1] + 1] if ends else ids
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _around(self, messages: Messages, tools: Any) -> tuple[str, str]:
+        """The conversation up to where the last message begins, and with it."""
+        return self._rendered(messages[:-1], tools, begins=True), self._rendered(messages, tools, begins=False)
 
     def _rendered(self, messages: Messages, tools: Any, *, begins: bool) -> str:
         variables = {**self._data.apply_chat_template_kwargs, **({TOOLS: tools} if tools else {})}

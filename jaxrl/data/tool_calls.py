@@ -4,8 +4,14 @@
   them.
 - Llama 3: the whole response is one object `{"name": ..., "parameters": {...}}`, or several with `;` between them,
   perhaps after `<|python_tag|>`.
-- Mistral, Ministral: text, and a list `[{"name": ..., "arguments": {...}}, ...]` after `[TOOL_CALLS]`; Granite 3 and
-  Phi-4-mini: after `<|tool_call|>`. A whole response may be the list alone, since these marks are special tokens.
+- Mistral, Ministral (2410): text, and a list `[{"name": ..., "arguments": {...}}, ...]` after `[TOOL_CALLS]`; Granite 3
+  and Phi-4-mini: after `<|tool_call|>`, or of the latter `functools`. A whole response may be the list alone, since
+  these marks are special tokens.
+- Mistral since 2025: `[TOOL_CALLS]name[ARGS]{...}`, any number of them, perhaps with `[CALL_ID]` and an id between; or
+  `name{...}` without the marks.
+- OLMo 3: lines `name(argument=value, ...)` between `<function_calls>` and `</function_calls>`, where values are
+  Python's or JSON's. SmolLM3, told to write Python, has such calls between `<code>` and `</code>` at the end of a
+  response; what is more of a program than that is text.
 - Gemma and Phi-4 have no form of their own: they call as the prompt has it.
 
 What cannot be read is text: a model that writes half a call has called nothing.
@@ -13,14 +19,22 @@ What cannot be read is text: a model that writes half a call has called nothing.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from textwrap import dedent
 from typing import Any
 
 OPENS, CLOSES, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-LISTS = ("[TOOL_CALLS]", "<|tool_call|>")
-_LIST_CLOSES = "<|/tool_call|>"
+NAMED = "[TOOL_CALLS]"
+LISTS = (NAMED, "<|tool_call|>")
+FUNCTION_CALLS, CODE, CODE_CLOSES = "<function_calls>", "<code>", "</code>"
+_MARKS = (OPENS, *LISTS, FUNCTION_CALLS)
+_LIST_CLOSES, _FUNCTION_CALLS_CLOSE, _FUNCTOOLS = "<|/tool_call|>", "</function_calls>", "functools["
+_NAMED_CALL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_BACKSLASH, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN0\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,42 +48,58 @@ class Call:
 def calls_in(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
     """(what stands around the calls, the calls); (text, []) where there is none, or one that cannot be read, or one of
     a function that is not among `names`."""
-    mark = next((mark for mark in LISTS if mark in text), None)
-    found = _tagged(text) if OPENS in text else _bare(text) if mark is None else _listed(*text.split(mark, 1))
+    found = _read(text, names)
     if found is None or not found[1] or any(call.name not in names for call in found[1]):
         return text, []
     return found
 
 
+def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
+    if (found := _bare(text, names)) is not None and found[1]:
+        return found
+    _, mark = min(((text.find(mark), mark) for mark in _MARKS if mark in text), default=(0, CODE))
+    if mark == CODE:
+        before, opened, rest = text.rstrip().rpartition(CODE)
+        return _python(before, rest, CODE_CLOSES) if opened and rest.endswith(CODE_CLOSES) else None
+    before, rest = text.split(mark, 1)
+    if mark == OPENS:
+        return _tagged(before, rest)
+    if mark == FUNCTION_CALLS:
+        return _python(before, rest, _FUNCTION_CALLS_CLOSE)
+    return _named(before, rest) if mark == NAMED and not rest.lstrip().startswith("[") else _listed(before, rest)
+
+
 def seems_to_call(text: str) -> bool:
     """Whether a text has the beginning of a call, or of what was meant for one."""
-    marked = any(mark in text for mark in (OPENS, PYTHON_TAG, *LISTS))
-    return marked or text.lstrip().startswith(('{"name"', '[{"name"'))
+    marked = any(mark in text for mark in (PYTHON_TAG, *_MARKS))
+    return marked or text.lstrip().startswith(('{"name"', '[{"name"', _FUNCTOOLS))
 
 
-def may_begin(text: str) -> int:
+def may_begin(text: str, names: Collection[str]) -> int:
     """How much of a growing response is certainly no part of a call: what may be handed out already."""
     stripped = text.lstrip()
-    if stripped.startswith(("{", "[", PYTHON_TAG[: len(stripped)] or "{")) or not stripped:
+    begins = (PYTHON_TAG, _FUNCTOOLS, *(f"{name}{{" for name in names))
+    if stripped.startswith(("{", "[")) or any(x.startswith(stripped) or stripped.startswith(x) for x in begins):
         return 0
-    marks = (OPENS, *LISTS)
+    marks = (*_MARKS, CODE)
     if places := [place for mark in marks if (place := text.find(mark)) >= 0]:
         return min(places)
     ends = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
     return len(text) - max(ends, default=0)
 
 
-def _tagged(text: str) -> tuple[str, list[Call]] | None:
-    before, *pieces = text.split(OPENS)
+def _tagged(before: str, text: str) -> tuple[str, list[Call]] | None:
     calls: list[Call] = []
-    for piece in pieces:
-        inside, _, after = piece.partition(CLOSES)
-        call = _call(inside)
-        if call is None:
+    while True:
+        value, rest = _first(text)
+        call = _of_object(value)
+        if call is None or (rest and not rest.startswith((CLOSES, OPENS))):
             return None
         calls.append(call)
+        after, goes_on, text = rest.removeprefix(CLOSES).partition(OPENS)
         before += after
-    return before.rstrip(), calls
+        if not goes_on:
+            return before.rstrip(), calls
 
 
 def _listed(before: str, text: str) -> tuple[str, list[Call]] | None:
@@ -81,24 +111,71 @@ def _listed(before: str, text: str) -> tuple[str, list[Call]] | None:
     return (before.rstrip(), [call for call in calls if call is not None]) if calls and all(calls) else None
 
 
-def _bare(text: str) -> tuple[str, list[Call]] | None:
-    if text.lstrip().startswith("["):
-        return _listed("", text)
+def _named(before: str, text: str) -> tuple[str, list[Call]] | None:
+    calls: list[Call] = []
+    while match := _NAMED_CALL.match(text):
+        value, rest = _first(text[match.end() :])
+        call = _of_object({"name": match[1], "arguments": value})
+        if call is None or (rest and not rest.startswith(NAMED)):
+            return None
+        calls.append(call)
+        if not rest:
+            return before.rstrip(), calls
+        text = rest.removeprefix(NAMED)
+    return None
+
+
+def _python(before: str, text: str, closes: str) -> tuple[str, list[Call]] | None:
+    inside, _, after = text.partition(closes)
+    # of a backslash that escapes nothing Python warns, and keeps it
+    inside = _BACKSLASH.sub(lambda match: match[0] if match[1] in _ESCAPED else f"\\{match[0]}", inside)
+    try:
+        calls = [_python_call(statement) for statement in ast.parse(dedent(inside).strip()).body]
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    found = [call for call in calls if call is not None]
+    return ((before + after).rstrip(), found) if len(found) == len(calls) else None
+
+
+def _python_call(statement: ast.stmt) -> Call | None:
+    match statement:
+        case ast.Expr(ast.Call(ast.Name(name), [], keywords)):
+            given = {str(keyword.arg): _value(keyword.value) for keyword in keywords}
+            return _made(name, given) if len(given) == len(keywords) and all(each.arg for each in keywords) else None
+    return None
+
+
+def _value(node: ast.expr | None) -> Any:
+    """Raises ValueError for an expression that is more than a value."""
+    match node:
+        case ast.Constant(str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
+            return -value
+        case ast.Name("null" | "true" | "false" as name):
+            return json.loads(name)
+        case ast.List(items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) and type(key.value) is str for key in keys):
+            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError(f"{node} is no value")
+
+
+def _bare(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
     rest, calls = text.strip().removeprefix(PYTHON_TAG).strip(), []
-    decoder = json.JSONDecoder(parse_constant=_no_number)
+    if rest.startswith(("[", _FUNCTOOLS)):
+        return _listed("", rest.removeprefix(_FUNCTOOLS[:-1]))
     while rest:
+        name = next((name for name in names if rest.startswith(f"{name}{{")), "")
+        rest = rest[len(name) :]
         if not rest.startswith("{"):
             return None
-        try:
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return None
-        call = _of_object(value)
+        value, rest = _first(rest)
+        call = _of_object({"name": name, "arguments": value} if name else value)
         if call is None:
             return None
         calls.append(call)
-        rest = rest[end:].strip()
-        if rest and not rest.startswith(";"):
+        if rest and not name and not rest.startswith(";"):
             return None
         rest = rest.removeprefix(";").strip()
     return "", calls
@@ -108,11 +185,17 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _call(text: str) -> Call | None:
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _first(text: str) -> tuple[Any, str]:
+    """The JSON value that a text begins with, None where it is none, and what stands behind it."""
+    text = text.strip()
     try:
-        return _of_object(json.loads(text, parse_constant=_no_number))
+        value, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
-        return None
+        return None, ""
+    return value, text[end:].lstrip()
 
 
 def _of_object(value: Any) -> Call | None:
@@ -124,4 +207,14 @@ def _of_object(value: Any) -> Call | None:
             given = json.loads(given)
         except (ValueError, RecursionError):
             return None
-    return Call(value["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
+    return _made(value["name"], given) if isinstance(given, dict) else None
+
+
+def _made(name: str, given: dict[str, Any]) -> Call | None:
+    """None where the arguments hold a number too large for JSON, or half a character, or are nested too deep."""
+    try:
+        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        arguments.encode()
+    except (ValueError, RecursionError):
+        return None
+    return Call(name, arguments)

@@ -21,7 +21,7 @@ from jaxrl.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _ASKED, _SAID, _AGAIN = "asked0by0a0user", "said0by0the0model", "said0again0by0it"  # words that no template has
-_THOUGHT = "thought0by0it"
+_THOUGHT, _RULES = "thought0by0it", "ruled0by0us"
 
 
 class Between:
@@ -60,10 +60,15 @@ class Between:
 
     def rewritten(self) -> str:
         """What the template makes of earlier turns, in a sentence; empty: it only appends."""
-        first = self._render([_user(_ASKED), _said(_SAID), _user(_ASKED)])
-        second = self._render([_user(_ASKED), _said(_SAID), _user(_ASKED), _said(_AGAIN), _user(_ASKED)])
-        if not second.startswith(first + _AGAIN):
-            return "the chat template writes earlier turns otherwise than the last one"
+        turns = [_user(_ASKED), _said(_SAID), _user(_ASKED)]
+        for before in ([], [{"role": "system", "content": _RULES}]):
+            try:
+                first = self._render([*before, *turns])
+                second = self._render([*before, *turns, _said(_AGAIN), _user(_ASKED)])
+            except RefusedMessages:  # no system message, say
+                continue
+            if not second.startswith(first + _AGAIN):
+                return "the chat template writes earlier turns otherwise than the last one"
         thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"
         if _THOUGHT not in self._render([_user(_ASKED), _said(thinking), _user(_ASKED)]):
             return "the chat template drops the thinking of earlier turns"

@@ -1,8 +1,7 @@
 """What a decoder looks like: `ModelConfig`, read from and written as a Hugging Face `config.json`.
 
 All families share one decoder; `jaxrl.models.families` has what each does otherwise than Llama. Anything that the
-decoder does not compute (another activation, another kind of rope, experts) is refused when the file is read, never
-ignored.
+decoder does not compute (another activation, another kind of rope) is refused when the file is read, never ignored.
 
 Values are read as transformers 5 reads them, with its defaults for what a file leaves out; `jaxrl.models.rope` has the
 rules for rope.
@@ -17,14 +16,15 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jaxrl.models.families import FAMILIES, SLIDING, Row
+from jaxrl.models.families import FAMILIES, SLIDING, Row, read_experts, write_experts
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
+from jaxrl.models.fp8 import read_blocks
 from jaxrl.models.lora import Lora, adapters, is_trained, merged
 from jaxrl.models.quantized import ABSMAX, dequantize, quantized
 from jaxrl.models.rope import DEFAULT_THETA, Rope, RopeScaling, read_rope, read_ropes
-from jaxrl.models.weights import Init, Weight, leaves
+from jaxrl.models.weights import Init, Rows, Weight, leaves
 from jaxrl.schema.declared import shown
-from jaxrl.schema.limits import BYTES, FloatType, Quantization
+from jaxrl.schema.limits import BYTES, Quantization
 
 if TYPE_CHECKING:
     import jax
@@ -81,7 +81,12 @@ class ModelConfig:
     - `partial_rotary_factor`: the share of each head that rope turns.
     - `sliding_window`: positions that a query sees, its own included; 0: all. `layer_types` says which layers have it;
       empty: all. `sliding_rope`: rope of the layers with a window; None: that of the others. `rope_layers`: whether a
-      layer has rope; empty: all have.
+      layer has rope; empty: all have. `attention_sinks`: each head has a score that no value belongs to.
+    - `clip_qkv`: the most that an entry of queries, keys and values may be, either way; 0: any.
+    - `num_experts`: each layer has so many MLPs of `intermediate_size`, of which a token takes `num_experts_per_tok`,
+      each times its share of the router's softmax; with `norm_topk_prob` of that over the chosen alone; 0: it has one
+      MLP (`jaxrl.models.experts`). `expert_bias`: of router and experts. With `swiglu_limit` their gate and up stay
+      within it, and the gate's sigmoid has `swiglu_alpha`.
 
     Example::
 
@@ -124,6 +129,14 @@ class ModelConfig:
     layer_types: tuple[str, ...] = ()
     sliding_rope: Rope | None = None
     rope_layers: tuple[bool, ...] = ()
+    attention_sinks: bool = False
+    clip_qkv: float = 0.0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = True
+    expert_bias: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.702
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -190,6 +203,7 @@ class ModelConfig:
         out |= {key: out[name] for name, key in row.sizes.items()}
         out |= {key: type(usual)(getattr(self, name)) or None for name, (key, usual) in row.keys.items()}
         out |= row.extra
+        out |= {} if row.experts is None else write_experts(self, row.experts)
         out |= self._layers_to_hf(row, rope)
         if self.family != "qwen2":
             out["attention_bias"] = self.o_bias
@@ -290,7 +304,7 @@ class ModelConfig:
         layers = table["layers"]
         return table | {"layers": quantized(self.quantization, layers) | adapters(self.lora, layers)}
 
-    def dtypes(self, param_dtype: FloatType, dtype: FloatType) -> dict[str, Any]:
+    def dtypes(self, param_dtype: str, dtype: str) -> dict[str, Any]:
         """The type of each weight in training, in a tree like that of `weights()`.
 
         What is trained is in `param_dtype`, and so are norms. What adapters leave frozen is in the narrower of the two:
@@ -327,12 +341,22 @@ class ModelConfig:
         """How many numbers the weights stand for; tied embeddings count once."""
         return sum(math.prod(weight.shape) for weight in leaves(replace(self, quantization="none").weights()))
 
+    def num_active_params(self) -> int:
+        """How many of them a token is multiplied with: of a mixture's experts those that it chooses."""
+        return self.num_params() - self.num_expert_params() // max(self.num_experts, 1) * (
+            self.num_experts - self.num_experts_per_tok
+        )
+
+    def num_expert_params(self) -> int:
+        """How many of them belong to experts."""
+        return sum(math.prod(weight.shape) for weight in leaves(self.base.weights()) if weight.has_experts)
+
 
 def _weights(sizes: ModelConfig) -> dict[str, Any]:
     V, E = sizes.vocab_size, sizes.hidden_size
     tree: dict[str, Any] = {
         "embed": Weight((V, E), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "token_embd.weight", (V, E)),
-        "layers": _attention(sizes) | _mlp(sizes),
+        "layers": _attention(sizes) | (_experts(sizes) if sizes.num_experts else _mlp(sizes)),
         "final_norm": Weight((E,), ("embed",), _norm_init(sizes), "model.norm.weight", "output_norm.weight", (E,)),
     }
     if sizes.scalar_head:
@@ -352,7 +376,7 @@ def _attention(sizes: ModelConfig) -> dict[str, Weight]:
     for name, dim, heads in (("q", "heads", H), ("k", "kv_heads", K), ("v", "kv_heads", K)):
         names = (f"{fused or f'self_attn.{name}_proj'}.weight", f"attn_{'qkv' if fused else name}.weight")
         one = _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
-        table[name] = replace(one, file_rows=(row, whole)) if fused else one
+        table[name] = replace(one, file_rows=Rows(row, whole)) if fused else one
         row += heads * D
     out_names = ("self_attn.o_proj.weight", "attn_output.weight")
     table["o"] = _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D))
@@ -366,6 +390,8 @@ def _attention(sizes: ModelConfig) -> dict[str, Weight]:
     for name, dim, heads in (("q", "heads", H), ("k", "kv_heads", K)) if sizes.qk_norm else ():
         shape, dims = ((heads, D), (dim, "head_dim")) if sizes.qk_norm_over_heads else ((D,), ("head_dim",))
         table[f"{name}_norm"] = _norm(sizes, shape, dims, f"self_attn.{name}_norm", f"attn_{name}_norm")
+    if sizes.attention_sinks:
+        table["sinks"] = _stacked(sizes, (H,), ("heads",), "zeros", ("self_attn.sinks", "attn_sinks.weight"), (H,))
     return table
 
 
@@ -379,16 +405,55 @@ def _mlp(sizes: ModelConfig) -> dict[str, Weight]:
             names = (f"{modules.get(name, f'mlp.{name}_proj')}.weight", f"ffn_{name}.weight")
             return _stacked(sizes, shape, dims, "normal", names, shape[::-1])
         one = _stacked(sizes, shape, dims, "normal", (f"{fused}.weight", "ffn_up.weight"), shape[::-1])
-        return replace(one, file_rows=(F if name == "up" else 0, 2 * F))
+        return replace(one, file_rows=Rows(F if name == "up" else 0, 2 * F))
 
-    before = "post_attention_layernorm" if sizes.norms == "before" else "pre_feedforward_layernorm"
-    table = _norms(sizes, "mlp", (before, "ffn_norm"), ("post_feedforward_layernorm", "post_ffw_norm"))
-    names = ("gate", "up", "down")
+    table, names = _mlp_norms(sizes), ("gate", "up", "down")
     table |= {name: matrix(name) for name in names}
     for name in names if sizes.mlp_bias else ():
         size, dim = (E, "embed") if name == "down" else (F, "mlp")
         in_files = (f"mlp.{name}_proj.bias", f"ffn_{name}.bias")
         table[f"{name}_bias"] = _stacked(sizes, (size,), (dim,), "zeros", in_files, (size,))
+    return table
+
+
+def _mlp_norms(sizes: ModelConfig) -> dict[str, Weight]:
+    before = "post_attention_layernorm" if sizes.norms == "before" else "pre_feedforward_layernorm"
+    in_gguf = FAMILIES[sizes.family].modules.get("mlp_norm_gguf", "ffn_norm")
+    return _norms(sizes, "mlp", (before, in_gguf), ("post_feedforward_layernorm", "post_ffw_norm"))
+
+
+def _experts(sizes: ModelConfig) -> dict[str, Weight]:
+    """A router, and the MLPs that it chooses from."""
+    X, E, F = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
+    row, table = FAMILIES[sizes.family], _mlp_norms(sizes)
+    suffixes = ("", "_bias") if row.bare_experts else (".weight", ".bias")
+
+    def one(name: str, shape: tuple[int, ...], dims: tuple[str, ...], part: int = 0) -> Weight:
+        is_fused = "gate_up" in row.modules and name != "down"
+        names = row.modules["gate_up" if is_fused else name], f"ffn_{name}_exps"
+        in_files = names[0] + suffixes[len(dims) == 1], names[1] + (".weight", ".bias")[len(dims) == 1]
+        hf_shape = shape if row.bare_experts else shape[::-1]
+        init: Init = "normal" if len(dims) == 2 else "zeros"
+        weight = _stacked(sizes, shape, dims, init, in_files, hf_shape)
+        rows = Rows(part, 2 * F, 2) if row.bare_experts else Rows(part * F, 2 * F)
+        return replace(
+            weight,
+            shape=(sizes.num_layers, X, *shape),
+            dims=("layers", "experts", *dims),
+            transpose=weight.transpose and not row.bare_experts,
+            file_rows=rows if is_fused else None,
+        )
+
+    router = row.modules["router"]
+    in_files = (f"{router}.weight", "ffn_gate_inp.weight")
+    table["router"] = _stacked(sizes, (E, X), ("embed", "routes"), "normal", in_files, (X, E))
+    table |= {name: one(name, (E, F), ("embed", "mlp"), part) for part, name in enumerate(("gate", "up"))}
+    table["down"] = one("down", (F, E), ("mlp", "embed"))
+    if sizes.expert_bias:
+        in_files = (f"{router}.bias", "ffn_gate_inp.bias")
+        table["router_bias"] = _stacked(sizes, (X,), ("routes",), "zeros", in_files, (X,))
+        table |= {f"{name}_bias": one(name, (F,), ("mlp",), part) for part, name in enumerate(("gate", "up"))}
+        table["down_bias"] = one("down", (E,), ("embed",))
     return table
 
 
@@ -442,8 +507,11 @@ def read_config(fields: Fields, generation: Fields) -> ModelConfig:
     kv_heads = heads if "num_key_value_heads" in fields.raw else row.defaults.get("num_key_value_heads", heads)
     kv_heads = fields.integer("num_key_value_heads", kv_heads, high=LARGEST["num_key_value_heads"])
     switches: dict[str, Any] = dict(row.fixed) | {name: _number(fields, *key) for name, key in row.keys.items()}
+    if row.experts is not None:
+        switches |= read_experts(fields, row.experts)
     if "attention_bias" in row.biases:
-        switches["qkv_bias"] = switches["o_bias"] = fields.flag("attention_bias")
+        has_bias = fields.flag("attention_bias", row.defaults.get("attention_bias", False))
+        switches["qkv_bias"] = switches["o_bias"] = has_bias
     switches["mlp_bias"] = "mlp_bias" in row.biases and fields.flag("mlp_bias")
     switches |= row.layers(fields, num_layers) | _read_ropes(fields, row, max_positions)
     if "sliding_window" not in switches:
@@ -482,7 +550,7 @@ def read_config(fields: Fields, generation: Fields) -> ModelConfig:
 
 def _number(fields: Fields, key: str, default: float) -> float:
     """A multiplier, or a cap, which a null switches off."""
-    if key.endswith("softcapping") and not fields.raw.get(key, default):
+    if key.endswith(("softcapping", "clip_qkv")) and not fields.raw.get(key, default):
         return 0.0
     if isinstance(default, int):
         return fields.integer(key, default, high=MAX_ID)
@@ -503,9 +571,11 @@ def _read_ropes(fields: Fields, row: Row, max_positions: int) -> dict[str, Any]:
         rope, local = read_ropes(fields, max_positions, *row.local_rope)
         return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "sliding_rope": local}
     theta = row.defaults.get("rope_theta", DEFAULT_THETA)
-    if "original_max_position_embeddings" in row.defaults:
-        name = "original_max_position_embeddings"
-        fields = Fields({name: row.defaults[name]} | dict(fields.raw), fields.file)
+    names = ["original_max_position_embeddings"]
+    if "rope_parameters" not in fields.raw:
+        names.append("rope_scaling")
+    usual = {name: row.defaults[name] for name in names if name in row.defaults}
+    fields = Fields(usual | dict(fields.raw), fields.file)
     rope = read_rope(fields, max_positions, theta, row.partial_rope, row.longrope)
     found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
     if row.partial_rope:
@@ -545,5 +615,4 @@ def _check(fields: Fields, family: str, row: Row) -> None:
         fields.refuse(f"mlp_bias true with model_type {family!r}", "models of this type have none")
     if fields.get("use_bidirectional_attention"):
         fields.refuse("use_bidirectional_attention true", "attention must be causal")
-    if fields.get("quantization_config") is not None:
-        fields.refuse("quantization_config", "weights must be float32, float16 or bfloat16 (or use a GGUF file)")
+    read_blocks(fields)

@@ -22,11 +22,14 @@ head counts are read from the weights, never from the config, and padded vocabul
 Numbers: matrix products run in the given dtype; norms, rotary embeddings and logits in at least float32. With float64
 everything is float64.
 
+Experts (`jaxrl.models.experts`) take the MLP's place where a layer has a router.
+
 Letters in comments and einsums: e embed, h query heads, k key/value heads, d head_dim, f mlp, v vocab.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -39,7 +42,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.kernels.invariant import ByRows, Multiply, at_once
 from jaxrl.kernels.reference import ATTENTION, operands
+from jaxrl.models import experts
 from jaxrl.models.config import LayerKind, ModelConfig
 from jaxrl.models.lora import A, B, Lora
 from jaxrl.models.rope import Rope
@@ -47,6 +52,8 @@ from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
 
 Params = dict[str, Any]
+Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.Shape], jax.Array]
+"""(h [..., E], routing, weights of experts, how) -> [..., E]."""
 Remat = Literal["none", "full", "dots"]
 INIT_STD = 0.02
 _PRODUCT = "product"  # the name under which a remat policy keeps products with weights
@@ -128,12 +135,16 @@ def rope_tables(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def _tables_of_kinds(positions: jax.Array, config: ModelConfig, dtype: Any) -> dict[LayerKind, Tables]:
+def _tables_of_kinds(
+    positions: jax.Array, config: ModelConfig, dtype: Any, by_rows: ByRows = at_once
+) -> dict[LayerKind, Tables]:
     """Of each kind of the model's layers; kinds with one rope share its tables."""
     ropes = {kind.rope for kind in config.kinds}
-    tables: dict[Any, Tables] = {
-        rope: rope_tables(positions, config, dtype, rope) for rope in ropes if rope is not None
-    }
+
+    def of_rope(rope: Rope) -> Tables:
+        return by_rows(lambda _, at: rope_tables(at[..., 0], config, dtype, rope), (positions[..., None],))
+
+    tables: dict[Any, Tables] = {rope: of_rope(rope) for rope in ropes if rope is not None}
     return {kind: tables.get(kind.rope, (None, None)) for kind in config.kinds}
 
 
@@ -182,8 +193,11 @@ def layer(
     *,
     features_first: bool = False,
     widen: bool = False,
+    reduce_dtype: Any = jnp.float32,
     keys: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
+    mix: Mix | None = None,
+    by_rows: ByRows = at_once,
+) -> tuple[jax.Array, Any, experts.Routing | None]:
     """One decoder layer on x [..., E]. Computes in x's dtype, to which the weights are cast.
 
     Args:
@@ -191,26 +205,61 @@ def layer(
       x: the residual stream; any other dims. With `features_first` it is [E, ...], and so is the result.
       cos, sin: [..., rotary_dim / 2] from `rope_tables`; None: the layer has no rope.
       attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
-        key/value head h // (H // K). `attend` scales by 1/sqrt(D).
+        key/value head h // (H // K). `attend` scales by 1/sqrt(D). With sinks it is called as (q, k, v, sinks [H]).
       config: only constants are taken from it (eps, multipliers, the factor of adapters).
       features_first: matrices are [out..., in...].
       widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
+      reduce_dtype: the least type of matrices' gradients while devices add their parts of them.
       keys: [R] of x [R, T, E], from which the dropout of adapters is drawn; None: there is none.
+      mix: what computes experts, where they are split over devices; None: `experts.mix` of all.
+      by_rows: how what stands before and behind attention is computed; in tiles it takes neither `mix`, nor `keys`,
+        nor `features_first`.
 
     Returns:
-      (x, extra).
+      (x, extra, what a router decided). The last is None without experts.
     """
 
-    weights = _LayerWeights(lp, x.dtype, config, features_first, widen, keys)
-    q, k, v = _queries_keys_values(weights, x, cos, sin)
-    out, extra = attend(q, k, v)
-    x = _add_attention(weights, x, out.astype(x.dtype))
-    return _add_mlp(weights, x), extra
+    sums = x.dtype if by_rows is at_once else _at_least_float32(x.dtype)
+
+    def run(step: Callable[..., Any], *rows: Any, of: Mapping[str, Any] = lp, **how: Any) -> Any:
+        def stretch(lp: Mapping[str, Any], *rows: Any) -> Any:
+            own = keys, sums, reduce_dtype, by_rows.multiply
+            return step(_LayerWeights(lp, x.dtype, config, features_first, widen, *own), *rows)
+
+        return by_rows(stretch, rows, of, **how)
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: lp[name] for name in names if name in lp}
+
+    if "q_norm" in lp and lp["q_norm"].ndim > 1:  # its norm is of all heads together: no part of them is enough
+        qkv = run(_projected, x, join=_HEADS)
+        q, k, v = run(_turned, *qkv, cos, sin, of=some("q_norm", "k_norm"), heads=True)
+    else:
+        q, k, v = run(_queries_keys_values, x, cos, sin, join=_HEADS)
+    out, extra = attend(q, k, v, *([lp["sinks"]] if "sinks" in lp else []))
+    part = run(_attention_part, out.astype(x.dtype), join="sum", heads=True)
+    x = run(partial(_with_part, "o", "attn_post_norm"), x, part, of=some("o_bias", "attn_post_norm"))
+    if "router" not in lp:
+        part = run(_mlp_part, x, join="sum")
+        x = run(partial(_with_part, "down", "mlp_post_norm"), x, part, of=some("down_bias", "mlp_post_norm"))
+        return x, extra, None
+    h = run(_input_of_experts, x, of=some("mlp_norm"))
+    routing = run(_routing, h, of=some("router", "router_bias"))
+    own = some(*experts.WEIGHTS) | {EXPERT_IDS: jnp.arange(config.num_experts)}
+    part = run(partial(_experts_part, mix), h, routing, of=own, join="sum")
+    x = run(partial(_with_part, "", "mlp_post_norm"), x, part, of=some("mlp_post_norm"))
+    return x, extra, routing
+
+
+_HEADS = ("q", "k", "v")
+EXPERT_IDS = "expert_ids"
+"""Beside the weights of experts, their numbers: so each part of them knows its own."""
 
 
 class _LayerWeights(NamedTuple):
-    """A layer's weights, and how they are multiplied with activations of `dtype` (see `layer` for the other fields)."""
+    """A layer's weights, and how they are multiplied with activations of `dtype`; `sums`: the type of what may be a
+    part of a sum. See `layer` for the other fields."""
 
     lp: Mapping[str, Any]
     dtype: Any
@@ -218,6 +267,9 @@ class _LayerWeights(NamedTuple):
     features_first: bool
     widen: bool
     keys: jax.Array | None
+    sums: Any = None
+    reduce_dtype: Any = jnp.float32
+    multiply: Multiply | None = None
 
     @property
     def lora(self) -> Lora | None:
@@ -251,13 +303,15 @@ class _LayerWeights(NamedTuple):
         part, factor = self.norm(norm, part), self.config.residual_multiplier
         return x + (part if factor == 1.0 else part * factor)
 
-    def product(self, x: jax.Array, name: str) -> jax.Array:
-        """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O]."""
+    def product(self, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
+        """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O], in x's dtype or in
+        the one that is given."""
         if self.features_first:
             return _from_the_left("oe,e...->o...", self.get(name), x)
 
         def dense(x: jax.Array, name: str) -> Any:
-            return _dense(self.widen, x, self.get(name).reshape(x.shape[-1], -1))
+            how = _Product(self.widen, dtype or x.dtype, self.reduce_dtype, self.multiply)
+            return _dense(how, x, self.get(name).reshape(x.shape[-1], -1))
 
         out = dense(x, name)
         if name + A in self.lp:
@@ -285,15 +339,32 @@ class _LayerWeights(NamedTuple):
 def _queries_keys_values(
     weights: _LayerWeights, x: jax.Array, cos: jax.Array | None, sin: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _turned(weights, *_projected(weights, x), cos, sin)
+
+
+def _projected(weights: _LayerWeights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = weights.norm("attn_norm", x)
     if "qkv" in weights.lp:
         q, k, v = _fused_heads(weights, h)
     else:
-        q, k, v = (weights.heads(name, h) for name in ("q", "k", "v"))
+        q, k, v = (weights.heads(name, h) for name in _HEADS)
     if "q_bias" in weights.lp:
         q, k, v = q + weights.get("q_bias"), k + weights.get("k_bias"), v + weights.get("v_bias")
+    return q, k, v
+
+
+def _turned(
+    weights: _LayerWeights,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     config = weights.config
     q, k = weights.head_norm("q_norm", q, config.num_heads), weights.head_norm("k_norm", k, config.num_kv_heads)
+    if clip := config.clip_qkv:
+        q, k, v = (jnp.clip(each, -clip, clip) for each in (q, k, v))
     return _rotate(q, cos, sin, config.query_factor), _rotate(k, cos, sin), v
 
 
@@ -306,18 +377,21 @@ def _fused_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.A
     return q.reshape(*h.shape[:-1], -1, q.shape[-1]), slab[..., -2, :], slab[..., -1, :]
 
 
-def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.Array:
-    """The residual stream with attention's output [..., H, D] projected into it."""
+def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
+    """Attention's output [..., H, D] projected into the residual stream."""
+    out = out.reshape(*out.shape[:-2], -1)
     if weights.features_first:
         # a product with two summed dims makes XLA:CPU transpose the weights in every call, so they are joined into one
-        out = out.reshape(*out.shape[:-2], -1)
-        out = _from_the_left("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
-    else:
-        out = weights.product(out.reshape(*x.shape[:-1], -1), "o")
-    return weights.added(x, weights.biased("o", out), "attn_post_norm")
+        return _from_the_left("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
+    return weights.product(out, "o", weights.sums)
 
 
-def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
+def _with_part(bias: str, norm: str, weights: _LayerWeights, x: jax.Array, part: jax.Array) -> jax.Array:
+    """The residual stream with what attention or the MLP adds to it, with its bias and its norm, if it has them."""
+    return weights.added(x, weights.biased(bias, part.astype(x.dtype)), norm)
+
+
+def _mlp_part(weights: _LayerWeights, x: jax.Array) -> jax.Array:
     h = weights.norm("mlp_norm", x)
     if "gate_up" in weights.lp:
         # two dims of outputs, not joined: F may be split over devices
@@ -326,8 +400,46 @@ def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
     else:
         gate, up = weights.product(h, "gate"), weights.product(h, "up")
     gate, up = weights.biased("gate", gate), weights.biased("up", up)
-    h = _ACTIVATIONS[weights.config.hidden_act](gate) * up
-    return weights.added(x, weights.biased("down", weights.product(h, "down")), "mlp_post_norm")
+    return weights.product(_gated(weights.config)(gate, up), "down", weights.sums)
+
+
+def _input_of_experts(weights: _LayerWeights, x: jax.Array) -> jax.Array:
+    """[..., E]"""
+    h = weights.norm("mlp_norm", x)
+    return jnp.moveaxis(h, 0, -1) if weights.features_first else h
+
+
+def _routing(weights: _LayerWeights, h: jax.Array) -> experts.Routing:
+    lp, config = weights.lp, weights.config
+    return experts.route(
+        h, lp["router"], lp.get("router_bias"), config.num_experts_per_tok, normalised=config.norm_topk_prob
+    )
+
+
+def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing: experts.Routing) -> jax.Array:
+    """What the chosen experts add to the residual stream."""
+    own = {name: weights.get(name) for name in experts.WEIGHTS if name in weights.lp}
+    shape = experts.Shape(_gated(weights.config), weights.widen)
+    if mix is None:
+        out = experts.mix(h, routing, own, shape, weights.lp[EXPERT_IDS][0])
+    else:
+        out = mix(h, routing, own, shape)
+    return jnp.moveaxis(out, -1, 0) if weights.features_first else out
+
+
+@functools.cache
+def _gated(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """(gate, up) -> what the MLP's last matrix multiplies. One function for a config, since programs are cached by
+    it."""
+    if not (limit := config.swiglu_limit):
+        act = _ACTIVATIONS[config.hidden_act]
+        return lambda gate, up: act(gate) * up
+
+    def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(config.swiglu_alpha * gate)
+
+    return clipped
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -342,25 +454,40 @@ def _from_the_left(spec: str, matrix: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.einsum(spec, matrix, x, preferred_element_type=_at_least_float32(x.dtype)).astype(x.dtype)
 
 
+class _Product(NamedTuple):
+    """How x is multiplied with a matrix: `widen` and `reduce_dtype` as in `layer`, `multiply` as in `ByRows`; `dtype`:
+    of the result. Hashable."""
+
+    widen: bool = False
+    dtype: Any = jnp.float32
+    reduce_dtype: Any = jnp.float32
+    multiply: Multiply | None = None
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """x [..., I] @ matrix [I, O], with a gradient for the matrix in the cheaper of its two orders."""
-    return _dense_forward(widen, x, matrix)[0]
+def _dense(how: _Product, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """x [..., I] @ matrix [I, O]; the gradient for the matrix in the cheaper of its two orders."""
+    return _dense_forward(how, x, matrix)[0]
 
 
-def _dense_forward(widen: bool, x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    wide_x, wide_matrix = operands(widen, (x, matrix))
-    return (wide_x @ wide_matrix).astype(x.dtype), (x, matrix)
+def _dense_forward(how: _Product, x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    if how.multiply is not None:
+        return how.multiply(x, matrix, dtype=how.dtype), (x, matrix)
+    wide_x, wide_matrix = operands(how.widen, (x, matrix))
+    return (wide_x @ wide_matrix).astype(how.dtype), (x, matrix)
 
 
-def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, matrix, d_out = operands(widen, (*saved, d_out))
+def _dense_backward(how: _Product, saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix, d_out = operands(how.widen, (*saved, d_out))
     over = tuple(range(x.ndim - 1))
+    summed = partial(  # over tokens; devices add their parts in this type
+        jnp.tensordot, axes=(over, over), preferred_element_type=jnp.promote_types(x.dtype, how.reduce_dtype)
+    )
     # XLA:CPU writes the left operand of a product over tokens anew, transposed: let that be the narrower
     if x.shape[-1] <= d_out.shape[-1]:
-        d_matrix = jnp.tensordot(x, d_out, (over, over))
+        d_matrix = summed(x, d_out)
     else:
-        d_matrix = jnp.tensordot(d_out, x, (over, over)).T
+        d_matrix = summed(d_out, x).T
     return (d_out @ matrix.T).astype(saved[0].dtype), d_matrix.astype(saved[1].dtype)
 
 
@@ -371,43 +498,6 @@ def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of an embedding [V, E] for tokens [...]. Ids must lie in the vocabulary (padding: any id that does)."""
     # "clip" spares the select of out-of-range rows, which the default mode would add.
     return jnp.take(table, tokens, axis=0, mode="clip")
-
-
-@jax.custom_vjp
-def look_up_in_order(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`look_up`, with a gradient whose sums have the same order in every run.
-
-    The gradient of `look_up` adds each token's row to the table's, which a GPU does with atomics: rows of a token that
-    occurs several times are added in the order of chance. Here tokens are sorted, and the sum of each run of equal ones
-    is made by doubling: log2(tokens) passes over [tokens, E]. On several devices, call it inside `shard_map`.
-    """
-    return look_up(table, tokens)
-
-
-def _look_up_forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # an array without numbers carries the vocabulary's size and the dtype to the backward pass
-    return look_up(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
-
-
-def _look_up_backward(saved: tuple[jax.Array, jax.Array], d_rows: jax.Array) -> tuple[jax.Array, None]:
-    tokens, like = saved
-    flat, vocab, (count, width) = tokens.reshape(-1), like.shape[0], (tokens.size, d_rows.shape[-1])
-    order = jnp.argsort(flat, stable=True)
-    ids, sums = flat[order], d_rows.reshape(count, width)[order].astype(like.dtype)
-    reach = 1
-    while reach < count:  # each row holds the sum of the last `reach` rows of its run, itself included
-        same = ids[reach:] == ids[:-reach]
-        sums += jnp.pad(jnp.where(same[:, None], sums[:-reach], 0), ((reach, 0), (0, 0)))
-        reach *= 2
-    is_last = jnp.append(ids[1:] != ids[:-1], True)
-    rows = jnp.where(is_last, ids, vocab + jnp.arange(count))  # the others lie outside, each elsewhere: dropped
-    # the zeros wait for the sums: XLA would make them with those of the head's gradient, before the backward pass
-    zero, sums = lax.optimization_barrier((jnp.zeros((), like.dtype), sums))
-    table = jnp.full((vocab, width), zero)
-    return table.at[rows].set(sums, mode="drop", unique_indices=True), None
-
-
-look_up_in_order.defvjp(_look_up_forward, _look_up_backward)
 
 
 def embed(
@@ -424,16 +514,47 @@ def embed(
     return rows if config.embedding_multiplier == 1.0 else rows * config.embedding_multiplier
 
 
-def final_norm(params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False) -> jax.Array:
+def final_norm(
+    params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False, by_rows: ByRows = at_once
+) -> jax.Array:
     """The norm before the vocabulary head."""
-    return _norm(x, params["final_norm"], config, features_first)
+    return by_rows(lambda scale, x: _norm(x, scale, config, features_first), (x,), params["final_norm"])
 
 
-def logits(params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False) -> jax.Array:
+def head(params: Params) -> Params:
+    """Of the weights outside the layers, those that `logits` needs."""
+    name = "lm_head" if "lm_head" in params else "embed"
+    return {name: params[name]}
+
+
+def logits(
+    params: Params,
+    x: jax.Array,
+    config: ModelConfig,
+    *,
+    features_first: bool = False,
+    widen: bool = False,
+    by_rows: ByRows = at_once,
+) -> jax.Array:
     """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary.
 
-    With `features_first`, x is [E, ...] and a separate head [V, E]; logits are [..., V] all the same.
+    With `features_first`, x is [E, ...] and a separate head [V, E]; logits are [..., V] all the same. In parts each has
+    its own rows of the vocabulary.
     """
+
+    def some(params: Params, x: jax.Array) -> jax.Array:
+        params, x = operands(widen, (params, x))
+        return _logits(params, x, config, features_first, by_rows.multiply)
+
+    out = by_rows(some, (x,), params, join="vocab")
+    if out.shape[-1] > config.vocab_size:
+        out = jnp.where(jnp.arange(out.shape[-1]) < config.vocab_size, out, -jnp.inf)
+    return out
+
+
+def _logits(
+    params: Params, x: jax.Array, config: ModelConfig, features_first: bool, multiply: Multiply | None
+) -> jax.Array:
     wide = _at_least_float32(x.dtype)
     out: Any
     if features_first:
@@ -441,15 +562,13 @@ def logits(params: Params, x: jax.Array, config: ModelConfig, *, features_first:
         out = jnp.einsum("ve,e...->v...", head.astype(x.dtype), x, preferred_element_type=wide)
         out = jnp.moveaxis(out, 0, -1)
     elif "lm_head" in params:
-        out = _head_product("ev", x, params["lm_head"].astype(x.dtype))
+        out = _head_product("ev", multiply, x, params["lm_head"].astype(x.dtype))
     else:
-        out = _head_product("ve", x, params["embed"].astype(x.dtype))
+        out = _head_product("ve", multiply, x, params["embed"].astype(x.dtype))
     if config.logits_scaling != 1.0:
         out = out / config.logits_scaling
     if cap := config.final_logit_softcapping:
         out = jnp.tanh(out / cap) * cap
-    if out.shape[-1] > config.vocab_size:
-        out = jnp.where(jnp.arange(out.shape[-1]) < config.vocab_size, out, -jnp.inf)
     return out
 
 
@@ -461,22 +580,28 @@ def score(params: Params, x: jax.Array, *, features_first: bool = False) -> jax.
     return jnp.einsum(spec, *both, preferred_element_type=wide)[..., 0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _head_product(order: str, x: jax.Array, head: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _head_product(order: str, multiply: Multiply | None, x: jax.Array, head: jax.Array) -> jax.Array:
     """x [..., E] times the head in its `order` of dims, in at least float32.
 
     The gradient of the logits is rounded to x's dtype before it is multiplied: else both products of the backward pass
     have one operand in float32, for which XLA makes a float32 copy of the head and multiplies at half the rate.
     """
     wide = _at_least_float32(x.dtype)
+    if multiply is not None:
+        return multiply(x, head, transposed=order == "ve", dtype=wide)
     return jnp.einsum(f"...e,{order}->...v", x, head, preferred_element_type=wide)
 
 
-def _head_forward(order: str, x: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _head_product(order, x, head), (x, head)
+def _head_forward(
+    order: str, multiply: Multiply | None, x: jax.Array, head: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _head_product(order, multiply, x, head), (x, head)
 
 
-def _head_backward(order: str, saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _head_backward(
+    order: str, _: Multiply | None, saved: tuple[jax.Array, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, head = saved
     d_out, wide = d_out.astype(x.dtype), d_out.dtype
     d_x = jnp.einsum(f"...v,{order}->...e", d_out, head, preferred_element_type=wide)
@@ -501,34 +626,42 @@ def forward_scan(
     gather: Callable[[Params], Params] = lambda layer_params: layer_params,
     find: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
     widen: bool = False,
+    reduce_dtype: Any = jnp.float32,
     keys: jax.Array | None = None,
-) -> jax.Array:
+    mix: Mix | None = None,
+    by_rows: ByRows = at_once,
+    tally: Callable[[experts.Routing], Any] | None = None,
+) -> Any:
     """Training form: final-normed hidden states [..., E] of tokens [...]. Callers chunk the logits.
 
     Args:
       attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes). With layers of several kinds it is
-        called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`.
+        called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`. With sinks
+        [H] these come last.
       dtype: of activations and products.
       remat: what the backward pass recomputes: `none`, `full` (each layer from its input) or `dots` (all but the
         products with weights and attention).
       constrain: applied to the residual stream after the embedding and after each layer (a sharding constraint).
-      widen: as in `layer`.
+      widen, reduce_dtype: as in `layer`.
       find: (embedding, tokens) -> rows, as `look_up` does.
       gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
       keys: of each row, for the dropout of adapters; None: nothing is dropped.
+      mix, by_rows: as in `layer`.
+      tally: what to keep of each layer's routing; then the result is (hidden states, that of all layers stacked).
     """
 
-    def body(x: jax.Array, own: tuple[Params, Any, Any]) -> tuple[jax.Array, None]:
+    def body(x: jax.Array, own: tuple[Params, Any, Any]) -> tuple[jax.Array, Any]:
         lp, index, kind = own
         drawn = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)
         cos, sin = (table[kind] for table in tables) if ropes_differ else tables
         of_layer = attend if kind is None else partial(_with_kind, attend, kind)
-        x, _ = layer(
-            gather(lp), x, cos, sin, lambda q, k, v: (of_layer(q, k, v), None), config, widen=widen, keys=drawn
-        )
-        return constrain(x), None
+        how = {"widen": widen, "reduce_dtype": reduce_dtype, "keys": drawn, "mix": mix, "by_rows": by_rows}
+        x, _, routing = layer(gather(lp), x, cos, sin, lambda *qkv: (of_layer(*qkv), None), config, **how)
+        return constrain(x), None if tally is None or routing is None else tally(routing)
 
-    by_kind = _tables_of_kinds(positions, config, dtype)
+    if keys is not None:  # what is dropped is drawn for a row of tokens as a whole
+        by_rows = at_once
+    by_kind = _tables_of_kinds(positions, config, dtype, by_rows)
     x = constrain(embed(params, tokens, config, dtype, find))
     layers = params["layers"]
     num_layers = layers["o"].shape[0]
@@ -540,12 +673,15 @@ def forward_scan(
         kinds = jnp.asarray([order.index(config.kind(i)) for i in range(num_layers)], jnp.int32)
     if ropes_differ := len({kind.rope for kind in by_kind}) > 1:
         tables = _stacked_tables(list(by_kind.values()))
-    x, _ = lax.scan(_rematerialised(body, remat), x, (layers, indices, kinds))
-    return final_norm(params, x, config)
+    x, tallies = lax.scan(_rematerialised(body, remat), x, (layers, indices, kinds))
+    hidden = final_norm(params, x, config, by_rows=by_rows)
+    return hidden if tally is None else (hidden, tallies)
 
 
-def _with_kind(attend: Callable[..., jax.Array], kind: jax.Array, *qkv: jax.Array) -> jax.Array:
-    return attend(*qkv, kind)
+def _with_kind(
+    attend: Callable[..., jax.Array], kind: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array
+) -> jax.Array:
+    return attend(q, k, v, kind, *sinks)
 
 
 def _stacked_tables(tables: list[Tables]) -> tuple[jax.Array, jax.Array]:
@@ -580,15 +716,19 @@ def forward_layers(
     dtype: Any,
     features_first: bool = False,
     ahead: bool = True,
+    mix: Mix | None = None,
+    widen: bool = False,
+    by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, list[Any]]:
     """Rollout form, unrolled: (final-normed hidden states [..., E], each layer's cache).
 
     `attends(layer_index, q, k, v) -> (out, cache_of_layer)`. With `features_first` hidden states are [E, ...], and the
     weights as `to_rollout(..., features_first=True)` gives them. Weights in the host's memory are streamed, `ahead` as
-    `jaxrl.models.streaming.LayerFeed` takes it.
+    `jaxrl.models.streaming.LayerFeed` takes it. `mix`, `widen` and `by_rows` as in `layer`.
     """
-    tables = _tables_of_kinds(positions, config, dtype)
+    tables = _tables_of_kinds(positions, config, dtype, by_rows)
     x = embed(params, tokens, config, dtype)
+    how = {"features_first": features_first, "mix": mix, "widen": widen, "by_rows": by_rows}
     if features_first:
         x = jnp.moveaxis(x, -1, 0)
     caches, feed = [], LayerFeed(params["layers"], ahead)
@@ -596,6 +736,6 @@ def forward_layers(
         attend = partial(attends, i)
         x, lp = feed.take(i, x)
         cos, sin = tables[config.kind(i)]
-        x, cache = layer(lp, x, cos, sin, attend, config, features_first=features_first)
+        x, cache, _ = layer(lp, x, cos, sin, attend, config, **how)
         caches.append(cache)
-    return final_norm(params, x, config, features_first=features_first), caches
+    return final_norm(params, x, config, features_first=features_first, by_rows=by_rows), caches

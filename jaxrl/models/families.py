@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl.models.fields import MAX_ID, Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_EXPERTS = 2**14
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
@@ -120,6 +121,37 @@ def _write_granite_hybrid(config: Any) -> dict[str, Any]:
     return {"layer_types": ["attention"] * config.num_layers, "position_embedding_type": kind}
 
 
+class Experts(NamedTuple):
+    """How config.json says what a mixture of experts is: the key of their number, what it and the number of a token's
+    are where the file leaves them out, and whether a token's weights always sum to one (else `norm_topk_prob`)."""
+
+    key: str
+    number: int
+    chosen: int
+    normalised: bool
+
+
+def read_experts(fields: Fields, experts: Experts) -> dict[str, Any]:
+    """The fields of `ModelConfig` about experts."""
+    for key in ("mlp_only_layers", "router_jitter_noise"):
+        if given := fields.get(key):
+            fields.refuse(f"{key} {given}", "all layers must have experts, and their routers no noise")
+    if (step := fields.get("decoder_sparse_step", 1)) != 1:
+        fields.refuse(f"decoder_sparse_step {step}", "all layers must have experts: 1")
+    count = fields.integer(experts.key, experts.number, high=MAX_EXPERTS)
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": fields.integer("num_experts_per_tok", experts.chosen, high=count),
+        "norm_topk_prob": experts.normalised or fields.flag("norm_topk_prob"),
+    }
+
+
+def write_experts(config: Any, experts: Experts) -> dict[str, Any]:
+    """The same as config.json has them."""
+    own = {experts.key: config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
+    return own if experts.normalised else own | {"norm_topk_prob": config.norm_topk_prob}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What a family does otherwise than Llama.
@@ -141,6 +173,10 @@ class Row:
       partial_rope, longrope: whether a part of each head may be rotated, and whether longrope is its rope's one type.
       extra: further keys that config.json is written with.
       modules: names of a layer's modules in files, where they are not Llama's. `qkv` and `gate_up` are one matrix each.
+        With experts `router`, and those of an expert, of which `{expert}` numbers tensors of its own.
+        `mlp_norm_gguf`: what GGUF files call the norm before the MLP.
+      experts: of mixtures. bare_experts: files have matrices of experts as [in, out], without `.weight`, and gate and
+        up column by column in turn.
     """
 
     architecture: str
@@ -158,6 +194,8 @@ class Row:
     longrope: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    experts: Experts | None = None
+    bare_experts: bool = False
 
     @property
     def reward_architecture(self) -> str:
@@ -165,6 +203,15 @@ class Row:
         return self.reward_model or self.architecture.replace("CausalLM", "SequenceClassification")
 
 
+def _everywhere_if_used(fields: Fields, num_layers: int) -> dict[str, Any]:
+    return {"sliding_window": (window_of(fields, 4096) or 0) if fields.flag("use_sliding_window") else 0}
+
+
+def _write_used_window(config: Any) -> dict[str, Any]:
+    return {"use_sliding_window": bool(config.sliding_window), **_write_window(config)}
+
+
+_EXPERTS = {"router": "mlp.gate", **{name: f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")}}
 _GEMMA: dict[str, Any] = {"norms": "both", "norm_plus_one": True, "scale_embedding": True}
 _GEMMA_DEFAULTS = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
@@ -273,5 +320,72 @@ FAMILIES: dict[str, Row] = {
         write_layers=_write_granite_hybrid,
         extra={"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1},
         modules={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+    ),
+    "qwen3_moe": Row(
+        "Qwen3MoeForCausalLM",
+        fixed={"qk_norm": True},
+        biases=("attention_bias",),
+        sizes={"intermediate_size": "moe_intermediate_size"},
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "intermediate_size": 768},
+        layers=_everywhere_if_used,
+        write_layers=_write_used_window,
+        modules=_EXPERTS,
+        experts=Experts("num_experts", 128, 8, normalised=False),
+    ),
+    "olmoe": Row(
+        "OlmoeForCausalLM",
+        fixed={"qk_norm": True, "qk_norm_over_heads": True},
+        keys={"clip_qkv": ("clip_qkv", 0.0)},
+        biases=("attention_bias",),
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_attention_heads": 16},
+        modules=_EXPERTS,
+        experts=Experts("num_experts", 64, 8, normalised=False),
+    ),
+    "mixtral": Row(
+        "MixtralForCausalLM",
+        defaults={
+            **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+            "rope_theta": 1e6,
+        },
+        layers=_everywhere(None),
+        write_layers=_write_window,
+        modules={
+            "router": "block_sparse_moe.gate",
+            **{"gate": "block_sparse_moe.experts.{expert}.w1", "up": "block_sparse_moe.experts.{expert}.w3"},
+            "down": "block_sparse_moe.experts.{expert}.w2",
+        },
+        experts=Experts("num_local_experts", 8, 2, normalised=True),
+    ),
+    "granitemoe": Row(
+        "GraniteMoeForCausalLM",
+        keys={name: (name, 1.0) for name in _MULTIPLIERS},
+        biases=("attention_bias",),
+        modules={
+            "router": "block_sparse_moe.router.layer",
+            **{"gate_up": "block_sparse_moe.input_linear", "down": "block_sparse_moe.output_linear"},
+        },
+        experts=Experts("num_local_experts", 8, 2, normalised=True),
+    ),
+    "gpt_oss": Row(
+        "GptOssForCausalLM",
+        fixed={"attention_sinks": True, "expert_bias": True},
+        keys={"swiglu_limit": ("swiglu_limit", 7.0), "swiglu_alpha": ("swiglu_alpha", 1.702)},
+        biases=("attention_bias",),
+        defaults={
+            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+            **{"max_position_embeddings": 131072, "rope_theta": 150_000.0, "attention_bias": True},
+            "rope_scaling": {
+                **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+                "truncate": False,
+            },
+        },
+        layers=lambda fields, n: layer_types(fields, n, lambda i: i % 2 == 0, window_of(fields, 128)),
+        write_layers=write_layer_types,
+        modules={
+            **{"router": "mlp.router", "gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"},
+            "mlp_norm_gguf": "post_attention_norm",
+        },
+        experts=Experts("num_local_experts", 128, 4, normalised=True),
+        bare_experts=True,
     ),
 }

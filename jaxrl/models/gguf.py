@@ -27,21 +27,24 @@ from jax.sharding import Mesh
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import LARGEST, ModelConfig, read_config
 from jaxrl.models.decoder import rope_frequencies
-from jaxrl.models.families import FULL, SLIDING
+from jaxrl.models.families import FAMILIES as FAMILIES_OF_MODELS
+from jaxrl.models.families import FULL, MAX_EXPERTS, SLIDING
 from jaxrl.models.fields import MAX_ID, Fields
 from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
 from jaxrl.models.safetensors import OpenModel, check_tensors
 from jaxrl.models.weights import Weight
 from jaxrl.schema.declared import shown
 
-SUPPORTED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K)
+SUPPORTED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K, Kind.MXFP4)
 FAMILIES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "granite", "gemma2")},
-    "gemma3": "gemma3_text",
+    **{"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"},
+    **{name: name for name in ("olmoe", "granitemoe")},
 }
-"""llama.cpp's architectures, and what transformers calls the same; OLMo 3 is an olmo2 with windows."""
+"""llama.cpp's architectures, and what transformers calls the same; OLMo 3 is an olmo2 with windows, and Mixtral a llama
+with experts."""
 
-_INTERLEAVED = ("llama", "smollm3", "granite")
+_INTERLEAVED = ("llama", "smollm3", "granite", "mixtral", "granitemoe")
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 # The only constants that llama3 scaling has been published with; the divisors in the file are checked against them.
@@ -106,11 +109,11 @@ def _check_kind(meta: _Metadata) -> None:
     """Refuses what the decoder does not compute."""
     if (arch := meta.architecture) not in FAMILIES:
         raise ValueError(f"{meta.file}: general.architecture {arch!r} is not supported; use {', '.join(FAMILIES)}")
-    for key in ("split.count", ".expert_count"):
-        if (count := meta.integer(key, 0, low=0, high=MAX_ID)) > 1:
-            raise ValueError(
-                f"{meta.file}: {key.lstrip('.')} {count} is not supported; use a single file of a dense model"
-            )
+    if (count := meta.integer("split.count", 0, low=0, high=MAX_ID)) > 1:
+        raise ValueError(f"{meta.file}: split.count {count} is not supported; use a single file")
+    experts = meta.integer(".expert_count", 0, low=0, high=MAX_ID)
+    if experts > 1 and arch != "llama" and FAMILIES_OF_MODELS[FAMILIES[arch]].experts is None:
+        raise ValueError(f"{meta.file}: expert_count {experts} is not supported; models of this kind are dense")
     if arch in ("llama", "qwen2", "qwen3") and meta.get(".attention.sliding_window"):
         raise ValueError(f"{meta.file}: attention.sliding_window is not supported; attention must be full everywhere")
 
@@ -131,8 +134,10 @@ def _like_hf(meta: _Metadata, tensors: dict[str, ReaderTensor], vocab_size: int)
     stops = [meta.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("eos", "eot")]
     scaling = RopeScaling() if arch == "phi3" else _rope_scaling(meta, context)
     window = meta.integer(".attention.sliding_window", 0, low=0, high=MAX_ID)
+    experts = meta.integer(".expert_count", 0, low=0, high=MAX_EXPERTS)
+    family = "mixtral" if arch == "llama" and experts else FAMILIES[arch]
     found: dict[str, Any] = {
-        "model_type": FAMILIES[arch],
+        "model_type": family,
         "hidden_size": hidden,
         "intermediate_size": size(".feed_forward_length", "intermediate_size"),
         "num_hidden_layers": num_layers,
@@ -149,6 +154,15 @@ def _like_hf(meta: _Metadata, tensors: dict[str, ReaderTensor], vocab_size: int)
         "bos_token_id": meta.token_id("tokenizer.ggml.bos_token_id", vocab_size),
         "eos_token_id": [*dict.fromkeys(i for i in stops if i is not None)],
     }
+    if (row := FAMILIES_OF_MODELS[family].experts) is not None:
+        found |= {row.key: experts, "num_experts_per_tok": meta.integer(".expert_used_count", high=experts or 1)}
+        found |= {"norm_topk_prob": arch != "olmoe"}  # llama.cpp has it in its code
+        if meta.get(key := ".expert_feed_forward_length") is not None:
+            found[FAMILIES_OF_MODELS[family].sizes.get("intermediate_size", "intermediate_size")] = size(
+                key, "intermediate_size"
+            )
+    if arch == "gpt-oss" and scaling.kind == "yarn":
+        found["rope_scaling"] |= {"truncate": False}
     for key, name in _SCALES.items():
         if meta.get(key) is not None:
             found[name] = _decimal(meta.number(key, high=MAX_FACTOR))
@@ -273,7 +287,9 @@ def open_model(file: str | Path) -> OpenModel:
             # Kept while the weight is being placed: every shard asks for it, and dequantising is the slow part.
             if index not in values:
                 tensor = tensors[names[index]]
-                array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(weight.file_shape)
+                array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(
+                    weight.file_shape("gguf")
+                )
                 array = array - 1 if weight.init == "less_one" else array
                 values[index] = array if permuted is None else unpermute(array, permuted)
             return lambda *part: values[index][part]
@@ -284,4 +300,4 @@ def open_model(file: str | Path) -> OpenModel:
         names = weight.names("gguf")
         return lambda layer: f"{file}: tensor {names[layer]}"
 
-    return OpenModel(config, read, where)
+    return OpenModel(config, read, where, "gguf")

@@ -5,7 +5,8 @@ an option (Kalajdzievski 2023, arXiv:2312.03732). Names of options, the start of
 root of its inputs) and names in files are those of peft.
 
 An adapter's two weights are declared in the model's table like all others, under the matrix's name with `_lora_a`
-[L, in..., R] and `_lora_b` [L, R, out...]; so shardings, files and checks follow from there.
+[L, in..., R] and `_lora_b` [L, R, out...]; so shardings, files and checks follow from there. Matrices that share a
+tensor in files have an adapter each; peft has one for the tensor, whose A becomes that of each, and B's rows theirs.
 
 Letters: L layers, R rank.
 """
@@ -51,7 +52,7 @@ class Lora:
 
 def matrices(layers: Mapping[str, Weight]) -> dict[str, str]:
     """The matrices of a layer that may have adapters: names in files (`q_proj`), and in the table."""
-    return {_module(name, weight).rpartition(".")[2]: name for name, weight in layers.items() if weight.transpose}
+    return {_module(name, weight).rpartition(".")[2]: name for name, weight in layers.items() if weight.is_linear}
 
 
 def _module(name: str, weight: Weight) -> str:
@@ -86,7 +87,7 @@ def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
     for name in lora.targets:
         weight = layers[name]
         split = 1 + weight.num_inputs
-        module = f"{_IN_FILES}{_module(name, weight)}."
+        module = f"{_IN_FILES}{weight.hf_name.removesuffix('.weight')}."  # matrices of one tensor: one A, rows of one B
         outputs, inputs = weight.hf_shape
         found[name + A] = replace(
             weight,
@@ -106,7 +107,6 @@ def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
             hf_name=f"{module}lora_B.weight",
             gguf_name="",
             hf_shape=(outputs, lora.rank),
-            file_rows=None,
         )
     return found
 

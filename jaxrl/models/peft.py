@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 from jaxrl.config.inputs import read_object
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fields import Fields
-from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, matrices
+from jaxrl.models.lora import ALL_LINEAR, A, B, Lora, adapters_alone, matrices
 from jaxrl.models.safetensors import check_tensors, place, read_header, shardings_of
-from jaxrl.models.weights import Weight, leaves
+from jaxrl.models.weights import Weight
 from jaxrl.schema.declared import shown
 from jaxrl.schema.limits import MAX_RANK
 from jaxrl.sharding.rules import map_weights
@@ -77,12 +77,16 @@ def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
             missed = modules[hits.index(False)]
             fields.refuse(f"target_modules without {missed}", "a matrix has an adapter in all layers or in none")
         if all(hits):
-            if layers[name].file_rows is not None:
-                fields.refuse(f"an adapter of {modules[0]}", "the matrices in this tensor have one each")
             found.append(name)
     if not found:
-        fields.wrong("target_modules", f"names of matrices in this model's layers ({', '.join(matrices(layers))})")
+        known = dict.fromkeys(_module(layers[name]) for name in matrices(layers).values())
+        fields.wrong("target_modules", f"names of matrices in this model's layers ({', '.join(known)})")
     return tuple(found)
+
+
+def _module(weight: Weight) -> str:
+    """The name of a matrix's module in files, which it perhaps shares with others."""
+    return weight.hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _rule(fields: Fields, name: str) -> str | list[str]:
@@ -154,15 +158,15 @@ def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, 
 
     Args:
       base: where peft finds the model that they belong to.
+
+    Raises:
+      ValueError: matrices share a tensor in the model's files, and their adapters are none of the whole tensor.
     """
     lora, layers = model.lora, model.base.weights()["layers"]
     assert lora is not None
-    if shared := [name for name in lora.targets if layers[name].file_rows is not None]:
-        raise ValueError(
-            f"{folder}: {', '.join(shared)} have adapters of their own, and peft has one for a tensor that holds "
-            f"several matrices, as in files of a {model.family} model; export the merged model (--merge)"
-        )
-    by_matrix = {name: module for module, name in matrices(layers).items()}
+    tensors: dict[str, np.ndarray] = {}
+    for name, parts in _parts(model, params).items():
+        tensors[name] = np.ascontiguousarray(_one_tensor(name, parts, folder), dtype)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -171,22 +175,38 @@ def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, 
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
-        "target_modules": [by_matrix[name] for name in lora.targets],
+        "target_modules": list(dict.fromkeys(_module(layers[name]) for name in lora.targets)),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "modules_to_save": None,
     }
-    table = adapters_alone(model.weights())
-    tensors: dict[str, np.ndarray] = {}
-    for name, weight in table["layers"].items():
-        tensors |= _tensors(weight, np.asarray(params["layers"][name]), dtype)
-    assert len(tensors) == sum(len(weight.names()) for weight in leaves(table))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / TENSORS, {"format": "pt"})
 
 
-def _tensors(weight: Weight, stacked: np.ndarray, dtype: Any) -> dict[str, np.ndarray]:
-    names = enumerate(weight.names())
-    return {name: np.ascontiguousarray(weight.to_file(stacked[layer]), dtype) for layer, name in names}
+def _parts(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, list[tuple[str, Weight, np.ndarray]]]:
+    """What each tensor of a file holds: of adapters' weights by name, in the order of the table."""
+    found: dict[str, list[tuple[str, Weight, np.ndarray]]] = {}
+    for name, weight in adapters_alone(model.weights())["layers"].items():
+        stacked = np.asarray(params["layers"][name])
+        for layer, tensor in enumerate(weight.names()):
+            found.setdefault(tensor, []).append((name, weight, weight.to_file(stacked[layer])))
+    return found
+
+
+def _one_tensor(name: str, parts: Sequence[tuple[str, Weight, np.ndarray]], folder: Path) -> np.ndarray:
+    """Raises ValueError where adapters of matrices that share a tensor are not one of the whole tensor."""
+    weight, arrays = parts[0][1], [array for *_, array in parts]
+    if weight.file_rows is None and all(np.array_equal(arrays[0], array) for array in arrays[1:]):
+        return arrays[0]  # one matrix's, or the A of all
+    whole = np.concatenate(arrays)
+    if weight.file_rows is None or whole.shape != weight.file_shape():
+        held = ", ".join(part.removesuffix(A).removesuffix(B) for part, *_ in parts)
+        rule = "their A must be one" if weight.file_rows is None else "all matrices of the tensor must have one"
+        raise ValueError(
+            f"{folder}: {name}: peft has one adapter for a tensor that holds several matrices, and {rule} (here "
+            f"{held}); export the merged model (--merge)"
+        )
+    return whole

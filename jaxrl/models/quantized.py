@@ -37,7 +37,7 @@ def quantized(kind: Quantization, layers: Mapping[str, Weight]) -> dict[str, Wei
     """The table of layers whose matrices are quantised. Raises ValueError for one that has no whole blocks."""
     found: dict[str, Weight] = {}
     for name, weight in layers.items():
-        if kind == "none" or not weight.transpose:
+        if kind == "none" or not weight.is_linear:
             found[name] = weight
             continue
         outputs, inputs = weight.hf_shape
@@ -60,7 +60,7 @@ def quantized_layer(kind: Quantization, layers: Mapping[str, Weight], own: Mappi
     """One layer's weights with their matrices quantised; `layers` is the plain table."""
     found = dict(own)
     for name, weight in layers.items():
-        if kind != "none" and weight.transpose:
+        if kind != "none" and weight.is_linear:
             found[name], found[name + ABSMAX] = quantize(kind, weight.to_file(own[name]))
     return found
 

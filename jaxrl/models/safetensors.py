@@ -1,11 +1,13 @@
 """Hugging Face folders: read into the training form, written from it.
 
-Of a tensor, only the slices that a device needs are read. An export holds the tensors of one file in memory at a time.
+Of a tensor, only the slices that a device needs are read; matrices in float8 become plain ones (`jaxrl.models.fp8`).
+An export holds the tensors of one file in memory at a time.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl.config.inputs import reading, regular_size
+from jaxrl.models import fp8, mxfp4
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.fields import read_model_file
-from jaxrl.models.weights import Weight, leaves
+from jaxrl.models.fields import Fields, read_model_file
+from jaxrl.models.weights import Kind, Weight, leaves
 from jaxrl.schema.declared import shown
 from jaxrl.sharding import rules
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INDEX = "model.safetensors.index.json"
@@ -41,22 +46,39 @@ _COMPARED = 2**22  # numbers at a time: a head may have gigabytes
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file. `content`: the open file, of the package `safetensors`."""
+    """One tensor of a file.
+
+    Attributes:
+      content: the open file, of the package `safetensors`; of a matrix in float8, which that does not read, its codes;
+        of matrices in MXFP4 both of their tensors.
+      dtype: as the file names it.
+      scales: of a matrix in float8.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
     content: Any
+    dtype: str
+    scales: fp8.Scales | None = None
 
     def read(self, *part: slice) -> np.ndarray:
         """The tensor, or the part that slices of its first dims cut out, copied from the file."""
+        if isinstance(self.content, mxfp4.Packed):
+            return self.content.read(*part)
+        if self.scales is not None:
+            return self.scales.times(self.content[part], self.shape, part)
         if not part or not math.prod(self.shape):  # the package slices no tensor without numbers
             return self.content.get_tensor(self.name)[part]
         return self.content.get_slice(self.name)[part]
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file; ValueError where the file is damaged."""
+def read_header(file: Path, packed: str = "") -> dict[str, Tensor]:
+    """The tensors of one safetensors file; ValueError where the file is damaged.
+
+    Args:
+      packed: a dtype beside `DTYPES` that some may have.
+    """
     try:
         regular_size(file)
         with reading(file):
@@ -67,29 +89,41 @@ def read_header(file: Path) -> dict[str, Tensor]:
         told = str(error).removeprefix("Error while deserializing header: ")
         told = "".join(letter for letter in told if letter.isprintable())
         raise ValueError(f"{file}: truncated or not a safetensors file ({told[:200]})") from None
-    tensors: dict[str, Tensor] = {}
+    tensors, codes = dict[str, Tensor](), _float8(file) if packed == fp8.DTYPE else {}
     for name in content.keys():  # noqa: SIM118 (no mapping)
         entry = content.get_slice(name)
-        if (dtype := entry.get_dtype()) not in DTYPES:
+        if (dtype := entry.get_dtype()) not in DTYPES and dtype != packed:
             known = ", ".join(DTYPES)
             raise ValueError(f"{file}: tensor {name[:80]} has dtype {dtype}, which is not supported; use {known}")
-        tensors[name] = Tensor(file, name, tuple(entry.get_shape()), content)
+        tensors[name] = Tensor(file, name, tuple(entry.get_shape()), codes.get(name, content), dtype)
     return tensors
 
 
-def read_folder(folder: Path) -> dict[str, Tensor]:
+def _float8(file: Path) -> dict[str, np.ndarray]:
+    """The codes of the tensors in float8 of a sound file, mapped into memory."""
+    content = np.memmap(file, np.uint8, "r")
+    start = 8 + int(content[:8].view(np.uint64)[0])
+    found: dict[str, np.ndarray] = {}
+    for name, entry in json.loads(bytes(content[8:start])).items():
+        if "data_offsets" in entry and entry["dtype"] == fp8.DTYPE:  # not of __metadata__
+            first, end = entry["data_offsets"]
+            found[name] = content[start + first : start + end].view(jnp.float8_e4m3fn).reshape(entry["shape"])
+    return found
+
+
+def read_folder(folder: Path, packed: str = "") -> dict[str, Tensor]:
     """All tensors of a folder: of its one file, or else those that the index names, or else of all files."""
     if (folder / SINGLE).exists():
-        return read_header(folder / SINGLE)
+        return read_header(folder / SINGLE, packed)
     index = folder / INDEX
     if index.exists():
-        return _read_indexed(folder, index)
+        return _read_indexed(folder, index, packed)
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise ValueError(f"{folder}: holds no {SINGLE} and no {INDEX}; weights must be in safetensors files")
     tensors: dict[str, Tensor] = {}
     for file in found:
-        for name, tensor in read_header(file).items():
+        for name, tensor in read_header(file, packed).items():
             if name in tensors:
                 raise ValueError(
                     f"{file}: tensor {name} is in {tensors[name].file.name} as well, and no {INDEX} says which counts"
@@ -98,7 +132,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_indexed(folder: Path, index: Path) -> dict[str, Tensor]:
+def _read_indexed(folder: Path, index: Path, packed: str) -> dict[str, Tensor]:
     placed = read_model_file(index).get("weight_map")
     if not isinstance(placed, dict):
         raise ValueError(f"{index}: must have an object weight_map")
@@ -108,7 +142,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, Tensor]:
             raise ValueError(
                 f"{index}: weight_map places tensor {name} in {shown(file)}; it must name a file in this folder"
             )
-    files = {name: read_header(folder / name) for name in sorted(set(placed.values()))}
+    files = {name: read_header(folder / name, packed) for name in sorted(set(placed.values()))}
     for name, file in placed.items():
         if name not in files[file]:
             raise ValueError(f"{folder / file}: tensor {name} is missing, though {INDEX} places it there")
@@ -116,10 +150,10 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(
-    table: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str], kind: Any = "hf"
+    table: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str], kind: Kind = "hf"
 ) -> None:
     """Every weight is there in its shape, and nothing else is; ValueError names file, tensor and shapes."""
-    expected = {name: weight.file_shape for weight in leaves(dict(table)) for name in weight.names(kind)}
+    expected = {name: weight.file_shape(kind) for weight in leaves(dict(table)) for name in weight.names(kind)}
     for name, shape in expected.items():
         if name not in found:
             raise ValueError(f"{where(name)}: tensor {name} of shape {shape} is missing")
@@ -140,31 +174,48 @@ def place(
     dtype: Any,
     sharding: jax.sharding.Sharding | None,
     where: Callable[[int], str],
+    kind: Kind = "hf",
 ) -> jax.Array:
     """One weight of the training form on its devices; ValueError where it has values that are NaN or infinite.
 
     Args:
-      read: how to read of the file's tensor of a layer (0 where the weight is not stacked; `Weight.from_file`).
+      read: how to read of one of the weight's tensors, in the order of `Weight.names` (`Weight.from_file`).
       sharding: None is the first device.
-      where: names the file and the tensor of a layer.
+      where: names the file and the tensor.
+      kind: of the files.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[0]) if sharding is None else sharding
     dtype = jnp.dtype(dtype)
 
-    def part(layer: int, index: tuple[slice, ...]) -> np.ndarray:
+    def part(unit: int, index: tuple[slice, ...]) -> np.ndarray:
         with np.errstate(over="ignore"):  # what is too large for the dtype is seen below
-            values = np.asarray(weight.from_file(read(layer), index), dtype)
+            values = _rounded(weight.from_file(read(unit), index, kind), dtype)
         # on the host, where the numbers pass anyway: on the devices the check would have to be compiled first
         if not np.isfinite(values).all():
-            raise ValueError(f"{where(layer)} has values that are NaN or infinite in {dtype.name}")
+            raise ValueError(f"{where(unit)} has values that are NaN or infinite in {dtype.name}")
         return values
+
+    def layer(number: int, index: tuple[slice, ...]) -> np.ndarray:
+        if not weight.each_apart(kind):
+            return part(number, index)
+        first, experts = number * weight.units_per_layer(kind), range(*index[0].indices(weight.shape[1]))
+        return np.stack([part(first + expert, index[1:]) for expert in experts])
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         if not weight.stacked:
             return part(0, index)
-        return np.stack([part(i, index[1:]) for i in range(*index[0].indices(weight.shape[0]))])
+        return np.stack([layer(i, index[1:]) for i in range(*index[0].indices(weight.shape[0]))])
 
     return jax.make_array_from_callback(weight.shape, sharding, lambda index: shard(index or ()), dtype=dtype)
+
+
+def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """In another dtype, rounded once: numpy takes float64 to bfloat16 by way of float32."""
+    values = np.asarray(values)
+    if values.dtype == np.float64 and dtype == jnp.bfloat16:
+        bits = values.view(np.uint64)  # bfloat16 has 7 of the 52; to nearest, and between two to the even one
+        values = ((bits + ((1 << 44) - 1) + ((bits >> 45) & 1)) & ~np.uint64((1 << 45) - 1)).view(np.float64)
+    return np.asarray(values, dtype)
 
 
 def shardings_of(config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
@@ -177,13 +228,15 @@ class OpenModel(NamedTuple):
     """A model's files, checked, of which no weight is read yet.
 
     Attributes:
-      read: for a declared weight, how to read of the file's tensor, by layer (0 where it is not stacked).
-      where: for a declared weight, the names of file and tensor by layer.
+      read: for a declared weight, how to read of each of its tensors, in the order of `Weight.names`.
+      where: for a declared weight, the names of file and tensor in the same order.
+      kind: of its files.
     """
 
     config: ModelConfig
     read: Callable[[Weight], Callable[[int], Callable[..., np.ndarray]]]
     where: Callable[[Weight], Callable[[int], str]]
+    kind: Kind = "hf"
 
     def load(self, mesh: Mesh | None, dtype: Any) -> Any:
         """The params in training form, weight by weight, on the mesh's train shardings."""
@@ -199,15 +252,15 @@ class OpenModel(NamedTuple):
 
         def one(weight: Weight, sharding: Any) -> jax.Array:
             read, where = self.read(weight), self.where(weight)
-            own = replace(weight, shape=(1, *weight.layer_shape))
-            return place(own, lambda _: read(index), dtype, sharding, lambda _: where(index))
+            own, first = replace(weight, shape=(1, *weight.layer_shape)), index * weight.units_per_layer(self.kind)
+            return place(own, lambda i: read(first + i), dtype, sharding, lambda i: where(first + i), self.kind)
 
         shardings = shardings_of(replace(self.config, num_layers=1), mesh)
         return rules.map_weights(one, self.config.weights()["layers"], shardings["layers"])
 
     def _place(self, table: dict[str, Any], shardings: dict[str, Any], dtype: Any) -> Any:
         def one(weight: Weight, sharding: Any) -> jax.Array:
-            return place(weight, self.read(weight), dtype, sharding, self.where(weight))
+            return place(weight, self.read(weight), dtype, sharding, self.where(weight), self.kind)
 
         return rules.map_weights(one, table, shardings)
 
@@ -222,7 +275,14 @@ def open_hf(folder: str | Path) -> OpenModel:
     """A Hugging Face folder. Raises ValueError where its tensors are not those of its config."""
     folder = Path(folder)
     config = ModelConfig.from_hf(folder)
-    tensors = {n: t for n, t in read_folder(folder).items() if not n.endswith(_IGNORED_SUFFIXES)}
+    fields = Fields(read_model_file(folder / "config.json"), str(folder / "config.json"))
+    blocks, is_mxfp4 = fp8.read_blocks(fields), mxfp4.is_meant(fields)
+    packed = mxfp4.DTYPE if is_mxfp4 else fp8.DTYPE if blocks else ""
+    tensors = {n: t for n, t in read_folder(folder, packed).items() if not n.endswith(_IGNORED_SUFFIXES)}
+    if blocks:
+        tensors = _scaled(tensors, blocks, folder)
+    if is_mxfp4:
+        tensors = _unpacked(tensors)
     if config.tie_word_embeddings and not config.scalar_head:
         tensors = _one_embedding(tensors)
 
@@ -235,13 +295,56 @@ def open_hf(folder: str | Path) -> OpenModel:
 
     def read(weight: Weight) -> Callable[[int], Callable[..., np.ndarray]]:
         names = weight.names()
-        return lambda layer: tensors[names[layer]].read
+        return lambda unit: tensors[names[unit]].read
 
     def where(weight: Weight) -> Callable[[int], str]:
         names = weight.names()
-        return lambda layer: f"{tensors[names[layer]].file}: tensor {names[layer]}"
+        return lambda unit: f"{tensors[names[unit]].file}: tensor {names[unit]}"
 
     return OpenModel(config, read, where)
+
+
+def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model whose experts are in MXFP4."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype != mxfp4.DTYPE or name not in found:
+            continue
+        stem = name.removesuffix("_blocks").removesuffix("_scales")
+        codes, scales, plain = (found.pop(f"{stem}{part}", None) for part in ("_blocks", "_scales", ""))
+        there = [each for each in (codes, scales, plain) if each is not None]
+        own = None if codes is None or scales is None or plain is not None else mxfp4.Packed(codes, scales)
+        if own is None or not own.is_sound or any(each.dtype != mxfp4.DTYPE for each in there):
+            raise ValueError(
+                f"{tensor.file}: tensor {name} is in MXFP4: {stem}_blocks must have four dims, the last of "
+                f"{mxfp4.BLOCK // 2}, and {stem}_scales the others, both of dtype {mxfp4.DTYPE} and without {stem}; "
+                f"found {', '.join(f'{each.name} {each.dtype} {each.shape}' for each in there)}"
+            )
+        found[stem] = Tensor(tensor.file, stem, own.shape, own, "")
+    return found
+
+
+def _scaled(tensors: Mapping[str, Tensor], blocks: tuple[fp8.Block, ...], folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model with matrices in float8, without those of scales."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(fp8.OF_ACTIVATIONS)}
+    if len(found) < len(tensors):
+        _log.warning("%s: scales of activations are not used: products are not computed in float8", folder)
+    for name, tensor in list(found.items()):
+        if tensor.dtype != fp8.DTYPE:
+            continue
+        where, stem = f"{tensor.file}: tensor {name}", name.removesuffix(".weight")
+        names = [each for scale in fp8.SCALES if (each := f"{stem}.{scale}") in found]
+        if len(names) != 1 or len(tensor.shape) != 2 or found[names[0]].dtype == fp8.DTYPE:
+            ends = " or ".join(fp8.SCALES)
+            raise ValueError(f"{where} is in float8: it must be a matrix with {stem}.{ends} beside it")
+        values = found.pop(names[0]).read()
+        if (scales := fp8.Scales.of(values, tensor.shape, blocks)) is None:
+            raise ValueError(
+                f"{where} of shape {tensor.shape} has scales of shape {values.shape}, which is not what "
+                "quantization_config says"
+            )
+        found[name] = replace(tensor, scales=scales)
+    return found
 
 
 def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -334,7 +437,7 @@ def _split(
     groups: list[list[str]] = [[]]
     size = 0
     for name, ((weight, *_), *_) in arrays.items():
-        each = math.prod(weight.file_shape) * itemsize
+        each = math.prod(weight.file_shape()) * itemsize
         if groups[-1] and size + each > max_file_bytes:
             groups.append([])
             size = 0
@@ -344,10 +447,14 @@ def _split(
 
 
 def _in_file(parts: Sequence[tuple[Weight, Any, int]], dtype: np.dtype) -> np.ndarray:
-    """A tensor as files have it, of the layers of weights whose rows it holds; contiguous, which `save_file` does not
-    see to."""
-    found = [weight.to_file(np.asarray(array[i] if weight.stacked else array)) for weight, array, i in parts]
-    return np.ascontiguousarray(found[0] if len(found) == 1 else np.concatenate(found), dtype)
+    """A tensor as files have it, of the weights whose rows it holds; contiguous, which `save_file` does not see to."""
+    found = [weight.to_file(np.asarray(weight.unit(array, number))) for weight, array, number in parts]
+    if len(found) == 1:
+        return np.ascontiguousarray(found[0], dtype)
+    whole = np.empty(parts[0][0].file_shape(), dtype)
+    for (weight, *_), part in zip(parts, found, strict=True):
+        whole[weight.place_in_file()] = part
+    return whole
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -77,9 +77,24 @@ def _published(
     )
 
 
+def _qwen_moe(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> ModelConfig:
+    return _published(
+        "qwen3_moe",
+        *(151936, hidden_size, intermediate_size, num_layers, num_heads, 4),
+        **{"moe_intermediate_size": intermediate_size, "head_dim": 128, "norm_topk_prob": True},
+        **{"rope_theta": 1e6, "max_position_embeddings": 40960, "bos_token_id": 151643, "eos_token_id": 151645},
+    )
+
+
 _GEMMA = {"bos_token_id": 2, "eos_token_id": 1}
 _GEMMA_3 = _GEMMA | {"sliding_window": 512, "max_position_embeddings": 32768}
 _OLMO = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0, "eos_token_id": 100257}
+_GPT_OSS = {"bos_token_id": 199998, "eos_token_id": 200002}
+_GRANITE = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0, "num_experts_per_tok": 8},
+    **{"rope_theta": 1.5e6, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+}
 _YARN = {
     **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2079441541679836},
@@ -184,10 +199,26 @@ SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
         ),
         "Granite-3.1-2B": _published(
             "granite",
-            *(49155, 2048, 8192, 40, 32, 8),
+            *(49152, 2048, 8192, 40, 32, 8),
             **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625},
             **{"logits_scaling": 8.0, "rope_theta": 5e6, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
             **{"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0},
+        ),
+        "Qwen3-30B-A3B": _qwen_moe(2048, 768, 48, 32),
+        "Qwen3-235B-A22B": _qwen_moe(4096, 1536, 94, 64),
+        "OLMoE-1B-7B": _published("olmoe", 50304, 2048, 1024, 16, 16, 16, eos_token_id=50279),
+        "Mixtral-8x7B": _published(
+            "mixtral",
+            *(32000, 4096, 14336, 32, 32, 8),
+            **{"max_position_embeddings": 32768, "bos_token_id": 1, "eos_token_id": 2},
+        ),
+        "gpt-oss-20b": _published("gpt_oss", 201088, 2880, 2880, 24, 64, 8, num_local_experts=32, **_GPT_OSS),
+        "gpt-oss-120b": _published("gpt_oss", 201088, 2880, 2880, 36, 64, 8, num_local_experts=128, **_GPT_OSS),
+        "Granite-3.1-1B-A400M": _published(
+            "granitemoe", 49155, 1024, 512, 24, 16, 8, num_local_experts=32, attention_multiplier=0.015625, **_GRANITE
+        ),
+        "Granite-3.1-3B-A800M": _published(
+            "granitemoe", 49155, 1536, 512, 32, 24, 8, num_local_experts=40, attention_multiplier=0.015625, **_GRANITE
         ),
     }
 )

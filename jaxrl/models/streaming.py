@@ -57,7 +57,7 @@ class LayerFeed:
     def __init__(self, layers: Sequence[Mapping[str, Any]], ahead: bool = True) -> None:
         self._layers = layers
         self._ahead = ahead
-        self._streamed = [i for i, layer in enumerate(layers) if any(map(_is_on_host, layer.values()))]
+        self._streamed = [i for i, layer in enumerate(layers) if any(map(is_on_host, layer.values()))]
         self._fetched: dict[int, dict[str, Any]] = {}
 
     def take(self, index: int, x: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
@@ -77,11 +77,12 @@ class LayerFeed:
     def _begin(self, index: int, x: jax.Array) -> jax.Array:
         """Begins a layer's copy, not before x is there."""
         layer = self._layers[index]
-        x, waiting = lax.optimization_barrier((x, {name: w for name, w in layer.items() if _is_on_host(w)}))
+        x, waiting = lax.optimization_barrier((x, {name: w for name, w in layer.items() if is_on_host(w)}))
         copied = {name: jax.device_put(w, jax.memory.Space.Device) for name, w in waiting.items()}
         self._fetched[index] = dict(layer) | copied
         return x
 
 
-def _is_on_host(weight: Any) -> bool:
+def is_on_host(weight: Any) -> bool:
+    """Whether an array, traced or not, lies in the host's memory."""
     return jax.typeof(weight).memory_space == jax.memory.Space.Host

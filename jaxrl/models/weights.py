@@ -4,7 +4,8 @@ Random initialisation, shardings, loading (safetensors and GGUF), export and pad
 a weight's shape, its logical dims and its names in files are written down in one place only.
 
 Logical dims: `vocab`, `embed` (the residual stream), `heads` (query heads), `kv_heads`, `head_dim`, `mlp`, `layers`,
-`labels` (the one number of a reward model), `rank` (of an adapter).
+`experts` (of a mixture), `routes` (what a router gives: a number for each expert, whole on every device), `labels` (the
+one number of a reward model), `rank` (of an adapter).
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+Kind = Literal["hf", "gguf"]
 Init = Literal["normal", "ones", "less_one", "zeros", "inputs"]
+
+
+class Rows(NamedTuple):
+    """Which of a tensor's outputs are a weight's: every `step`-th of `all`, from `first` on."""
+
+    first: int
+    all: int
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +37,14 @@ class Weight:
       init: `normal` (standard deviation 0.02), `ones` (norms), `less_one` (norms that multiply by one plus the weight:
         zeros), `zeros` (biases) or `inputs` (uniform, at most one over the square root of the number of inputs:
         adapters).
-      hf_name: its name in Hugging Face files; `{layer}` stands for the layer's index.
+      hf_name: its name in Hugging Face files; `{layer}` stands for the layer's index, and `{expert}` for an expert's,
+        where each has a tensor of its own: else experts are a tensor's first dim.
       gguf_name: its name in GGUF files.
-      hf_shape: the shape of one layer's tensor in both kinds of files.
-      file_rows: (first, all) where it is some rows of a tensor that holds other weights as well, `hf_shape[0]` from the
-        first of all.
-      transpose: files hold matrices as [out, in]; here a matrix is [in..., out...].
+      hf_shape: the shape of one layer's tensor, or of one expert's part of it, in both kinds of files.
+      file_rows: where it is some outputs of a Hugging Face tensor that holds other weights as well (and of a GGUF
+        tensor, unless it belongs to experts).
+      transpose: files hold matrices as [out, in]; here a matrix is [in..., out...]. Experts' are so in GGUF files
+        whatever this says.
       dtype: of its numbers; empty: as the others have.
     """
 
@@ -44,11 +56,11 @@ class Weight:
     hf_shape: tuple[int, ...]
     transpose: bool = False
     dtype: str = ""
-    file_rows: tuple[int, int] | None = None
+    file_rows: Rows | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.dims), (self.shape, self.dims)
-        assert prod(self.hf_shape) == prod(self.layer_shape), (self.shape, self.hf_shape)
+        assert prod(self.hf_shape) == prod(self.unit_shape), (self.shape, self.hf_shape)
 
     @property
     def is_norm(self) -> bool:
@@ -56,9 +68,9 @@ class Weight:
         return self.init in ("ones", "less_one")
 
     @property
-    def file_shape(self) -> tuple[int, ...]:
-        """The shape of the file's tensor, other weights' rows included."""
-        return self.hf_shape if self.file_rows is None else (self.file_rows[1], *self.hf_shape[1:])
+    def is_linear(self) -> bool:
+        """True for a matrix that all tokens are multiplied with, so that it may have an adapter or be quantised."""
+        return self.transpose and not {"experts", "routes"} & {*self.dims}
 
     @property
     def stacked(self) -> bool:
@@ -71,53 +83,128 @@ class Weight:
         return self.shape[1:] if self.stacked else self.shape
 
     @property
+    def has_experts(self) -> bool:
+        return "experts" in self.dims
+
+    @property
+    def num_stacked(self) -> int:
+        """How many leading dims count matrices: of layers, and of experts."""
+        return self.stacked + self.has_experts
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        """The shape without those."""
+        return self.shape[self.num_stacked :]
+
+    @property
     def num_inputs(self) -> int:
         """The number of leading dims of a layer's matrix that a product sums over; else 0 (norms, embedding)."""
         if not self.transpose:
             return 0
-        sizes = self.layer_shape
+        sizes = self.unit_shape
         return next(n for n in range(1, len(sizes)) if prod(sizes[:n]) == self.hf_shape[1])
 
     @property
     def outputs_first(self) -> tuple[int, ...]:
-        """The permutation that brings a layer's matrix from [in..., out...] to [out..., in...]."""
-        order = tuple(range(len(self.layer_shape)))
-        return order[self.num_inputs :] + order[: self.num_inputs]
+        """The permutation that brings a layer's matrix from [in..., out...] to [out..., in...]; those of experts
+        and routers stay."""
+        order, inputs = tuple(range(len(self.layer_shape))), self.num_inputs if self.is_linear else 0
+        return order[inputs:] + order[:inputs]
 
-    def names(self, kind: Literal["hf", "gguf"] = "hf") -> list[str]:
-        """The names of its tensors in a file: one per layer if it is stacked."""
+    def each_apart(self, kind: Kind = "hf") -> bool:
+        """True when each expert has a tensor of its own in a file."""
+        return "{expert}" in (self.hf_name if kind == "hf" else self.gguf_name)
+
+    def units_per_layer(self, kind: Kind = "hf") -> int:
+        """How many tensors of a file a layer has."""
+        return self.shape[1] if self.each_apart(kind) else 1
+
+    def names(self, kind: Kind = "hf") -> list[str]:
+        """The names of its tensors in a file, layer by layer."""
         name = self.hf_name if kind == "hf" else self.gguf_name
-        return [name.format(layer=i) for i in range(self.shape[0])] if self.stacked else [name]
+        units = range(self.units_per_layer(kind))
+        return [name.format(layer=i, expert=x) for i in range(self.shape[0]) for x in units] if self.stacked else [name]
 
-    def from_file(self, read: Callable[..., Any], index: tuple[slice, ...]) -> Any:
-        """The part `index` of a layer in the decoder's shape.
+    def _rows(self, kind: Kind) -> Rows | None:
+        return None if kind == "gguf" and self.has_experts else self.file_rows
+
+    def _transpose(self, kind: Kind) -> bool:
+        return self.transpose or (kind == "gguf" and self.has_experts and len(self.hf_shape) == 2)
+
+    def _experts_in(self, kind: Kind) -> tuple[int, ...]:
+        """The leading dim of a tensor that all experts share."""
+        return (self.shape[1],) if self.has_experts and not self.each_apart(kind) else ()
+
+    def file_shape(self, kind: Kind = "hf") -> tuple[int, ...]:
+        """The shape of the file's tensor, other weights' rows included."""
+        shape, rows = list(self.hf_shape), self._rows(kind)
+        if self._transpose(kind) and not self.transpose:
+            shape.reverse()
+        if rows is not None:
+            shape[self._outputs_dim(kind)] = rows.all
+        return (*self._experts_in(kind), *shape)
+
+    def _outputs_dim(self, kind: Kind) -> int:
+        return 0 if self._transpose(kind) else -1
+
+    def from_file(self, read: Callable[..., Any], index: tuple[slice, ...], kind: Kind = "hf") -> Any:
+        """The part `index` of one tensor's weight (a layer's, or an expert's) in the decoder's shape.
 
         Args:
           read: the part of the file's tensor that slices, one for each of its dims, cut out.
         """
-        sizes, shape, inside, cuts = self.layer_shape, list(self.layer_shape), list(index), []
-        for first, *rest in self._file_dims:  # the first of them is cut in the file, the others in what was read
-            start, stop, _ = index[first].indices(sizes[first])
+        lead = len(self._experts_in(kind))
+        sizes, shape, inside, cuts = self.unit_shape, list(self.unit_shape), list(index[lead:]), []
+        for first, *rest in self._file_dims(kind):  # the first of them is cut in the file, the others in what was read
+            start, stop, _ = inside[first].indices(sizes[first])
             shape[first], inside[first] = stop - start, slice(None)
             each = prod(sizes[dim] for dim in rest)
             cuts.append(slice(start * each, stop * each))
-        if self.file_rows is not None:
-            first = self.file_rows[0]
-            cuts[0] = slice(cuts[0].start + first, cuts[0].stop + first)
-        tensor = read(*cuts)
-        return (tensor.T if self.transpose else tensor).reshape(shape)[tuple(inside)]
+        rows, at = self._rows(kind), self._outputs_dim(kind)
+        if rows is not None and cuts:
+            start, stop = cuts[at].start * rows.step + rows.first, (cuts[at].stop - 1) * rows.step + rows.first + 1
+            cuts[at] = slice(start, max(stop, start))
+        tensor = read(*index[:lead], *cuts)
+        if rows is not None and rows.step > 1:
+            tensor = (
+                tensor[..., :: rows.step] if at else tensor[(slice(None),) * lead + (slice(None, None, rows.step),)]
+            )
+        tensor = tensor.swapaxes(-1, -2) if self._transpose(kind) else tensor
+        return tensor.reshape(*tensor.shape[:lead], *shape)[(slice(None),) * lead + tuple(inside)]
 
-    @property
-    def _file_dims(self) -> tuple[tuple[int, ...], ...]:
-        """The dims of a layer that each dim of a file's tensor holds."""
-        order = tuple(range(len(self.layer_shape)))
+    def _file_dims(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
+        """The dims of a unit that each dim of a file's tensor holds."""
+        order = tuple(range(len(self.unit_shape)))
         if self.transpose:
             return order[self.num_inputs :], order[: self.num_inputs]
+        if self._transpose(kind):
+            return tuple((dim,) for dim in order[::-1])
         return (order,) if len(self.hf_shape) == 1 else tuple((dim,) for dim in order)
 
-    def to_file(self, array: Any) -> Any:
-        """One layer of this weight in the shape that files have."""
-        return array.reshape(self.hf_shape[::-1]).T if self.transpose else array.reshape(self.hf_shape)
+    def unit(self, array: Any, number: int, kind: Kind = "hf") -> Any:
+        """What the tensor `names()[number]` holds of this weight, in the decoder's shape."""
+        if not self.stacked:
+            return array
+        layer, expert = divmod(number, self.units_per_layer(kind))
+        return array[layer][expert] if self.each_apart(kind) else array[layer]
+
+    def to_file(self, array: Any, kind: Kind = "hf") -> Any:
+        """One layer of this weight, or one expert, in the shape that files have."""
+        lead = array.shape[: array.ndim - len(self.unit_shape)]
+        if self._transpose(kind):
+            shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
+            return array.reshape(*lead, *shape).swapaxes(-1, -2)
+        return array.reshape(*lead, *self.hf_shape)
+
+    def place_in_file(self, kind: Kind = "hf") -> tuple[Any, ...]:
+        """The index of this weight in a tensor that it shares with others."""
+        rows = self._rows(kind)
+        if rows is None:
+            return (...,)
+        own = self.hf_shape[0] if self.transpose or len(self.hf_shape) == 1 else self.hf_shape[-1]
+        part = slice(rows.first, rows.first + (own - 1) * rows.step + 1, rows.step)
+        behind = (slice(None),) * (len(self.hf_shape) - 1) if self._outputs_dim(kind) == 0 else ()
+        return (..., part, *behind)
 
 
 def leaves(table: dict[str, Any]) -> list[Any]:

@@ -143,16 +143,18 @@ def read_lines(path: Path, parse: Callable[[bytes], T] = json.loads) -> list[T]:
       ValueError: a line is damaged: the file, the line, what is wrong with it, and what to do.
     """
     found: list[T] = []
-    with reading(path):
-        lines = path.read_bytes().split(b"\n")[:-1] if os.path.lexists(path) else []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(parse(line))
-            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: damaged ({_wrong(error)}): remove or mend the line, or move the file away"
-                ) from None
+    if not os.path.lexists(path):
+        return found
+    with reading(path), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):  # one by one: with long responses, a run's samples are gigabytes
+            if line.endswith(b"\n") and line.strip():  # else unfinished
+                try:
+                    found.append(parse(line[:-1]))
+                except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+                    raise ValueError(
+                        f"{path}, line {number}: damaged ({_wrong(error)}): remove or mend the line, or move the file "
+                        "away"
+                    ) from None
     return found
 
 

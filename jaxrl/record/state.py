@@ -1,7 +1,7 @@
 """Serialization of a run's host state: nested JSON values with numpy arrays among them.
 
-A checkpoint of a real run stores values and arrays apart (`split_arrays`); a simulated run stores all in one JSON file
-with its SHA-256 (`dump_state`).
+A checkpoint of a real run stores values and arrays apart (`split_arrays`), the arrays in a file of Apache Arrow
+(`write_arrays`); a simulated run stores all in one JSON file with its SHA-256 (`dump_state`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+_PART_BYTES = 2**26
 _STATE_SCHEMA = 2
 """Of a simulated run's file: a line that names it and the digest of the rest."""
 
@@ -44,6 +46,42 @@ def join_arrays(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
             node = node[key]
         node[last] = array
     return state
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays of any dtype but object into a file of Arrow's, compressed with zstd. A row is a part of an array:
+    its `name`, `dtype`, `shape`, and up to 64 MiB of `bytes`. Raises ValueError for objects, which could hold anything.
+    """
+    import pyarrow as pa
+
+    fields = (pa.field("name", pa.string()), pa.field("dtype", pa.string()), pa.field("shape", pa.list_(pa.int64())))
+    schema = pa.schema([*fields, pa.field("bytes", pa.binary())])
+    options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)  # a training run has the cores
+    with open(path, "wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
+        for name, array in arrays.items():
+            if array.dtype.hasobject:
+                raise ValueError(f"array {name} of a checkpoint holds objects ({array.dtype})")
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            for start in range(0, max(flat.size, 1), _PART_BYTES):
+                columns = [name], [array.dtype.str], [array.shape], [flat[start : start + _PART_BYTES].data]
+                writer.write_batch(pa.record_batch([*columns], schema=schema))
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """What `write_arrays` wrote."""
+    import pyarrow as pa
+
+    arrays: dict[str, np.ndarray] = {}
+    filled: dict[str, int] = {}
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        for number in range(reader.num_record_batches):
+            name, dtype, shape, part = (column[0] for column in reader.get_batch(number).columns)
+            if (key := name.as_py()) not in arrays:
+                arrays[key], filled[key] = np.empty(shape.as_py(), np.dtype(dtype.as_py())), 0
+            content = np.frombuffer(part.as_buffer(), np.uint8)
+            arrays[key].reshape(-1).view(np.uint8)[filled[key] : filled[key] + content.size] = content
+            filled[key] += content.size
+    return arrays
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:

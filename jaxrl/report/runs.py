@@ -29,6 +29,7 @@ from jaxrl.record.layouts import read_layouts
 from jaxrl.record.metrics import FILE_NAME, read_metrics
 from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
+from jaxrl.record.samples import IDS
 from jaxrl.report.charts import Point
 from jaxrl.report.rounds import DrawnRound, read_round
 
@@ -109,7 +110,13 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
-    samples = read_lines(path, lambda line: json.loads(line.decode(errors="replace")))
+    def parse(line: bytes) -> Any:
+        sample = json.loads(line.decode(errors="replace"))
+        if isinstance(sample, dict):
+            sample.pop(IDS, None)  # no page shows them, and they are most of a long sample
+        return sample
+
+    samples = read_lines(path, parse)
     return [sample for sample in samples if isinstance(sample, dict) and isinstance(sample.get("step"), int | float)]
 
 

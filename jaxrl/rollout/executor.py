@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.kernels.gathered import WindowTiles, window_tiles
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.kv_layers import kv_layers
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
@@ -73,6 +73,7 @@ class MeshExecutor:
         self.config = config
         self.block_size = config.block_size
         self.max_prefill_tokens = config.max_prefill_tokens
+        self.stacks = kv_layers(model, config.max_length, config.max_prefill_tokens, config.decode_steps).stacks
         self.policy_version = 0
         self.host_s = 0.0
         self.reports: tuple[reshard.ReshardReport | None, kv_migration.MigrationReport | None] = (None, None)
@@ -403,12 +404,13 @@ class MeshExecutor:
     def _submit_prefill(self, chunks: list[PrefillChunk], length: int, tells_top: bool) -> Call:
         placed = place(chunks, self.num_groups)
         rows = bucket(max(row for _, row, _ in placed) + 1, self._now.prefill_rows(length))
-        width = bucket(max(len(chunk.block_table) for chunk in chunks), self._now.prefill_widths)
+        stacks = len(self.stacks)
+        width = bucket(max(len(chunk.block_table) for chunk in chunks) // stacks, self._now.prefill_widths)
         shape = (self.num_groups, rows)
         tokens = np.zeros((*shape, length), np.int32)
         start, lengths = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
-        tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
+        tables = np.full((*shape, width * stacks), TRASH_BLOCK, np.int32)
         state = host_rows(*shape, self.config.proposer)
         requests = []
         for group, row, chunk in placed:
@@ -422,7 +424,7 @@ class MeshExecutor:
                 requests.append((group, row, chunk.request.request_id))
         program = self._now.program(("prefill_top" if tells_top else "prefill", rows, length, width))
         self._pool, self._state, generated = program(
-            self._params, self._pool, self._state, tokens, start, lengths, tables, slots, state
+            self._params, self._pool, self._state, tokens, start, lengths, self._now.split(tables), slots, state
         )
         return Call(requests, generated)
 
@@ -450,7 +452,7 @@ class MeshExecutor:
         program_shape = self._now.decode_shape(by_group, plan.verifies, plan.tells_top)
         kind, rows, num_tiles, width = program_shape
         shape = (self.num_groups, rows)
-        tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
+        tables = np.full((*shape, width * len(self.stacks)), TRASH_BLOCK, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
         fresh, max_new = np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
         ended = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
@@ -461,12 +463,8 @@ class MeshExecutor:
             slots[at] = entry.slot
             fresh[at], max_new[at] = entry.request_id in ended, entry.max_new
             requests.append((group, row, entry.request_id))
-        tiles = None
-        if self._now.programs.gathered:
-            tile = self._now.tile_width, num_tiles, self.block_size
-            listed = (window_tiles(group, *tile) for group in by_group)
-            tiles = WindowTiles(*map(np.stack, zip(*listed, strict=True)))
-        program, arguments = self._now.program(program_shape), [tables, slots, fresh]
+        tiles = self._now.list_tiles(by_group, rows, num_tiles) if self._now.programs.gathered else None
+        program, arguments = self._now.program(program_shape), [self._now.split(tables), slots, fresh]
         if kind == "verify":
             histories, places = self._histories_of(placed, shape)
             arguments = [histories, *arguments, places, max_new]

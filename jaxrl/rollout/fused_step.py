@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 from jaxrl.kernels.attention import PagedAttention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.kv_layers import KvLayers
 from jaxrl.rollout import kv_cache
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import rollout_shardings
@@ -52,7 +53,7 @@ _ELSE: dict[str, Any] = {
     **{"o_bias": False, "mlp_bias": False, "qk_norm_over_heads": False, "norms": "before", "norm_plus_one": False},
     **{"hidden_act": "silu", "scale_embedding": False, "embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     **{"attention_multiplier": 0.0, "query_pre_attn_scalar": 0.0, "attn_logit_softcapping": 0.0},
-    "partial_rotary_factor": 1.0,
+    **{"partial_rotary_factor": 1.0, "num_experts": 0, "attention_sinks": False, "clip_qkv": 0.0},
 }
 """What switches must be for a step that is made of these kernels."""
 
@@ -61,7 +62,7 @@ def forward(
     params: Any,
     pool: kv_cache.Pool,
     tokens: jax.Array,
-    tables: jax.Array,
+    tables: kv_cache.Tables,
     positions: jax.Array,
     active: jax.Array,
     *,
@@ -70,46 +71,49 @@ def forward(
     max_tp: int,
     how: PagedAttention,
     dtype: Any,
+    layers: KvLayers,
 ) -> tuple[jax.Array, kv_cache.Pool]:
     """(final-normed hidden states [dp, R, E], the pool with the new keys and values).
 
     Args:
       params: with fused projections, padded for `max_tp`.
       tokens, positions, active: [dp, R]; rows that are not active read no KV, and write none.
-      tables: int32 [dp, R, W].
+      tables: of each stack int32 [dp, R, W]. layers: how they share the pool.
     """
     cos, sin = decoder.rope_tables(positions, config, dtype)
     x = decoder.embed(params, tokens, config, dtype)
     shardings = rollout_shardings(config, layout, max_tp, fused_projections=True)
-    layers = jax.tree.map(lambda sharding: sharding.spec, shardings["layers"])
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings["layers"])
     rows, paged = PartitionSpec(layout.dp_axes or None), kv_cache.pool_spec(layout, pool[0][0].shape[1])
 
-    def local(layers, final_norm, pool, x, *by_row):
+    def local(weights, final_norm, pool, x, *by_row):
         here = [(k[0], v[0]) for k, v in pool]
-        step = _Step(config, layout.tp_axes, how.interpret, *(each[0] for each in by_row))
-        hidden, here = step.run(layers, final_norm, here, x[0])
+        step = _Step(config, layers, layout.tp_axes, how.interpret, *jax.tree.map(lambda x: x[0], by_row))
+        hidden, here = step.run(weights, final_norm, here, x[0])
         return hidden[None], [(k[None], v[None]) for k, v in here]
 
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(layers, PartitionSpec(), [(paged, paged)] * len(pool), *[rows] * 5),
+        in_specs=(specs, PartitionSpec(), [(paged, paged)] * len(pool), *[rows] * 5),
         out_specs=(rows, [(paged, paged)] * len(pool)),
         check_vma=False,  # hidden states are replicated over tp
     )(params["layers"], params["final_norm"], pool, x, cos, sin, tables, jnp.where(active, positions, -1))
 
 
 class _Step:
-    """The layers of one step on one device: `cos`, `sin` [R, D / 2], `tables` [R, W], `positions` [R] (-1: none)."""
+    """The layers of one step on one device: `cos`, `sin` [R, D / 2], of each stack `tables` [R, W],
+    `positions` [R] (-1: none)."""
 
     def __init__(
         self,
         config: ModelConfig,
+        layers: KvLayers,
         tp_axes: tuple[str, ...],
         interpret: bool,
         cos: jax.Array,
         sin: jax.Array,
-        tables: jax.Array,
+        tables: kv_cache.Tables,
         positions: jax.Array,
     ) -> None:
         # Imported here: a run on CPU need not wait for them, and works with a JAX that lacks this backend of Pallas.
@@ -119,18 +123,17 @@ class _Step:
         self._windows = [config.kind(i).window for i in range(config.num_layers)]
         self._eps, self._tp_axes, self._interpret = config.rms_norm_eps, tp_axes, interpret
         self._rope = cos, sin
-        self._tables, self._positions = tables, positions
+        self._places, self._tables, self._positions = layers.places, tables, positions
 
     def run(
         self, layers: list[Any], final_norm: jax.Array, pool: kv_cache.Pool, x_RE: jax.Array
     ) -> tuple[jax.Array, kv_cache.Pool]:
         """Final-normed hidden states [R, E], and the pool."""
-        new: kv_cache.Pool = []
+        new = list(pool)
         pending_SRE = jnp.zeros((1, *x_RE.shape), jnp.float32)
-        for lp, cached, window in zip(layers, pool, self._windows, strict=True):
+        for lp, (stack, place), window in zip(layers, self._places, self._windows, strict=True):
             x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["attn_norm"])
-            out_RF, cached = self._attend(lp, h_RE, cached, window)
-            new.append(cached)
+            out_RF, new[place] = self._attend(lp, h_RE, new[place], self._tables[stack], window)
             pending_SRE = self._whole(partial_sums(out_RF, lp["o"].reshape(-1, x_RE.shape[1])))
             x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["mlp_norm"])
             both_RXF = jnp.einsum("re,exf->rxf", h_RE, lp["gate_up"])
@@ -140,7 +143,7 @@ class _Step:
     def _add_norm(self, x: jax.Array, parts: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self._norm.add_norm(x, parts, scale, eps=self._eps, interpret=self._interpret)
 
-    def _attend(self, lp: Any, h_RE: jax.Array, cached: Any, window: int) -> tuple[jax.Array, Any]:
+    def _attend(self, lp: Any, h_RE: jax.Array, cached: Any, tables: jax.Array, window: int) -> tuple[jax.Array, Any]:
         """Attention's output [R, H * D], and the layer's new arrays."""
         features, *slab = lp["qkv"].shape
         qkv_SRO = partial_sums(h_RE, lp["qkv"].reshape(features, -1))
@@ -151,7 +154,7 @@ class _Step:
             norms,
             *self._rope,
             *cached,
-            self._tables,
+            tables,
             self._positions,
             eps=self._eps,
             window=window,

@@ -351,7 +351,7 @@ class JetStreamEngine(engine_api.Engine):
             table = rows(jnp.arange(1, pool[0][0].shape[2]), count)
             filled = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :count], (groups, count, *x.shape[2:])), fill)
             slots = jnp.broadcast_to(slots, (groups, count))
-            arguments = (rows(tokens, count), rows(at, count), rows(size, count), table, slots, filled)
+            arguments = (rows(tokens, count), rows(at, count), rows(size, count), (table,), slots, filled)
             return self._programs.prefill(params, pool, state, *arguments, truncate=self._truncate)[:2]
 
         state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), row_state_shapes(groups, samples))
@@ -432,7 +432,7 @@ class JetStreamEngine(engine_api.Engine):
             params,
             state.pool,
             state.rows,
-            jnp.broadcast_to(tables, (self.layout.dp, *tables.shape)),
+            (jnp.broadcast_to(tables, (self.layout.dp, *tables.shape)),),
             jnp.broadcast_to(row, shape),
             jnp.zeros(shape, jnp.bool_),
             jnp.int32(1),

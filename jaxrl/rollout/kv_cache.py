@@ -1,4 +1,7 @@
-"""The paged KV cache of a layout: one pool per dp group, with a pair of arrays per layer.
+"""The paged KV cache of a layout: one pool per dp group, with a pair of arrays per layer of a stack.
+
+Where no layer has a window all layers are one stack. Else a block is of one stack's layers, and several stacks share
+the arrays (`jaxrl.models.kv_layers`); each stack has tables of its own.
 
 A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim), dp split over the
 layout's dp axes and K over the axes that `Layout.kv_axes` gives. Heads come before blocks because a gather of blocks
@@ -7,7 +10,7 @@ then yields [K, R, S, D], the order in which XLA:CPU decodes fastest. Block numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -17,14 +20,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels import attention, gathered, reference
+from jaxrl.models.kv_layers import KvLayers
 from jaxrl.sharding.layout import Layout
 
 Pool = list[tuple[jax.Array, jax.Array]]
+Tables = tuple[jax.Array, ...]
+"""Of each stack, the rows' blocks, int32 [dp, R, W]."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of a cache; `num_kv_heads` counts padded heads, `num_blocks` blocks per dp group with the reserved one."""
+    """Sizes of a cache; `num_layers` counts pairs of arrays, `num_kv_heads` padded heads, `num_blocks` blocks per dp
+    group with the reserved one."""
 
     num_layers: int
     num_kv_heads: int
@@ -72,14 +79,15 @@ def attend(
     valid: jax.Array,
     how: attention.PagedAttention,
     rule: reference.Rule = reference.PLAIN,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Writes k and v, then attends; in `shard_map` over dp and tp, so that block numbers stay local to their pool.
 
     Args:
       q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
       pool: this layer's arrays.
-      tables: int32 [dp, R, W]; positions, valid: [dp, R, C].
-      how: the implementation. rule: the layer's.
+      tables: int32 [dp, R, W], of its stack; positions, valid: [dp, R, C].
+      how: the implementation. rule, sinks [H]: the layer's.
 
     Returns:
       The attention's output [dp, R, C, H, D] and the layer's new arrays.
@@ -89,19 +97,19 @@ def attend(
     queries, keys = PartitionSpec(dp, None, None, tp), PartitionSpec(dp, None, None, kv)
     paged, rows = PartitionSpec(dp, kv), PartitionSpec(dp)
 
-    def local(q, k, v, pool_k, pool_v, tables, positions, valid):
-        pool_k = reference.write_kv(pool_k[0], k[0], tables[0], positions[0], valid[0])
-        pool_v = reference.write_kv(pool_v[0], v[0], tables[0], positions[0], valid[0])
-        out = how.attend(q[0], pool_k, pool_v, tables[0], positions[0], rule)
+    def local(q, k, v, pool_k, pool_v, tables, positions, valid, sinks):
+        pool_k = how.write(pool_k[0], k[0], tables[0], positions[0], valid[0])
+        pool_v = how.write(pool_v[0], v[0], tables[0], positions[0], valid[0])
+        out = how.attend(q[0], pool_k, pool_v, tables[0], positions[0], rule, sinks)
         return out[None], pool_k[None], pool_v[None]
 
     out, pool_k, pool_v = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, paged, paged, rows, rows, rows),
+        in_specs=(queries, keys, keys, paged, paged, rows, rows, rows, PartitionSpec(tp)),
         out_specs=(queries, paged, paged),
         check_vma=False,  # key/value heads may be replicated over a part of tp
-    )(q, k, v, *pool, tables, positions, valid)
+    )(q, k, v, *pool, tables, positions, valid, sinks)
     return out, (pool_k, pool_v)
 
 
@@ -112,28 +120,29 @@ class GatheredCache:
     heads. `open` gathers, `attend` is one layer of one step, and `close` writes the steps back to the pool.
     """
 
-    def __init__(self, layout: Layout, num_kv_heads: int) -> None:
-        self._mesh = layout.mesh
+    def __init__(self, layout: Layout, num_kv_heads: int, layers: KvLayers) -> None:
+        self._mesh, self._layers = layout.mesh, layers
         dp, kv = layout.dp_axes or None, layout.kv_axes(num_kv_heads) or None
         self._rows, self._paged = PartitionSpec(dp), PartitionSpec(dp, kv)
         self._tiles = gathered.WindowTiles(*[self._rows] * 3)
         self._window, self._fresh = gathered.Window(*[self._paged] * 2), gathered.Fresh(*[self._paged] * 2)
         tp = layout.tp_axes or None
         self._queries, self._keys = PartitionSpec(dp, None, tp), PartitionSpec(dp, None, kv)
+        self._heads = PartitionSpec(tp)
         self._several = PartitionSpec(dp, None, None, tp), PartitionSpec(dp, None, None, kv)
 
     def open(
-        self, pool: Pool, tiles: gathered.WindowTiles, num_rows: int, num_steps: int
+        self, pool: Pool, tiles: Sequence[gathered.WindowTiles], num_rows: int, num_steps: int
     ) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
-        """Each layer's window of the tiles, [dp, U, ...], and its empty buffer for `num_steps` steps (positions) of the
-        rows."""
+        """Each layer's window of its stack's tiles, [dp, U, ...], and its empty buffer for `num_steps` steps
+        (positions) of the rows."""
 
         def local(keys: jax.Array, values: jax.Array, blocks: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
             window = gathered.gather(keys[0], values[0], blocks[0])
             return _lead((window, gathered.blank(values[0], num_rows, num_steps)))
 
         gather = self._map(local, (self._paged, self._paged, self._rows), (self._window, self._fresh))
-        both = [gather(*layer, tiles.blocks_UW) for layer in pool]
+        both = [gather(*pool[place], tiles[stack].blocks_UW) for stack, place in self._layers.places]
         return [window for window, _ in both], [fresh for _, fresh in both]
 
     def attend(
@@ -147,6 +156,7 @@ class GatheredCache:
         start: jax.Array,
         step: jax.Array,
         rule: reference.Rule = reference.PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, gathered.Fresh]:
         """One step of one layer.
 
@@ -154,7 +164,7 @@ class GatheredCache:
           q: [dp, R, H, D]; k, v: [dp, R, K, D].
           window, fresh: those of this layer; tiles: the tiles that the window was gathered from.
           start: int32 [dp, R], the position of step 0 in each row; step: int32 scalar.
-          rule: the layer's.
+          rule, sinks [H]: the layer's.
 
         Returns:
           The attention's output [dp, R, H, D] and the layer's new buffer.
@@ -169,13 +179,16 @@ class GatheredCache:
             fresh: gathered.Fresh,
             start: jax.Array,
             step: jax.Array,
+            sinks: jax.Array | None,
         ) -> tuple[jax.Array, gathered.Fresh]:
             own = gathered.put(_own(fresh), k[0], v[0], step)
-            return gathered.attend(q[0], _own(window), _own(tiles), own, start[0], step, rule)[None], _lead(own)
+            out = gathered.attend(q[0], _own(window), _own(tiles), own, start[0], step, rule, sinks)
+            return out[None], _lead(own)
 
-        rest = (self._window, self._tiles, self._fresh, self._rows, PartitionSpec())
+        rest = (self._window, self._tiles, self._fresh, self._rows, PartitionSpec(), self._heads)
         in_specs = (self._queries, self._keys, self._keys, *rest)
-        return self._map(local, in_specs, (self._queries, self._fresh))(q, k, v, window, tiles, fresh, start, step)
+        arrays = (q, k, v, window, tiles, fresh, start, step, sinks)
+        return self._map(local, in_specs, (self._queries, self._fresh))(*arrays)
 
     def attend_several(
         self,
@@ -188,12 +201,13 @@ class GatheredCache:
         start: jax.Array,
         at: jax.Array,
         rule: reference.Rule = reference.PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, gathered.Fresh]:
         """One layer of a step in which rows take several positions.
 
         Args:
           q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
-          window, tiles, fresh, start, rule: as for `attend`.
+          window, tiles, fresh, start, rule, sinks: as for `attend`.
           at: int32 [dp, R, C], each position's index in the fresh buffer; beyond its end: not stored.
 
         Returns:
@@ -209,17 +223,19 @@ class GatheredCache:
             fresh: gathered.Fresh,
             start: jax.Array,
             at: jax.Array,
+            sinks: jax.Array | None,
         ) -> tuple[jax.Array, gathered.Fresh]:
             own = gathered.put_several(_own(fresh), k[0], v[0], at[0])
-            out = gathered.attend_several(q[0], _own(window), _own(tiles), own, start[0], at[0], rule)
+            out = gathered.attend_several(q[0], _own(window), _own(tiles), own, start[0], at[0], rule, sinks)
             return out[None], _lead(own)
 
         queries, keys = self._several
-        in_specs = (queries, keys, keys, self._window, self._tiles, self._fresh, self._rows, self._rows)
-        return self._map(local, in_specs, (queries, self._fresh))(q, k, v, window, tiles, fresh, start, at)
+        in_specs = (queries, keys, keys, self._window, self._tiles, self._fresh, self._rows, self._rows, self._heads)
+        arrays = (q, k, v, window, tiles, fresh, start, at, sinks)
+        return self._map(local, in_specs, (queries, self._fresh))(*arrays)
 
     def close(
-        self, pool: Pool, fresh: list[gathered.Fresh], tables: jax.Array, start: jax.Array, counts: jax.Array
+        self, pool: Pool, fresh: list[gathered.Fresh], tables: Tables, start: jax.Array, counts: jax.Array
     ) -> Pool:
         """The pool with each row's first `counts` [dp, R] steps in it."""
 
@@ -235,7 +251,10 @@ class GatheredCache:
 
         in_specs = (self._paged, self._paged, self._fresh, self._rows, self._rows, self._rows)
         scatter = self._map(local, in_specs, (self._paged, self._paged))
-        return [scatter(*layer, own, tables, start, counts) for layer, own in zip(pool, fresh, strict=True)]
+        arrays = list(pool)
+        for own, (stack, place) in zip(fresh, self._layers.places, strict=True):
+            arrays[place] = scatter(*arrays[place], own, tables[stack], start, counts)
+        return arrays
 
     def _map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # check_vma off: key/value heads may be replicated over a part of tp

@@ -14,18 +14,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation
-from jaxrl.kernels.gathered import WindowTiles, num_tiles
+from jaxrl.kernels.gathered import WindowTiles, num_tiles, window_tiles
+from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.streaming import on_host
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
+from jaxrl.rollout.programs import Generated, Programs, Tiles, row_state_shapes
 from jaxrl.rollout.proposals import Proposer
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
@@ -66,7 +70,7 @@ class ExecutorConfig:
       seed: the run's; folded into every token's key.
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
-      attention: what reads the paged cache (`jaxrl.kernels.attention`).
+      attention: what reads the paged cache (`jaxrl.kernels.attention`). is_invariant: `actor.numerics`.
       features_first, fused_projections, gathered: how programs are built (`programs.Programs`); None: as the layout's
         devices run them fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
@@ -92,6 +96,7 @@ class ExecutorConfig:
     truncate: bool = False
     max_tp: int = 1
     attention: Implementation = "auto"
+    is_invariant: bool = False
     features_first: bool | None = None
     fused_projections: bool | None = None
     gathered: bool | None = None
@@ -103,13 +108,13 @@ class ExecutorConfig:
     top_logprobs: int = 0
     layouts: tuple[LayoutSizes, ...] = ()
 
-    def sizes(self, tp: int) -> LayoutSizes:
+    def sizes(self, tp: int, stacks: KvStacks = WHOLE) -> LayoutSizes:
         """What the layout of a degree has room for. Raises ValueError if the weights are not padded for that degree."""
         if tp < 1 or self.max_tp % tp:
             raise ValueError(
                 f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
             )
-        num_blocks = self.num_blocks or self.num_slots * -(-self.max_length // self.block_size) + 1
+        num_blocks = self.num_blocks or self.num_slots * stacks.most_blocks(self.max_length, self.block_size) + 1
         own = (sizes for sizes in self.layouts if sizes.tp == tp)
         return next(own, LayoutSizes(tp, self.num_slots, num_blocks))
 
@@ -132,16 +137,17 @@ class LayoutPrograms(CompiledPrograms):
 
     Attributes:
       capacity: what the layout offers; layout, config, model: what the programs were made for.
+      kv: how the model's layers share the KV pool.
       cache_shape: of the KV pool. programs: their functions.
     """
 
     def __init__(self, model: ModelConfig, layout: Layout, config: ExecutorConfig) -> None:
         super().__init__()
         self.model, self.layout, self.config = model, layout, config
-        sizes = config.sizes(layout.tp)
-        self.capacity = Capacity(
-            layout.dp, sizes.num_slots, sizes.num_blocks, config.block_size, config.max_prefill_tokens
-        )
+        self.kv = kv_layers(model, config.max_length, config.max_prefill_tokens, config.decode_steps)
+        sizes = config.sizes(layout.tp, self.kv.stacks)
+        rooms = sizes.num_slots, sizes.num_blocks, config.block_size, config.max_prefill_tokens
+        self.capacity = Capacity(layout.dp, *rooms, self.kv.stacks)
         self.dtype, self.platform = jnp.dtype(config.dtype), platform_of(layout.mesh.devices.flat[0])
         self.programs = Programs(
             model,
@@ -150,6 +156,7 @@ class LayoutPrograms(CompiledPrograms):
             config.decode_steps,
             max_tp=config.max_tp,
             attention=config.attention,
+            is_invariant=config.is_invariant,
             features_first=config.features_first,
             fused_projections=config.fused_projections,
             gathered=config.gathered,
@@ -157,9 +164,10 @@ class LayoutPrograms(CompiledPrograms):
             streams=config.resident_layers is not None,
             ahead=config.ahead,
             draw=config.draw,
+            layers=self.kv,
         )
         self.cache_shape = kv_cache.CacheShape(
-            model.num_layers,
+            self.kv.size,
             pad_heads(model.num_heads, model.num_kv_heads, config.max_tp)[1],
             model.head_dim,
             sizes.num_blocks,
@@ -170,6 +178,9 @@ class LayoutPrograms(CompiledPrograms):
         widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
         # The longest row in equal tiles: rows that reach the limit, as they often do, are padded by next to nothing.
         self.tile_width = -(-widest // -(-widest * config.block_size // _TILE))
+        # What lies behind a window has been freed; the tiles of a row begin with its first block.
+        limits = self.kv.stacks.limits(config.block_size)
+        self.row_tiles = [-(-min(widest, limit or widest) // self.tile_width) for limit in limits]
         # On CPUs (where windows are gathered) a step's time nearly follows its rows, and a draining batch has few.
         # On GPUs a product with a single row is a sum of vectors to XLA, which writes some of its terms to memory.
         gathered = self.programs.gathered
@@ -186,8 +197,32 @@ class LayoutPrograms(CompiledPrograms):
         return buckets(most, *((4, 1) if self.programs.gathered else (8, 4)))
 
     def tile_counts(self, rows: int) -> tuple[int, ...]:
-        """The sizes of a window of so many rows, in tiles."""
-        return buckets(rows * -(-self.decode_widths[-1] // self.tile_width), 2, least=rows)
+        """The sizes of a window of so many rows, in tiles of the stack that has most."""
+        return buckets(rows * max(self.row_tiles), 2, least=rows)
+
+    def _stack_tiles(self, rows: int, most: int) -> list[int]:
+        """How many tiles each stack has room for in a program for so many rows and tiles."""
+        return [min(most, rows * each) for each in self.row_tiles]
+
+    def list_tiles(self, tables: Sequence[Sequence[Sequence[int]]], rows: int, most: int) -> Tiles:
+        """The tiles of rows with these block tables, [dp groups, rows], in a program for so many rows and tiles."""
+        stacks = []
+        for own, count in zip(self._by_stack(tables), self._stack_tiles(rows, most), strict=True):
+            listed = (window_tiles(group, self.tile_width, count, self.config.block_size) for group in own)
+            stacks.append(WindowTiles(*map(np.stack, zip(*listed, strict=True))))
+        return tuple(stacks)
+
+    def split(self, tables: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Of each stack, its blocks in the padded tables [..., W * stacks] of a call."""
+        count = len(self.kv.stacks)
+        return tuple(np.ascontiguousarray(tables[..., stack::count]) for stack in range(count))
+
+    def _by_stack(self, tables: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[Sequence[Sequence[int]]]]:
+        """Of each stack, its blocks in these tables."""
+        count = len(self.kv.stacks)
+        if count == 1:
+            return [tables]
+        return [[[table[stack::count] for table in group] for group in tables] for stack in range(count)]
 
     def verify_width(self, rows: int) -> int:
         """How many proposed tokens a step verifies in each of so many rows (a size of `row_buckets`); 0: proposals are
@@ -203,9 +238,9 @@ class LayoutPrograms(CompiledPrograms):
         width = self.verify_width(rows) if verifies else 0
         kind = "verify" if width else "decode_top" if tells_top else "decode"
         if not self.programs.gathered:
-            widest = max(len(table) for group in tables for table in group)
+            widest = max(len(table) for group in tables for table in group) // len(self.kv.stacks)
             return kind, rows, 1 + width, bucket(widest, self.decode_widths)
-        tiles = max(num_tiles(group, self.tile_width) for group in tables)
+        tiles = max(num_tiles(group, self.tile_width) for own in self._by_stack(tables) for group in own)
         return kind, rows, bucket(tiles, self.tile_counts(rows)), self.decode_widths[-1]
 
     def shapes(self) -> list[Shape]:
@@ -243,13 +278,14 @@ class LayoutPrograms(CompiledPrograms):
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
+        own = GPU_COMPILER_OPTIONS if self.config.is_invariant and self.platform == "gpu" else {}
         if (
             kind not in ("decode", "decode_top", "verify")
             or self.platform != "gpu"
             or self.config.resident_layers is not None
         ):
-            return {}  # a copy from the host's memory is not what a graph is made of
-        return {"xla_gpu_enable_command_buffer": _GRAPHS}
+            return {**own}  # a copy from the host's memory is not what a graph is made of
+        return {**own, "xla_gpu_enable_command_buffer": _GRAPHS}
 
     def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
         """The program of a `Shape`, traced for this layout's devices; lowered for `platforms` where they are given."""
@@ -276,7 +312,8 @@ class LayoutPrograms(CompiledPrograms):
                 jax.tree.map(lambda x: x.sharding, histories),
             )
         live = self.abstract_params(), self.abstract_pool(), self._state(self.capacity.num_slots)
-        tables, slots, flags = of(jnp.int32, width), of(jnp.int32), of(jnp.bool_)
+        tables = (of(jnp.int32, width),) * len(self.kv.stacks)
+        slots, flags = of(jnp.int32), of(jnp.bool_)
         pool = [(x.sharding, y.sharding) for x, y in live[1]]
         state = jax.tree.map(lambda x: x.sharding, live[2])
         num_top = self.config.top_logprobs if kind.endswith("_top") else 0
@@ -296,7 +333,8 @@ class LayoutPrograms(CompiledPrograms):
             )
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-        tiles = self._tiles(length) if self.programs.gathered else None
+        counts = self._stack_tiles(rows, length)
+        tiles = tuple(map(self._tiles, counts)) if self.programs.gathered else None
         if kind.startswith("decode"):
             arguments = (*live, tables, slots, flags, scalar, scalar, tiles)
             decode = partial(self.programs.decode, truncate=truncate, num_top=num_top)

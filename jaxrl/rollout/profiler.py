@@ -24,7 +24,7 @@ from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, 
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, Request, Seat
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, DecodeRow, Plan, Request, Seat
 from jaxrl.types import SampleKey, SamplingParams
 
 POINT_S = 1.5
@@ -88,9 +88,8 @@ class Profiler:
                 start = max(min(context - steps // 2, executor.config.max_length - steps) - 1, 0)
                 width = -(-(start + 1 + steps) // size)
                 rows.append(ResidentRow(request, group, slot, token=1, position=start))
-                table = tuple(1 + (used + i) % (executor.num_blocks - 1) for i in range(width))
+                table, used = self._table(start, width, used)
                 named.append(DecodeRow(request.request_id, group, slot, table, steps))
-                used += width
         executor.put_rows(rows)
         plan = Plan(self._plans, decode=tuple(named), num_steps=steps, verifies=verifies)
         self._plans += 1
@@ -98,6 +97,17 @@ class Profiler:
         result = executor.collect(executor.submit(plan))
         assert result.num_steps == steps, "rows stopped early"
         return (time.perf_counter() - began) / steps
+
+    def _table(self, first: int, width: int, used: int) -> tuple[tuple[int, ...], int]:
+        """A table over `width` blocks of each stack for a row whose first query is at `first`, with blocks from this
+        one on, and the next one."""
+        executor, table = self.executor, []
+        behind = executor.stacks.behind(first, executor.block_size)
+        for each in range(width):
+            for gone in behind:
+                table.append(TRASH_BLOCK if each < gone else 1 + used % (executor.num_blocks - 1))
+                used += each >= gone
+        return tuple(table), used
 
     def _request(self, prompt_len: int, max_tokens: int) -> Request:
         self._ids += 1
@@ -159,25 +169,24 @@ class Profiler:
         if filled:
             lanes = max(before, after.num_groups)
             room = min((executor.num_blocks - 1) * before, (after.num_blocks - 1) * after.num_groups) // lanes
-            held = max(room // 2, 1)
+            held = max(room // 2 // len(executor.stacks), 1)
             for lane in range(lanes):
                 source, place = lane * before // lanes, lane * after.num_groups // lanes
-                first = 1 + held * (lane % (lanes // before))
-                table = tuple(range(first, first + held))
+                table, _ = self._table(0, held, held * len(executor.stacks) * (lane % (lanes // before)))
                 live.append(LiveBlocks(lane, source, table, held * size, held * size))
                 groups[place].append(lane)
-        kv = plan_migration(live, before, groups, after.num_blocks, size)
+        kv = plan_migration(live, before, groups, after.num_blocks, size, stacks=after.stacks)
         for lane in range(len(live)):
             kv.blocks.free(lane)  # no row lives on: only the blocks move
         seats: dict[int, Seat] = {}
         return Relayout(executor.tp, target, "migrate", after, kv, (), seats, (), 0, 0)
 
     def _fullest(self, move: Relayout) -> int:
-        """Tokens that the fullest dp group had before a move."""
+        """Tokens that the fullest dp group had before a move, counted as `Relayout.num_moved` does."""
         counts = [0] * self.executor.num_groups
         for copy in move.kv.copies:
             counts[copy.source_group] += self.executor.block_size
-        return max(counts)
+        return max(max(counts) // len(self.executor.stacks), 1)
 
 
 def pairs(degrees: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxrl.config import Config, ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
-from jaxrl.sharding.mesh import submeshes
+from jaxrl.sharding.mesh import platform_of, submeshes
 
 
 def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
@@ -29,7 +29,7 @@ def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdenti
         device_kind=device.device_kind + cores,
         device_count=mesh.size,
         jax_version=jax.__version__,
-        dtype=config.rollout.dtype,
+        dtype=config.with_types(platform_of(device)).rollout.dtype,
     )
 
 

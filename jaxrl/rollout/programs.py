@@ -5,7 +5,7 @@ bucket. Row state lives on the device, in slots: the host makes a plan ahead of 
 a row drew last, or whether it has stopped.
 
 Dims: G dp groups (sharded), S slots per group, R rows of a program, C positions per row, W blocks per table,
-V vocabulary.
+V vocabulary. Stacks of layers are those of `jaxrl.models.kv_layers`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation, choose_paged
 from jaxrl.kernels.gathered import WindowTiles
+from jaxrl.kernels.invariant import at_once
 from jaxrl.kernels.reference import Rule
-from jaxrl.models import decoder
+from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.kv_layers import KvLayers, whole
+from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.proposals import Proposer
-from jaxrl.rollout.sampling import Draw, Drawn, SamplingState, sample
+from jaxrl.rollout.sampling import Draw, Drawn, SamplingState, drawn_by_rows, sample
 from jaxrl.sharding.fused_projections import can_fuse
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
-from jaxrl.sharding.rules import pad_heads
+from jaxrl.sharding.rules import pad_heads, padded_config, rollout_spec
+
+Tiles = tuple[WindowTiles, ...]
+"""Of each stack of layers, the tiles of the rows' windows."""
 
 MAX_STOP_IDS = 8
 """Stop token ids that a row can have."""
@@ -142,7 +148,9 @@ class Programs:
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
       rules: what each layer's attention does beyond a causal mask.
+      mix: computes experts that are split over devices, if the model has any.
       fused: whether a decode step is `fused_step`, whose kernels need them.
+      by_rows: how a token's numbers are computed (`actor.numerics`).
 
     Args:
       max_tp: the degree that the weights are padded for.
@@ -152,6 +160,8 @@ class Programs:
       streams: whether weights come from the host's memory (`jaxrl.models.streaming`), for which there is no fused step.
       ahead: as `jaxrl.models.streaming.LayerFeed` takes it.
       draw: draws the tokens.
+      layers: how the layers share the pool; None: each has arrays of its own.
+      is_invariant: `actor.numerics`. It decides the forms, and the attention.
 
     Raises:
       ValueError: forms that do not go together, or an implementation that these devices do not run.
@@ -173,27 +183,40 @@ class Programs:
         streams: bool = False,
         ahead: bool = True,
         draw: Draw = sample,
+        layers: KvLayers | None = None,
+        is_invariant: bool = False,
     ) -> None:
         platform = platform_of(layout.mesh.devices.flat[0])
+        if is_invariant:
+            refuse_invariant(config, platform, max_tp)
+            features_first = fused_projections = gathered = False
+        rows = PartitionSpec(layout.dp_axes or None)
+        tiles = in_tiles(config, max_tp, layout.mesh, rows, layout) if is_invariant else None
+        self.by_rows = tiles.for_platform(platform, interpret=interpret) if tiles else at_once
+        self._widen = is_invariant and platform == "cpu"  # as the trainer
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
         self.fused_projections = (
             platform == "gpu" and can_fuse(kv_heads, max_tp) if fused_projections is None else fused_projections
         )
         self.features_first = on_cpu and not self.fused_projections if features_first is None else features_first
         self.gathered = on_cpu if gathered is None else gathered
-        self.attention = choose_paged(attention, platform, config.attn_logit_softcapping, interpret=interpret)
+        how = {"interpret": interpret, "invariant_parts": tiles.own_parts if tiles else 0}
+        self.attention = choose_paged(attention, platform, config.attn_logit_softcapping, **how)
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
         computes = fused_step.computes(config)
         self.fused = self.fused_projections and not self.gathered and not streams and decodes and computes
-        self.ahead, self.draw = ahead, draw
+        self.ahead, self.draw = ahead, drawn_by_rows(draw, self.by_rows) if is_invariant else draw
+        split = config.num_experts and not is_invariant
+        self.mix = _mix(config, layout, max_tp, batched=not on_cpu) if split else None
         self.config = config
+        self.kv = layers or whole(config.num_layers)
         self.rules = [Rule(config.kind(i).window, config.attn_logit_softcapping) for i in range(config.num_layers)]
         self.layout = layout
         self.max_tp = max_tp
         self.dtype = dtype
         self.decode_steps = decode_steps
-        self.rows_sharding = NamedSharding(layout.mesh, PartitionSpec(layout.dp_axes or None))
+        self.rows_sharding = NamedSharding(layout.mesh, rows)
 
     @property
     def form(self) -> Form:
@@ -205,23 +228,31 @@ class Programs:
         params: Any,
         pool: kv_cache.Pool,
         tokens: jax.Array,
-        tables: jax.Array,
+        tables: kv_cache.Tables,
         positions: jax.Array,
         valid: jax.Array,
     ) -> tuple[jax.Array, kv_cache.Pool]:
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-            return kv_cache.attend(
-                self.layout, q, k, v, pool[layer], tables, positions, valid, self.attention, self.rules[layer]
-            )
+        arrays = list(pool)
 
-        return self.layers(params, tokens, positions, attend)
+        def attend(
+            layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+        ) -> tuple[jax.Array, None]:
+            stack, place = self.kv.places[layer]
+            rows = tables[stack], positions, valid
+            how = self.attention, self.rules[layer], sinks
+            out, arrays[place] = kv_cache.attend(self.layout, q, k, v, arrays[place], *rows, *how)
+            return out, None
+
+        return self.layers(params, tokens, positions, attend)[0], arrays
 
     def layers(self, params: Any, tokens: jax.Array, positions: jax.Array, attends: Any) -> tuple[jax.Array, Any]:
-        how = {"dtype": self.dtype, "features_first": self.features_first, "ahead": self.ahead}
+        how = {"dtype": self.dtype, "features_first": self.features_first, "ahead": self.ahead, "mix": self.mix}
+        how |= {"widen": self._widen, "by_rows": self.by_rows}
         return decoder.forward_layers(params, tokens, positions, attends, self.config, **how)
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        return decoder.logits(params, hidden, self.config, features_first=self.features_first)
+        how = {"features_first": self.features_first, "widen": self._widen, "by_rows": self.by_rows}
+        return decoder.logits(decoder.head(params), hidden, self.config, **how)
 
     def prefill(
         self,
@@ -231,7 +262,7 @@ class Programs:
         tokens: jax.Array,
         start: jax.Array,
         length: jax.Array,
-        tables: jax.Array,
+        tables: kv_cache.Tables,
         slots: jax.Array,
         rows: RowState,
         *,
@@ -241,7 +272,7 @@ class Programs:
         """Runs chunks of prompts; where a chunk ends a prefill (its slot is real), draws a token and fills the slot.
 
         Args:
-          tokens: int32 [G, R, C]; start, length: int32 [G, R]; tables: int32 [G, R, W].
+          tokens: int32 [G, R, C]; start, length: int32 [G, R]; tables: of each stack int32 [G, R, W].
           slots: int32 [G, R], beyond the last slot for chunks that do not end a prefill.
           rows: what to fill the slot with ([G, R, ...]); token, position and active are set here.
           num_top: K, the likeliest tokens that are told.
@@ -283,12 +314,12 @@ class Programs:
         params: Any,
         pool: kv_cache.Pool,
         state: RowState,
-        tables: jax.Array,
+        tables: kv_cache.Tables,
         slots: jax.Array,
         fresh: jax.Array,
         num_steps: jax.Array,
         leave_after: jax.Array,
-        tiles: WindowTiles | None,
+        tiles: Tiles | None,
         *,
         truncate: bool,
         num_top: int = 0,
@@ -296,11 +327,11 @@ class Programs:
         """Up to `num_steps` tokens for every active row, leaving once `leave_after` of them have stopped.
 
         Args:
-          tables: int32 [G, R, W]; slots: int32 [G, R], beyond the last slot for padding.
+          tables: of each stack int32 [G, R, W]; slots: int32 [G, R], beyond the last slot for padding.
           fresh: bool [G, R], rows with a prefill that ended in this plan; stopping at their first token counts as well.
           num_steps: int32 scalar, at most `decode_steps`.
           leave_after: int32 scalar, rows over all groups.
-          tiles: [G, U, ...], the rows' blocks once more, if `gathered`.
+          tiles: of each stack [G, U, ...], the rows' blocks once more, if `gathered`.
           num_top: K, the likeliest tokens that are told.
         """
         rows = take_rows(state, slots)
@@ -345,7 +376,7 @@ class Programs:
         return close(cache, counts), self.pin(put_rows(state, slots, rows)), self.pin(generated), steps
 
     def _decode_cache(
-        self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: WindowTiles | None, began: RowState
+        self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles | None, began: RowState
     ) -> tuple[Any, ...]:
         """(cache to carry, forward(cache, rows, step) -> (hidden, cache), close(cache, tokens per row) -> pool)."""
         if tiles is None:
@@ -364,6 +395,7 @@ class Programs:
                         max_tp=self.max_tp,
                         how=self.attention,
                         dtype=self.dtype,
+                        layers=self.kv,
                     )
                 token, position, active = (x[..., None] for x in (rows.token, rows.position, rows.active))
                 hidden, pool = self.forward(params, pool, token, tables, position, active)
@@ -371,12 +403,15 @@ class Programs:
 
             return pool, paged, lambda pool, counts: pool
 
-        gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1]), began.position
+        gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
         windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.decode_steps)
 
         def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
-            def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                return gathered.attend(q, k, v, windows[layer], tiles, fresh[layer], start, step, self.rules[layer])
+            def attend(
+                layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+            ) -> tuple[jax.Array, Any]:
+                own = windows[layer], tiles[self.kv.places[layer][0]], fresh[layer]
+                return gathered.attend(q, k, v, *own, start, step, self.rules[layer], sinks)
 
             return self.layers(params, rows.token, rows.position, attend)
 
@@ -385,6 +420,14 @@ class Programs:
     def pin(self, tree: Any) -> Any:
         """Fixes the sharding of per-row values, so that programs follow each other without a reshard between them."""
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: self.rows_sharding, tree))
+
+
+def _mix(config: ModelConfig, layout: Layout, max_tp: int, *, batched: bool) -> decoder.Mix:
+    """Experts as rollout weights have them: split over tp, whose devices have the same tokens."""
+    padded, layer = padded_config(config, max_tp), config.base.weights()["layers"]
+    specs = {name: rollout_spec(layer[name], layout, padded) for name in experts.WEIGHTS if name in layer}
+    rows = PartitionSpec(layout.dp_axes or None)
+    return experts.over_devices(layout.mesh, specs, rows, batched=batched, gathered=False)
 
 
 def host_rows(groups: int, rows: int, proposer: Proposer | None = None) -> RowState:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxrl.kernels.invariant import ByRows, token_logprob
 from jaxrl.types import SampleKey
 
 BLOCK = 128
@@ -97,6 +98,22 @@ class Draw(Protocol):
     def __call__(
         self, logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool
     ) -> Drawn: ...
+
+
+def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
+    """The same, with numbers that do not depend on the other rows, and the `rollout_logprob` of
+    `jaxrl.train.logprobs`."""
+
+    def drawn(logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool) -> Drawn:
+        def one(_: tuple[()], logits: jax.Array, positions: jax.Array, state: SamplingState) -> Drawn:
+            return draw(logits, positions, state, truncate=truncate)
+
+        found = by_rows(one, (logits, positions, state))
+        temperature = jnp.where(state.temperature == 0, 1.0, state.temperature).astype(logits.dtype)
+        both = by_rows(token_logprob, (logits, found.token, temperature))
+        return found._replace(rollout_logprob=both[..., 0])
+
+    return drawn
 
 
 def sample(

@@ -31,9 +31,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import Generated, Programs, RowState, followed_by, put_rows, stops, take_rows
+from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops, take_rows
 from jaxrl.rollout.proposals import Proposed, Proposer
 from jaxrl.rollout.sampling import SamplingState
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
@@ -96,14 +95,14 @@ class Verify:
         pool: kv_cache.Pool,
         state: RowState,
         histories: Any,
-        tables: jax.Array,
+        tables: kv_cache.Tables,
         slots: jax.Array,
         fresh: jax.Array,
         places: jax.Array,
         max_new: jax.Array,
         num_steps: jax.Array,
         leave_after: jax.Array,
-        tiles: WindowTiles | None,
+        tiles: Tiles | None,
     ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
         """Up to `num_steps` steps of every active row, leaving once `leave_after` of them have stopped.
 
@@ -195,7 +194,7 @@ class Verify:
         return mapped(histories, places, recent, most)
 
     def _cache(
-        self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: WindowTiles | None, began: RowState
+        self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles | None, began: RowState
     ) -> tuple[Any, ...]:
         """(cache to carry, forward(cache, tokens, positions, valid, gained) -> (hidden, cache), close(cache, tokens per
         row) -> pool); tokens, positions and valid are [G, R, C]."""
@@ -209,7 +208,8 @@ class Verify:
 
             return pool, paged, lambda pool, gained: pool
 
-        gathered, start = kv_cache.GatheredCache(programs.layout, pool[0][0].shape[1]), began.position
+        gathered = kv_cache.GatheredCache(programs.layout, pool[0][0].shape[1], programs.kv)
+        start = began.position
         windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.most_tokens)
 
         def windowed(
@@ -217,10 +217,11 @@ class Verify:
         ) -> tuple[jax.Array, list[Any]]:
             at = jnp.where(valid, gained[..., None] + jnp.arange(tokens.shape[-1]), self.most_tokens)
 
-            def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                return gathered.attend_several(
-                    q, k, v, windows[layer], tiles, fresh[layer], start, at, programs.rules[layer]
-                )
+            def attend(
+                layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+            ) -> tuple[jax.Array, Any]:
+                own = windows[layer], tiles[programs.kv.places[layer][0]], fresh[layer]
+                return gathered.attend_several(q, k, v, *own, start, at, programs.rules[layer], sinks)
 
             return programs.layers(params, tokens, positions, attend)
 

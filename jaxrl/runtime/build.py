@@ -26,7 +26,7 @@ from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices
-from jaxrl.runtime.memory import layout_degrees, layout_sizes, memory_plan, memory_problem
+from jaxrl.runtime.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config, workers_of
 from jaxrl.runtime.weights import adapted
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -218,6 +218,7 @@ def _executor_config(
     config: Config, model: ModelConfig, mesh: Mesh, tp: int, memory_bytes: int | None
 ) -> ExecutorConfig:
     """Sizes of each worker, its pools sized by `layout_sizes`; `mesh`: of the rollout, on this host."""
+    config = config.with_types(platform := platform_of(mesh.devices.flat[0]))
     rollout, val = config.rollout, config.rollout.val_kwargs
     sizes = layout_sizes(config, model, mesh.size, memory_bytes)
     truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
@@ -229,11 +230,12 @@ def _executor_config(
         max_prefill_tokens=rollout.max_num_batched_tokens,
         decode_steps=rollout.decode_steps,
         attention=rollout.attention,
+        is_invariant=config.actor.numerics == "invariant",
         dtype=rollout.dtype,
         seed=config.trainer.seed,
         truncate=any(truncates),
-        proposer=table.proposer(config, platform_of(mesh.devices.flat[0])),
-        max_tp=max(sizes),
+        proposer=table.proposer(config, platform),
+        max_tp=max_tp(config, mesh.size),
         layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )
 

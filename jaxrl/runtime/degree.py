@@ -16,12 +16,14 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.rollout.profiles import checked_profile, load_profile
-from jaxrl.runtime.memory import plan_num_blocks
+from jaxrl.runtime.devices import with_types
+from jaxrl.runtime.memory import kv_layers_of, plan_num_blocks
 from jaxrl.scheduling.layouts.batch_state import GroupCapacity
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Profile
 from jaxrl.sharding.memory import DeviceMemory, memory_of
+from jaxrl.sharding.mesh import platform_of
 
 OPTION = "rollout.tensor_model_parallel_size"
 
@@ -33,7 +35,8 @@ def with_degree(
     earlier: Config | None = None,
     memory: DeviceMemory | None = None,
 ) -> Config:
-    """`config` with a number in place of auto, said and explained; as it is where it has one.
+    """`config` with a number in place of auto, and with the types of `with_types`, said and explained; as it is where
+    it has them.
 
     Args:
       mesh: of the rollout, on this host.
@@ -43,6 +46,7 @@ def with_degree(
     Raises:
       ConfigError: there is no profile, or it is not of this model and machine, or no degree in it is possible.
     """
+    config = with_types(config, platform_of(mesh.devices.flat[0]), say, earlier, command="")
     if not config.is_tp_open:
         return config
     kept = config.with_tp_of(earlier, mesh.size // config.workers_per_host)
@@ -100,7 +104,9 @@ def choose(
         except ValueError as error:
             refused = error  # weights and one request do not fit: a larger degree may do
             continue
-        possible[degree] = GroupCapacity((blocks - 1) * rollout.block_size, rollout.max_num_seqs)
+        stacks = kv_layers_of(config, model).stacks
+        tokens = stacks.num_tokens(blocks - 1, rollout.block_size)
+        possible[degree] = GroupCapacity(tokens, rollout.max_num_seqs)
     if refused is not None and not possible:
         raise ConfigError(str(refused)) from refused
     if not possible:

@@ -11,7 +11,7 @@ anywhere, and a device may be left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import host_problem
+from jaxrl.config.commands import LEARNING
 from jaxrl.mechanisms.table import float_types
 from jaxrl.sharding.memory import DeviceMemory, memory_of
 from jaxrl.sharding.mesh import make_mesh
@@ -139,3 +140,31 @@ def _set_types(config: Config) -> None:
     types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype, *float_types(config))
     if "float64" in types:
         jax.config.update("jax_enable_x64", True)
+
+
+def with_types(
+    config: Config,
+    platform: str,
+    say: Callable[[str], None] = print,
+    earlier: Config | None = None,
+    command: str = "train",
+) -> Config:
+    """`config` with a type in place of each dtype that is auto, and said; as it is where there is none.
+
+    Args:
+      platform: of the devices, as `platform_of` names it.
+      earlier: the configuration with which this run was started before, whose types it keeps; None: never.
+      command: that reads the configuration: nothing is said of types that it does not compute in
+        (empty: one that only rolls out).
+    """
+    typed = config.with_types(platform, earlier)
+    why = f" on {platform}" if earlier is None else ", as this run began"
+    teacher = config.algorithm.teacher
+    for name, before, after, is_read in (
+        ("actor", config.actor, typed.actor, command in LEARNING),
+        ("rollout", config.rollout, typed.rollout, command not in ("sft", "dpo")),
+        ("algorithm.teacher", teacher, typed.algorithm.teacher, command == "train" and bool(teacher.path)),
+    ):
+        if before.dtype == "auto" and is_read:
+            say(f"{name}.dtype: auto is {after.dtype}{why}")
+    return typed

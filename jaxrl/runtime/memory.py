@@ -22,6 +22,8 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.room import FreedMemory, RolloutMemory
 from jaxrl.mechanisms.table import freed_memory, rollout_memory
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.kv_layers import KvLayers, kv_layers
+from jaxrl.models.numerics import refuse_invariant
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
@@ -62,7 +64,7 @@ class MemoryPlan:
     rollout: dict[str, int]
     update: dict[str, int]
     num_blocks: int  # per dp group, the reserved one included
-    pool_tokens: int  # per dp group
+    pool_tokens: int  # per dp group, in requests of the longest length
     pool_requests: int  # of the longest length, per dp group
     device_bytes: int | None
     workers: WorkersPlan
@@ -97,7 +99,7 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     rollout = config.rollout
     if rollout.num_blocks:
         return rollout.num_blocks
-    per_request = -(-config.max_model_length // rollout.block_size)
+    per_request = kv_layers_of(config, model_config).stacks.most_blocks(config.max_model_length, rollout.block_size)
     useful = rollout.max_num_seqs * per_request + _RESERVED_BLOCKS
     if memory_bytes is None:
         return useful
@@ -139,10 +141,27 @@ def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
     return config.rollout.layout.degrees_on(config.rollout.tp, num_devices // config.workers_per_host)
 
 
+def max_tp(config: Config, num_devices: int) -> int:
+    """The degree that the rollout's weights are padded for."""
+    largest = layout_degrees(config, num_devices)[-1]
+    if config.actor.numerics != "invariant":
+        return largest
+    if config.actor.numerics_tp % largest:
+        raise ValueError(
+            f"actor.numerics_tp ({config.actor.numerics_tp}) must be a multiple of the largest tp of the rollout "
+            f"({largest}) where actor.numerics is invariant"
+        )
+    return config.actor.numerics_tp
+
+
 def layout_sizes(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None
 ) -> dict[int, tuple[int, int]]:
-    """By tp degree: rows and KV blocks per dp group, by `rollout.layout.scale_rows` and as far as memory allows."""
+    """By tp degree: rows and KV blocks per dp group, by `rollout.layout.scale_rows` and as far as memory allows.
+
+    Raises:
+      ValueError: a pool does not hold one request of the longest length.
+    """
     rollout, tp = config.rollout, config.rollout.tp
     degrees = layout_degrees(config, num_devices)
     sizes: dict[int, tuple[int, int]] = {}
@@ -151,35 +170,35 @@ def layout_sizes(
         scaled = dataclasses.replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         own = dataclasses.replace(config, rollout=scaled)
         sizes[degree] = rows, plan_num_blocks(own, model_config, num_devices, memory_bytes)
-        needed = -(-config.max_model_length // rollout.block_size)
-        if sizes[degree][1] - _RESERVED_BLOCKS < needed:
-            other = f", or leave tp {degree} out of rollout.layout.degrees" if len(degrees) > 1 else ""
-            raise ValueError(
-                f"rollout.layout: at tp {degree} a pool has {sizes[degree][1]} blocks, one of them reserved, and one "
-                f"request of {config.max_model_length} tokens needs {needed}: raise rollout.num_blocks "
-                f"({rollout.num_blocks}){other}"
-            )
+        stacks = kv_layers_of(config, model_config).stacks
+        stacks.refuse_small(sizes[degree][1], rollout.block_size, config.max_model_length, degree, degrees)
     return sizes
 
 
+def kv_layers_of(config: Config, model_config: ModelConfig) -> KvLayers:
+    """How the model's layers share the KV pool."""
+    rollout = config.rollout
+    return kv_layers(model_config, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
+
+
 def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) -> int:
-    """One KV block on one device: all layers, keys and values, this device's share of the heads."""
+    """One KV block on one device: all layers of a stack, keys and values, this device's share of the heads."""
     tp = config.rollout.tp
-    kv_heads = padded_config(model_config, layout_degrees(config, num_devices)[-1]).num_kv_heads
+    kv_heads = padded_config(model_config, max_tp(config, num_devices)).num_kv_heads
     heads = kv_heads // splits(kv_heads, tp)
-    positions = config.rollout.block_size * model_config.num_layers * model_config.head_dim
+    positions = config.rollout.block_size * kv_layers_of(config, model_config).size * model_config.head_dim
     return 2 * positions * heads * BYTES[config.rollout.dtype]
 
 
 def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:
-    padded = padded_config(model_config.base, layout_degrees(config, num_devices)[-1])
-    return device_numbers(padded, config.rollout.tp) * BYTES[config.rollout.dtype]
+    padded = padded_config(model_config.base, max_tp(config, num_devices))
+    return device_numbers(padded, config.rollout.tp, in_rollout=True) * BYTES[config.rollout.dtype]
 
 
 def _logits(config: Config, model_config: ModelConfig, num_devices: int, positions: int) -> int:
     """The logits of so many positions of a dp group on one device, which has its share of the vocabulary."""
     rolling = config.rollout.num_devices or num_devices // config.hosts.num
-    vocab = padded_config(model_config, layout_degrees(config, rolling)[-1]).vocab_size
+    vocab = padded_config(model_config, max_tp(config, rolling)).vocab_size
     share = vocab // splits(vocab, config.rollout.tp)
     return _LOGITS_COPIES * positions * share * 4
 
@@ -195,15 +214,18 @@ def memory_plan(
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
     Raises:
-      ValueError: as `layout_sizes` and `rollout_memory`, and as `choose_packed` for `actor.attention`.
+      ValueError: as `layout_sizes` and `rollout_memory`, as `choose_packed` for `actor.attention`, and as
+        `refuse_invariant` for `actor.numerics`.
     """
     own = config.rollout.num_devices
     rolling, training = own or num_devices // config.hosts.num, num_devices - own
+    if config.actor.numerics == "invariant":
+        refuse_invariant(model_config, platform, config.actor.numerics_tp)
     num_rows, num_blocks = layout_sizes(config, model_config, rolling, device_bytes)[config.rollout.tp]
     remat = plan_remat(config, model_config, training, device_bytes, platform)
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
-    block_size = config.rollout.block_size
-    usable = num_blocks - _RESERVED_BLOCKS
+    longest, block_size = config.max_model_length, config.rollout.block_size
+    usable, stacks = num_blocks - _RESERVED_BLOCKS, kv_layers_of(config, model_config).stacks
     weights = _rollout_weights(config, model_config, rolling)
     beside = rollout_memory(config, rolling, platform, weights)
     stays = {name: size for each in beside if each.stays for name, size in each.parts.items()}
@@ -217,8 +239,8 @@ def memory_plan(
         },
         update=update_parts(config, model_config, training, platform, remat, chunk),
         num_blocks=num_blocks,
-        pool_tokens=usable * block_size,
-        pool_requests=usable // -(-config.max_model_length // block_size),
+        pool_tokens=stacks.num_tokens(usable, block_size),
+        pool_requests=usable // stacks.most_blocks(longest, block_size),
         device_bytes=device_bytes,
         workers=WorkersPlan(config.num_workers, rolling // config.workers_per_host, config.rollout.tp, num_rows),
         shared=not own,

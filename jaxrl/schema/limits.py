@@ -9,6 +9,8 @@ from annotated_types import Ge
 from jaxrl.schema.declared import Cap
 
 FloatType = Literal["float32", "bfloat16", "float64"]
+OpenFloatType = Literal["auto", "float32", "bfloat16", "float64"]
+"""auto: `Config.with_types` puts a type in its place once the devices are known."""
 Quantization = Literal["none", "int8", "nf4"]
 BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8, "int8": 1, "uint8": 1}
 """Of a number."""

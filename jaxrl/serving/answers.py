@@ -140,7 +140,7 @@ class Chat:
         text = choice.text.text
         if not self._names:
             return text, []
-        return calls_in(text, self._names) if choice.finish_reason else (text[: may_begin(text)], [])
+        return calls_in(text, self._names) if choice.finish_reason else (text[: may_begin(text, self._names)], [])
 
     def _rest(self, choice: Choice, calls: list[Call], start: int) -> dict[str, Any]:
         """What a choice has beside its message; of the tokens from `start` on."""

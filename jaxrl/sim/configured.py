@@ -19,6 +19,7 @@ from jaxrl.config.hosts import HostsSection
 from jaxrl.config.inputs import read_json
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.batch_state import GroupCapacity
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree
@@ -109,7 +110,7 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
                 raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
-    parts = model_sizes(config), machine, factors, BYTES[config.rollout.dtype]
+    parts = model_sizes(config), machine, factors, BYTES[config.with_types("gpu").rollout.dtype]
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
         return CostModel(*parts), described
@@ -195,7 +196,8 @@ def with_degree(config: Config) -> tuple[Config, str]:
         except ValueError as error:
             refused = error  # not in the table, or weights and one request do not fit: another degree may do
             continue
-        possible[degree] = GroupCapacity((sizes.num_blocks - 1) * sizes.block_size, sizes.num_slots)
+        tokens = sizes.stacks.num_tokens(sizes.num_blocks - 1, sizes.block_size)
+        possible[degree] = GroupCapacity(tokens, sizes.num_slots)
     if not possible:
         assert refused is not None, "a machine has a smallest degree"
         raise refused
@@ -232,6 +234,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
       model: for the training state that lies beside the pool; None: only what `cost` counts.
     """
     rollout = config.rollout
+    kv = kv_layers(cost.model, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
     sizes = MachineSizes(
         num_devices=worker_devices_of(config),
         tp=rollout.tp,
@@ -239,19 +242,17 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
         num_blocks=rollout.num_blocks,
         block_size=rollout.block_size,
         max_prefill_tokens=rollout.max_num_batched_tokens,
+        stacks=kv.stacks,
     )
     if rollout.num_blocks:
         return sizes
-    per_request = -(-config.max_model_length // rollout.block_size)
-    numbers = (
-        1 + 2 * (not config.actor.offload_optimizer) + (config.needs_ref and not config.actor.offload_reference)
-    )  # master weights, Adam's moments, reference
-    resident = (
-        0
-        if model is None or rollout.num_devices
-        else numbers * BYTES[config.actor.param_dtype] * model.num_params() / rollout_devices_of(config)
-    )
-    fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident)
+    per_request = kv.stacks.most_blocks(config.max_model_length, rollout.block_size)
+    size, state = BYTES[config.actor.param_dtype], config.actor.optim.state_dtype
+    moments = {"float32": size, "bfloat16": 2, "int8": 1 + 4 / 256}[state] * (not config.actor.offload_optimizer)
+    # master weights, Adam's moments, reference
+    each = size + 2 * moments + size * (config.needs_ref and not config.actor.offload_reference)
+    resident = 0 if model is None or rollout.num_devices else each * model.num_params() / rollout_devices_of(config)
+    fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident, kv.size)
     if fitting < per_request + 1:
         raise ConfigError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) leaves {fitting} KV blocks beside weights and "
@@ -268,17 +269,13 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
     rollout, num_devices = config.rollout, worker_devices_of(config)
     tp = rollout.tp
     found: dict[int, MachineSizes] = {}
-    for degree in _named(rollout.layout.degrees_on, tp, num_devices):
+    degrees = _named(rollout.layout.degrees_on, tp, num_devices)
+    for degree in degrees:
         rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
         own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
-        needed = -(-config.max_model_length // rollout.block_size)
-        if found[degree].num_blocks - 1 < needed:
-            raise ConfigError(
-                f"rollout.layout: at tp {degree} a pool has {found[degree].num_blocks} blocks, one of them reserved, "
-                f"and one request of {config.max_model_length} tokens needs {needed}: raise rollout.num_blocks "
-                f"({rollout.num_blocks}), or leave tp {degree} out of rollout.layout.degrees"
-            )
+        pool = found[degree].num_blocks, rollout.block_size, config.max_model_length
+        _named(found[degree].stacks.refuse_small, *pool, degree, degrees)
     return found
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -39,17 +40,21 @@ _LOGIT_BYTES = 4  # float32
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
     """Counts of a model's parameters: of all layers together; of those that a forward pass multiplies by (all but the
-    input embedding, from which it takes single rows); and of all, tied embeddings counted once."""
+    input embedding, from which it takes single rows); of all, tied embeddings counted once; of experts; and of those
+    experts that a token has not chosen."""
 
     layers: int
     read: int
     total: int
+    experts: int
+    unchosen: int
 
     @classmethod
     def of(cls, model: ModelConfig) -> ParameterCounts:
         embedding, total = model.vocab_size * model.hidden_size, model.num_params()
         read = total if model.tie_word_embeddings else total - embedding
-        return cls(read - embedding - model.hidden_size, read, total)
+        unchosen = total - model.num_active_params()
+        return cls(read - embedding - model.hidden_size, read, total, model.num_expert_params(), unchosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +159,17 @@ class CostModel:
         if batch <= 0:
             return 0.0
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
-        memory = weights_s + row_memory_s * batch + token_memory_s * context
-        busy = max(memory, row_compute_s * batch + token_compute_s * context)
+        seen = self._seen(batch, context)
+        memory = weights_s - self._unread_s(tp, batch) + row_memory_s * batch + token_memory_s * seen
+        busy = max(memory, row_compute_s * batch + token_compute_s * seen)
         return busy + self._decode_pass_s(tp, batch)
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
         """`decode_step_s` of many steps at once, equal to the last bit: [S], [S] -> [S]."""
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
-        memory_S = weights_s + row_memory_s * batch_S + token_memory_s * context_S
-        busy_S = np.maximum(memory_S, row_compute_s * batch_S + token_compute_s * context_S)
+        seen_S = self._seen(batch_S, context_S)
+        memory_S = weights_s - self._unread_each_s(tp, batch_S) + row_memory_s * batch_S + token_memory_s * seen_S
+        busy_S = np.maximum(memory_S, row_compute_s * batch_S + token_compute_s * seen_S)
         return busy_S + np.array([self._decode_pass_s(tp, batch) for batch in batch_S.tolist()])
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
@@ -173,17 +180,41 @@ class CostModel:
         tokens. Each query attends to the context and to the proposed tokens before it.
         """
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
-        tokens_S = batch_S * (1 + width)
+        tokens_S, context_S = batch_S * (1 + width), self._seen(batch_S, context_S)
         pairs_S = context_S * (1 + width) + batch_S * (width * (width + 1) / 2)
-        memory_S = weights_s + row_memory_s * tokens_S + token_memory_s * context_S
+        read_s = weights_s - self._unread_each_s(tp, tokens_S)
+        memory_S = read_s + row_memory_s * tokens_S + token_memory_s * context_S
         busy_S = np.maximum(memory_S, row_compute_s * tokens_S + token_compute_s * pairs_S)
         return busy_S + np.array([self._decode_pass_s(tp, tokens) for tokens in tokens_S.tolist()])
+
+    def _seen(self, tokens: Any, pairs: Any) -> Any:
+        """How many (query, key) pairs of a layer, the mean of all, are not behind its window, where `tokens` queries
+        with `pairs` of them are alike: numbers, or arrays."""
+        if not self.model.sliding_window:
+            return pairs
+        ends = [self.model.kind(layer).window for layer in range(self.model.num_layers)]
+        return sum((np.minimum(pairs, tokens * end) if end else pairs) for end in ends) / len(ends)
 
     def _decode_pass_s(self, tp: int, batch: int) -> float:
         pass_s = self._passes.get((tp, batch))
         if pass_s is None:
             pass_s = self._passes[tp, batch] = self._pass_s(tp, batch)
         return pass_s
+
+    def _unread_s(self, tp: int, tokens: int) -> float:
+        """Seconds that reading the experts would take that none of so many tokens has chosen, if each chooses any."""
+        model = self.model
+        if not model.num_experts:
+            return 0.0
+        share = (1 - model.num_experts_per_tok / model.num_experts) ** tokens
+        num_bytes = share * self.params.experts / tp * self.number_bytes
+        return num_bytes / (self.hardware.memory_bytes_per_s * self.efficiency.memory)
+
+    def _unread_each_s(self, tp: int, tokens_S: np.ndarray) -> np.ndarray | float:
+        """The same of many steps."""
+        if not self.model.num_experts:
+            return 0.0
+        return np.array([self._unread_s(tp, tokens) for tokens in tokens_S.tolist()])
 
     def _decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
         """Seconds to read the weights; of memory traffic per row and context token; of computing per row and token."""
@@ -199,7 +230,7 @@ class CostModel:
             self.device_params(tp, read) * self.number_bytes / (bandwidth * eff.memory),
             self._activation_bytes(tp, 1, logits=1) / (bandwidth * eff.memory),
             self.kv_bytes_per_token(tp) / (bandwidth * eff.kv),
-            2.0 * read / flops,
+            2.0 * (read - self.params.unchosen) / flops,
             self._attention_flops(1) / flops,
         )
 
@@ -211,8 +242,9 @@ class CostModel:
         layers = self.params.layers  # the output head runs for last positions only: left out
         weights = self.device_params(tp, layers) * self.number_bytes
         memory = (weights + self._activation_bytes(tp, tokens, logits=0)) / eff.memory
+        memory -= self._unread_s(tp, tokens) * hw.memory_bytes_per_s
         memory += tokens * self.kv_bytes_per_token(tp) / eff.kv
-        flops = (2.0 * layers * tokens + self._attention_flops(pairs)) / tp
+        flops = (2.0 * (layers - self.params.unchosen) * tokens + self._attention_flops(self._seen(tokens, pairs))) / tp
         busy = max(memory / hw.memory_bytes_per_s, flops / (hw.flops_per_s * eff.compute))
         return busy + self._pass_s(tp, tokens)
 
@@ -247,7 +279,8 @@ class CostModel:
         """Activations written and read again once: per layer the residual twice, q, k, v, attention out, MLP."""
         model = self.model
         heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        per_layer = 4 * model.hidden_size + (heads + 3 * model.intermediate_size) / tp
+        mlp = 3 * model.intermediate_size * max(model.num_experts_per_tok, 1)
+        per_layer = 4 * model.hidden_size + (heads + mlp) / tp
         written = tokens * model.num_layers * per_layer * self.number_bytes
         return 2 * (written + logits * model.vocab_size / tp * _LOGIT_BYTES)
 
@@ -258,7 +291,7 @@ class CostModel:
         forward, 4 backward), the optimizer's bytes, and gradients and weights across devices (a reduce-scatter in
         float32 and an all-gather per update)."""
         hw, eff, total = self.hardware, self.efficiency, self.params.total
-        forward = 2.0 * self.params.read * load.tokens + self._attention_flops(load.pairs)
+        forward = 2.0 * (self.params.read - self.params.unchosen) * load.tokens + self._attention_flops(load.pairs)
         flops = forward * (3 * load.epochs + load.extra_forwards)
         compute = flops / (num_devices * hw.flops_per_s * eff.mfu)
         optimizer = _OPTIMIZER_BYTES * total / num_devices / (hw.memory_bytes_per_s * eff.memory)
@@ -268,7 +301,7 @@ class CostModel:
 
     def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
         """Seconds of one forward pass over a batch for log-probabilities, on all of `num_devices`."""
-        flops = 2.0 * self.params.read * tokens + self._attention_flops(pairs)
+        flops = 2.0 * (self.params.read - self.params.unchosen) * tokens + self._attention_flops(pairs)
         return flops / (num_devices * self.hardware.flops_per_s * self.efficiency.mfu)
 
     def gradients_s(self, tokens: float, pairs: float, num_devices: int) -> float:
@@ -344,18 +377,27 @@ class CostModel:
         """FLOPs of scores and weighted sums, over all layers, for that many (query, key) pairs."""
         return 4.0 * self.model.num_layers * self.model.num_heads * self.model.head_dim * pairs
 
-    def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
+    def num_kv_blocks(
+        self,
+        tp: int,
+        block_size: int,
+        memory_fraction: float,
+        reserved_bytes: float = 0.0,
+        num_layers: int | None = None,
+    ) -> int:
         """KV blocks of a dp group that fit beside the weights, the reserved one included.
 
         Args:
           memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
           reserved_bytes: what else lies on each device during rollout.
+          num_layers: of a block (`jaxrl.models.kv_layers`); None: all.
 
         Raises ValueError if not even two blocks fit.
         """
         weights = self.device_params(tp, self.params.total) * self.number_bytes
         left = self.hardware.memory_bytes * memory_fraction - weights - reserved_bytes
-        blocks = int(left // (block_size * self.kv_bytes_per_token(tp)))
+        layers = self.model.num_layers
+        blocks = int(left // (block_size * self.kv_bytes_per_token(tp) // layers * (num_layers or layers)))
         if blocks < 2:
             raise ValueError(
                 f"rollout.memory_fraction ({memory_fraction}) of a {self.hardware.name}'s {self.hardware.memory_bytes} "

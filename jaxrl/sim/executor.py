@@ -28,6 +28,7 @@ import numpy as np
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Ticket
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.simulated_rows import Gains, SimulatedRows, SteadyPlan, fillers
@@ -45,6 +46,7 @@ class MachineSizes:
     num_blocks: int
     block_size: int
     max_prefill_tokens: int
+    stacks: KvStacks = WHOLE
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.num_devices < 1 or self.num_devices % self.tp:
@@ -61,7 +63,8 @@ class MachineSizes:
     @property
     def capacity(self) -> Capacity:
         """What a layout of these sizes offers."""
-        return Capacity(self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens)
+        sizes = self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens
+        return Capacity(*sizes, self.stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +248,14 @@ class SimulatedExecutor:
             self._rows.take(row.dp_group * self.num_slots + row.slot, held, seat)
         both = source.sizes.num_devices + self.sizes.num_devices
         token_s = self._cost.move_s_per_token(source.tp, self.tp, both)
-        self._clock.advance(token_s * max(sent.values(), default=0) * self.block_size)
+        self._clock.advance(token_s * max(sent.values(), default=0) * self.block_size / len(self.stacks))
 
     def _take_sizes(self, sizes: MachineSizes) -> None:
         """Goes on with blank rows."""
         self.sizes = sizes
         self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
+        self.stacks = sizes.stacks
         first_window = 0 if self._proposals is None else self._proposals.first_window
         self._rows = SimulatedRows(sizes.num_groups * sizes.num_slots, first_window)
 

@@ -267,12 +267,22 @@ class LockstepBatcher(Batcher):
         if not grows.all():
             batch.name_no_more(places[~grows])
             places, now = places[grows], now[grows]
-        num_more = -(-np.minimum(now + steps, batch.limits[places]) // self.capacity.block_size) - batch.held[places]
-        if not self.blocks.grow(zip(batch.ids[places].tolist(), num_more.tolist(), strict=True)):
+        need = np.minimum(now + steps, batch.limits[places])
+        num_more = -(-need // self.capacity.block_size) - batch.held[places]
+        ids = batch.ids[places].tolist()
+        if self.capacity.stacks.is_whole:
+            if not self.blocks.grow(zip(ids, num_more.tolist(), strict=True)):
+                return False
+        elif not all(self._extend(batch, *each) for each in zip(ids, need.tolist(), strict=True)):
             return False
         batch.held[places] += num_more
         batch.look_later(places, self.capacity.block_size, steps)
         return True
+
+    def _extend(self, batch: _SteadyBatch, request_id: int, num_tokens: int) -> bool:
+        """`BlockManager.extend`, with the first position that plans to come may run."""
+        progress = batch.members[request_id]
+        return self.blocks.extend(request_id, num_tokens, progress.first + batch.taken)
 
     def _repeat(self, batch: _SteadyBatch) -> Plan | None:
         """The next plan: the rows of the previous plan that are still there."""

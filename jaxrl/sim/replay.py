@@ -31,6 +31,7 @@ from jaxrl.scheduling.tokens.plan import (
     Ticket,
     VerifyCounts,
 )
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.verification import Proposals
 from jaxrl.types import SampleKey
 
@@ -71,6 +72,7 @@ class ReplayExecutor:
       layouts: by degree, what each layout that it can change to offers; `tp`: the one in use.
       switch_cost: seconds that a change of layout takes; nothing by default.
       proposals: that plans verify; None: none do.
+      stacks: see `plan.Executor`.
 
     `policy_version` may be set between plans, as a weight sync would.
     """
@@ -89,7 +91,9 @@ class ReplayExecutor:
         layouts: Mapping[int, Capacity] | None = None,
         switch_cost: Callable[[Relayout], TimeTaken] | None = None,
         proposals: Proposals | None = None,
+        stacks: KvStacks = WHOLE,
     ) -> None:
+        self.stacks = stacks
         self.num_groups = num_groups
         self.num_slots = num_slots
         self.num_blocks = num_blocks

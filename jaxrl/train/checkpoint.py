@@ -1,19 +1,20 @@
 """Checkpoints: the training state on any mesh, and the host's queues, in one folder per step with its checksums.
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
-(named numpy arrays: what batch rules carry and the like, as flat integers with offsets). The named
-arrays are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays.
+(named numpy arrays: what batch rules carry and the like, as flat integers with offsets). Those are gigabytes where
+responses are long and wait for a later step: they are written without Orbax, which would copy them before a save
+returns, and compressed (`jaxrl.record.state.write_arrays`).
 
-Orbax writes a temporary folder, `<step>.tmp`, in the background. Then the manifest of SHA-256 checksums is added
-(`jaxrl.train.manifest`), everything is synced to the disk, and the folder is renamed to `<step>`: a folder with a
-step's name is complete and has its manifest. A step is checked against its manifest before anything is restored from
-it. The newest step that passes is used. `Choice` says which newer ones did not and why; they are kept as
-`<step>.damaged`.
+Orbax writes a temporary folder, `<step>.tmp`, in the background, and each process hashes what it writes meanwhile. Then
+the manifest of SHA-256 checksums is added (`jaxrl.train.manifest`), everything is synced to the disk, and the folder
+is renamed to `<step>`: a folder with a step's name is complete and has its manifest. A step is checked against its
+manifest before anything is restored from it. The newest step that passes is used. `Choice` says which newer ones did
+not and why; they are kept as `<step>.damaged`.
 
 Several processes save and restore together, on a file system that all of them see: each writes and reads its own
-devices' shards. Process 0 does the rest: the host's part of a step, its manifest and its name, retention, and the
-removal of what interrupted saves left. `wait` returns in the others once their shards are written, a moment before the
-step has its name.
+devices' shards, hashes what it has written, and compares a share of a step's files before any is restored. Process 0
+does the rest: the host's part of a step, its manifest and its name, retention, and the removal of what interrupted
+saves left. `wait` returns in the others once all shards are written and hashed, a moment before the step has its name.
 
 Source: Orbax. Departures from its defaults: nothing is restored without a target, which would bring arrays back onto
 the devices that wrote them. Folders are made before a save returns: where one cannot be made, Orbax's threads would
@@ -27,7 +28,6 @@ makes it forget the step that it has just saved, and a kill leaves part of a ste
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
@@ -49,21 +49,36 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.record.files import reason, system_error, way_on
+from jaxrl.record.state import read_arrays, write_arrays
 from jaxrl.train import manifest
-from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify_alone
+from jaxrl.train.steps import (
+    ALONE,
+    ARRAYS,
+    HOST,
+    SCHEMA_VERSION,
+    STATE,
+    Peers,
+    choose,
+    free_name,
+    steps_of,
+    verify_alone,
+)
 from jaxrl.types import RunFailed
 
 Tree = Any
 
 _LEFTOVER = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp|removed).*")
 _log = logging.getLogger(__name__)
+_ARRAYS_FILE = f"{ARRAYS}/arrays.arrow"
 _LOOK_EVERY_S = 1.0
+_FILE_BYTES = 2**28  # hashed by one thread, once it is whole (Orbax: 2 GiB)
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The host's part of a checkpoint, beside the arrays on devices.
+    """The host's part of a checkpoint, beside the arrays on devices. It is written in the background: nothing of it may
+    change once it is handed over.
 
     Attributes:
       values: JSON-able (strings, finite numbers, lists, dicts with string keys).
@@ -75,24 +90,57 @@ class HostState:
 
 
 class _Items(ocp.CompositeCheckpointHandler):
-    """Orbax's handler of a step's items, which remembers what is being written: when one write fails, Orbax raises at
-    once while the others go on, and the temporary folder can be removed only when they have ended as well."""
+    """Orbax's handler of a step's items, which hashes what this process writes.
 
-    def __init__(self) -> None:
+    Hashing is a write to Orbax: process 0 goes on when all processes have ended theirs. What is being written is
+    remembered: when one write fails, Orbax raises at once while the others go on, and the temporary folder can be
+    removed only when they have ended as well.
+    """
+
+    def __init__(self, progress: Callable[[], None]) -> None:
         among = _processes()
         super().__init__(
             composite_options=ocp.CompositeOptions(async_options=_ASYNC, multiprocessing_options=among),
             **{
                 STATE: ocp.PyTreeCheckpointHandler(multiprocessing_options=among),
                 HOST: ocp.JsonCheckpointHandler(multiprocessing_options=among),
-                ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=among),
             },
         )
         self.writing: list[Any] = []
+        self.arrays: Mapping[str, np.ndarray] | None = None  # in process 0, of the next save
+        self._progress = progress
+        self._threads = ThreadPoolExecutor(3, "checkpoint-files")
 
     async def async_save(self, directory: Any, args: Any) -> list[Any]:
         self.writing = await super().async_save(directory, args) or []
+        if self.arrays is not None:
+            (Path(directory) / ARRAYS).mkdir()
+            self.writing.append(self._threads.submit(write_arrays, Path(directory) / _ARRAYS_FILE, self.arrays))
+            self.arrays = None
+        written = self._threads.submit(lambda writing: [each.result() for each in writing], self.writing)
+        self.writing = [*self.writing, self._threads.submit(self._hash, Path(directory), written)]
         return self.writing
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        super().close()
+
+    def _hash(self, directory: Path, written: Future[Any]) -> None:
+        process = jax.process_index()
+
+        def found() -> dict[str, Path]:
+            ours = [f"{STATE}*/ocdbt.process_{process}/**/*", *([_ARRAYS_FILE] if process == 0 else ())]
+            paths = (path for pattern in ours for path in directory.glob(pattern) if path.is_file())
+            # an item's folder has its own name once all is written
+            return {re.sub(r"^(\w+)[^/]*", r"\1", path.relative_to(directory).as_posix()): path for path in paths}
+
+        def over() -> bool:
+            if wait_for([written], _LOOK_EVERY_S).done:
+                written.result()  # raises what a write has failed with
+                return True
+            return False
+
+        manifest.write_part(directory, process, manifest.describe(found, self._progress, over))
 
     def wait(self) -> None:
         """Until nothing is written any more, whatever became of it."""
@@ -127,7 +175,7 @@ class Checkpointer:
         max_to_keep: int | None = 2,
         on_commit: Callable[[int], None] = lambda step: None,
         progress: Callable[[], None] = lambda: None,
-        find: Callable[[Path, Callable[[], None]], Choice | None] = choose,
+        peers: Peers = ALONE,
     ) -> None:
         """Looks for the newest step that is whole (`choose`, with its errors).
 
@@ -137,15 +185,15 @@ class Checkpointer:
           on_commit: called with each step that is complete, in the background thread. The step stays even if this
             cannot write what it notes (OSError), which ends the run.
           progress: called while files are compared or hashed, and while a save that is waited for grows.
-          find: what looks; of several processes one compares all files, and the others are told.
+          peers: what this process has of the others for that.
         """
         self._leads = jax.process_index() == 0
         self._folder = Path(folder).absolute()
         self._max_to_keep, self._on_commit, self._progress = max_to_keep, on_commit, progress
-        self.chosen = find(self._folder, progress)
+        self.chosen = choose(self._folder, progress, peers)
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
-        self._items = _Items()
+        self._items = _Items(progress)
         _tell_one_error()
         self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC, multiprocessing_options=_processes())
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -184,12 +232,12 @@ class Checkpointer:
             self.tidy()
             for leftover in self._folder.glob(f"{step}.tmp*") if self._leads else ():
                 shutil.rmtree(leftover)  # could not be removed, and is in this one's way
+            self._items.arrays = host.arrays if self._leads else None
             self._orbax.save(
                 self._temporary(step),
                 args=_ItemArgs(
-                    state=ocp.args.PyTreeSave(_owned(train_state)),
+                    state=ocp.args.PyTreeSave(_owned(train_state), ocdbt_target_data_file_size=_FILE_BYTES),
                     host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
-                    arrays=ocp.args.PyTreeSave({"npz": _to_bytes(host.arrays)}),
                 ),
             )
             self._pending = step, self._thread.submit(self._commit, step)
@@ -213,18 +261,17 @@ class Checkpointer:
         place = self._folder / str(step)
         if self.chosen is None or step != self.chosen.step:  # that one has been compared
             verify_alone(place, self._progress)
+        if (version := manifest.read(place, None)["schema_version"]) != SCHEMA_VERSION:
+            raise ValueError(
+                f"checkpoint {place} was written by an earlier jaxrl (schema version {version}, now {SCHEMA_VERSION}): "
+                "begin another run from its parameters (trainer.init_from)"
+            )
         _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
-        size = _stored(place / ARRAYS)["npz"].shape
         found = self._orbax.restore(
             place,
-            args=_ItemArgs(
-                state=_restore_args(abstract_state),
-                host=ocp.args.JsonRestore(),
-                arrays=_restore_args({"npz": jax.ShapeDtypeStruct(size, np.uint8)}),
-            ),
+            args=_ItemArgs(state=_restore_args(abstract_state), host=ocp.args.JsonRestore()),
         )
-        arrays = _from_bytes(np.asarray(found[ARRAYS]["npz"]))
-        return found[STATE], HostState(found[HOST]["values"], arrays)
+        return found[STATE], HostState(found[HOST]["values"], read_arrays(place / _ARRAYS_FILE))
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""
@@ -246,7 +293,7 @@ class Checkpointer:
             with self._saving(step):
                 written = 0
                 while not wait_for([future], _LOOK_EVERY_S).done:
-                    before, written = written, _size(self._temporary(step))
+                    before, written = written, sum(map(_size, self._folder.glob(f"{step}.tmp*")))
                     if written != before:
                         self._progress()
                 future.result()
@@ -277,7 +324,8 @@ class Checkpointer:
             self._remove_temporary(step)
             raise
         if self._leads:
-            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress)
+            known = manifest.take_parts(self._temporary(step), jax.process_count())
+            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress, known)
             self._temporary(step).rename(self._folder / str(step))
             manifest.sync_folder(self._folder)
         self._found.append(step)
@@ -398,7 +446,7 @@ def _refuse_other_arrays(place: Path, abstract: Tree, stored: Tree) -> None:
             described = [f"of shape {each[name]}" if name in each else "missing" for each in (there, here)]
             raise ValueError(
                 f"checkpoint {place} does not fit this model and optimizer: {name} is {described[0]} there and "
-                f"{described[1]} here"
+                f"{described[1]} here" + (", as optim.name and optim.state_dtype say" if "optimizer/" in name else "")
             )
 
 
@@ -453,15 +501,3 @@ def _restore_args(abstract: Tree) -> Any:
 def _owned(tree: Tree) -> Tree:
     """Leaves that a background writer may keep: numpy arrays are copied, jax's left to Orbax."""
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
-
-
-def _to_bytes(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    buffer = io.BytesIO()
-    # allow_pickle off refuses object arrays, which could hold anything
-    np.savez(buffer, allow_pickle=False, **{name: np.asarray(value) for name, value in arrays.items()})
-    return np.frombuffer(buffer.getvalue(), np.uint8)
-
-
-def _from_bytes(data: np.ndarray) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as found:
-        return {name: found[name] for name in found.files}

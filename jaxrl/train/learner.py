@@ -6,8 +6,9 @@ a prefix); rows of a microbatch are split over the same devices, and each layer'
 as in FSDP (Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its
 denominator and is divided once, so a minibatch may be cut into microbatches and parts of any size and order.
 
-Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`, and beside
-it, while a microbatch runs, that microbatch's gradients; activations as `actor.remat` says. For the backward pass,
+Memory: master weights and optimizer state always (with `actor.offload_optimizer` the latter in the host's, from where a
+layer's comes to the devices at a time); the accumulator from the first `accumulate` to `apply`, to which each
+layer's gradients are added as soon as they are there; activations as `actor.remat` says. For the backward pass,
 attention (`actor.attention`, `kernels.attention.PackedAttention`) keeps q, k, v, the output and one number per query
 and head. Scores exist for a few tiles at a time, except with `reference` and in short rows
 (`kernels.packed.Tiling.longest_plain`). Prompts count once per row, not once per sample (`actor.share_prompts`).
@@ -16,7 +17,7 @@ and head. Scores exist for a few tiles at a time, except with `reference` and in
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jaxrl.sharding.rules import map_weights
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.microbatches import Passes
 from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.weightwise import flat
 from jaxrl.types import RunFailed, TrainBatch
 
 Tree = Any
@@ -99,7 +101,7 @@ class Learner(Runner):
         self._trainable = placed(trained, programs.shardings, programs.dtypes)
         self._frozen = placed(frozen, programs.shardings, programs.dtypes, copy=False)
         self._recompiles = 0  # as of the last update
-        self._optimizer_state = self._rest(programs.to_run(("init", 0, 0))(self._trainable))
+        self._optimizer_state = programs.to_run(("init", 0, 0))(self._trainable)
 
     @property
     def params(self) -> Tree:
@@ -125,10 +127,8 @@ class Learner(Runner):
         sums = self._passes.accumulator
         if sums is None:
             raise ValueError("apply() without accumulate(): the minibatch has no response tokens")
-        state = self._rest(self._optimizer_state, to="device")
         update = self.programs.to_run(("update", 0, 0))
-        self._trainable, state, metrics = update(self._trainable, state, sums)
-        self._optimizer_state = self._rest(state)
+        self._trainable, self._optimizer_state, metrics = update(self._trainable, self._optimizer_state, sums)
         self._passes.discard()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.updates += 1
@@ -164,7 +164,7 @@ class Learner(Runner):
         assert self._passes.accumulator is None, "a checkpoint is cut at a step boundary, not inside a minibatch"
         return {
             "params": _without_frozen(self._trainable),
-            "optimizer": _flat(self._optimizer_state),
+            "optimizer": flat(self._optimizer_state),
             "counters": {"updates": np.asarray(self.updates), "skipped_updates": np.asarray(self.skipped_updates)},
         }
 
@@ -185,21 +185,11 @@ class Learner(Runner):
         self._trainable = jax.tree.unflatten(jax.tree.structure(wanted), moved)
         leaves = state["optimizer"]
         template = self._optimizer_state
-        moved = [jax.device_put(leaves[key], old.sharding) for key, old in _flat(template).items()]
+        moved = [jax.device_put(leaves[key], old.sharding) for key, old in flat(template).items()]
         self._optimizer_state = jax.tree.unflatten(jax.tree.structure(template), moved)
         self.updates = int(state["counters"]["updates"])
         self.skipped_updates = int(state["counters"]["skipped_updates"])
         self.discard()
-
-    # ------------------------------------------------------------------ placing things
-
-    def _rest(self, state: Tree, to: Literal["rest", "device"] = "rest") -> Tree:
-        """The optimizer state where it stays between updates (host memory if offloaded), or back on the device."""
-        if not self.config.actor.offload_optimizer:
-            return state
-        kind = "device" if to == "device" else "pinned_host"
-        places = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), self.programs.state)
-        return jax.device_put(state, places, donate=False)
 
 
 def _without_frozen(trainable: Tree) -> Tree:
@@ -230,11 +220,3 @@ def placed(params: Tree, shardings: Tree, dtypes: Tree, *, copy: bool = True) ->
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
     return map_weights(one, params, shardings, dtypes)
-
-
-def _flat(tree: Tree) -> dict[str, Any]:
-    """A pytree as {dotted path: leaf}, in the order of its leaves."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

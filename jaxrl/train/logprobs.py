@@ -24,24 +24,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.kernels.invariant import ByRows, at_once, token_logprob
 from jaxrl.kernels.reference import operands
+from jaxrl.train.vocabulary import Split
 
 DEFAULT_CHUNK = 1024
 """`HeadOptions.chunk` where `actor.logprob_chunk_tokens` is auto and the memory is not known."""
 
 Head = Any
-Project = Callable[[Head, jax.Array], jax.Array]
+Project = Callable[..., jax.Array]
 
 
 class HeadOptions(NamedTuple):
     """How logits are computed and used. Hashable.
 
     Attributes:
-      project: (head parameters, x [C, E]) -> logits [C, V], before the temperature.
+      project: (head parameters, x [C, E]) -> logits [C, V], before the temperature. In tiles it is told `widen` and
+        `by_rows`, and V may be padded with logits of -inf.
       chunk: C, tokens that have their logits at once on a device.
       temperature: divides the logits; positive.
       entropy_gradient: whether the entropy is part of the objective; without it its gradient is zero and costs nothing.
       widen: whether narrow operands are multiplied as float32, for backends with slow narrow products.
+      by_rows: how logits and log-probabilities are computed. In tiles (`actor.numerics`) they are the rollout's.
+      split: how each of the head's parameters lies on the mesh.
     """
 
     project: Project
@@ -49,6 +54,19 @@ class HeadOptions(NamedTuple):
     temperature: float
     entropy_gradient: bool = False
     widen: bool = False
+    by_rows: ByRows = at_once
+    split: Split = Split()
+
+    def whole(self, head: Head, dtype: Any) -> Head:
+        """A device's shard as it is multiplied."""
+        return jax.tree.map(lambda w: self.split.whole(w, dtype), head)
+
+    def logits(self, head: Head, x: jax.Array) -> jax.Array:
+        """[C, V] in at least float32, before the temperature, of a head in x's dtype."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        if self.by_rows is at_once:
+            return self.project(*operands(self.widen, (head, x))).astype(wide)
+        return self.project(head, x, widen=self.widen, by_rows=self.by_rows).astype(wide)
 
 
 def token_logprobs(
@@ -65,7 +83,7 @@ def token_logprobs(
 
     Args:
       options: see `HeadOptions`.
-      head: parameters of `options.project`, in the dtype in which their gradient accumulates; replicated.
+      head: parameters of `options.project`, in the dtype in which their gradient accumulates; split as options say.
       hidden: [R, T, E], final-normed; rows split over all axes of the mesh.
       tokens: int32 [R, T].
       mask: [R, T], nonzero where the result is wanted; never at t = 0.
@@ -122,8 +140,8 @@ def _by_rows(
         flat = compute(own, head, hidden.reshape(-1, hidden.shape[-1]), targets, order, count, named)
         return jax.tree.map(back, flat)
 
-    # check_vma off: the cotangent of the replicated head is summed over the mesh by shard_map's transpose
-    specs = (PartitionSpec(), rows, rows, rows, rows)
+    # check_vma off: over axes that do not split the head its cotangent is summed by shard_map's transpose
+    specs = (options.split.spec, rows, rows, rows, rows)
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(
         head, hidden, tokens, mask, ids
     )
@@ -165,11 +183,14 @@ def _forward(
 ) -> tuple[tuple[jax.Array, ...], Any]:
     size = hidden.shape[0]
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    narrow_head = operands(options.widen, _cast(head, hidden.dtype))
+    whole = narrow_head = options.whole(head, hidden.dtype)
+    if options.by_rows is at_once:  # once for all chunks
+        narrow_head = operands(options.widen, narrow_head)
 
     def body(first: jax.Array, length: int, carry: Any) -> Any:
         index, x, target = _take(first, length, hidden, targets, order)
-        logits = options.project(narrow_head, operands(options.widen, x)).astype(wide) / options.temperature
+        raw = options.logits(narrow_head, x)
+        logits = raw / options.temperature
         # exp once for both sums: XLA:CPU took 1.3 s over 1,024 x 49,152 logits, their product included, and now 0.95
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top)
@@ -178,7 +199,12 @@ def _forward(
         chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         # padded vocabulary has logits of -inf, so p and its share of the entropy are 0
         entropy = lse - jnp.sum(weights * jnp.maximum(logits, _MIN_LOGIT), axis=-1) / total
-        values = (chosen - lse, entropy, lse)
+        logprob = chosen - lse
+        if options.by_rows is not at_once:
+            # as data, like the rollout's: a division by a constant may become a product
+            temperature = jnp.where(jnp.isnan(x[:, 0]) & (x[:, 0] > 0), 1, options.temperature).astype(wide)
+            logprob, lse = options.by_rows(token_logprob, (raw, target, temperature)).T
+        values = (logprob, entropy, lse)
         if ids is not None:
             own = ids.at[index].get(mode="fill", fill_value=0)
             values += (_of_ids(logits - lse[:, None], own),)
@@ -187,7 +213,9 @@ def _forward(
     empty = jnp.zeros((size,), wide)
     named = () if ids is None else (jnp.zeros((size, ids.shape[1] + 1), wide),)
     logprobs, entropy, lse, *rest = _loop(count, options.chunk, body, (empty, empty, empty, *named))
-    return (logprobs, entropy, *rest), (head, hidden, targets, order, count, lse, entropy, ids)
+    # arrays without numbers carry the master dtype to the backward pass
+    like = jax.tree.map(lambda w: jnp.zeros((0,), w.dtype), head)
+    return (logprobs, entropy, *rest), (whole, like, hidden, targets, order, count, lse, entropy, ids)
 
 
 _MIN_LOGIT = -1e30
@@ -220,7 +248,7 @@ def _tops(
     vocab_size: int,
 ) -> jax.Array:
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    narrow_head = operands(options.widen, _cast(head, hidden.dtype))
+    narrow_head = operands(options.widen, options.whole(head, hidden.dtype))
 
     def body(first: jax.Array, length: int, carry: jax.Array) -> jax.Array:
         index, x, target = _take(first, length, hidden, targets, order)
@@ -235,9 +263,9 @@ def _tops(
 
 
 def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    head, hidden, targets, order, count, lse, entropy, ids = saved
+    whole, like, hidden, targets, order, count, lse, entropy, ids = saved
     d_logprobs, d_entropy, *d_named = cotangents
-    narrow_head = operands(options.widen, _cast(head, hidden.dtype))
+    narrow_head = operands(options.widen, whole)
 
     def body(first: jax.Array, length: int, carry: Any) -> Any:
         d_head, d_hidden = carry
@@ -267,9 +295,9 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...
         d_head = jax.tree.map(lambda total, part: total + part.astype(total.dtype), d_head, d_head_chunk)
         return d_head, d_hidden.at[index].set(d_x.astype(hidden.dtype), mode="drop", unique_indices=True)
 
-    start = (jax.tree.map(jnp.zeros_like, head), jnp.zeros_like(hidden))
+    start = (jax.tree.map(lambda w, own: jnp.zeros(w.shape, own.dtype), whole, like), jnp.zeros_like(hidden))
     d_head, d_hidden = _loop(count, options.chunk, body, start)
-    return d_head, d_hidden, None, None, None, None
+    return jax.tree.map(options.split.shard, d_head), d_hidden, None, None, None, None
 
 
 _chunked.defvjp(_forward, _backward)
@@ -292,7 +320,3 @@ def _loop(count: jax.Array, chunk: int, body: Callable[[jax.Array, int, Any], An
 
 def _last_chunk(chunk: int) -> int:
     return max(1, chunk // 8)
-
-
-def _cast(head: Head, dtype: Any) -> Head:
-    return jax.tree.map(lambda w: w.astype(dtype), head)

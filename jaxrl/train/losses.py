@@ -36,7 +36,7 @@ from jaxrl.train.packing import Array, TokenBatch
 
 
 class Fraction(NamedTuple):
-    """A mean in two parts: add up both over microbatches, divide once. Scalars."""
+    """A mean in two parts: add up both over microbatches, divide once."""
 
     total: jax.Array
     denominator: jax.Array

@@ -1,10 +1,14 @@
 """A checkpoint's manifest: the name, size and SHA-256 of every file, in a file beside them.
 
-`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. The manifest
-also holds the digest of its own content, and is compared byte by byte with what `write` makes of that content. So every
-changed, cut, missing or renamed file of a checkpoint is found, and every added file that a reader would take as a part
-of an item. Other added files are allowed: notes beside the items, and hidden files (a file manager's `.DS_Store`, the
-`.nfs...` of a file that another machine has removed).
+`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. To hash a large
+checkpoint takes about as long as to read it: so `describe` hashes files while others are still being written; of
+several processes each leaves what it has described for the one that writes the manifest (`write_part`), and compares
+its share (`dealt`).
+
+The manifest also holds the digest of its own content, and is compared byte by byte with what `write` makes of that
+content. So every changed, cut, missing or renamed file of a checkpoint is found, and every added file that a reader
+would take as a part of an item. Other added files are allowed: notes beside the items, and hidden files (a file
+manager's `.DS_Store`, the `.nfs...` of a file that another machine has removed).
 
 A file that is missing or unreadable is damage. Errors of the system at this moment (a server that does not answer, no
 memory, too many open files) say nothing about the checkpoint: they are raised as they are, and another try may succeed.
@@ -16,15 +20,20 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl.config.inputs import reading
 
 FILE_NAME = "manifest.json"
+_PART = "manifest.{}.json"
+_OWNER = re.compile(r"/ocdbt\.process_(\d+)/")  # Orbax's folder of what one process has written
 _CHUNK_BYTES = 1 << 20
 _THREADS = min(8, os.cpu_count() or 1)  # hashing releases the interpreter's lock; one thread does about 1 GB/s
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}
@@ -40,19 +49,74 @@ def is_damage(error: OSError) -> bool:
     return error.errno in _DAMAGE
 
 
-def write(folder: Path, schema_version: int, step: int, progress: Callable[[], None] = lambda: None) -> None:
+def describe(
+    found: Callable[[], Mapping[str, Path]],
+    progress: Callable[[], None] = lambda: None,
+    over: Callable[[], bool] = lambda: True,
+) -> dict[str, dict[str, Any]]:
+    """Syncs and hashes files, in several threads, while others are still being written.
+
+    Before the end a file is hashed once this process, which writes it, has it open no longer. One that is another file
+    at the end, or has another size or time, is hashed again.
+
+    Args:
+      found: the files that are there, by the name in the manifest; asked at each look.
+      progress: called after each MiB, by several threads.
+      over: waits a while, and says whether nothing is written any more.
+
+    Returns:
+      Of each file its manifest's entry.
+    """
+    jobs = dict[str, Future[tuple[tuple[int, ...], dict[str, Any]]]]()
+    with ThreadPoolExecutor(_THREADS) as threads:
+        while not over():
+            files = found()  # before what is open: a file that is written now was opened before it was found
+            still_open = _open_files()
+            for name in files.keys() - jobs.keys():
+                with suppress(FileNotFoundError):  # a temporary name
+                    if _file_id(os.stat(files[name])) not in still_open:
+                        jobs[name] = threads.submit(_synced, files[name], progress)
+        files = found()
+        for name in files.keys() - jobs.keys():
+            jobs[name] = threads.submit(_synced, files[name], progress)
+        done = {name: jobs[name].result() for name in sorted(files)}
+    return {
+        name: entry if stamp == _stamp(files[name]) else _synced(files[name], progress)[1]
+        for name, (stamp, entry) in done.items()
+    }
+
+
+def write_part(folder: Path, process: int, files: Mapping[str, Any]) -> None:
+    """Leaves what one of several processes has described for the one that calls `take_parts`."""
+    (folder / _PART.format(process)).write_text(json.dumps(files))
+
+
+def take_parts(folder: Path, num_processes: int) -> dict[str, Any]:
+    """What all processes have described; their files are removed. Raises OSError where one is missing."""
+    files: dict[str, Any] = {}
+    for process in range(num_processes):  # by name: of a folder, a network's file system may have an old list
+        part = folder / _PART.format(process)
+        files |= json.loads(part.read_bytes())
+        part.unlink()
+    return files
+
+
+def write(
+    folder: Path,
+    schema_version: int,
+    step: int,
+    progress: Callable[[], None] = lambda: None,
+    known: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Writes the manifest of a folder's files. Everything is on the disk when it returns.
 
     Args:
       schema_version: of the checkpoint.
       step: that the checkpoint is of: a folder that is renamed to another step is found.
-      progress: called after each MiB, by several threads.
+      progress: as in `describe`.
+      known: files that have been described.
     """
-    names = sorted(_names(folder))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        files = dict(
-            zip(names, threads.map(lambda name: _described(folder / name, progress, sync=True), names), strict=True)
-        )
+    files = {**known, **describe(lambda: {n: folder / n for n in _names(folder) if n not in known}, progress)}
     with open(folder / FILE_NAME, "wb") as file:
         file.write(_encoded({"schema_version": schema_version, "step": step, "files": files}))
         file.flush()
@@ -98,30 +162,55 @@ def check(
     content: Mapping[str, Any],
     items: Collection[str],
     progress: Callable[[], None] = lambda: None,
+    process: int = 0,
+    num_processes: int = 1,
 ) -> None:
-    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `write`.
+    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `describe`.
 
     Args:
       items: the folders in it in which no other file may be, unless it is hidden.
+      process, num_processes: of several processes each compares its share of the files (`dealt`), and the first looks
+        which there are.
 
     Raises:
       Damaged: a file is missing, has changed, or was not in an item when the checkpoint was written.
       OSError: as in `read`.
     """
+    files = content["files"]
+    if process == 0:
+        _check_names(folder, files.keys(), items)
+    mine = dealt(files, num_processes)[process]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for fault in threads.map(lambda name: _fault(folder / name, name, files[name], progress), mine):
+            if fault is not None:
+                raise Damaged(fault)
+
+
+def dealt(files: Mapping[str, Any], num_processes: int) -> list[list[str]]:
+    """The names that each process compares. Where as many have written the checkpoint, each has what it wrote, which it
+    reads again when it restores its arrays; else all have about as many bytes."""
+    hands: list[list[str]] = [[] for _ in range(num_processes)]
+    owners = {name: int(found[1]) if (found := _OWNER.search(name)) else 0 for name in files}
+    as_written = set(owners.values()) == set(range(num_processes))
+    held = [0] * num_processes
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
+        process = owners[name] if as_written else held.index(min(held))
+        hands[process].append(name)
+        held[process] += files[name]["size"]
+    return [sorted(hand) for hand in hands]
+
+
+def _check_names(folder: Path, names: Collection[str], items: Collection[str]) -> None:
     try:
-        files, names = content["files"], set(_names(folder))
+        found = set(_names(folder))
     except OSError as error:
         if not is_damage(error):
             raise
         raise Damaged(f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})") from None
-    if missing := sorted(files.keys() - names):
+    if missing := sorted(set(names) - found):
         raise Damaged(f"{missing[0]} is missing" + _others(missing))
-    if extra := sorted(name for name in names - files.keys() if _is_part(name, items)):
+    if extra := sorted(name for name in found.difference(names) if _is_part(name, items)):
         raise Damaged(f"{extra[0]} does not belong to it" + _others(extra))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        for fault in threads.map(lambda name: _fault(folder / name, name, files[name], progress), sorted(files)):
-            if fault is not None:
-                raise Damaged(fault)
 
 
 def check_file(folder: Path, content: Mapping[str, Any], name: str) -> None:
@@ -168,11 +257,33 @@ def _is_part(name: str, items: Collection[str]) -> bool:
     return len(parts) > 1 and parts[0] in items and not any(part.startswith(".") for part in parts)
 
 
-def _described(path: Path, progress: Callable[[], None], *, sync: bool = False) -> dict[str, Any]:
+def _open_files() -> set[tuple[int, int]]:
+    found = set[tuple[int, int]]()
+    for number in os.listdir("/dev/fd"):
+        with suppress(OSError):  # closed meanwhile
+            found.add(_file_id(os.fstat(int(number))))
+    return found
+
+
+def _file_id(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _synced(path: Path, progress: Callable[[], None]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """A file's stamp before it was read, and its entry. Syncing comes first: it may change the time."""
+    with reading(path), open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())
+    return _stamp(path), _described(path, progress)
+
+
+def _described(path: Path, progress: Callable[[], None]) -> dict[str, Any]:
     digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     with reading(path), open(path, "rb", buffering=0) as file:
-        if sync:
-            os.fsync(file.fileno())
         while count := file.readinto(chunk):
             digest.update(chunk[:count])
             progress()

@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, OptimSection
+from jaxrl.kernels.invariant import ByRows, at_once
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.sharding.rules import padded_weights, train_shardings
 from jaxrl.train import losses
 from jaxrl.train.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs, top_logprobs
 from jaxrl.train.packing import TokenBatch
+from jaxrl.train.vocabulary import split_of
 
 Tree = Any
 _Read = tuple[HeadOptions, Tree, jax.Array, jax.Array, jax.Array, Mesh]
@@ -43,7 +46,7 @@ class Objective(Protocol):
     teacher_top_k: int
 
     def head(self, params: Tree) -> Tree:
-        """Of the gathered weights outside the layers, those that `per_token` needs."""
+        """Of the weights outside the layers, those that `per_token` needs."""
         ...
 
     def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
@@ -57,22 +60,24 @@ class Objective(Protocol):
 
 
 class ObjectiveOf(Protocol):
-    """Makes the objective of a model. `widen`: as in `HeadOptions`."""
+    """Makes the objective of a model. `widen`, `by_rows`: as in `HeadOptions`."""
 
-    def __call__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool) -> Objective: ...
+    def __call__(
+        self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows
+    ) -> Objective: ...
 
 
-def objective_of(config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool) -> Objective:
+def objective_of(config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows) -> Objective:
     """A model with a scalar head is a critic, any other one the policy."""
     if model_config.scalar_head:
         return ValueObjective(config)
-    return PolicyObjective(config, model_config, mesh, widen=widen)
+    return PolicyObjective(config, model_config, mesh, widen=widen, by_rows=by_rows)
 
 
 class PolicyObjective:
     """Log-probabilities of the tokens that were drawn, and `losses.compute`."""
 
-    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool) -> None:
+    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows) -> None:
         actor = config.actor
         self.name, self.optim, self.grad_clip = "actor", actor.optim, actor.grad_clip
         self.teacher_top_k = config.algorithm.teacher.top_k
@@ -80,18 +85,19 @@ class PolicyObjective:
             *(("ref_logprobs",) if config.needs_ref else ()),
             *(("logprobs",) if actor.old_logprobs != "rollout" else ()),
         )
-        self._config, self._mesh = config, mesh
+        self._config, self._mesh, weights = config, mesh, model_config.weights()
         self._options = HeadOptions(
-            project=partial(_project, config=model_config),
+            project=partial(_project, config=model_config, parts=actor.numerics_tp),
             chunk=DEFAULT_CHUNK if actor.logprob_chunk_tokens == "auto" else actor.logprob_chunk_tokens,
             temperature=config.rollout.temperature or 1.0,
             entropy_gradient=bool(actor.entropy_coeff),
             widen=widen,
+            split=split_of("lm_head" if "lm_head" in weights else "embed", train_shardings(model_config, mesh)),
+            by_rows=by_rows,
         )
 
     def head(self, params: Tree) -> Tree:
-        name = "lm_head" if "lm_head" in params else "embed"
-        return {name: params[name]}
+        return decoder.head(params)
 
     def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
         """(log-probabilities, entropies), and those of the tokens that a teacher has named, if it has."""
@@ -133,5 +139,9 @@ class ValueObjective:
         return losses.compute_values(found[0], batch, self._options)
 
 
-def _project(head: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
-    return decoder.logits(head, x, config)
+def _project(
+    head: Tree, x: jax.Array, config: ModelConfig, parts: int, widen: bool = False, by_rows: ByRows = at_once
+) -> jax.Array:
+    if by_rows is not at_once:
+        head = padded_weights(config, parts, head)
+    return decoder.logits(head, x, config, widen=widen, by_rows=by_rows)

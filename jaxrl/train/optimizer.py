@@ -24,7 +24,10 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl.config import ConfigError, OptimSection
+from jaxrl.models.streaming import is_on_host
 from jaxrl.models.weights import Weight
+from jaxrl.train.moments import block_of, kept_as
+from jaxrl.train.weightwise import weightwise
 
 Tree = Any
 Trainable = Callable[[str], bool]
@@ -104,34 +107,50 @@ class UpdateOutcome(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """An optax chain, the schedule inside it (to be reported), and the clipping threshold (0: off)."""
+    """An optax chain, the schedule inside it (to be reported), the clipping threshold (0: off), and whether the step
+    takes one layer after another (`weightwise`)."""
 
-    chain: optax.GradientTransformation
+    chain: optax.GradientTransformationExtraArgs
     lr: optax.Schedule
     grad_clip: float
+    by_layer: bool = False
 
     def init(self, params: Tree) -> Tree:
         """The state for `params` (trainable ones only), in their dtype."""
         return self.chain.init(params)
 
-    def update(self, gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, UpdateOutcome]:
-        """(params, state, outcome) after one update; both unchanged if any gradient entry is not finite."""
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
+    def update(
+        self, sums: Tree, state: Tree, params: Tree, denominator: jax.Array | float = 1.0
+    ) -> tuple[Tree, Tree, UpdateOutcome]:
+        """(params, state, outcome) after one update; both unchanged if any gradient entry is not finite.
+
+        Args:
+          sums: gradients, not yet divided by `denominator`.
+          state: one in the host's memory comes to the devices a layer at a time; the bits are the same.
+        """
+
+        def mean(g: jax.Array) -> jax.Array:
+            return g / jnp.asarray(denominator, g.dtype)
+
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(mean(g))) for g in jax.tree.leaves(sums)))
         finite = jnp.isfinite(norm)
-        if self.grad_clip:
-            factor = self.grad_clip / jnp.maximum(norm, self.grad_clip)
-            gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
-        updates, new_state = self.chain.update(gradients, state, params)
-        new_params = optax.apply_updates(params, updates)
 
-        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(finite, new, old)
+        def step(sums: Tree, state: Tree, params: Tree, place: Any) -> tuple[Tree, Tree]:
+            gradients = jax.tree.map(mean, sums)
+            if self.grad_clip:
+                factor = self.grad_clip / jnp.maximum(norm, self.grad_clip)
+                gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
+            updates, new_state = self.chain.update(gradients, state, params, place=place)
 
-        return (
-            jax.tree.map(choose, new_params, params),
-            jax.tree.map(choose, new_state, state),
-            UpdateOutcome(norm, finite),
-        )
+            def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+                return jnp.where(finite, new, old)
+
+            new_params = optax.apply_updates(params, updates)
+            return jax.tree.map(choose, new_params, params), jax.tree.map(choose, new_state, state)
+
+        by_layer = self.by_layer or any(map(is_on_host, jax.tree.leaves(state)))
+        whole = weightwise(step, self.chain.init, by_layer=by_layer)
+        return *whole(sums, state, params), UpdateOutcome(norm, finite)
 
 
 def build(
@@ -139,7 +158,7 @@ def build(
     grad_clip: float,
     total_updates: int = 0,
     model: str = "actor",
-    layers: Mapping[str, Weight] | None = None,
+    weights: Mapping[str, Any] | None = None,
 ) -> Optimizer:
     """The optimizer that a config describes.
 
@@ -148,43 +167,56 @@ def build(
       grad_clip: global norm; 0 switches clipping off.
       total_updates: optimizer updates in the whole run, for schedules that decay.
       model: whose section `optim` is in, for errors.
-      layers: the weights of the model's layers by name, of which Muon takes the matrices; AdamW does without.
+      weights: the model's, as declared: Muon takes the matrices of the layers, and a state in int8 has blocks of their
+        dims; AdamW in other types does without.
     """
     lr = schedule(optim, total_updates, model)
-    scale = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
+    assert weights is not None or (optim.name, optim.state_dtype == "int8") == ("adamw", False), "looks at dims"
+    declared = {path_name(path): each for path, each in jax.tree_util.tree_leaves_with_path(weights or {})}
+
+    def kept(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+        if optim.state_dtype == "float32":
+            return inner
+        blocks = {name: block_of(each) for name, each in declared.items()} if optim.state_dtype == "int8" else {}
+        return kept_as(optim.state_dtype, inner, blocks)
+
+    scale = kept(optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps))
     if optim.name == "muon":
-        assert layers is not None, "Muon looks at matrices"
-        scale = _muon(
-            optim.momentum, {f"layers/{name}": each for name, each in layers.items() if each.transpose}, scale
-        )
+        matrices = {name: each for name, each in declared.items() if name.startswith("layers/") and each.transpose}
+        scale = _muon(optim.momentum, matrices, scale, kept)
     chain = optax.chain(
         scale,
         optax.add_decayed_weights(optim.weight_decay) if optim.weight_decay else optax.identity(),
         optax.scale_by_learning_rate(lr),
     )
-    return Optimizer(chain, lr, grad_clip)
+    return Optimizer(chain, lr, grad_clip, by_layer=(optim.name, optim.state_dtype) != ("adamw", "float32"))
 
 
 _MUON_RMS = 0.2  # of an update, as AdamW's usually is (arXiv:2502.16982, §2.2)
 
 
 def _muon(
-    momentum: float, matrices: Mapping[str, Weight], others: optax.GradientTransformation
+    momentum: float,
+    matrices: Mapping[str, Weight],
+    others: optax.GradientTransformation,
+    kept: Callable[[optax.GradientTransformation], optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """Orthogonalised momentum for `matrices` (by their paths), and `others` for all else."""
+    """Orthogonalised momentum, `kept` in its type, for `matrices` (by their paths), and `others` for all else."""
 
     def dims(path: Any, gradient: Any) -> MuonDimensionNumbers:
-        split = 1 + matrices[path_name(path)].num_inputs
-        return MuonDimensionNumbers(tuple(range(1, split)), tuple(range(split, gradient.ndim)))
+        first, split = _dims(matrices[path_name(path)])
+        return MuonDimensionNumbers(tuple(range(first, split)), tuple(range(split, gradient.ndim)))
 
     def scaled(path: Any, update: jax.Array) -> jax.Array:
-        split = 1 + matrices[path_name(path)].num_inputs
-        return update * (_MUON_RMS * max(prod(update.shape[1:split]), prod(update.shape[split:])) ** 0.5)
+        first, split = _dims(matrices[path_name(path)])
+        return update * (_MUON_RMS * max(prod(update.shape[first:split]), prod(update.shape[split:])) ** 0.5)
 
     of_matrices = optax.chain(
-        scale_by_muon(
-            beta=momentum,
-            weight_dimension_numbers=lambda updates: jax.tree_util.tree_map_with_path(dims, updates),
+        kept(
+            scale_by_muon(
+                beta=momentum,
+                weight_dimension_numbers=lambda updates: jax.tree_util.tree_map_with_path(dims, updates),
+            )
         ),
         optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(scaled, updates)),
     )
@@ -195,6 +227,11 @@ def _muon(
     return optax.partition(
         {"muon": of_matrices, "adam": others}, lambda params: jax.tree_util.tree_map_with_path(label, params)
     )
+
+
+def _dims(matrix: Weight) -> tuple[int, int]:
+    """The first dim of inputs, and of outputs, of a weight that stacks matrices."""
+    return matrix.num_stacked, matrix.num_stacked + matrix.num_inputs
 
 
 def update_count(state: Tree) -> jax.Array:

@@ -190,7 +190,8 @@ def microbatch_shapes(
         shortest = -(-config.max_model_length // 16) * 16
     full = max(min(budget // _step(budget) * _step(budget), row_length(-(-most // num_devices))), shortest)
     # the work of attention per token and key, over that of the products with weights
-    per_key = 2 * model_config.num_layers * model_config.num_heads * model_config.head_dim / model_config.num_params()
+    m = model_config
+    per_key = 2 * m.num_layers * m.num_heads * m.head_dim / m.num_active_params()
 
     def cost(length: int) -> float:
         return 1 + per_key * attention.num_keys(length)

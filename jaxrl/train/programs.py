@@ -19,6 +19,7 @@ Programs, as (name, rows, tokens of a row) of the microbatch:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,19 +31,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, choose_packed
-from jaxrl.models import decoder
+from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS, at_once
+from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
+from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.models.quantized import ABSMAX
 from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
-from jaxrl.sharding.mesh import platform_of
-from jaxrl.sharding.rules import map_weights, train_shardings
-from jaxrl.train import losses
+from jaxrl.sharding.mesh import entry_axes, platform_of
+from jaxrl.sharding.rules import map_weights, padded_weights, train_shardings
+from jaxrl.train import losses, routing
 from jaxrl.train import optimizer as optimizers
+from jaxrl.train.moments import Codes
 from jaxrl.train.objectives import ObjectiveOf, objective_of
 from jaxrl.train.packing import TokenBatch, microbatch_shapes
+from jaxrl.train.vocabulary import Embedding, split_of
 
 Tree = Any
 _NO_WINDOW = 2**30  # positions, in a model in which other layers have a window
@@ -95,6 +100,7 @@ class TrainPrograms(CompiledPrograms):
         interpret: bool = False,
         updates: bool = True,
         objective: ObjectiveOf = objective_of,
+        whole: Mesh | None = None,
     ) -> None:
         """See `jaxrl.train.step.Trainer` for the arguments and for what is refused.
 
@@ -102,6 +108,7 @@ class TrainPrograms(CompiledPrograms):
           updates: whether the optimizer is among the programs that will be needed; False where gradients alone are
             computed.
           objective: what the model is trained for.
+          whole: of which `mesh` is a part, and whose weights it is given; they are split in the same dims.
         """
         super().__init__()
         self._updates = updates
@@ -113,22 +120,39 @@ class TrainPrograms(CompiledPrograms):
             "interpret": interpret,
             "objective": objective,
         }
+        m, self.platform = model_config, platform_of(mesh.devices.flat[0])
+        config = config.with_types(self.platform)
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
-        m, self.platform = model_config, platform_of(mesh.devices.flat[0])
         heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype, m.attn_logit_softcapping)
-        self.packed_attention = choose_packed(actor.attention, self.platform, heads, interpret=interpret)
+        self._is_invariant = actor.numerics == "invariant"
+        parts = actor.numerics_tp
+        how = {"interpret": interpret, "invariant_parts": parts if self._is_invariant else 0}
+        self.packed_attention = choose_packed(actor.attention, self.platform, heads, **how)
+        if self._is_invariant:
+            refuse_invariant(model_config, self.platform, parts)
+        rows = PartitionSpec(mesh.axis_names)
+        tiles = in_tiles(model_config, parts).for_platform(self.platform, interpret=interpret)
+        all_tiles = in_tiles(model_config, parts, mesh, rows, dtype=actor.dtype)
+        self._by_rows = all_tiles.for_platform(self.platform, interpret=interpret) if self._is_invariant else at_once
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self._widen = self.packed_attention.tiling.widen
-        self.objective = own = objective(config, model_config, mesh, widen=self._widen)
-        self.optimizer = optimizers.build(
-            own.optim, own.grad_clip, total_updates, own.name, model_config.weights()["layers"]
+        self.objective = own = objective(
+            config, model_config, mesh, widen=self._widen, by_rows=tiles if self._is_invariant else at_once
         )
-        self.shardings = train_shardings(model_config, mesh)
-        self.rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self.optimizer = optimizers.build(own.optim, own.grad_clip, total_updates, own.name, model_config.weights())
+        self.shardings = train_shardings(model_config, mesh, whole)
+        self.rows = NamedSharding(mesh, rows)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
-        self._gather = _gather_functions(model_config, self.shardings, actor.dtype)
+        merges = self._is_invariant and model_config.lora is not None
+        self._cast = None if merges else actor.dtype  # what is merged is cast then, as in a weight sync
+        self._gather = _gather_functions(model_config, self.shardings, self._cast, experts=self._is_invariant)
+        split = split_of("embed", self.shardings)
+        self._embedding = Embedding(mesh, rows, split, jnp.dtype(actor.dtype), ordered=self.platform == "gpu")
+        # invariant numbers need all parts of a token's experts on its device, in the order of the rollout's
+        split = model_config.num_experts and not self._is_invariant
+        self._mix = _mix(model_config, mesh, self.shardings, rows) if split else None
         self.places = _streamed(self.shardings) if actor.offload_reference else self.shardings
         self.ref_dtypes = model_config.dtypes(actor.dtype, actor.dtype)
         self.dtypes = model_config.dtypes(actor.param_dtype, actor.dtype)
@@ -139,22 +163,22 @@ class TrainPrograms(CompiledPrograms):
         shapes = jax.eval_shape(chain.init, self.trainable)
         shardings = optax.tree_utils.tree_map_params(
             chain,
-            # a node without leaves stands where another part of the optimizer has the weight
-            lambda x, own: x if isinstance(x, optax.MaskedNode) else own.sharding,
+            # without leaves stands what another part of the optimizer has of a weight, and with two what is in codes
+            lambda x, own: jax.tree.map(lambda x: _fitting(own.sharding, x, actor.offload_optimizer), x),
             shapes,
             self.trainable,
             transform_non_params=lambda _: self._replicated,
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode | Codes),
         )
         self.state = jax.tree.map(_abstract, shapes, shardings)
         batch = self._batch(mesh.size, 16, own.teacher_top_k)
-        empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, batch)
+        empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, batch, self.trainable)
         numbers: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
         self.sums = dataclasses.replace(numbers, gradients=self.trainable)
 
     def without_updates(self, mesh: Mesh) -> TrainPrograms:
-        """The same for another mesh, for gradients alone."""
-        return TrainPrograms(self.config, self.model_config, mesh, **self._made_with, updates=False)
+        """The same for a part of the mesh, for gradients alone."""
+        return TrainPrograms(self.config, self.model_config, mesh, **self._made_with, updates=False, whole=self.mesh)
 
     def partition(self, params: Tree) -> tuple[Tree, Tree]:
         """(trainable, frozen): the weights' two parts."""
@@ -170,35 +194,40 @@ class TrainPrograms(CompiledPrograms):
         first, last = ([("init", 0, 0)], [("update", 0, 0)]) if self._updates else ([], [])
         return [*first, ("zeros", 0, 0), *whole, *last, *smaller]
 
-    def lower(self, kind: str, *sizes: int) -> Any:
-        """The program of a shape (see the module), traced for the mesh's devices.
+    def compiler_options(self, kind: str) -> dict[str, Any]:
+        on_gpus = self._is_invariant and self.platform == "gpu"
+        return {**GPU_COMPILER_OPTIONS} if on_gpus else super().compiler_options(kind)
+
+    def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
+        """The program of a shape (see the module), traced for the mesh's devices; lowered for `platforms` where they
+        are given.
 
         Args:
           sizes: rows of the microbatch on all devices together, a multiple of their number; and tokens of a row.
         """
         rows, tokens = sizes or (0, 0)
         with products_of(self.config.actor.dtype, self.platform):
-            return self._lower(kind, rows, tokens)
+            return self._trace(kind, rows, tokens).lower(lowering_platforms=platforms)
 
-    def _lower(self, kind: str, rows: int, tokens: int) -> Any:
+    def _trace(self, kind: str, rows: int, tokens: int) -> Any:
         params, total, state = (self.trainable, self.frozen), self.sums, self.state
         match kind:
             case "accumulate":
                 jitted = jax.jit(self._add, donate_argnums=2, out_shardings=(_shardings(total), self._replicated))
-                return jitted.lower(*params, total, self._batch(rows, tokens, self.objective.teacher_top_k))
+                return jitted.trace(*params, total, self._batch(rows, tokens, self.objective.teacher_top_k))
             case "logprobs" | "ref_logprobs" | "values":
                 jitted = jax.jit(self._first_of, out_shardings=self._replicated)
                 params = self._abstract_ref() if kind == "ref_logprobs" else optimizers.combine(*params)
-                return jitted.lower(params, self._batch(rows, tokens))
+                return jitted.trace(params, self._batch(rows, tokens))
             case "zeros":
                 zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), total)
-                return jax.jit(zeros, out_shardings=_shardings(total)).lower()
+                return jax.jit(zeros, out_shardings=_shardings(total)).trace()
             case "init":
-                return jax.jit(self.optimizer.init, out_shardings=_shardings(state)).lower(self.trainable)
+                return jax.jit(self.optimizer.init, out_shardings=_shardings(state)).trace(self.trainable)
             case "update":
                 out = (_shardings(self.trainable), _shardings(state), self._replicated)
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)
-                return jitted.lower(self.trainable, state, total)
+                return jitted.trace(self.trainable, state, total)
         raise ValueError(f"the update has no program named {kind!r}")
 
     def _abstract_params(self, dtypes: Tree, shardings: Tree) -> Tree:
@@ -216,13 +245,16 @@ class TrainPrograms(CompiledPrograms):
     def _batch(self, rows: int, tokens: int, top_k: int = 0) -> TokenBatch:
         return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens, top_k))
 
-    def _hidden_and_head(self, params: Tree, batch: TokenBatch, keys: jax.Array | None) -> tuple[jax.Array, Tree]:
-        """Final-normed hidden states [R, T, E] and the gathered parameters that the objective reads them with; `keys`
-        as in `decoder.forward_scan`."""
-        gathered = {name: self._gather[name](w) for name, w in params.items() if name != "layers"}
+    def _hidden_and_head(
+        self, params: Tree, batch: TokenBatch, keys: jax.Array | None
+    ) -> tuple[jax.Array, Tree, routing.Load | None]:
+        """Final-normed hidden states [R, T, E], the parameters that the objective reads them with, and the load of a
+        policy's experts, if it has any; `keys` as in `decoder.forward_scan`."""
         rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), batch)
-        hidden = decoder.forward_scan(
-            gathered | {"layers": params["layers"]},
+        is_token = jnp.asarray(rows.segment_ids) > 0
+        tells_load = self.model_config.num_experts > 0 and not self.model_config.scalar_head
+        out = decoder.forward_scan(
+            params,
             rows.tokens,
             rows.positions,
             self._attention(rows),
@@ -230,12 +262,17 @@ class TrainPrograms(CompiledPrograms):
             dtype=jnp.dtype(self.config.actor.dtype),
             remat=self._remat,
             widen=self._widen,
-            find=self._look_up,
+            reduce_dtype=jnp.dtype(self.config.actor.reduce_dtype),
+            find=self._embedding,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self.rows),
             gather=self._gather_layer,
             keys=keys,
+            mix=self._mix,
+            by_rows=self._by_rows,
+            tally=partial(routing.load_of, is_token=is_token) if tells_load else None,
         )
-        return hidden, self.objective.head(gathered)
+        hidden, load = out if tells_load else (out, None)
+        return hidden, self.objective.head(params), load
 
     def _gather_layer(self, layer: Tree) -> Tree:
         """A layer's weights on every device; quantised ones cross as they are, and are made whole there. What lies in
@@ -245,25 +282,15 @@ class TrainPrograms(CompiledPrograms):
             name: jax.device_put(w, space.Device) if jax.typeof(w).memory_space is space.Host else w
             for name, w in layer.items()
         }
-        gathered = {name: self._gather["layers"][name](w) for name, w in layer.items()}
-        if self.model_config.quantization == "none":
-            return gathered
-        dtype, names = self.config.actor.dtype, [name for name in gathered if not name.endswith(ABSMAX)]
-        whole = {name: self.model_config.whole(name, gathered) for name in names}
-        return {name: w.astype(dtype) if name + ABSMAX in gathered else w for name, w in whole.items()}
-
-    def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        if self.platform != "gpu":  # elsewhere the plain gradient has an order
-            return decoder.look_up(table, tokens)
-        # each device sums the gradient of its own rows; what is the same on all is summed over them by the transpose
-        own = jax.shard_map(
-            decoder.look_up_in_order,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), self.rows.spec),
-            out_specs=self.rows.spec,
-            check_vma=False,
-        )
-        return own(table, tokens)
+        gathered = {name: self._gather[name](w) for name, w in layer.items()}
+        if self.model_config.quantization != "none":
+            names, quantised = [name for name in gathered if not name.endswith(ABSMAX)], gathered
+            whole = {name: self.model_config.whole(name, quantised) for name in names}
+            gathered = {n: w.astype(self._cast or w.dtype) if n + ABSMAX in quantised else w for n, w in whole.items()}
+        if self._is_invariant:
+            plain = dataclasses.replace(self.model_config, quantization="none")
+            gathered = padded_weights(plain, self.config.actor.numerics_tp, gathered)
+        return gathered
 
     def _attention(self, rows: TokenBatch) -> Callable[..., jax.Array]:
         """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows. With layers
@@ -282,33 +309,48 @@ class TrainPrograms(CompiledPrograms):
         found = [local(partial(prepared, window), out_specs=self.rows.spec)(*shards) for window in windows]
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *found) if len(windows) > 1 else found[0]
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: jax.Array | None = None) -> jax.Array:
+        has_sinks = self.model_config.attention_sinks
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
+            *kind, sinks = more if has_sinks else (*more, None)
             first, tiles = stacked
             if len(windows) > 1:
-                own = jnp.asarray([windows.index(window) for window in by_kind])[kind]
+                own = jnp.asarray([windows.index(window) for window in by_kind])[kind[0]]
                 first, tiles = jax.tree.map(lambda x: x[own], stacked)
-            return local(packed.attend, out_specs=self.rows.spec)(q, k, v, *shards, tiles, first)
+            rows = self.rows.spec
+            specs = (*(rows for _ in (q, k, v, *shards, tiles, first)), PartitionSpec())
+            of_rows = local(packed.attend, in_specs=specs, out_specs=rows)
+            return of_rows(q, k, v, *shards, tiles, first, sinks)
 
         return attend
 
-    def _per_token(self, params: Tree, batch: TokenBatch, keys: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        hidden, head = self._hidden_and_head(params, batch, keys)
-        return self.objective.per_token(head, hidden, batch)
+    def _per_token(
+        self, params: Tree, batch: TokenBatch, keys: jax.Array | None = None
+    ) -> tuple[tuple[jax.Array, ...], routing.Load | None]:
+        hidden, head, load = self._hidden_and_head(params, batch, keys)
+        return self.objective.per_token(head, hidden, batch), load
 
     def _first_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
-        return self._per_token(params, batch)[0]
+        return self._per_token(params, batch)[0][0]
 
-    def _gradients_of(self, trainable: Tree, frozen: Tree, batch: TokenBatch) -> Accumulator:
+    def _gradients_of(self, trainable: Tree, frozen: Tree, batch: TokenBatch, sums: Tree) -> Accumulator:
+        """Of a microbatch, the gradients added to `sums`: a layer's where they lie, as soon as they are there, so that
+        never all of a microbatch exist beside them."""
+
         def objective(trainable: Tree) -> tuple[jax.Array, losses.LossTerms]:
-            found = self._per_token(optimizers.combine(trainable, frozen), batch, keys)
+            found, load = self._per_token(optimizers.combine(trainable, frozen), batch, keys)
             terms = self.objective.loss(found, _held_back(batch, found[0]))
+            if load is not None:
+                terms = routing.with_load(terms, load, self.config.actor.router_aux_loss_coef)
             return terms.total, terms
 
         lora = self.model_config.lora
         keys = self._dropout_keys(trainable, batch) if lora is not None and lora.dropout else None
+        pull_back: Any  # declared as a plain function
         total, pull_back, terms = jax.vjp(objective, trainable, has_aux=True)
-        (gradients,) = pull_back(_one_after(terms, total.dtype))
-        return Accumulator(gradients, terms.denominator, terms.means, terms.maxima)
+        into = jax.tree.map(jax.new_ref, sums)
+        pull_back.with_refs(into)(_one_after(terms, total.dtype))
+        return Accumulator(jax.tree.map(jax.freeze, into), terms.denominator, terms.means, terms.maxima)
 
     def _dropout_keys(self, trainable: Tree, batch: TokenBatch) -> jax.Array:
         """[R]: of the seed, a row's tokens and the adapters as they are. So a run that goes on draws as it would have,
@@ -324,15 +366,17 @@ class TrainPrograms(CompiledPrograms):
         self, trainable: Tree, frozen: Tree, total: Accumulator, batch: TokenBatch
     ) -> tuple[Accumulator, jax.Array]:
         """`total` with a microbatch; and a number that is there when it has run, and that the next one leaves alone."""
-        part = self._gradients_of(trainable, frozen, batch)
-        added = jax.tree.map(jnp.add, total, part)
-        return dataclasses.replace(added, maxima=jax.tree.map(jnp.maximum, total.maxima, part.maxima)), part.denominator
+        part = self._gradients_of(trainable, frozen, batch, total.gradients)
+        denominator, means = jax.tree.map(jnp.add, (total.denominator, total.means), (part.denominator, part.means))
+        maxima = jax.tree.map(jnp.maximum, total.maxima, part.maxima)
+        return Accumulator(part.gradients, denominator, means, maxima), part.denominator
 
     def _apply(self, trainable: Tree, state: Tree, total: Accumulator) -> tuple[Tree, Tree, dict[str, jax.Array]]:
-        gradients = jax.tree.map(lambda g: g / total.denominator.astype(g.dtype), total.gradients)
         lr = self.optimizer.lr(optimizers.update_count(state))
-        trainable, state, outcome = self.optimizer.update(gradients, state, trainable)
+        trainable, state, outcome = self.optimizer.update(total.gradients, state, trainable, total.denominator)
         metrics = {name: fraction.total / fraction.denominator for name, fraction in total.means.items()}
+        if (load := metrics.pop(routing.LOAD, None)) is not None:
+            metrics |= routing.load_metrics(load, self.model_config.num_experts_per_tok)
         name = self.objective.name
         metrics |= total.maxima | {f"{name}/grad_norm": outcome.grad_norm, f"{name}/lr": jnp.asarray(lr)}
         finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
@@ -381,23 +425,41 @@ def _streamed(shardings: Tree) -> Tree:
     return {**shardings, "layers": layers}
 
 
+def _fitting(sharding: NamedSharding, x: jax.ShapeDtypeStruct, on_host: bool) -> NamedSharding:
+    """That of a weight for what the optimizer has of it: without splits that do not divide (of fewer blocks than
+    devices), and maybe in the host's memory."""
+    shards = [math.prod(sharding.mesh.shape[axis] for axis in entry_axes(entry)) for entry in sharding.spec]
+    entries = zip(x.shape, shards, sharding.spec, strict=False)
+    found = sharding.update(spec=PartitionSpec(*(None if size % count else entry for size, count, entry in entries)))
+    return found.with_memory_kind(HOST) if on_host else found
+
+
 def _shardings(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str) -> Tree:
-    """Per weight, a function that gathers one layer of it on every device; its gradient is split again.
+def _mix(config: ModelConfig, mesh: Mesh, shardings: Tree, rows: PartitionSpec) -> decoder.Mix:
+    """Experts as training splits them: over all devices, each of which has tokens of its own."""
+    own = {name: shardings["layers"][name].spec[1:] for name in experts.WEIGHTS if name in shardings["layers"]}
+    specs = {name: PartitionSpec(*spec) for name, spec in own.items()}
+    return experts.over_devices(mesh, specs, rows, batched=False, gathered=True)
 
-    Weights of layers are cast to the compute dtype first (half the traffic); norm scales and the weights outside the
-    layers stay in the master dtype: the embedding's gradient is a long sum, and the head casts for itself.
+
+def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str | None, *, experts: bool) -> Tree:
+    """Per weight of the layers, a function that gathers one layer of it on every device; its gradient is split again.
+    `experts`: whether theirs are gathered, too.
+
+    Weights are cast to the compute dtype first (half the traffic); norm scales stay in the master dtype.
     """
 
     def one(weight: Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-        spec = sharding.spec[1:] if weight.stacked else sharding.spec
-        cast = dtype if weight.stacked and not weight.is_norm and not weight.dtype else None
+        spec = sharding.spec[1:]
+        cast = dtype if not weight.is_norm and not weight.dtype else None
+        if weight.has_experts and not experts:  # they stay where they are, and the tokens come to them
+            return lambda w: w.astype(cast)
         return _gather(NamedSharding(sharding.mesh, PartitionSpec(*spec)), cast)
 
-    return map_weights(one, config.weights(), shardings)
+    return map_weights(one, config.weights()["layers"], shardings["layers"])
 
 
 def _gather(split: NamedSharding, dtype: str | None) -> Callable[[jax.Array], jax.Array]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from jaxrl.train import manifest
 from jaxrl.train.manifest import Damaged
 
-SCHEMA_VERSION = 2
-"""Version of everything around a step's items. A reader refuses versions above its own."""
+SCHEMA_VERSION = 3
+"""Version of everything around a step's items. A reader refuses versions above its own; of those below it takes the
+parameters."""
 
 STATE, HOST, ARRAYS = "state", "host", "arrays"
 """The items of a step."""
@@ -34,37 +35,47 @@ class Choice:
     step: int
     faults: Mapping[int, str] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        faults = {str(step): fault for step, fault in self.faults.items()}
-        return json.dumps({"step": self.step, "faults": faults})
-
-    @classmethod
-    def from_json(cls, text: str) -> Choice:
-        found = json.loads(text)
-        return cls(found["step"], {int(step): fault for step, fault in found["faults"].items()})
-
     def notes(self) -> list[str]:
         """Warnings for the user, one line each."""
         return [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]
 
 
-def choose(folder: str | Path, progress: Callable[[], None] = lambda: None) -> Choice | None:
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The processes that compare a checkpoint together, each a share of its files, and come to the same conclusion.
+
+    Attributes:
+      process, num_processes: which of how many this one is.
+      first: (name, make): what `make` returns in process 0, in every process. Each name once.
+      any_of: (name, make): what `make` returns in the first process in which that is not empty, in every process.
+    """
+
+    process: int = 0
+    num_processes: int = 1
+    first: Callable[[str, Callable[[], str]], str] = lambda name, make: make()
+    any_of: Callable[[str, Callable[[], str]], str] = lambda name, make: make()
+
+
+ALONE = Peers()
+
+
+def choose(folder: str | Path, progress: Callable[[], None] = lambda: None, peers: Peers = ALONE) -> Choice | None:
     """The newest step of a folder of checkpoints that is as it was written; None: there is no step at all.
 
     Args:
       progress: called while files are compared (`manifest.check`).
+      peers: of a run, all of which call this.
 
     Raises:
       ValueError: each step is damaged, or one was written by a later version.
       OSError: the folder is a file, or something in it cannot be read now.
     """
     folder, faults = Path(folder).absolute(), dict[int, str]()
-    for step in reversed(steps_of(folder)):
-        try:
-            _verify(folder / str(step), step, progress)
+    for step in json.loads(peers.first(f"the steps in {folder}", lambda: json.dumps(steps_of(folder)[::-1]))):
+        fault = _fault(folder / str(step), step, progress, peers)
+        if not fault:
             return Choice(step, faults)
-        except Damaged as fault:
-            faults[step] = str(fault)
+        faults[step] = fault
     if faults:
         found = "; ".join(f"{step}: {fault}" for step, fault in faults.items())
         raise ValueError(f"{folder} holds no checkpoint that is whole ({found}): bring one back from a copy")
@@ -76,6 +87,7 @@ def whole_step(
     step: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[], None] = lambda: None,
+    peers: Peers = ALONE,
 ) -> Path:
     """The folder of a step that is as it was written.
 
@@ -83,21 +95,22 @@ def whole_step(
       path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
       step: default: the newest one that is whole; not with one step's folder.
       say: gets the step that is used, and what a user should know about it and newer ones.
-      progress: as in `choose`.
+      progress, peers: as in `choose`.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is damaged, or was written by a later version.
     """
-    folder, place = find_step(path, step)
-    if place is None:
-        chosen = choose(folder, progress)
+    found = peers.first(f"where {path} leads", lambda: json.dumps([str(each or "") for each in find_step(path, step)]))
+    folder, place = map(Path, json.loads(found))
+    if place == Path():
+        chosen = choose(folder, progress, peers)
         assert chosen is not None, "there are steps"
         place = folder / str(chosen.step)
         for line in chosen.notes():
             say(line)
     else:
-        verify_alone(place, progress)
+        verify_alone(place, progress, peers)
     say(f"parameters of {place}")
     return place
 
@@ -144,13 +157,21 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _verify(place: Path, step: int | None, progress: Callable[[], None]) -> None:
-    """Compares a step's folder with what was written.
+def _fault(place: Path, step: int | None, progress: Callable[[], None], peers: Peers) -> str:
+    """What has changed in a step's folder since it was written; empty: nothing. Raises ValueError if a later version
+    wrote it."""
 
-    Raises:
-      Damaged: something has changed.
-      ValueError: a later version wrote it.
-    """
+    def look() -> str:
+        try:
+            _verify(place, step, progress, peers)
+        except Damaged as fault:
+            return str(fault)
+        return ""
+
+    return peers.any_of(str(place), look)
+
+
+def _verify(place: Path, step: int | None, progress: Callable[[], None], peers: Peers) -> None:
     if not place.is_dir():
         raise Damaged("it is a file, not a folder")
     if not any(place.iterdir()):
@@ -160,13 +181,11 @@ def _verify(place: Path, step: int | None, progress: Callable[[], None]) -> None
         raise ValueError(
             f"checkpoint {place} has schema version {version}; this jaxrl reads up to {SCHEMA_VERSION}: update jaxrl"
         )
-    manifest.check(place, content, (STATE, HOST, ARRAYS), progress)
+    manifest.check(place, content, (STATE, HOST, ARRAYS), progress, peers.process, peers.num_processes)
 
 
-def verify_alone(place: Path, progress: Callable[[], None] = lambda: None) -> None:
-    """`_verify` where no other step may take this one's place: ValueError if it is damaged."""
-    try:
-        step = int(place.name) if place.name.isdigit() else None
-        _verify(place, step, progress)
-    except Damaged as fault:
-        raise ValueError(f"checkpoint {place} is damaged: {fault}") from None
+def verify_alone(place: Path, progress: Callable[[], None] = lambda: None, peers: Peers = ALONE) -> None:
+    """Compares a step's folder with what was written, where no other step may take its place: ValueError if it is
+    damaged, or was written by a later version."""
+    if fault := _fault(place, int(place.name) if place.name.isdigit() else None, progress, peers):
+        raise ValueError(f"checkpoint {place} is damaged: {fault}")

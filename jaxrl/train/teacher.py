@@ -52,14 +52,16 @@ class TeacherPrograms(TrainPrograms):
       kind: the program that says what it thinks: of the tokens alone, or `top_logprobs`.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, vocab_size: int = 0) -> None:
-        """`vocab_size`: of the policy; 0: the teacher's."""
-        super().__init__(teacher_config(config), model_config, mesh, updates=False)
+    def __init__(
+        self, config: Config, model_config: ModelConfig, mesh: Mesh, *, vocab_size: int = 0, whole: Mesh | None = None
+    ) -> None:
+        """`vocab_size`: of the policy; 0: the teacher's. `whole`: as in `TrainPrograms`."""
+        super().__init__(teacher_config(config), model_config, mesh, updates=False, whole=whole)
         self._of_run, self._vocab_size = config, vocab_size or model_config.vocab_size
         self.kind = "top_logprobs" if config.algorithm.teacher.top_k else "ref_logprobs"
 
     def without_updates(self, mesh: Mesh) -> TeacherPrograms:
-        return TeacherPrograms(self._of_run, self.model_config, mesh, vocab_size=self._vocab_size)
+        return TeacherPrograms(self._of_run, self.model_config, mesh, vocab_size=self._vocab_size, whole=self.mesh)
 
     def of_base(self, params: Tree) -> Tree:
         """The weights of a policy with adapters without those, in the teacher's types: the arrays themselves, but for
@@ -69,14 +71,14 @@ class TeacherPrograms(TrainPrograms):
     def shapes(self) -> list[tuple[str, int, int]]:
         return [(self.kind, shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
 
-    def _lower(self, kind: str, rows: int, tokens: int) -> Any:
+    def _trace(self, kind: str, rows: int, tokens: int) -> Any:
         if kind != "top_logprobs":
-            return super()._lower(kind, rows, tokens)
+            return super()._trace(kind, rows, tokens)
         jitted = jax.jit(self._tops_of, out_shardings=self._replicated)
-        return jitted.lower(self._abstract_ref(), self._batch(rows, tokens))
+        return jitted.trace(self._abstract_ref(), self._batch(rows, tokens))
 
     def _tops_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
-        hidden, head = self._hidden_and_head(params, batch, None)
+        hidden, head, _ = self._hidden_and_head(params, batch, None)
         assert isinstance(self.objective, PolicyObjective), "read_teacher has refused a reward model"
         return self.objective.tops(head, hidden, batch, self._vocab_size)
 

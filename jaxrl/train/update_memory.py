@@ -7,8 +7,8 @@ Source: docs/architecture.md (which weight is split how; memory has phases). The
 gradients follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the
 backward pass keeps of each layer, and one layer's working set. The update has phases (the head, the layers' backward
 pass, the embedding's gradient, the optimizer), and the plan is that of the largest one. On GPUs its numbers are read
-from the buffers that XLA assigns when it compiles the gradient for an H100 (jax 0.11.2): 18.14 GB of temporaries
-planned, 18.14 compiled for the 1.5B with 8k tokens and dots, 8.00 and 7.98 for full, 46.22 and 46.20 for none
+from the buffers that XLA assigns when it compiles the gradient for an H100 (jax 0.11.2): 14.03 GB of temporaries
+planned, 14.05 compiled for the 1.5B with 8k tokens and dots, 3.45 and 3.47 for full, 7.37 and 7.35 for the 7B with full
 (`tests/train/test_compiled_for_gpu.py` holds 5 %). On CPU, compared with the temporaries that XLA reports for the
 gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
 
@@ -23,22 +23,25 @@ gradient, and a reference's needs less than that.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from jaxrl.config import Config, OptimSection
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.lora import adapters_alone, is_adapter
+from jaxrl.models.lora import adapters_alone, is_trained
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
 from jaxrl.schema.devices import mesh_factors
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.mesh import dividing_factors
-from jaxrl.sharding.rules import TENSOR_DIMS
+from jaxrl.sharding.rules import axes_of_dims
 from jaxrl.train.critic import critic_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
+from jaxrl.train.moments import block_of
 from jaxrl.train.packing import Shape, microbatch_shapes
 from jaxrl.train.teacher import shares_base, teacher_config, teacher_model
+from jaxrl.train.vocabulary import group_of
 
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
@@ -61,9 +64,11 @@ def splits(size: int, degree: int, num_hosts: int = 1) -> int:
     return math.prod(dividing_factors(mesh_factors(degree, num_hosts), size))
 
 
-def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
-    """How many of a model's numbers one device holds when tensor dims are split over `degree` devices."""
-    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(model_config.weights()))
+def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1, *, in_rollout: bool = False) -> int:
+    """How many of a model's numbers one device holds when they are split over `degree` devices, for training or as a
+    rollout's tensor parallelism splits them."""
+    weights = leaves(model_config.weights())
+    return sum(_shard_numbers(weight, degree, num_hosts, in_rollout=in_rollout) for weight in weights)
 
 
 def device_bytes(config: Config, model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
@@ -73,34 +78,48 @@ def device_bytes(config: Config, model_config: ModelConfig, degree: int, num_hos
     return sum(_shard_numbers(weight, degree, num_hosts) * BYTES[dtype] for weight, dtype in weights)
 
 
-def _shard_numbers(weight: Weight, degree: int, num_hosts: int) -> int:
-    sizes = zip(weight.dims, weight.shape, strict=True)
-    shards = [splits(size, degree, num_hosts) for dim, size in sizes if dim in TENSOR_DIMS]
-    return math.prod(weight.shape) // math.prod(shards)
+def _shard_numbers(weight: Weight, degree: int, num_hosts: int, *, in_rollout: bool = False) -> int:
+    factors = mesh_factors(degree, num_hosts)
+    shards = math.prod(math.prod(factors[own]) for own in axes_of_dims(weight, factors, in_rollout=in_rollout))
+    return math.prod(weight.shape) // shards
 
 
 def trained_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
     """How many of them are trained: all, or those of adapters and a critic's head."""
-    if model_config.lora is None:
-        return device_numbers(model_config, degree, num_hosts)
-    own = leaves(adapters_alone(model_config.weights()))
-    head = model_config.hidden_size if model_config.scalar_head else 0
-    return sum(_shard_numbers(weight, degree, num_hosts) for weight in own) + head
+    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(_trained_weights(model_config)))
 
 
-def optimizer_part(optim: OptimSection, model_config: ModelConfig, degree: int, num_hosts: int) -> tuple[str, int]:
-    """What an optimizer keeps, in words, and how many numbers that is on one device."""
-    kept = 2 * trained_numbers(model_config, degree, num_hosts)
-    if optim.name == "adamw":
-        return "optimizer (adam m, v)", kept
-    matrices = _trained_matrices(model_config)
-    return "optimizer (muon m, adam m, v)", kept - sum(_shard_numbers(each, degree, num_hosts) for each in matrices)
+def _trained_weights(m: ModelConfig) -> dict[str, Any]:
+    weights = m.weights()
+    if m.lora is None:
+        return weights
+    others = {name: weight for name, weight in weights.items() if name != "layers" and is_trained(name)}
+    return adapters_alone(weights) | others
 
 
-def _trained_matrices(model_config: ModelConfig) -> list[Weight]:
-    """Those that Muon takes."""
-    layers = model_config.weights()["layers"]
-    return [w for name, w in layers.items() if w.transpose and (model_config.lora is None or is_adapter(name))]
+def optimizer_part(
+    config: Config, optim: OptimSection, model_config: ModelConfig, degree: int, num_hosts: int
+) -> tuple[str, int]:
+    """What an optimizer keeps, in words, and its bytes on one device."""
+    weights = _trained_weights(model_config)
+    matrices, layers = _muon_matrices(optim, weights["layers"]), weights["layers"]
+    kept = sum(_moments(config, optim, w, name in matrices, degree, num_hosts) for name, w in layers.items())
+    kept += sum(_moments(config, optim, w, False, degree, num_hosts) for name, w in weights.items() if name != "layers")
+    kind = "" if optim.state_dtype == "float32" else f", {optim.state_dtype}"
+    return f"optimizer ({'muon m, ' if matrices else ''}adam m, v{kind})", kept
+
+
+def _moments(config: Config, optim: OptimSection, weight: Weight, is_matrix: bool, degree: int, num_hosts: int) -> int:
+    """Bytes of a weight's moments, of which a matrix that is Muon's has one."""
+    numbers = (1 if is_matrix else 2) * _shard_numbers(weight, degree, num_hosts)
+    block = block_of(weight) if optim.state_dtype == "int8" else None
+    if block is not None:
+        return numbers + numbers // block.size * 4
+    return numbers * BYTES[optim.state_dtype if optim.state_dtype == "bfloat16" else config.actor.param_dtype]
+
+
+def _muon_matrices(optim: OptimSection, layers: Mapping[str, Weight]) -> dict[str, Weight]:
+    return {name: weight for name, weight in layers.items() if weight.transpose and optim.name == "muon"}
 
 
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
@@ -109,14 +128,14 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
     size = BYTES[config.actor.param_dtype]
     parts = {"master weights": device_bytes(config, model_config, num_devices, config.hosts.num)}
     if not config.actor.offload_optimizer:
-        name, kept = optimizer_part(config.actor.optim, model_config, num_devices, config.hosts.num)
-        parts[name] = kept * size
+        name, kept = optimizer_part(config, config.actor.optim, model_config, num_devices, config.hosts.num)
+        parts[name] = kept
     if config.has_critic:
         critic = critic_config(model_config)
         parts["critic: master weights"] = trained_numbers(critic, num_devices, config.hosts.num) * size
         if not config.actor.offload_optimizer:
-            name, kept = optimizer_part(config.critic.optim, critic, num_devices, config.hosts.num)
-            parts[f"critic: {name}"] = kept * size
+            name, kept = optimizer_part(config, config.critic.optim, critic, num_devices, config.hosts.num)
+            parts[f"critic: {name}"] = kept
     if config.needs_ref and model_config.lora is None:
         numbers = _read_numbers(model_config, config.actor.offload_reference, num_devices, config.hosts.num)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
@@ -194,30 +213,27 @@ def update_phases(
     m, actor = model_config, config.actor
     num_hosts, size, wide = config.hosts.num, BYTES[actor.param_dtype], BYTES[actor.dtype]
     numbers, trains_all = trained_numbers(m, num_devices, num_hosts), m.lora is None
-    (state, state_numbers), muon = optimizer_part(actor.optim, m, num_devices, num_hosts), actor.optim.name == "muon"
     full = full_microbatch(config, m, num_devices, platform)
     rows, row, tokens = full.rows, full.length, full.tokens
     kept, working = _layer_bytes(m, remat, platform, wide)
-    weights = m.base.num_params() - m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    embeddings = m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    weights = m.base.num_params() - embeddings - m.num_expert_params()
     is_gathered, is_cast = num_devices > 1, trains_all and wide < size
     one_layer = weights // m.num_layers * wide * (1 + (is_gathered and trains_all))  # gathered: its gradient is, too
     if remat == "none" and is_cast:
         kept += weights // m.num_layers * wide / tokens  # cast once, and kept
+    experts = _experts_bytes(m, num_devices, num_hosts, tokens, wide, trains_all)
     held = _attention(config, m, platform).holds_scores(row)
     scores = rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES if held else 0
     score_layers = m.num_layers if remat == "none" else 1
     why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"
-    vocabulary = m.vocab_size * m.hidden_size
+    vocabulary, shards = m.vocab_size * m.hidden_size, splits(m.vocab_size, num_devices, num_hosts)
     total = {"gradients": numbers * size}
     activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
-    # XLA allocates the table for the embedding's gradient after the layers: where it is not the head's as well, apart
-    apart = (
-        0
-        if m.tie_word_embeddings or not trains_all
-        else vocabulary // splits(m.vocab_size, num_devices, num_hosts) * size
-    )
-    own = {"gradients of a microbatch": numbers * size - apart}
-    table = (vocabulary if m.tie_word_embeddings else 0) + 2 * tokens * m.hidden_size
+    # of the rows of a group's device, and of the tokens of all of its devices
+    group = math.prod(group_of(dividing_factors(mesh_factors(num_devices, num_hosts), m.vocab_size)))
+    table = vocabulary // group if m.tie_word_embeddings or group < shards else 0
+    table += 2 * tokens * group * m.hidden_size
     has_pass = bool(config.algorithm.teacher.path)
     phases = {"teacher": _teacher_phase(config, num_devices, platform, chunk)} if has_pass else {}
     return phases | {
@@ -235,16 +251,26 @@ def update_phases(
         },
         "layers": total
         | activations
-        | own
         | {
             "one layer at work (estimate)": int(tokens * working) + one_layer,
+            "experts of one layer, and tokens of all devices (estimate)": experts,
             f"attention scores ({why_scores})": scores * score_layers,
         },
-        "embedding": total | own | {"the embedding's gradient": trains_all * table * size},
-        "optimizer": total
-        | ({f"{state}, from the host": state_numbers * size} if actor.offload_optimizer else {})
-        | ({"orthogonalised matrices (estimate)": _muon_working(m, num_devices, num_hosts) * size} if muon else {}),
+        "embedding": total | {"the embedding's gradient": trains_all * table * size},
+        "optimizer": total | _step_parts(config, m, num_devices),
     }
+
+
+def _experts_bytes(m: ModelConfig, num_devices: int, num_hosts: int, tokens: int, wide: int, trains_all: bool) -> int:
+    """What a layer's experts need in the backward pass: gradients in float32, and of the tokens of all devices that
+    share them inputs, gradients, and the sums of both passes. For an H100 XLA reports 9.56 GB for two layers of the
+    30B-A3B with 8k tokens, 9.36 planned, and 14.99 for four, 14.78 planned (`tests/train/test_compiled_for_gpu.py`)."""
+    if not m.num_experts:
+        return 0
+    weights = [weight for weight in leaves(m.base.weights()) if weight.has_experts]
+    own = sum(_shard_numbers(weight, num_devices, num_hosts) for weight in weights) // m.num_layers
+    each, whole = _shard_numbers(weights[0], num_devices, num_hosts), math.prod(weights[0].shape)
+    return trains_all * own * max(wide, 4) + tokens * (whole // each) * m.hidden_size * (wide + 3 * max(wide, 4))
 
 
 def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) -> dict[str, int]:
@@ -262,17 +288,30 @@ def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) 
     }
 
 
-def _muon_working(model_config: ModelConfig, degree: int, num_hosts: int) -> int:
-    """Numbers that exist beside gradients and momentum: the updates, and of the largest stack two products of its
-    matrices with themselves, whole on each device. On CPU with SmolLM2-135M's layers (float32, jax 0.10.2) XLA reports
-    507 MB more than for AdamW, and 505 are estimated; on four devices 217 and 186."""
-    matrices = _trained_matrices(model_config)
+def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, int]:
+    """What the optimizer's step has of a layer, or of one of the other weights if that is more (`weightwise`).
 
-    def squares(weight: Weight) -> int:
-        inputs = math.prod(weight.layer_shape[: weight.num_inputs])
-        return weight.shape[0] * min(inputs, math.prod(weight.layer_shape) // inputs) ** 2
+    A state from the host is there twice, as it came and as it goes: of the untied 7B XLA reports 8.72 GB of temporaries
+    for an H100 (jax 0.10.2), and 8.72 are planned; of two layers of the 30B-A3B 9.82 and 9.97. Moments that are codes
+    are whole beside them: 4.39 GB for the 7B, 4.36 planned. Of matrices that are orthogonalised there are five arrays:
+    4.65 and 4.66 GB (`tests/train/test_compiled_for_gpu.py`).
+    """
+    optim, offload = config.actor.optim, config.actor.offload_optimizer
+    weights, hosts, size = _trained_weights(m), config.hosts.num, BYTES[config.actor.param_dtype]
+    matrices, layers = _muon_matrices(optim, weights["layers"]), weights["layers"]
 
-    return sum(_shard_numbers(each, degree, num_hosts) for each in matrices) + 2 * max(map(squares, matrices))
+    def at_work(weight: Weight, is_matrix: bool = False) -> int:
+        numbers = _shard_numbers(weight, num_devices, hosts)
+        state = 2 * offload * _moments(config, optim, weight, is_matrix, num_devices, hosts)
+        whole = 2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and block_of(weight) else 0
+        return state + (5 * numbers * size if is_matrix else whole)
+
+    layer = sum(at_work(weight, name in matrices) for name, weight in layers.items()) // m.num_layers
+    others = max((at_work(weight) for name, weight in weights.items() if name != "layers"), default=0)
+    state, _ = optimizer_part(config, optim, m, num_devices, hosts)
+    if others > layer or not matrices:
+        return {f"{state}, a layer at a time": max(others, layer)}
+    return {"orthogonalised matrices (estimate)": layer}
 
 
 def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
@@ -290,6 +329,8 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
     are read from what they report (see the module), in units of the model's dims.
     """
     heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
+    if m.num_experts:  # of which the backward pass keeps nothing (`_experts_bytes`)
+        mlp = 0
     # what adapters add, beside what it is added to; and what dropout leaves of the inputs
     added = 0 if m.lora is None else heads + mlp + embed + (mlp + embed if m.lora.dropout else 0)
     normaliser = 4 * m.num_heads  # attention's, in float32

@@ -42,6 +42,13 @@ def check(options: argparse.Namespace) -> None:
                 f"--at-context ({context}) must be at least {least}: the middle of {options.plans} plans of "
                 f"{options.decode_steps} steps, after one that is not timed"
             )
+        if options.longest and options.longest < context:
+            raise ValueError(f"--longest ({options.longest}) must be at least --at-context ({context}), or 0")
+
+
+def _contexts(options: argparse.Namespace, rows: int, context: int) -> list[int]:
+    """Of each row, in the middle of the timed steps."""
+    return [options.longest or context, *[context] * (rows - 1)]
 
 
 def _steps_before(options: argparse.Namespace) -> int:
@@ -55,6 +62,7 @@ class TimedExecutor:
     def __init__(self, inner: Executor) -> None:
         self.num_groups, self.num_slots, self.num_blocks = inner.num_groups, inner.num_slots, inner.num_blocks
         self.block_size, self.max_prefill_tokens = inner.block_size, inner.max_prefill_tokens
+        self.stacks = inner.stacks
         self.check, self.submit = inner.check, inner.submit
         self.inner, self.waited_s = inner, 0.0
 
@@ -73,13 +81,17 @@ class PlacedCase:
         options = setting.options
         self._setting, self._rows, self.context = setting, rows, context
         self._steps = (LEADING + options.plans) * options.decode_steps
-        self._start = context - _steps_before(options)  # tokens of a row that have their keys and values
+        # tokens of the rows that have their keys and values
+        self._starts = [each - _steps_before(options) for each in _contexts(options, rows, context)]
+        rooms = [-(-(start + self._steps + 2) // BLOCK) for start in self._starts]
+        groups = setting.layout.dp
         self.executor = build_executor(
             setting,
             params,
             dtype,
             slots=-(-rows // setting.layout.dp),
-            length=self._start + self._steps + 2,
+            length=max(self._starts) + self._steps + 2,
+            num_blocks=1 + max(sum(rooms[group::groups]) for group in range(groups)),
             prefill_tokens=BLOCK,
             is_filled=True,
         )
@@ -123,18 +135,18 @@ class PlacedCase:
         draw = np.random.default_rng(self._setting.options.seed)
         vocab = self._setting.config.vocab_size
         seats: dict[int, Seat] = {}
-        for row in range(self._rows):
+        for row, start in enumerate(self._starts):
             self._ids += 1
-            tokens = draw.integers(vocab, size=self._start + 1).tolist()
+            tokens = draw.integers(vocab, size=start + 1).tolist()
             params = SamplingParams(max_tokens=self._steps + 1)
             key = SampleKey(0, row, 0)
             request = Request(self._ids, key, tuple(tokens[:-1]), params, None, (tokens[-1],), (0.0,), (0.0,), (0,))
             self._engine.add(request)
             group = row % groups
             batcher.blocks.allocate(self._ids, group, 1)
-            seats[self._ids] = Seat(group, row // groups, self._start, decodes=True)
-        for end in range(BLOCK, self._start + BLOCK, BLOCK):
-            for request_id in seats:
+            seats[self._ids] = Seat(group, row // groups, start, decodes=True)
+        for end in range(BLOCK, max(self._starts) + BLOCK, BLOCK):
+            for request_id in (each for each, seat in seats.items() if end < seat.num_written + BLOCK):
                 batcher.blocks.extend(request_id, end)
         batcher.seat(seats)
         rows = [resident_row(batcher.progress(request_id), seat) for request_id, seat in seats.items()]
@@ -177,8 +189,9 @@ def _misfit(setting: Setting, rows: int, context: int, dtype: str) -> str | None
     if not stats or "bytes_limit" not in stats:
         return None
     config, size, devices = setting.config, jnp.dtype(dtype).itemsize, setting.layout.mesh.size
-    length = context + setting.options.plans * setting.options.decode_steps
-    pool = rows * length * costs.kv_bytes_per_token(config, size) // devices
+    options = setting.options
+    tokens = sum(_contexts(options, rows, context)) + rows * options.plans * options.decode_steps
+    pool = tokens * costs.kv_bytes_per_token(config, size) // devices
     weights = costs.weight_bytes(config, size) // setting.layout.tp
     logits = 2 * 4 * -(-rows // setting.layout.dp) * config.vocab_size // setting.layout.tp
     needed, limit = stats["bytes_in_use"] + weights + pool + logits, stats["bytes_limit"]
@@ -217,6 +230,7 @@ def results(
         print(profiles.table(profile, _profiled_steps(profile, setting)))
     return {
         "decode_steps": setting.options.decode_steps,
+        "longest": setting.options.longest,
         "plans": setting.options.plans,
         "cases": cases,
         "left_out": found["left_out"],
@@ -244,7 +258,8 @@ def _figures(
     config, size = setting.config, jnp.dtype(dtype).itemsize
     medians: dict[str, float] = summary.medians
     step_s = medians["step_s"]
-    weights, kv = costs.weight_bytes(config, size), rows * context * costs.kv_bytes_per_token(config, size)
+    cached = sum(_contexts(setting.options, rows, context))
+    weights, kv = costs.weight_bytes(config, size), cached * costs.kv_bytes_per_token(config, size)
     rate = (weights + kv) / step_s
     kernels_s = launches = None
     if profile is not None:

@@ -27,7 +27,7 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     return (layer_matrices(config) + head_entries(config)) * itemsize
 
 
-def decode_kv_bytes(config: ModelConfig, rows: int, prompt: int, new: int, itemsize: int) -> float:
+def decode_kv_bytes(config: ModelConfig, rows: int, prompt: float, new: int, itemsize: int) -> float:
     """Keys and values read by the mean decode step of `rows` responses of `new` tokens each, live positions only.
 
     The first token comes from the prompt; the step that draws token i reads prompt + i positions, i = 1 .. new - 1.

@@ -50,11 +50,20 @@ class Setting:
 
 
 def build_executor(
-    setting: Setting, params: Any, dtype: str, *, slots: int, length: int, prefill_tokens: int, is_filled: bool = False
+    setting: Setting,
+    params: Any,
+    dtype: str,
+    *,
+    slots: int,
+    length: int,
+    prefill_tokens: int,
+    num_blocks: int = 0,
+    is_filled: bool = False,
 ) -> MeshExecutor:
     """An executor with weights and a pool that holds `slots` sequences of `length` tokens per dp group.
 
     Args:
+      num_blocks: of the pool instead, per dp group.
       is_filled: the pool holds random keys and values, not zeros.
     """
     options = setting.options
@@ -63,7 +72,7 @@ def build_executor(
         setting.layout,
         ExecutorConfig(
             num_slots=slots,
-            num_blocks=slots * -(-length // BLOCK) + 1,
+            num_blocks=num_blocks,
             block_size=BLOCK,
             max_length=length,
             max_prefill_tokens=prefill_tokens,
@@ -71,6 +80,7 @@ def build_executor(
             dtype=dtype,
             seed=options.seed,
             max_tp=options.tp,
+            is_invariant=options.numerics == "invariant",
         ),
     )
     executor.sync_weights(params, 0)

@@ -26,8 +26,8 @@ from .worker import Ask, once, peak_bytes, resident_bytes
 class TrainSpec:
     """One update of `microbatches` times `rows` rows of `tokens` tokens, the last `response` of which are learnt from.
 
-    `attention`, `chunk` and `remat` are `actor.attention`, `actor.logprob_chunk_tokens` (None: its default) and
-    `actor.remat`.
+    `attention`, `numerics`, `chunk` and `remat` are `actor.attention`, `actor.numerics`, `actor.logprob_chunk_tokens`
+    (None: its default) and `actor.remat`.
     """
 
     model: Model
@@ -38,6 +38,7 @@ class TrainSpec:
     tokens: int
     response: int
     attention: str
+    numerics: str
     chunk: int | str | None
     remat: str
     lr: float
@@ -156,6 +157,7 @@ def train_config(spec: TrainSpec) -> Config:
         "dtype": spec.dtype,
         "remat": spec.remat,
         "attention": spec.attention,
+        "numerics": spec.numerics,
         "old_logprobs": "rollout",
         "ppo_max_token_len_per_gpu": -(-spec.rows // spec.devices) * spec.tokens,
         "clip_ratio_low": spec.clip,
@@ -167,7 +169,8 @@ def train_config(spec: TrainSpec) -> Config:
         actor["logprob_chunk_tokens"] = spec.chunk
     data = {"max_prompt_length": spec.tokens - spec.response, "max_response_length": spec.response}
     data["train_batch_size"] = spec.rows * spec.microbatches
-    single = {"rollout": {"n": 1}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}  # samples are not compared
+    # samples are not compared; rollout.dtype: as actor.numerics=invariant wants it
+    single = {"rollout": {"n": 1, "dtype": spec.dtype}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}
     return from_mapping({"model": {"path": spec.model.name}, "data": data, "actor": actor, **single})
 
 

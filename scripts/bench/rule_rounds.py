@@ -186,7 +186,7 @@ def simulated_rounds(
 def machine_sizes(executor: MeshExecutor) -> MachineSizes:
     """The sizes of a simulated machine that equals an executor's."""
     groups, tp = executor.num_groups, executor.tp
-    rest = (executor.num_slots, executor.num_blocks, executor.block_size, executor.max_prefill_tokens)
+    rest = (executor.num_slots, executor.num_blocks, executor.block_size, executor.max_prefill_tokens, executor.stacks)
     return MachineSizes(groups * tp, tp, *rest)
 
 

@@ -8,11 +8,13 @@ says that something is not understood.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench import costs
 from bench.ceilings import datasheet
 
+from jaxrl.kernels.paged_pallas import PIECE, WANTED_PROGRAMS
 from jaxrl.models.config import ModelConfig
 from jaxrl.sim.hardware import H100, H200, Hardware
 
@@ -20,6 +22,8 @@ WEIGHTS_OF_COPY = 0.92
 """Of the copy bandwidth: reading weights for a product of few rows."""
 CACHE_OF_COPY = 0.88
 """Of the copy bandwidth: reading keys and values through block tables."""
+PROGRAM_BYTES_PER_S = 100e9
+"""That one program of attention reads at the most: 64 KiB under way, and 0.65 µs until they are there."""
 LARGE_OF_PRODUCT = 0.75
 """Of the rate of a large square product: those of training, which are narrower, recomputed heads included."""
 ATTENTION_OF_PRODUCT = 0.40
@@ -70,11 +74,11 @@ def kernels_of_step(model: ModelConfig) -> int:
     return KERNELS_A_LAYER * model.num_layers + KERNELS_OUTSIDE
 
 
-def cache_bytes(model: ModelConfig, rows: int, context: int) -> float:
+def cache_bytes(model: ModelConfig, rows: int, context: float) -> float:
     return costs.decode_kv_bytes(model, rows, context, 0, 2)
 
 
-def decode_seconds(card: Card, model: ModelConfig, rows: int, context: int) -> float:
+def decode_seconds(card: Card, model: ModelConfig, rows: int, context: float) -> float:
     """Of one step: weights, or their products where these take longer; cache; float32 logits written once and read
     twice; the gaps."""
     weights = costs.weight_bytes(model, 2)
@@ -89,6 +93,47 @@ def decode_share(card: Card, model: ModelConfig, rows: int, context: int) -> flo
     """Useful bytes per second, of the copy bandwidth."""
     useful = costs.weight_bytes(model, 2) + cache_bytes(model, rows, context)
     return useful / decode_seconds(card, model, rows, context) / card.copy
+
+
+def mixed_decode_seconds(card: Card, model: ModelConfig, lengths: Sequence[int], most: int = 0) -> float:
+    """The same of rows of these lengths, and longer where the program of attention with the most to read takes longer
+    than all of the cache.
+
+    Args:
+      most: positions that this program reads; 0: of its share of all rows' pieces (`jaxrl.kernels.paged_pallas`).
+    """
+    rows, mean = len(lengths), sum(lengths) / len(lengths)
+    pieces = sum(-(-length // PIECE) for length in lengths)
+    most = most or PIECE * -(-pieces // max(rows, WANTED_PROGRAMS // model.num_kv_heads))
+    alone = most * costs.kv_bytes_per_token(model, 2) / model.num_kv_heads / PROGRAM_BYTES_PER_S
+    cache = cache_bytes(model, rows, mean) / (CACHE_OF_COPY * card.copy)
+    return decode_seconds(card, model, rows, mean) + max(0.0, alone - cache)
+
+
+INVARIANT_TILE = 128
+"""Rows that are computed together with `actor.numerics=invariant`, however few there are."""
+INVARIANT_KERNELS_A_LAYER, INVARIANT_KERNELS_OUTSIDE = 26, 53
+"""Of a decode step of one tile; eight a layer and one outside are products and attention."""
+INVARIANT_OF_PRODUCT = 0.5
+"""Of the rate of a large square product: its own kernels of 128 rows."""
+SMALL_KERNEL_S = 1.5e-6
+"""Of a kernel that moves next to nothing."""
+INVARIANT_LOGIT_PASSES = 7
+"""Over the float32 logits of a tile: written, filled up anew, and read by drawing and log-probability twice each."""
+
+
+def invariant_decode_seconds(card: Card, model: ModelConfig, rows: int, context: int) -> float:
+    """The same of one step with `actor.numerics=invariant`: weights are read for each tile of rows, all of which are
+    multiplied; more kernels, most of them small. Shares of products, which stay in the cache of the chip, are left
+    out."""
+    tiles, weights = -(-rows // INVARIANT_TILE), costs.weight_bytes(model, 2)
+    products = INVARIANT_TILE * weights / (INVARIANT_OF_PRODUCT * card.product)
+    logits = INVARIANT_TILE * model.vocab_size * 4 * INVARIANT_LOGIT_PASSES / card.copy
+    own = tiles * (max(weights / (WEIGHTS_OF_COPY * card.copy), products) + logits)
+    kernels = INVARIANT_KERNELS_A_LAYER * model.num_layers + INVARIANT_KERNELS_OUTSIDE
+    small = kernels - 8 * model.num_layers - 1
+    cache = cache_bytes(model, rows, context) / (CACHE_OF_COPY * card.copy)
+    return own + cache + tiles * (kernels * GAP_S + small * SMALL_KERNEL_S)
 
 
 def gap_share(card: Card, model: ModelConfig, rows: int, context: int) -> float:
@@ -123,6 +168,24 @@ def train_seconds(card: Card, model: ModelConfig, rows: int, tokens: int, respon
 def attention_flops(model: ModelConfig, rows: int, tokens: int) -> float:
     """Of the forward pass, all layers, causal."""
     return 4 * model.num_layers * model.num_heads * model.head_dim * rows * tokens * tokens / 2
+
+
+INVARIANT_KERNELS_A_TILE = 27
+"""Of a layer's forward pass: what it computes, and what moves rows in and out."""
+
+
+def invariant_train_seconds(
+    card: Card, model: ModelConfig, rows: int, tokens: int, response: int, microbatches: int
+) -> float:
+    """The same with `actor.numerics=invariant`: the gradient's own pass over the layers, and before it one in tiles."""
+    tiles = rows * tokens / INVARIANT_TILE
+    layer = 2 * costs.layer_matrices(model) / model.num_layers
+    products = max(
+        layer / (WEIGHTS_OF_COPY * card.copy), INVARIANT_TILE * layer / (INVARIANT_OF_PRODUCT * card.product)
+    )
+    of_tile = products + INVARIANT_KERNELS_A_TILE * (GAP_S + SMALL_KERNEL_S)
+    plain = train_seconds(card, model, rows, tokens, response, microbatches)
+    return plain + microbatches * tiles * model.num_layers * of_tile
 
 
 def train_mfu(

@@ -132,6 +132,8 @@ def figures() -> list[Figure]:
         *_attention(),
         *_decode("decode-1.5b-rows", parts.SMALL, (1, 16, 256), {}),
         *_decode("decode-7b-rows", parts.LARGE, (1, 16, 256), {}),
+        *_mixed(),
+        *_invariant(),
         *_torch(),
     ]
 
@@ -284,6 +286,23 @@ def _decode(part: str, shape: str, row_counts: Sequence[int], bars: Mapping[int,
                     how="0.3 ms of Python for a plan of 16 steps",
                     bar=most(0.05),
                 )
+
+
+def _mixed() -> Iterator[Figure]:
+    """A long row among short ones."""
+    for part, shape in (("decode-1.5b-mixed", parts.SMALL), ("decode-7b-mixed", parts.LARGE)):
+        for rows in parts.MIXED_ROWS:
+            lengths = [1024] * (rows - 1) + [parts.LONGEST]
+            point = {"model": named_shape(shape), "lengths": lengths}
+            yield Figure(
+                part,
+                f"{rows - 1} x 1k and one at {parts.LONGEST // 1024}k: a step",
+                "step_s",
+                "ms",
+                where={"rows": rows, "context": 1024, "dtype": "bfloat16"},
+                expected=partial(cards.mixed_decode_seconds, **point),
+                how="the bytes of all, and no program with more than its share",
+            )
 
 
 def _fitting(function: Callable[..., float], point: tuple[ModelConfig, int, int]) -> Callable[[Card], float]:
@@ -445,6 +464,31 @@ def _attention() -> Iterator[Figure]:
             how="0.40 / 0.60 of products, assumed",
             bar=least(0.70),
         )
+
+
+def _invariant() -> Iterator[Figure]:
+    """`actor.numerics=invariant`, beside the same points with `fast`."""
+    for part, shape in (("decode-1.5b-invariant", parts.SMALL), ("decode-7b-invariant", parts.LARGE)):
+        for context in (1024, 8192):
+            yield Figure(
+                part,
+                f"64 x {context // 1024}k: a step",
+                "step_s",
+                "ms",
+                where={"rows": 64, "context": context, "dtype": "bfloat16"},
+                expected=_fitting(cards.invariant_decode_seconds, (named_shape(shape), 64, context)),
+                how="a tile of 128 rows; more and smaller kernels",
+            )
+    sizes = (named_shape(parts.SMALL), 16, 1024, 1024 - parts.PROMPT, 2)
+    yield Figure(
+        "train-invariant",
+        "16 x 1k, two microbatches: an update",
+        "seconds",
+        "ms",
+        where={"case": "jaxrl", "dtype": "bfloat16"},
+        expected=lambda card: cards.invariant_train_seconds(card, *sizes),
+        how="as with fast, and a forward pass in tiles",
+    )
 
 
 def _torch() -> Iterator[Figure]:

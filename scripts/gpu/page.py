@@ -128,6 +128,9 @@ is not understood. The page is made from the code that the battery compares with
   {attention:.0f} % (cuDNN's at {cudnn:.0f} %). Beside that move {outer} bytes per token, layer and entry between
   products; the float32 logits, {logits} times; {accumulate} bytes per weight and microbatch; {adamw} per weight and
   update.
+- Figures with `actor.numerics: invariant`, and of a long row among short ones, came later (28 November 2026), when an
+  H200 had run the others; what is assumed of them is in kernels.md: [invariant](../kernels.md#invariant-numbers),
+  [a long row](../kernels.md#a-long-row-among-short-ones).
 - [kernels.md](../kernels.md) has the roofline of a decode step without any of these assumptions.
 
 The small model is Qwen2.5-1.5B (`decode-1.5b`, training, the step, the rules), the large one Qwen2.5-7B, both in

@@ -14,8 +14,11 @@ from gpu.frame import FOLDER, Part, python
 SCRIPTS = Path(__file__).resolve().parents[1]
 SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
 BFLOAT16 = ("--dtypes", "bfloat16")
+INVARIANT = ("--numerics", "invariant")
 JSON = ("--json", FOLDER)
 CONTEXTS = ("1024", "8192")
+MIXED_ROWS, LONGEST = (64, 256), 32768
+"""One row of so many tokens among so many rows, the others at 1k."""
 PROMPT = 128
 """Tokens of a prompt in training and in the whole step."""
 
@@ -40,6 +43,11 @@ def parts() -> list[Part]:
         Part("attention", 75, _attention()),
         Part("decode-1.5b-rows", 60, _points(SMALL, "1", "16", "256")),
         Part("decode-7b-rows", 80, _points(LARGE, "1", "16", "256")),
+        Part("decode-1.5b-mixed", 60, _mixed(SMALL)),
+        Part("decode-7b-mixed", 80, _mixed(LARGE)),
+        Part("decode-1.5b-invariant", 60, _points(SMALL, "64", *INVARIANT)),
+        Part("decode-7b-invariant", 80, _points(LARGE, "64", *INVARIANT)),
+        Part("train-invariant", 75, _train_command(16, 1024, *INVARIANT)),
         Part("train-torch", 75, _train_command(16, 1024, torch=True)),
         Part("train-row-torch", 90, _train_command(1, 8192, torch=True)),
     ]
@@ -70,6 +78,11 @@ def _bench(name: str, *words: str) -> tuple[str, ...]:
 
 def _points(shape: str, *words: str) -> tuple[str, ...]:
     return _bench("decode", "--shape", shape, "--at-context", *CONTEXTS, "--rows", *words)
+
+
+def _mixed(shape: str) -> tuple[str, ...]:
+    rows = ("--at-context", "1024", "--longest", str(LONGEST), "--rows", *map(str, MIXED_ROWS))
+    return _bench("decode", "--shape", shape, *rows)
 
 
 def _decode(rows: str, seconds: int, *words: str) -> Iterator[Part]:

@@ -7,10 +7,15 @@ from pathlib import Path as File
 
 import numpy as np
 import pytest
+from drawn_models import runnable
+from tiny import write_tiny_model
 
 from jaxrl.cli import main
 from jaxrl.commands import check_numerics as command
-from jaxrl.commands.check_numerics import CheckOptions, Path, compare, paths, ulp
+from jaxrl.commands.check_numerics import CheckOptions, Path, _rows, compare, paths, ulp
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.families import FAMILIES
+from jaxrl.scheduling.tokens.stacks import KvStacks
 from jaxrl.types import SampleKey
 
 KEYS = [SampleKey(0, 4, 0), SampleKey(0, 4, 1)]
@@ -55,6 +60,7 @@ def test_a_unit_in_the_last_place(dtype: str):
 def checked(tiny_model: File, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict, str]:
     status = main(["check-numerics", "--model", f"random:{tiny_model}", *SMALL, "--json", *words])
     said = capsys.readouterr()
+    assert said.out, said.err
     return status, json.loads(said.out), said.err
 
 
@@ -63,7 +69,7 @@ def test_the_same_again_is_the_same_and_another_type_is_not(
 ):
     """Tokens that are forced change nothing, and a path that must differ is seen to."""
     again = Path("the same again")
-    monkeypatch.setattr(command, "paths", lambda options: [again])
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: [again])
     status, found, _ = checked(tiny_model, capsys)
     assert status == 0
     (line,) = found["paths"]
@@ -71,7 +77,7 @@ def test_the_same_again_is_the_same_and_another_type_is_not(
 
     other = Path("bfloat16", ("rollout.dtype=bfloat16",))
     trainer = next(path for path in paths(CheckOptions(rows=(4,))) if path.drive is None)
-    monkeypatch.setattr(command, "paths", lambda options: [other, trainer])
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: [other, trainer])
     status, found, said = checked(tiny_model, capsys)
     assert status == 1
     assert "of 2 paths differ from 4 rows at once" in said
@@ -81,6 +87,102 @@ def test_the_same_again_is_the_same_and_another_type_is_not(
     assert 0 < unlike["largest"] < 0.1
     assert trained["flips"] is None
     assert trained["largest"] < 1e-5
+
+
+def test_invariant_numbers_are_the_same_bits(
+    tiny_model: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    every = {path.name: path for path in paths(CheckOptions(rows=(1, 4)))}
+    monkeypatch.setattr(
+        command, "paths", lambda options, _stacks: [every["1 row at once"], every["trainer, packed rows"]]
+    )
+    status, found, _ = checked(tiny_model, capsys, "--dtype", "bfloat16", "actor.numerics=invariant")
+    assert status == 0
+    assert [(line["tokens"], line["differ"]) for line in found["paths"]] == [(8 * 24, 0)] * 2
+
+
+def test_where_windows_leave_room_for_all_they_are_aborted_and_go_on(
+    tiny_model: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    every = paths(CheckOptions(rows=(4,)), KvStacks((0, 8)))
+    assert not [path for path in every if path.name.startswith("preempted")]
+    (again,) = [path for path in every if path.name.startswith("aborted")]
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: [again])
+    status, found, said = checked(tiny_model, capsys, "--dtype", "float64")
+    assert status in (0, 1), said
+    (line,) = found["paths"]
+    assert line["tokens"] == found["tokens"]
+    assert line["flips"] == 0
+    assert line["largest"] < 1e-13
+
+
+def test_one_row_alone_is_refused(tiny_model: File, capsys: pytest.CaptureFixture[str]):
+    assert main(["check-numerics", "--model", f"random:{tiny_model}", "--rows", "1"]) == 2
+    assert "--rows (1) must have a number above 1" in capsys.readouterr().err
+
+
+def test_invariant_numbers_are_refused_before_anything_is_drawn(tiny_model: File, capsys: pytest.CaptureFixture[str]):
+    options = ["--tp", "1,2", "actor.numerics=invariant"]
+    assert main(["check-numerics", "--model", f"random:{tiny_model}", *options]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert "actor.numerics_tp (1) must be a multiple of the largest tp of the rollout (2)" in said.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_invariant_numbers_are_the_same_bits_on_every_path(
+    tiny_model: File, capsys: pytest.CaptureFixture[str], dtype: str
+):
+    """0 of more than 10^5 tokens."""
+    more = ("--rows", "1,3,8,32", "--tokens", "8000", "--dtype", dtype)
+    status, found, said = checked(tiny_model, capsys, *more, "actor.numerics=invariant")
+    assert status == 0, said
+    assert sum(line["tokens"] for line in found["paths"]) >= 10**5
+
+
+@pytest.mark.slow
+def test_the_trainer_finds_the_bits_of_long_responses(
+    tmp_path: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """0 of 10^5, packed or not."""
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+    trains = [path for path in paths(CheckOptions(rows=(32,), tokens=50_016)) if path.drive is None]
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: trains)
+    more = ("--rows", "32", "--tokens", "50016", "--dtype", "bfloat16")
+    status, found, said = checked(model, capsys, *more, "actor.numerics=invariant")
+    assert status == 0, said
+    assert sum(line["tokens"] for line in found["paths"]) >= 10**5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_invariant_numbers_are_the_same_bits_at_every_degree(
+    tiny_model: File, capsys: pytest.CaptureFixture[str], dtype: str
+):
+    """And over each of the twelve switches."""
+    more = ("--rows", "8", "--tokens", "192", "--dtype", dtype, "--tp", "1,2,4,8")
+    status, found, said = checked(tiny_model, capsys, *more, "actor.numerics=invariant", "actor.numerics_tp=8")
+    assert status == 0, said
+    assert sum("migrated" in line["path"] for line in found["paths"]) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_invariant_numbers_of_every_family(
+    family: str, tmp_path: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    model, content = write_tiny_model(tmp_path / "model"), runnable(family)
+    (model / "config.json").write_text(json.dumps(content))
+    parts = 1 + (ModelConfig.from_hf(content).num_experts % 2 == 0)
+    some = (_rows(1), "prompts in chunks of 24 tokens", "tp 2", "tp 1, then 2, KV migrated", "trainer, packed rows")
+    every = {path.name: path for path in paths(CheckOptions(rows=(1, 4), tp=(1, parts)))}
+    chosen = [every[name] for name in some if name in every]
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: chosen)
+    own = ("actor.numerics=invariant", f"actor.numerics_tp={parts}")
+    status, found, said = checked(model, capsys, "--dtype", "bfloat16", "--tp", f"1,{parts}", *own)
+    assert status == 0, said
+    assert [(line["differ"], line["flips"]) for line in found["paths"]] == [(0, 0)] * (len(chosen) - 1) + [(0, None)]
 
 
 @pytest.mark.slow

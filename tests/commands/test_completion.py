@@ -52,7 +52,7 @@ def test_what_a_shell_is_offered(shell: str, on_path: Path, tmp_path: Path):
     assert set(offered(shell, "jaxrl comp")) == {"completion"}
     assert {"rollout.layout.switch=", "rollout.layout.state="} <= set(offered(shell, "jaxrl train rollout.lay"))
     assert set(offered(shell, "jaxrl train rollout.n=4 rollout.dtype=")) == {
-        f"{head}{name}" for name in ("float32", "bfloat16", "float64")
+        f"{head}{name}" for name in ("auto", "float32", "bfloat16", "float64")
     }
     assert set(offered(shell, "jaxrl score --kind ma")) == {"math"}
     (config,) = offered(shell, "jaxrl train --config configs/algorithms/dap")  # of those in the working directory

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,11 +20,17 @@ import jax
 import pytest
 from host_runs import RULES, SMALL, HostRun, assert_same_run, lines
 from runs import PATIENCE_S, WIDE, Runs, end, num_steps, state_of, wait_for_steps
+from tiny import write_tiny_model
 from worlds import free_port
 
 MODELS = {
     "critic": ("algorithm.adv_estimator=gae", "critic={optim: {lr: 0.01}, ppo_epochs: 2}", "trainer.critic_warmup=1"),
     "teacher": ("algorithm.teacher={path: 'random:MODEL', dtype: float64}",),
+    "experts": ("model.path=EXPERTS",),
+}
+EXPERTS = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 16},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 ADAPTIVE = (
     "rollout.layout.planner=true",
@@ -107,7 +114,9 @@ def test_two_processes_stop_where_one_process_ends(tmp_path: Path, tiny_model: P
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "num"), [*((rule, 2) for rule in RULES | MODELS), ("partial rollout", 4)])
 def test_processes_end_as_one(tmp_path: Path, tiny_model: Path, rule: str, num: int):
-    own = (option.replace("MODEL", str(tiny_model)) for option in (RULES | MODELS)[rule])
+    experts = write_tiny_model(tmp_path / "experts", **EXPERTS)
+    models = {"MODEL": str(tiny_model), "EXPERTS": str(experts)}
+    own = (re.sub("MODEL|EXPERTS", lambda found: models[found[0]], option) for option in (RULES | MODELS)[rule])
     runs, options = Runs(tmp_path, tiny_model), (*SMALL, *own)
     runs.finish(tmp_path / "several", *WIDE, *several(num, 2), *options)
     assert_same_run(tmp_path / "several", one(runs, "one", num, 2, options))

@@ -14,7 +14,7 @@ BROKEN = {  # options that a rule of RL's refuses
     "quotas": ["data.source_quotas={a: 3}"],
     "minibatches": ["actor.ppo_mini_batch_size=5"],
     "two beginnings": ["data.task=chain_sum", "data.train_files=[a.jsonl]"],
-    "a pool": ["rollout.num_blocks=2"],
+    "a pool": ["rollout.num_blocks=2000000000"],
     "an estimator": ["algorithm.adv_estimator=gdpo"],
     "no teacher": ["algorithm.adv_estimator=none"],
     "old log-probabilities": ["actor.old_logprobs=rollout", "rollout.stale_tokens=recompute"],

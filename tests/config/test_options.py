@@ -146,9 +146,12 @@ REFUSED = [
         {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "use_kl_in_reward": True}},
         "algorithm.use_kl_in_reward and algorithm.adv_estimator=gdpo exclude each other",
     ),
-    ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found float32"),
+    (
+        {"actor": {"numerics": "invariant", "dtype": "bfloat16"}},
+        "actor.dtype (bfloat16) must be rollout.dtype (auto) where actor.numerics is invariant",
+    ),
+    ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found auto"),
     ({"actor.ppo_max_token_len_per_gpu": 383}, "(383 tokens) must hold the longest sequence: "),
-    ({"rollout.num_blocks": 24}, "rollout.num_blocks (24, one of them reserved) must hold one request of 384 tokens"),
     (
         {"rollout.num_workers": 4, TP: 4, "trainer.num_devices": 8},
         f"{TP} (4) must divide trainer.num_devices (8) / rollout.num_workers (4)",
@@ -317,3 +320,20 @@ def test_overrides():
 def test_configs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         build().rollout = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_dtype_that_is_auto_follows_the_devices_or_the_run_s_beginning():
+    config = from_mapping(
+        {"model": {"path": "m"}, "actor": {"dtype": "float32"}, "algorithm": {"teacher": {"path": "t"}}}
+    )
+
+    def types(of: Config) -> tuple[str, str, str]:
+        return of.actor.dtype, of.rollout.dtype, of.algorithm.teacher.dtype
+
+    assert types(config) == ("float32", "auto", "auto")
+    assert types(config.with_types("cpu")) == ("float32",) * 3
+    assert types(config.with_types("tpu")) == types(config.with_types("gpu")) == ("float32", "bfloat16", "bfloat16")
+    begun = config.with_types("gpu")
+    assert types(config.with_types("cpu", begun)) == types(begun), "a run goes on in its types"
+    assert types(config.with_types("cpu", config)) == ("float32",) * 3
+    assert begun.with_types("cpu") == begun

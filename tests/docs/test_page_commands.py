@@ -150,6 +150,11 @@ RULES = (
     Rule(r"pip install", cannot="asks a package index", check=check_pip),
     Rule(r"\./scripts/", cannot="installs an environment; the tests run inside test.sh", check=check_script),
     Rule(r"python scripts/gpu_battery", cannot="needs a GPU; tests/scripts has its tests", check=check_options),
+    Rule(
+        r"python scripts/compile_for_gpu",
+        cannot="needs JAX's CUDA plugin; tests/train has its tests",
+        check=check_options,
+    ),
     Rule(r"python scripts/(sabotage|mutants)", cannot="runs this suite, over and over", check=check_options),
     Rule(r"python -m pytest", cannot="is this suite", check=check_nothing),
     Rule(r"python tests/support/record_runs", cannot="takes minutes; tests/commands runs it", check=check_nothing),

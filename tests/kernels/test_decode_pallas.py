@@ -81,29 +81,29 @@ def turned(x, cos_RC, sin_RC):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def run(arguments, parts=1, window=0):
-    tiles = PagedTileSizes(16, 32, parts, 4, 2)
+def run(arguments, piece=64, window=0):
+    tiles = PagedTileSizes(16, 32, piece, 4, 2)
     out = decode_attention(**arguments, eps=EPS, window=window, tiles=tiles, interpret=True)
     return [np.asarray(x, np.float32) for x in out]
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype", "bias", "norms", "parts"),
+    ("heads", "kv_heads", "dim", "dtype", "bias", "norms", "piece"),
     [
-        (6, 2, 32, "float32", True, True, 1),
-        (6, 2, 32, "float32", True, True, 3),
-        (14, 2, 16, "bfloat16", True, False, 2),
-        (9, 3, 64, "float32", False, False, 1),
+        (6, 2, 32, "float32", True, True, 64),
+        (6, 2, 32, "float32", True, True, 32),
+        (14, 2, 16, "bfloat16", True, False, 32),
+        (9, 3, 64, "float32", False, False, 64),
         *(
             pytest.param(*heads, 128, *each, marks=pytest.mark.slow)
             for heads in ((12, 2), (28, 4), (16, 8), (32, 8))
-            for each in (("float32", True, False, 1), ("bfloat16", False, True, 4))
+            for each in (("float32", True, False, 64), ("bfloat16", False, True, 32))
         ),
     ],
 )
-def test_the_kernel_is_the_separate_operations(heads, kv_heads, dim, dtype, bias, norms, parts):
+def test_the_kernel_is_the_separate_operations(heads, kv_heads, dim, dtype, bias, norms, piece):
     arguments = case(heads, kv_heads, dim, dtype, bias=bias, norms=norms)
-    out, k, v = run(arguments, parts)
+    out, k, v = run(arguments, piece)
     active = arguments["positions_R"] >= 0
     expected = [np.asarray(x, np.float32) for x in separate(**arguments)]
     # outputs are larger than one here: a unit in bfloat16's last place is up to 2^-7 of them
@@ -119,8 +119,8 @@ def test_the_kernel_is_the_separate_operations(heads, kv_heads, dim, dtype, bias
         assert changed.sum() == active.sum()
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_what_a_row_must_not_read_changes_nothing(parts):
+@pytest.mark.parametrize("piece", [64, 32])
+def test_what_a_row_must_not_read_changes_nothing(piece):
     """nan in every slot but those of positions before a row's own: the new one included, which it writes."""
     arguments = case(6, 2)
     own = np.zeros(arguments["k_KNPD"].shape[1:3], bool)
@@ -129,9 +129,21 @@ def test_what_a_row_must_not_read_changes_nothing(parts):
             own[row[at // SIZE], at % SIZE] = True
     assert 30 < own.sum() < own.size - 100
     poison = {name: np.where(own[None, ..., None], arguments[name], np.nan) for name in ("k_KNPD", "v_KNPD")}
-    clean, poisoned = run(arguments, parts), run(arguments | poison, parts)
+    clean, poisoned = run(arguments, piece), run(arguments | poison, piece)
     np.testing.assert_array_equal(clean[0], poisoned[0])
     assert np.isfinite(clean[0]).all()
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """The same bits in another order, and where other rows stand elsewhere: whichever program takes a row's pieces."""
+    arguments = case(6, 2)
+    out = run(arguments, 32)[0]
+    order = np.array([1, 4, 0, 3, 2])
+    by_row = {name: arguments[name][order] for name in ("cos_RC", "sin_RC", "tables_RW", "positions_R")}
+    turned = arguments | by_row | {"qkv_SRKXD": arguments["qkv_SRKXD"][:, order]}
+    np.testing.assert_array_equal(run(turned, 32)[0], out[order])
+    elsewhere = np.array([WIDTH * SIZE - 1, WIDTH * SIZE - 1, 40, 2 * SIZE + 5, 63], np.int32)
+    np.testing.assert_array_equal(run(arguments | {"positions_R": elsewhere}, 32)[0][[1, 3]], out[[1, 3]])
 
 
 def test_the_tiles_that_it_chooses_and_one_share():
@@ -192,7 +204,7 @@ def test_pallas_on_other_devices():
 @pytest.mark.parametrize(("heads", "kv_heads", "norms"), [(12, 2, False), (28, 4, False), (16, 8, True)])
 def test_lowers_for_cuda(heads, kv_heads, norms, dtype):
     arguments = case(heads, kv_heads, 128, dtype, norms=norms, bias=not norms)
-    tiles = PagedTileSizes(16, 64, 2, 4, 5)
+    tiles = PagedTileSizes(16, 32, 32, 4, 5)
     text, kernels = lowered_for_cuda(lambda given: decode_attention(**given, eps=EPS, tiles=tiles), arguments)
-    assert kernels == 2, "attention and the merging of its parts"
+    assert kernels == 2, "attention and the merge of its pieces"
     assert "scatter" not in text

@@ -32,11 +32,11 @@ def case(heads, kv_heads, dim, size, queries, *, rows=3, width=5, dtype="float32
     return *(x.astype(jnp.dtype(dtype)) for x in (q, k, v)), tables.astype(np.int32), positions.astype(np.int32)
 
 
-oracle = jax.jit(reference.paged_attention)
+oracle = jax.jit(reference.paged_attention, static_argnums=5)
 
 
-def run(*arrays, tiles=None):
-    return np.asarray(paged_pallas.paged_attention(*arrays, tiles=tiles, interpret=True), np.float32)
+def run(*arrays, **how):
+    return np.asarray(paged_pallas.paged_attention(*arrays, **how, interpret=True), np.float32)
 
 
 def expect(out, arrays):
@@ -59,9 +59,9 @@ def test_decode_and_verify(heads, kv_heads, dim, size, queries, dtype):
 
 
 TILES = {
-    "one step a block, several tiles of queries": PagedTileSizes(16, 16, 1, 4, 2),
-    "a step of many blocks, past the table's end": PagedTileSizes(16, 128, 1, 4, 2),
-    "tiles and parts, some of them empty": PagedTileSizes(32, 32, 4, 4, 2),
+    "one step a block, several tiles of queries": PagedTileSizes(16, 16, 1024, 4, 2),
+    "a step of many blocks, past the table's end": PagedTileSizes(16, 128, 128, 4, 2),
+    "tiles and pieces, which some tiles of queries do not see": PagedTileSizes(32, 32, 32, 4, 2),
 }
 
 
@@ -72,15 +72,15 @@ def test_any_cut_of_the_work_gives_the_same(name):
     expect(run(*arrays, tiles=TILES[name]), arrays)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_what_a_row_must_not_read_changes_nothing(parts):
+@pytest.mark.parametrize("piece", [96, 32])
+def test_what_a_row_must_not_read_changes_nothing(piece):
     """nan in every block but those that hold positions up to a row's latest query's, the row's own ones included. And
     a query before the sequence sees nothing, and gets zeros."""
     q, k, v, tables, positions = case(6, 2, 32, 16, 3, rows=5, width=6)
     own = {int(b) for row, last in zip(tables, positions.max(1), strict=True) for b in row[: int(last) // 16 + 1]}
     others = np.array([block for block in range(k.shape[1]) if block not in own])
     assert len(others) > 8
-    tiles = PagedTileSizes(16, 32, parts, 4, 2)
+    tiles = PagedTileSizes(16, 32, piece, 4, 2)
     clean = run(q, k, v, tables, positions, tiles=tiles)
     k[:, others] = v[:, others] = np.nan
     poisoned = run(q, k, v, tables, positions, tiles=tiles)
@@ -98,6 +98,71 @@ def test_rows_share_blocks():
     expect(run(*arrays), arrays)
 
 
+def placed(lengths, width, size, seed=0):
+    """Rows of so many positions, the last two of which are the queries'; a row of one length has the same numbers
+    wherever it stands. Of length 0: a row that sees nothing."""
+    needs = [-(-length // size) for length in lengths]
+    free = np.random.default_rng(seed).permutation(np.arange(1, sum(needs) + 1))
+    tables, pools = np.zeros((len(lengths), width), np.int32), np.zeros((2, 2, len(free) + 1, size, 16))
+    q, positions = np.zeros((len(lengths), 2, 4, 16)), np.zeros((len(lengths), 2), int)
+    for row, (length, need) in enumerate(zip(lengths, needs, strict=True)):
+        own = np.random.default_rng(length)
+        tables[row, :need], free = free[:need], free[need:]
+        q[row], pools[:, :, tables[row, :need]] = own.normal(size=q[row].shape), own.normal(size=(2, 2, need, size, 16))
+        positions[row] = np.maximum(np.arange(length - 2, length), -1)
+    return *(x.astype(np.float32) for x in (q, *pools)), tables, positions.astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "tiles"),
+    [
+        ([1000, 32768, 1], 0, None),
+        ([31, 1024, 32, 33, 0, 1, 64], 0, PagedTileSizes(16, 16, 32, 4, 2)),
+        ([31, 1024, 32, 33, 0, 1, 64], 50, PagedTileSizes(16, 16, 32, 4, 2)),
+    ],
+)
+def test_one_long_row_among_short_ones(lengths, window, tiles):
+    """The longest has 32 pieces, the others one or two; with a window it has two or three."""
+    size = max(lengths) // 64
+    q, k, v, tables, positions = arrays = placed(lengths, 64, size)
+    found = run(*arrays, rule=reference.Rule(window), tiles=tiles)
+    for row, length in enumerate(lengths):
+        need = max(1, -(-length // size))
+        one = q[row : row + 1], k, v, tables[row : row + 1, :need], positions[row : row + 1]
+        seen = positions[row, :, None, None] >= 0
+        expected = np.where(seen, oracle(*one, reference.Rule(window))[0], 0)
+        np.testing.assert_allclose(found[row], expected, rtol=0, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """The same bits among other rows of other lengths, in another order and in a narrower table: whichever program
+    takes its pieces."""
+    lengths, tiles = [100, 64, 28, 220], PagedTileSizes(16, 16, 32, 4, 2)
+    found = dict(zip(lengths, run(*placed(lengths, 16, 16), tiles=tiles), strict=True))
+    for others, width in (([220, 28, 100, 64], 16), ([64, 10, 100, 20], 16), ([256, 100, 255, 28], 16),
+                          ([100, 28], 7)):  # fmt: skip
+        for length, row in zip(others, run(*placed(others, width, 16, seed=width), tiles=tiles), strict=True):
+            if length in found:
+                np.testing.assert_array_equal(row, found[length])
+
+
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_programs_share_the_pieces_of_all_rows(programs, monkeypatch):
+    """Each piece once, a row at least one, and no program more than its share."""
+    monkeypatch.setattr(paged_pallas, "WANTED_PROGRAMS", programs)
+    tiles = PagedTileSizes(16, 16, 32, 4, 2)
+    last = np.array([95, -1, 31, 32, 1023, 0, 5000])
+    for window, first, count in ((0, 0, [3, 1, 1, 2, 32, 1, 32]), (40, [1, 0, 0, 0, 30, 0, 32], [2, 1, 1, 2, 2, 1, 1])):
+        work, made = paged_pallas.list_work(last, last, window, 1024, tiles, 1)
+        assert made == max(programs, len(last))
+        bounds, row = (np.asarray(work[name][0]) for name in ("bounds", "row"))
+        np.testing.assert_array_equal(np.diff(bounds), np.minimum(count, 32))
+        np.testing.assert_array_equal(work["first"][0], np.minimum(first, 31) + np.zeros(7, int))
+        begin = np.arange(made + 1) * bounds[-1] // made
+        assert np.diff(begin).max() <= -(-bounds[-1] // made)
+        np.testing.assert_array_equal(row, np.searchsorted(bounds, begin[:-1], side="right") - 1)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 256])
 @pytest.mark.parametrize("queries", [1, 9, 33, 256])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,8 +172,17 @@ def test_tiles_fit_the_work(rows, queries, dtype):
         assert size >= 16
         assert size & (size - 1) == 0
     assert tiles.queries < 2 * max(16, queries * 7), "no more than half a tile is padding"
-    assert 1 <= tiles.parts <= 8192 // paged_pallas.MIN_PART_POSITIONS
-    assert tiles.parts == 1 or rows * 4 * tiles.parts <= paged_pallas.WANTED_PROGRAMS
+    programs = rows * 4 * -(-queries * 7 // tiles.queries)
+    if queries == 1 or programs < paged_pallas.WANTED_PROGRAMS:
+        assert tiles.piece == paged_pallas.PIECE, "the same for all rows that decode"
+    else:
+        assert tiles.piece in (1024, 8192), "prefill of so many tiles is not split"
+
+
+def test_sums_of_pieces_have_a_bound():
+    """256 rows of 5 queries: 8 pieces of 1k would have 147 MB, 32 of them 587, 8 of 4k 147."""
+    pieces = [paged_pallas.choose_tiles(256, 5, 28, 4, span, 128, "bfloat16").piece for span in (8192, 32768)]
+    assert pieces == [1024, 4096]
 
 
 # ---------------------------------------------------------------- the interface
@@ -157,14 +231,15 @@ def shapes(rows, queries, heads, kv_heads, dim, size, width, dtype):
 @pytest.mark.filterwarnings(DEPRECATED)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
-    ("rows", "queries", "heads", "kv_heads", "dim", "size"),
-    [(1, 1, 12, 2, 128, 16), (256, 1, 28, 4, 128, 16), (16, 33, 32, 8, 128, 32), (4, 256, 9, 3, 64, 16)],
-)
-def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, dtype):
-    arrays = shapes(rows, queries, heads, kv_heads, dim, size, 64, dtype)
+    ("rows", "queries", "heads", "kv_heads", "dim", "size", "context", "expected"),
+    [(1, 1, 12, 2, 128, 16, 1024, 1), (256, 1, 28, 4, 128, 16, 2048, 2), (8, 9, 32, 8, 128, 32, 2048, 2),
+     (64, 256, 9, 3, 64, 16, 2048, 1)],
+)  # fmt: skip
+def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, context, expected, dtype):
+    """Attention, and the merge of pieces where rows may have several; prefill of 64 x 256 tokens has none."""
+    arrays = shapes(rows, queries, heads, kv_heads, dim, size, context // size, dtype)
     text, kernels = lowered_for_cuda(PALLAS.attend, *arrays)
-    parts = paged_pallas.choose_tiles(rows, queries, heads, kv_heads, 64 * size, dim, dtype).parts
-    assert kernels == (1 if parts == 1 else 2)
+    assert kernels == expected
     assert "gather" not in text, "the cache is never gathered"
 
 

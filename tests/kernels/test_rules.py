@@ -28,12 +28,17 @@ ROWS = random_rows(5, 44, seed=3)
 
 
 @partial(jax.jit, static_argnames="cap")
-def dense(q, k, v, seen, cap=0.0):
-    """[..., C, H, D] of queries, [..., S, K, D] of keys, and who sees whom [..., C, S]."""
+def dense(q, k, v, seen, cap=0.0, sinks=None):
+    """[..., C, H, D] of queries, [..., S, K, D] of keys, and who sees whom [..., C, S]; sinks: [H]."""
     group = q.shape[-2] // k.shape[-2]
     scores = jnp.einsum("...chd,...shd->...hcs", q, jnp.repeat(k, group, -2)) / np.sqrt(q.shape[-1])
     scores = jnp.tanh(scores / cap) * cap if cap else scores
-    weights = jax.nn.softmax(jnp.where(seen[..., None, :, :], scores, -1e30), -1)
+    scores = jnp.where(seen[..., None, :, :], scores, -1e30)
+    highest = jnp.max(scores, -1, keepdims=True)
+    highest = highest if sinks is None else jnp.maximum(highest, sinks[:, None, None])
+    weights = jnp.exp(scores - highest)
+    total = jnp.sum(weights, -1, keepdims=True)
+    weights /= total if sinks is None else total + jnp.exp(sinks[:, None, None] - highest)
     return jnp.einsum("...hcs,...shd->...chd", weights, jnp.repeat(v, group, -2))
 
 
@@ -126,7 +131,7 @@ def test_paged(rule):
 
 
 @pytest.mark.parametrize("window", [1, 5, 40, 200])
-@pytest.mark.parametrize("tiles", [PagedTileSizes(16, 16, 1, 4, 2), PagedTileSizes(32, 32, 3, 4, 2)])
+@pytest.mark.parametrize("tiles", [PagedTileSizes(16, 16, 1024, 4, 2), PagedTileSizes(32, 32, 32, 4, 2)])
 def test_paged_kernel(window, tiles):
     q, k, v, tables, positions = paged_case(6, 2, 16, 16, 4, rows=4)
     positions[3, 1] = -1
@@ -141,17 +146,17 @@ def test_paged_kernel(window, tiles):
 def test_the_kernel_reads_nothing_before_a_window():
     q, k, v, tables, positions = paged_case(6, 2, 16, 16, 2, width=6)
     positions[:] = 90 + np.arange(2)
-    rule, tiles = Rule(20), PagedTileSizes(16, 16, 2, 4, 2)
+    rule, tiles = Rule(20), PagedTileSizes(16, 16, 32, 4, 2)
     clean = paged_pallas.paged_attention(q, k, v, tables, positions, rule=rule, tiles=tiles, interpret=True)
     k[:, tables[:, :4]] = v[:, tables[:, :4]] = np.nan  # positions 0 .. 63; the first that is seen is 71
     poisoned = paged_pallas.paged_attention(q, k, v, tables, positions, rule=rule, tiles=tiles, interpret=True)
     np.testing.assert_array_equal(clean, poisoned)
 
 
-@pytest.mark.parametrize(("window", "parts"), [(1, 1), (7, 1), (30, 3)])
-def test_decode_kernel(window, parts):
+@pytest.mark.parametrize(("window", "piece"), [(1, 64), (7, 64), (30, 32)])
+def test_decode_kernel(window, piece):
     arguments = case(6, 2, norms=False)
-    out = decode(arguments, parts, window)[0]
+    out = decode(arguments, piece, window)[0]
     active = arguments["positions_R"] >= 0
     expected = separate(**arguments, rule=Rule(window))[0]
     np.testing.assert_allclose(out[active], np.asarray(expected)[active], rtol=0, atol=1e-5)

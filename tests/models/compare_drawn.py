@@ -15,6 +15,7 @@ gradient's sum, and its sum with signs.
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -84,8 +85,23 @@ def _in_our_form(gradients: dict[str, np.ndarray], folder: Path) -> Any:
     """Gradients by their names in files as a tree like the params, read as weights are."""
     for file in folder.glob("*.safetensors"):
         names = load_file(file)
-        save_file({name: np.ascontiguousarray(gradients[name]) for name in names}, file, {"format": "pt"})
+        save_file({name: np.ascontiguousarray(_of_file(gradients, name)) for name in names}, file, {"format": "pt"})
     return load_hf(folder, dtype=np.float64)[1]
+
+
+def _of_file(gradients: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """The gradient of a file's tensor: transformers computes with all experts of a layer in one."""
+    at = name.replace("block_sparse_moe.gate.", "mlp.gate.").replace("router.layer.", "router.")
+    found = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name)
+    if found is None:
+        at = re.sub(r"block_sparse_moe\.input_linear.weight", "block_sparse_moe.experts.gate_up_proj", at)
+        at = re.sub(r"block_sparse_moe\.output_linear.weight", "block_sparse_moe.experts.down_proj", at)
+        return gradients[at]
+    layer, expert, matrix = found.groups()
+    if matrix in ("down_proj", "w2"):
+        return gradients[f"{layer}.mlp.experts.down_proj"][int(expert)]
+    both = gradients[f"{layer}.mlp.experts.gate_up_proj"][int(expert)]
+    return np.split(both, 2)[matrix in ("up_proj", "w3")]
 
 
 def _relative(a: Any, b: Any) -> float:
@@ -116,6 +132,7 @@ def main() -> None:
         worst = tuple(map(max, worst, off))
         recorded |= {f"{family} {seed} {name}": value for name, value in kept.items()}
         if number % 20 == 0:
+            jax.clear_caches()  # a process has room for the code of some thousand programs
             print(f"{number} models, largest differences: logits {worst[0]:.1e}, gradients {worst[1]:.1e}", flush=True)
     print(f"{number} models, largest differences: logits {worst[0]:.1e}, gradients {worst[1]:.1e}")
     if options.record:

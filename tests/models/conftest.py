@@ -126,8 +126,8 @@ def lively(config: ModelConfig, dtype: Any = np.float32, scale: float = 0.3) -> 
     return jax.tree_util.tree_map_with_path(one, config.weights(), is_leaf=lambda x: isinstance(x, Weight))
 
 
-def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: Any = 0, cap: float = 0.0) -> jax.Array:
-    """Plain causal attention of [B, T, heads, D]."""
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: Any = 0, cap: float = 0.0, sinks: Any = None) -> jax.Array:
+    """Plain causal attention of [B, T, heads, D]; sinks: [heads]."""
     B, T, H, D = q.shape
     K = k.shape[2]
     scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, K, H // K, D), k) / D**0.5
@@ -136,7 +136,11 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: Any = 0, cap: float
     if not isinstance(window, int) or window:
         behind = jnp.arange(T)[:, None] - jnp.arange(T)
         seen &= (behind < window) | (window == 0)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.reshape(K, H // K, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :T]
     return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(B, T, H, D)
 
 
@@ -144,9 +148,10 @@ def attention_of(config: ModelConfig) -> Callable[..., jax.Array]:
     """`causal` with the windows of a model's layers and its cap."""
     windows = [kind.window for kind in config.kinds]
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: Any = None) -> jax.Array:
-        window = windows[0] if kind is None else jnp.asarray(windows)[kind]
-        return causal(q, k, v, window, config.attn_logit_softcapping)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
+        *kind, sinks = more if config.attention_sinks else (*more, None)
+        window = jnp.asarray(windows)[kind[0]] if kind else windows[0]
+        return causal(q, k, v, window, config.attn_logit_softcapping, sinks)
 
     return attend
 

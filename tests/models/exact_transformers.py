@@ -45,7 +45,7 @@ def load(transformers: Any, folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager"
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
 
 

@@ -96,7 +96,7 @@ def test_an_idle_sliding_window_is_accepted():
         ),
         (PHI3 | {"mlp_bias": True}, r"mlp_bias true with model_type 'phi3' is not supported; models of this type have"),
         ({"use_bidirectional_attention": True}, r"use_bidirectional_attention true is not supported; attention must"),
-        ({"quantization_config": {}}, r"quantization_config is not supported; weights must be float32"),
+        ({"quantization_config": {}}, r"quantization_config: quant_method None is not supported; it must be 'fp8'"),
         ({"hidden_size": None}, r"hidden_size \(None\) must be a whole number from 1 to 1048576"),
     ],
 )

@@ -190,7 +190,7 @@ def test_gradients_of_a_product_do_not_depend_on_its_order(inner, outer, x64):
     x, matrix = random.normal(size=(2, 7, inner)), random.normal(size=(inner, outer))
     ours, theirs = (
         jax.jit(jax.grad(lambda x, w, f=f: jnp.sum(jnp.sin(f(x, w))), argnums=(0, 1)))(x, matrix)
-        for f in (lambda x, w: decoder._dense(False, x, w), jnp.matmul)
+        for f in (lambda x, w: decoder._dense(decoder._Product(dtype=jnp.float64), x, w), jnp.matmul)
     )
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
@@ -205,7 +205,7 @@ def test_widened_products_are_exact_and_stay_narrow():
         out, pull_back = jax.vjp(product, x, matrix)
         return out, *pull_back(jnp.ones_like(out))
 
-    narrow = with_gradients(lambda x, w: decoder._dense(True, x, w), x, matrix)
+    narrow = with_gradients(lambda x, w: decoder._dense(decoder._Product(True, x.dtype), x, w), x, matrix)
     wide = with_gradients(jnp.matmul, x.astype(np.float32), matrix.astype(np.float32))
     for a, b in zip(narrow, wide, strict=True):
         assert a.dtype == jnp.bfloat16
@@ -294,26 +294,6 @@ def test_rope_is_computed_in_float32_for_bfloat16():
     assert cos.shape == (4, 4)
 
 
-def test_the_embeddings_gradient_in_order(x64):
-    """`look_up_in_order` has the gradient of `look_up`, for tokens that occur once, often, and never."""
-    random = np.random.default_rng(0)
-    table = random.normal(size=(40, 6))
-    tokens = np.where(random.random((3, 50)) < 0.4, 7, random.integers(0, 30, (3, 50)))
-    d_rows = random.normal(size=(3, 50, 6))
-
-    @partial(jax.jit, static_argnums=0)
-    def with_gradient(find, table, tokens, d_rows):
-        rows, pull = jax.vjp(lambda t: find(t, tokens), table)
-        return rows, pull(d_rows)[0]
-
-    (_, plain), (rows, ordered) = (
-        with_gradient(find, table, tokens, d_rows) for find in (decoder.look_up, decoder.look_up_in_order)
-    )
-    np.testing.assert_allclose(ordered, plain, rtol=0, atol=1e-13)
-    assert not np.asarray(ordered)[30:].any()
-    np.testing.assert_array_equal(rows, table[tokens])
-
-
 def test_gradients_of_the_head_are_rounded_to_the_products_type_and_no_further():
     """In bfloat16 as near to float64 as bfloat16's 8 bits allow, for a tied and a separate head."""
     random = np.random.default_rng(0)
@@ -322,7 +302,7 @@ def test_gradients_of_the_head_are_rounded_to_the_products_type_and_no_further()
 
         @jax.jit
         def gradients(x, head, d_out, order=order):
-            out, pull = jax.vjp(partial(decoder._head_product, order), x, head)
+            out, pull = jax.vjp(partial(decoder._head_product, order, None), x, head)
             assert out.dtype == jnp.float32
             return pull(d_out)
 

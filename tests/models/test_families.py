@@ -92,6 +92,13 @@ def test_draws_turn_every_switch_on():
         assert len({each.rope for each in models}) > 2
         assert len({each.num_heads // each.num_kv_heads for each in models}) > 2
     windowed = {family for family, models in drawn.items() if any(each.sliding_window for each in models)}
-    assert windowed == {"qwen2", "qwen3", "olmo3", "smollm3", "mistral", "ministral", "gemma2", "gemma3_text", "phi3"}
+    uniform = {"mistral", "phi3", "qwen3_moe", "mixtral"}
+    assert windowed == uniform | {
+        *("qwen2", "qwen3", "olmo3", "smollm3", "ministral", "gemma2", "gemma3_text", "gpt_oss")
+    }
+    experts = {family: {each.num_experts for each in drawn[family]} for family, row in FAMILIES.items() if row.experts}
+    assert experts
+    assert all(len(numbers) > 3 for numbers in experts.values())
+    assert all({each.norm_topk_prob for each in drawn[family]} == {True, False} for family in ("qwen3_moe", "olmoe"))
     mixed = {family for family, models in drawn.items() if any(len(each.kinds) > 1 for each in models)}
-    assert mixed == windowed - {"mistral", "phi3"}
+    assert mixed == windowed - uniform

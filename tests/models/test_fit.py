@@ -21,6 +21,8 @@ class Model:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = (7,)
     max_positions: int = 50
+    num_experts: int = 0
+    lora: object | None = None
 
 
 @pytest.mark.parametrize(("value", "ids"), [(None, ()), (0, (0,)), ([2, 0], (2, 0)), ([], ())])

@@ -59,15 +59,16 @@ def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metada
     for (path, weight), param in zip(table, jax.tree.leaves(params), strict=True):
         kind_of_weight = jax.tree_util.keystr(path, simple=True, separator="/")
         for i, name in enumerate(weight.names("gguf")):
-            tensor = np.asarray(weight.to_file(param[i] if weight.stacked else param), np.float32)
+            tensor = np.asarray(weight.to_file(weight.unit(param, i, "gguf"), "gguf"), np.float32)
             heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}.get(kind_of_weight)
-            if config.family in ("llama", "smollm3", "granite") and heads is not None:
+            if config.family in ("llama", "smollm3", "granite", "mixtral", "granitemoe") and heads is not None:
                 tensor = permute(tensor, heads)
             tensor = tensor + 1 if weight.init == "less_one" else tensor
-            parts.setdefault(name, []).append((weight.file_rows or (0, 0), tensor))
+            rows = None if weight.has_experts else weight.file_rows
+            parts.setdefault(name, []).append((rows or (0, 0), tensor))
     for name, arrays in parts.items():
         tensor = np.concatenate([tensor for _, tensor in sorted(arrays, key=lambda part: part[0])])
-        own = kind if tensor.ndim == 2 else Kind.F32
+        own = kind if tensor.ndim > 1 else Kind.F32
         writer.add_tensor(name, quantize(np.ascontiguousarray(tensor), own), raw_dtype=own)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
@@ -77,7 +78,9 @@ def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metada
     writer.close()
 
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2"}
+ARCHITECTURES = {
+    **{"gemma3_text": "gemma3", "olmo3": "olmo2", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "mixtral": "llama"}
+}
 SIZES = {
     **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128},
@@ -109,6 +112,36 @@ OTHERS = {
     "gemma3_text": (
         {"sliding_window": 5, "query_pre_attn_scalar": 16, "rope_theta": 1e6},
         {"attention.sliding_window": 5},
+    ),
+    "qwen3_moe": (
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32},
+    ),
+    "olmoe": (
+        {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False},
+        {"expert_count": 4, "expert_used_count": 3},
+    ),
+    "mixtral": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "granitemoe": (
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "embedding_multiplier": 12.0},
+        {"expert_count": 3, "expert_used_count": 2, "embedding_scale": 12.0},
+    ),
+    "gpt_oss": (
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rope_theta": 150000.0},
+            "rope_scaling": {
+                **{"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            },
+        },
+        {
+            **{"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96},
+            **{"attention.sliding_window": 16, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0},
+            "rope.scaling.original_context_length": 4096,
+        },
     ),
     "phi3": (
         {"partial_rotary_factor": 0.75, "sliding_window": 20, "rope_theta": 1e4},
@@ -156,7 +189,11 @@ def test_names_are_those_of_llama_cpp(family):
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == arch)
     names = get_tensor_name_map(kind, 6)
     config = ModelConfig.from_hf(SIZES | {"model_type": family, "head_dim": 16})
+    known = {f"{name}.{suffix}" for _, name in names.mapping.values() for suffix in ("weight", "bias")}
     for weight in leaves(config.weights()):
+        assert known.issuperset(weight.names("gguf")), weight.gguf_name
+        if weight.has_experts or ".sinks" in weight.hf_name:
+            continue  # the converter gives the map other names for them
         for hf_name, gguf_name in zip(weight.names(), weight.names("gguf"), strict=True):
             module, _, suffix = hf_name.rpartition(".")
             assert f"{names.get_name(module)}.{suffix}" == gguf_name

@@ -15,10 +15,13 @@ from safetensors.numpy import load_file, save_file
 from small_models import TRAINED
 
 from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, chosen, with_adapters, without_adapters
-from jaxrl.models.peft import CONFIG, TENSORS, export_adapter, load_adapter, read_lora
+from jaxrl.models.peft import CONFIG, TENSORS, export_adapter, load_adapter, merged_params, read_lora
+from jaxrl.models.safetensors import export_hf
+from jaxrl.sharding.mesh import make_mesh
 
-from .conftest import LORAS, TOKENS, lively, lora_config, scan_logits
+from .conftest import LORAS, TOKENS, lively, lora_config, scan_logits, tiny_config
 
 DATA = Path(__file__).parent / "data"
 OF_PEFT = DATA / "peft-adapter"
@@ -177,6 +180,69 @@ def test_what_we_write_we_read(tmp_path: Path):
     found = load_adapter(tmp_path, model, None, np.float32)["layers"]
     wanted = adapters_alone(params)["layers"]
     assert {name: np.asarray(x).tobytes() for name, x in found.items()} == {n: x.tobytes() for n, x in wanted.items()}
+
+
+def write_fused(folder: Path, config: ModelConfig, **changes: object) -> dict[str, np.ndarray]:
+    """A folder of adapters of a model whose files have several matrices in one tensor, as peft writes it."""
+    random, tensors = np.random.default_rng(2), dict[str, np.ndarray]()
+    for weight in config.weights()["layers"].values():
+        for name in weight.names() if weight.is_linear and "down" not in weight.hf_name else ():
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            outputs, inputs = weight.file_shape()
+            tensors[f"{module}.lora_A.weight"] = random.normal(size=(3, inputs)).astype(np.float32)
+            tensors[f"{module}.lora_B.weight"] = random.normal(size=(outputs, 3)).astype(np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / TENSORS, {"format": "pt"})
+    modules = ["qkv_proj", "o_proj", "gate_up_proj"]
+    content = {"peft_type": "LORA", "r": 3, "lora_alpha": 6.0, "target_modules": modules, "bias": "none"}
+    (folder / CONFIG).write_text(json.dumps(content | changes))
+    return tensors
+
+
+def test_one_adapter_of_a_tensor_is_one_of_each_matrix_in_it(tmp_path: Path):
+    """Merged, each tensor is itself and B times A; written again, the folder is what it was."""
+    config = tiny_config("phi3")
+    tensors = write_fused(tmp_path / "adapter", config)
+    lora = read_lora(tmp_path / "adapter", config)
+    assert lora == Lora(3, 6.0, ("q", "k", "v", "o", "gate", "up"))
+    model = dataclasses.replace(config, lora=lora)
+    base = lively(config)
+    params = with_adapters(base, load_adapter(tmp_path / "adapter", model, None, np.float32))
+    for name, own in (("base", base), ("merged", merged_params(model, params))):
+        export_hf(own, config, tmp_path / name, dtype=np.float32)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    assert sum(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight" in tensors for name in before) == 6
+    for name, matrix in before.items():
+        a, b = (tensors.get(f"base_model.model.{name.removesuffix('weight')}lora_{x}.weight") for x in "AB")
+        wanted = matrix if a is None or b is None else matrix + 2 * b.astype(np.float64) @ a
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+    export_adapter(params, model, tmp_path / "again", np.float32, "base")
+    assert read_lora(tmp_path / "again", config) == lora
+    again = load_file(tmp_path / "again" / TENSORS)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    mesh = make_mesh(jax.devices()[:2])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_adapter(tmp_path / "adapter", model, mesh, np.float32),
+        adapters_alone(params),
+    )
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (("q", "k", "v"), "layers.0.self_attn.qkv_proj.lora_A.weight: peft has one adapter for a tensor that holds "
+         "several matrices, and their A must be one (here q, k, v); export the merged model (--merge)"),
+        (("up",), "layers.0.mlp.gate_up_proj.lora_B.weight: peft has one adapter for a tensor that holds several "
+         "matrices, and all matrices of the tensor must have one (here up)"),
+    ],
+)  # fmt: skip
+def test_adapters_that_are_none_of_the_tensor(tmp_path: Path, targets: tuple[str, ...], words: str):
+    model = dataclasses.replace(tiny_config("phi3"), lora=Lora(2, 4.0, targets))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        export_adapter(lively(model), model, tmp_path / "out", np.float32, "base")
+    assert not (tmp_path / "out").exists()
 
 
 def changed(folder: Path, **changes: object) -> Path:

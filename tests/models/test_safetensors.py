@@ -68,7 +68,7 @@ def test_loads_onto_train_shardings(tmp_path):
     gate, k = loaded["layers"]["gate"], loaded["layers"]["k"]
     assert gate.sharding.spec == PartitionSpec(None, None, ("x0", "x1", "x2"))
     assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 64, 10)}
-    assert k.sharding.spec == PartitionSpec(None, None, ("x0", "x1"), None)
+    assert k.sharding.spec == PartitionSpec(None, ("x0", "x1", "x2"), None, None), "four heads are too few"
     export_hf(loaded, config, tmp_path / "again", dtype=jnp.float32)
     assert (tmp_path / "again" / SINGLE).read_bytes() == (tmp_path / SINGLE).read_bytes()
 

@@ -114,8 +114,8 @@ OTHERS = (
     ),
     Refusal(
         TRAIN,
-        "checkpoint {tmp}/run/checkpoints/4 has schema version 3; this jaxrl reads up to 2: update jaxrl",
-        prepared(lambda step: manifest.write(step, 3, 4)),
+        "checkpoint {tmp}/run/checkpoints/4 has schema version 4; this jaxrl reads up to 3: update jaxrl",
+        prepared(lambda step: manifest.write(step, 4, 4)),
     ),
     Refusal(
         TRAIN,

@@ -90,7 +90,7 @@ GGUFS = (
     ),
     in_gguf(
         "general.architecture 'gemma' is not supported; use llama, qwen2, qwen3, olmo2, smollm3, phi3, "
-        "granite, gemma2, gemma3",
+        "granite, gemma2, gemma3, qwen3moe, gpt-oss, olmoe, granitemoe",
         gguf(architecture="gemma"),
     ),
     in_gguf("metadata qwen2.block_count ('two') must be a whole number from 1 to 10000", gguf(block_count="two")),

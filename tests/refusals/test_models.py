@@ -172,7 +172,8 @@ CONFIGS = (
         rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 8.0},
     ),
     in_config(
-        "quantization_config is not supported; weights must be float32, float16 or bfloat16 (or use a GGUF file)",
+        "quantization_config: quant_method None is not supported; it must be 'fp8', 'mxfp4' or "
+        "'compressed-tensors' (or use a GGUF file)",
         quantization_config={"bits": 4},
     ),
     in_config(

@@ -169,10 +169,6 @@ TOGETHER = {
         "actor.ppo_max_token_len_per_gpu (100 tokens) must hold the longest sequence: data.max_prompt_length (256) + "
         "data.max_response_length (128) = 384 tokens"
     ),
-    "rollout.num_blocks=2": (
-        "rollout.num_blocks (2, one of them reserved) must hold one request of 384 tokens: at least 25 blocks of 16 "
-        "tokens"
-    ),
     "trainer.num_devices=8 rollout.num_workers=3": (
         "rollout.num_workers (3) must cut trainer.num_devices (8) along the major axes of their mesh, into one of 1, "
         "2, 4, 8 workers"
@@ -235,6 +231,11 @@ OTHERS = (
     Refusal(
         SIMULATE[:-1],
         "simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to",
+    ),
+    Refusal(
+        ("train", "model.path={model}", "data.task=leg_counting", "trainer.run_dir=run", "rollout.num_blocks=2"),
+        "rollout.num_blocks (2, one of them reserved) must hold one request of 384 tokens: at least 25 blocks of 16 "
+        "tokens",
     ),
     Refusal(
         (*SIMULATE, "simulate.cost=table"),

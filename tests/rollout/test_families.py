@@ -54,9 +54,11 @@ def forward(name: str) -> Any:
 
     @jax.jit
     def logits(tokens: jax.Array) -> jax.Array:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: Any = 0) -> jax.Array:
-            first, ones = positions - windows[kind] + 1, jnp.ones_like(positions)
-            return reference.packed_attention(q, k, v, ones, positions, None, first, model.attn_logit_softcapping)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
+            *kind, sinks = more if model.attention_sinks else (*more, None)
+            first, ones = positions - windows[kind[0] if kind else 0] + 1, jnp.ones_like(positions)
+            rows = ones, positions, None, first
+            return reference.packed_attention(q, k, v, *rows, model.attn_logit_softcapping, sinks)
 
         hidden = decoder.forward_scan(params, tokens[None], positions, attend, model, dtype=jnp.float64)
         return decoder.logits(params, hidden, model)[0]
@@ -111,6 +113,7 @@ EVERY = [(family, tp, form) for family in FAMILIES for tp, form in ((1, "paged")
     [
         ("gemma2", 2, "on CPU"),
         ("olmo3", 1, "paged"),
+        ("gpt_oss", 2, "on CPU"),
         *(pytest.param(*each, marks=SLOW) for each in EVERY),
         *(pytest.param(family, 8, "on CPU", marks=SLOW) for family in FAMILIES),
     ],

@@ -22,7 +22,7 @@ MODEL = named_shape("SmolLM2-135M")
 
 def config(layout: dict[str, Any] | None = None, **rollout: Any) -> Config:
     rollout = {"n": 4, "max_num_seqs": 8, **rollout, "layout": {"planner": True, **(layout or {})}}
-    return from_mapping({"model": {"path": "models/tiny"}, "rollout": rollout})
+    return from_mapping({"model": {"path": "models/tiny"}, "rollout": rollout}).with_types("cpu")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_sizes_of_layouts():
     tight = layout_sizes(config({"scale_rows": False}, max_num_seqs=512), MODEL, 8, 2 << 30)
     assert tight[1][1] < tight[2][1] < tight[4][1], "a larger tp leaves more memory for KV"
     few = config(tensor_model_parallel_size=8)
-    with pytest.raises(ValueError, match=r"tp 1 a pool has 4 blocks, one of them reserved, and one request of 384"):
+    with pytest.raises(ValueError, match=r"^rollout.num_blocks \(4 at tp 1, one of them reserved\) must hold one"):
         layout_sizes(replace(few, rollout=replace(few.rollout, num_blocks=25)), MODEL, 8, None)
 
 

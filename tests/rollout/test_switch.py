@@ -28,6 +28,7 @@ from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
 from jaxrl.models.families import FAMILIES
+from jaxrl.models.kv_layers import kv_layers
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -64,6 +65,9 @@ def start(name: str, dtype: str, tp: int = 1, devices: Any = None, **options: An
     model = model_of(name)
     params = jax.device_put(weights_of(name, dtype), train_shardings(model, mesh))
     sizes = replace(SIZES, dtype=jnp.dtype(dtype), **options)
+    stacks = len(kv_layers(model, MAX_LENGTH, sizes.max_prefill_tokens, sizes.decode_steps).stacks)
+    layouts = tuple(replace(each, num_blocks=each.num_blocks * stacks) for each in sizes.layouts)
+    sizes = replace(sizes, num_blocks=sizes.num_blocks * stacks, layouts=layouts)
     executor = MeshExecutor(model, Layout(mesh, tp), sizes, weights=lambda: params)
     executor.sync_weights(params, 0)
     executor.allocate()

@@ -29,4 +29,4 @@ def test_every_program_compiles(shape: str, tp: int, kinds: tuple[str, ...]):
     assert moved is None or moved[1] == moved[3] == 1, "so does KV, in programs of one kind"
     for kind, kernels in told.items():
         is_fused = kind == "decode" and tp <= KV_HEADS[shape]
-        assert kernels["_decode_kernel" if is_fused else "_attend_kernel"] == 1, kernels
+        assert kernels["_decode_kernel" if is_fused else "_paged_kernel"] == 1, kernels

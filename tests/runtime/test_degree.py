@@ -36,7 +36,7 @@ def config(layout: dict[str, Any] | None = None, tp: Any = "auto", **rollout: An
                 "layout": {"profile": "p.json", **(layout or {})},
             },
         }
-    )
+    ).with_types("cpu")
 
 
 def table(identity: ProfileIdentity, *degrees: int) -> Profile:
@@ -99,7 +99,7 @@ def test_it_is_among_what_is_possible(tmp_path: Path, layout: dict[str, Any], ro
 def test_degrees_that_do_not_fit_into_memory_are_left_out(tmp_path: Path):
     """The weights of the rollout and one request: at tp 1 and 2 they do not fit beside the training state."""
     c = config({"profile": write(tmp_path / "p.json")}, memory_fraction=1.0)
-    for memory, expected in ((1 << 40, 2), (700 << 20, 4), (560 << 20, 8)):
+    for memory, expected in ((1 << 40, 2), (420 << 20, 4), (310 << 20, 8)):
         assert planned_degree(c, MODEL, 8, memory)[0].rollout.tp == expected
     with pytest.raises(ConfigError, match=r"rollout.memory_fraction \(1.0\) of .* leaves"):
         planned_degree(c, MODEL, 8, 100 << 20)

@@ -118,7 +118,7 @@ def test_what_fits(num: int, local: int, rollout: dict[str, int]):
 def test_training_counts_all_devices_and_the_rollout_those_of_a_host():
     def plan(hosts: int, **rollout: int) -> MemoryPlan:
         config = from_mapping({"model": {"path": "m"}, "rollout": rollout, "hosts": {"num": hosts}})
-        return memory_plan(config, SHAPES["SmolLM2-135M"], 8, 40 << 30, "gpu")
+        return memory_plan(config.with_types("gpu"), SHAPES["SmolLM2-135M"], 8, 40 << 30, "gpu")
 
     several, alone = plan(4, tensor_model_parallel_size=2), plan(1, num_workers=4, tensor_model_parallel_size=2)
     assert several == alone, "one process with as many workers"

@@ -8,6 +8,7 @@ import pytest
 from known_sizes import SMOLLM2, config
 
 from jaxrl.commands.explain import explain, render
+from jaxrl.config.checks import check
 from jaxrl.mechanisms.speculation.build import proposer
 from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
@@ -28,8 +29,49 @@ def test_the_pool_takes_what_is_left():
     assert "requests will be preempted" in e.warnings[0]
 
 
+def test_what_is_behind_windows_needs_no_room():
+    """Gemma 3 1B: 4 layers that see all and 22 with a window of 512, as seven stacks of four layers: a request of 32k
+    tokens holds 2048 blocks in one, and in each of the others those of the window and of two plans at the most."""
+    gemma, lengths = SHAPES["Gemma-3-1B"], {"max_prompt_length": 1024, "max_response_length": 31744}
+    actor = {"ppo_max_token_len_per_gpu": 32768}
+    c = config(data=lengths, actor=actor, rollout={"max_num_seqs": 8, "dtype": "bfloat16"})
+    each = 2048 + 6 * (-(-(511 + 512 + 65) // 16) + 2)
+    assert plan_num_blocks(c, gemma, 1, None) == 8 * each + 1
+    plan = memory_plan(c, gemma, 1, None, "cpu")
+    block = 2 * 4 * 1 * 256 * 16 * 2
+    assert plan.rollout["KV pool"] == (8 * each + 1) * block
+    assert plan.pool_requests == 8
+    kept = 8 * 2048 * 26 // 4 * block  # of the 26 layers, all that they have ever had
+    assert 5.3 < kept / plan.rollout["KV pool"] < 5.4
+    assert 8 * 32768 <= plan.pool_tokens < 8 * 32768 * 1.01
+    short = config(data={"max_prompt_length": 256, "max_response_length": 256}, rollout={"max_num_seqs": 8})
+    assert plan_num_blocks(short, gemma, 1, None) == 8 * 32 + 1, "nothing is ever behind a window"
+    said = rf"rollout.num_blocks \({each}, one of .* one request of 32768 tokens: at least {each + 1} blocks of 16"
+    with pytest.raises(ValueError, match=said):
+        memory_plan(replace(c, rollout=replace(c.rollout, num_blocks=each)), gemma, 1, None, "cpu")
+
+
 def test_what_is_set_is_taken():
+    """Also fewer blocks than a request has stretches, where each layer has a window."""
+    mistral = replace(SMOLLM2, family="mistral", sliding_window=128)
+    windowed = config(rollout={"num_blocks": 24, "max_num_batched_tokens": 64})
+    check(windowed)
+    assert windowed.max_model_length == 384
+    assert memory_plan(windowed, mistral, 1, None, "cpu").num_blocks == 24
+    with pytest.raises(ValueError, match=r"rollout.num_blocks \(24, one of .*: at least 25 blocks of 16 tokens"):
+        memory_plan(windowed, SMOLLM2, 1, None, "cpu")
     assert plan_num_blocks(config(rollout={"num_blocks": 99}), SMOLLM2, 1, 1 << 20) == 99
+
+
+def test_invariant_numbers_pad_for_their_own_degree():
+    """Three key/value heads are four at tp 2 and 4; a degree that their parts do not divide into is refused."""
+    own = {"actor": {"numerics": "invariant", "numerics_tp": 4}, "rollout": {"num_blocks": 99}}
+    fast, parts = (memory_plan(config(**each), SMOLLM2, 1, None, "cpu") for each in ({"rollout": own["rollout"]}, own))
+    assert parts.rollout["KV pool"] / fast.rollout["KV pool"] == 4 / 3
+    wide = config(**own | {"rollout": {"tensor_model_parallel_size": 8}})
+    wanted = r"^actor.numerics_tp \(4\) must be a multiple of the largest tp of the rollout \(8\)"
+    with pytest.raises(ValueError, match=wanted):
+        memory_plan(wide, SMOLLM2, 8, None, "cpu")
 
 
 def problem(bytes_each, trains=True, **sections):

@@ -67,6 +67,23 @@ def test_rows_stand_at_their_context_in_the_middle_of_the_timed_steps(monkeypatc
     case.close()
 
 
+def test_one_row_stands_further_than_the_others(monkeypatch):
+    setting, params = placed(100, "--longest", "200")
+    case = at_context.PlacedCase(setting, params, 3, 100, "float32")
+    written: list[int] = []
+
+    def look() -> None:
+        found = [case._engine.batcher.progress(i) for i in case._engine.unfinished()]
+        written.extend(each.num_prompt + each.num_tokens - 1 for each in found)
+        at_context.PlacedCase._end(case)
+
+    monkeypatch.setattr(case, "_end", look)
+    case()
+    assert written == [204, 104, 104]
+    assert case.executor.num_blocks == 1 + 14 + 7 + 7, "of 16 positions: up to 210 and 110 tokens"
+    case.close()
+
+
 def test_placed_rows_read_the_random_pool(monkeypatch):
     setting, params = placed(100)
     case = at_context.PlacedCase(setting, params, 2, 100, "float32")

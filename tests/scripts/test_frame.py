@@ -123,6 +123,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ("decode", "--model no/such/folder", r"no/such/folder"),
     ("decode", "--new 1", r"--new \(1\) must be at least 2"),
     ("decode", "--prefill-tokens 0", r"--prefill-tokens \(0\) must be at least 1"),
+    ("decode", "--longest 9", r"--longest needs --at-context"),
+    ("decode", "--at-context 128 --longest 99", r"--longest \(99\) must be at least --at-context \(128\), or 0"),
     ("decode", "--profile", r"--profile needs --at-context"),
     ("decode", "--rows 8 0", r"--rows \(0\) must be at least 1"),
     ("decode", "--shape SmolLM3", r"--shape \(SmolLM3\) must be one of tiny, SmolLM2-135M"),

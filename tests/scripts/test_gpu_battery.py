@@ -16,11 +16,12 @@ import gpu_battery
 import numpy as np
 import pytest
 from ended import have_ended
-from gpu import check, figures, page, parts
+from gpu import cards, check, figures, page, parts
 from gpu.cards import CARDS
 from gpu.figures import Bar, Figure
 from gpu.frame import Battery, Part, read
 
+from jaxrl.models.shapes import named_shape
 from jaxrl.types import Sample, SampleKey
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,6 +209,17 @@ def test_what_is_expected_stands_in_the_docs():
     text = page.expected_page()
     assert file.read_text(encoding="utf-8") == text, "python scripts/gpu_battery.py --expected > it"
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_what_a_long_row_costs_stands_in_the_docs():
+    text, card = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8"), CARDS["H100"]
+    for name, rows, before, now in ((parts.SMALL, 64, 16, 1), (parts.SMALL, 256, 32, 2), (parts.LARGE, 64, 32, 2),
+                                    (parts.LARGE, 256, 32, 2)):  # fmt: skip
+        one, mixed = [1024] * rows, [1024] * (rows - 1) + [32768]
+        costs = ((one, 0), (mixed, 1024 * before), (mixed, 1024 * now), (mixed, 0))
+        plain, old, new, same = (1e3 * cards.mixed_decode_seconds(card, named_shape(name), *each) for each in costs)
+        assert new == same
+        assert f"| {name} | {rows} | {plain:.2f} | {before}k | {old:.2f} | {now}k | {new:.2f} |" in text
 
 
 def test_every_figure_has_its_part_and_an_expectation():

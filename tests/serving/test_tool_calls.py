@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.tool_calls import Call, calls_in, may_begin
+from jaxrl.data.tool_calls import Call, calls_in, may_begin, seems_to_call
 
 NAMES = {"look", "add"}
 ONE = '{"name": "look", "arguments": {"at": "é"}}'
@@ -40,6 +41,26 @@ LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
         (f"<|tool_call|>[{ONE}]<|/tool_call|>", "", [LOOK]),
         (f"<|tool_call|>[{ONE}]", "", [LOOK]),
         (f" [{ONE}] ", "", [LOOK]),  # the marks are special tokens, which text may leave out
+        (f"functools[{ONE}]", "", [LOOK]),
+        ('[TOOL_CALLS]look[ARGS]{"at": "é"}', "", [LOOK]),
+        ('I look.[TOOL_CALLS]look{"at": "é"}[TOOL_CALLS]add[ARGS]{"a":1,"b":[2]}', "I look.", [LOOK, ADD]),
+        ('[TOOL_CALLS]look[CALL_ID]a1B2c3D4e[ARGS] {"at": "é"}', "", [LOOK]),
+        ('look{"at": "é"}add{"a":1,"b":[2]}', "", [LOOK, ADD]),
+        ('look{"at": "é"}\nlook{"at": "é"}', "", [LOOK, LOOK]),
+        ("<function_calls>\nlook(at='é')\nadd(a=1, b=[2])\n</function_calls>", "", [LOOK, ADD]),
+        ("I look.\n<function_calls>look(at='é')</function_calls> Done.", "I look.\n Done.", [LOOK]),
+        ("<function_calls>\n  look(at='é')", "", [LOOK]),  # the end token stands where the tag would
+        ('I look.\n<code>\nlook(at="é")\n</code>\n', "I look.", [LOOK]),
+        ('As <code>x</code>: <code>look(at="é")</code>', "As <code>x</code>:", [LOOK]),
+        (f"As <code>x</code>: <tool_call>{ONE}</tool_call>", "As <code>x</code>:", [LOOK]),
+        *(  # marks inside of arguments
+            (call.replace("é", inside), "", [Call("look", f'{{"at": "{inside}"}}')])
+            for call in (ONE, f"[TOOL_CALLS][{ONE}]", '[TOOL_CALLS]look{"at": "é"}', f"<tool_call>{ONE}</tool_call>")
+            for inside in (
+                *("<code>look(at=1)</code>", "<function_calls>look(at=1)</function_calls>", "<|tool_call|>"),
+                *("<tool_call>", "</tool_call>", "[TOOL_CALLS]"),
+            )
+        ),
     ],
 )
 def test_calls_are_read(text: str, before: str, calls: list[Call]):
@@ -66,18 +87,84 @@ def test_calls_are_read(text: str, before: str, calls: list[Call]):
         f"[TOOL_CALLS][{ONE}, 3]",
         f"[TOOL_CALLS]{ONE}",
         f"[{ONE}] then",
+        f"functools {ONE}",
+        f"functools[{ONE}] then",
+        "[TOOL_CALLS]look",
+        '[TOOL_CALLS]look[ARGS]["at"]',
+        '[TOOL_CALLS]look[ARGS]{"at": "é"',
+        '[TOOL_CALLS]look[ARGS]{"at": "é"} then',
+        '[TOOL_CALLS]look[ARGS]{"at": "é"}[TOOL_CALLS]',
+        '[TOOL_CALLS]look at[ARGS]{"at": "é"}',
+        '[TOOL_CALLS]other[ARGS]{"at": "é"}',
+        '[TOOL_CALLS]look[ARGS]{"at": NaN}',
+        'look{"at": "é"} then',
+        'other{"at": "é"}',
+        'look {"at": "é"}',
+        "look{at}",
+        '<tool_call>{"name": "look", "arguments": {"at": 1e999}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"at": "\\ud800"}}</tool_call>',
+        "<function_calls></function_calls>",
+        "<function_calls>look</function_calls>",
+        "<function_calls>look('é')</function_calls>",
+        "<function_calls>look(**{'at': 1})</function_calls>",
+        "<function_calls>look(at=1, at=2)</function_calls>",
+        "<function_calls>look(at=here)</function_calls>",
+        "<function_calls>look(at=add(a=1))</function_calls>",
+        "<function_calls>look(at=1 + 1)</function_calls>",
+        "<function_calls>look(at=f'{1}')</function_calls>",
+        "<function_calls>look(at=b'1')</function_calls>",
+        "<function_calls>look(at={1: 2})</function_calls>",
+        "<function_calls>look(at={**{}})</function_calls>",
+        "<function_calls>look(at=(1, 2))</function_calls>",
+        "<function_calls>look(at=1j)</function_calls>",
+        "<function_calls>look(at=1e999)</function_calls>",
+        "<function_calls>look(at='\\ud800')</function_calls>",
+        "<function_calls>look(at='</function_calls>",
+        "<function_calls>look(at=1); import os</function_calls>",
+        "<function_calls>x = look(at=1)</function_calls>",
+        "<function_calls>self.look(at=1)</function_calls>",
+        "<function_calls>other(at=1)</function_calls>",
+        f"<function_calls>look(at={'[' * 10_000})</function_calls>",
+        f"<function_calls>look(at={'9' * 5_000})</function_calls>",
+        "<function_calls>look(at='\0')</function_calls>",
+        "<code>look(at=1)",
+        "look(at=1)</code>",
+        "<code>look(at=1)</code> does it",
+        "<code>print(look(at=1))</code>",
+        "Say <code>x = 1</code>",
     ],
 )
 def test_what_is_no_call_is_text(text: str):
     assert calls_in(text, NAMES) == (text, [])
 
 
-@given(st.text(alphabet="<tool_cal>|[TOLCAS]{}\n x", max_size=30), st.integers(0, 30))
+@pytest.mark.parametrize("around", ["{}", "[{}]", "[TOOL_CALLS][{}]", "<tool_call>{}</tool_call>"])
+def test_arguments_that_are_nested_too_deep_for_json_are_no_call(around: str):
+    """Where they can just be read, and not be written again."""
+    for depth in (*range(sys.getrecursionlimit() - 80, sys.getrecursionlimit() + 20), 10_000, 200_000):
+        text = around.replace("{}", ONE.replace('"é"', "[" * depth + "]" * depth))
+        said, calls = calls_in(text, NAMES)
+        assert calls or said == text
+
+
+def test_python_values_are_those_of_json():
+    text = """<function_calls>
+look(a=None, b=[true, False, null], c={'x': -1.5, "y": {}}, d='it\\'s \\n "', e="\\d\\\\d", f='''one
+  two''', g="é" "f", h=12345678901234567890)
+</function_calls>"""
+    _, (call,) = calls_in(text, NAMES)
+    wanted = {"a": None, "b": [True, False, None], "c": {"x": -1.5, "y": {}}, "d": "it's \n \"", "e": "\\d\\d"}
+    assert json.loads(call.arguments) == wanted | {"f": "one\n  two", "g": "éf", "h": 12345678901234567890}
+
+
+@given(st.text(alphabet="<tool_cal>|[TOLCAS]{}()='\n xfunid", max_size=30), st.integers(0, 30))
 def test_what_is_handed_out_early_is_before_every_call(text: str, cut: int):
     """Whatever follows: text that was handed out stays the beginning of what the response says in the end."""
-    early = text[: may_begin(text)]
-    lists = (f"[TOOL_CALLS][{ONE}]", f"TOOL_CALLS][{ONE}]", f"tool_call|>[{ONE}]")
-    for rest in (f"<tool_call>{ONE}</tool_call>", "", text[cut:], f"tool_call>{ONE}", f"{ONE}", *lists):
+    early = text[: may_begin(text, NAMES)]
+    rests = (f"[TOOL_CALLS][{ONE}]", f"TOOL_CALLS][{ONE}]", f"tool_call|>[{ONE}]")
+    rests += ('[TOOL_CALLS]look[ARGS]{"at": 1}', 'look{"at": 1}', 'ok{"at": 1}', '{"at": 1}', f"tools[{ONE}]")
+    rests += ("<function_calls>look(at=1)", "function_calls>look(at=1)", "code>look(at=1)</code>")
+    for rest in (f"<tool_call>{ONE}</tool_call>", "", text[cut:], f"tool_call>{ONE}", f"{ONE}", *rests):
         said, calls = calls_in(text + rest, NAMES)
         assert said.startswith(early.rstrip() if calls else early)
 
@@ -85,3 +172,10 @@ def test_what_is_handed_out_early_is_before_every_call(text: str, cut: int):
 def test_arguments_are_json_again():
     _, (call,) = calls_in(f"<tool_call>{ONE}</tool_call>", NAMES)
     assert json.loads(call.arguments) == {"at": "é"}
+
+
+def test_what_was_meant_for_a_call_is_told_from_text():
+    """For what is answered to a call that cannot be read."""
+    meant = ("<function_calls>look(1)", "[TOOL_CALLS]look", "<|tool_call|>", "<tool_call>", 'functools[{"name"')
+    assert all(map(seems_to_call, meant))
+    assert not any(map(seems_to_call, ("Write <code>x</code>", "look at this", "functools has a cache")))

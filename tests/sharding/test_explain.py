@@ -70,7 +70,7 @@ def test_text():
     assert lines[1] == "mesh x2=2 x1=2 x0=2; dp over nothing, tp over x0 x1 x2"
     assert lines[2] == "padded for tp 8: query heads 9 to 16, key/value heads 3 to 4"
     assert "final_norm [576] whole on every device [576] 576" in [" ".join(line.split()) for line in lines]
-    assert lines[-1] == "KV: one pool; each key/value head is on 2 devices of its group (4 heads, tp 8)"
+    assert lines[-2] == "KV: one pool; each key/value head is on 2 devices of its group (4 heads, tp 8)"
     assert all(line == line.rstrip() for line in lines)
     assert "4 pools, one per dp group; each key/value head is on one device" in str(explain_layout(TINY, 8, 2))
     assert "8 pools, one per dp group; each device holds all 2" in str(explain_layout(TINY, 8, 1))
@@ -111,3 +111,21 @@ def test_pixels_without_pillow(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ValueError, match="--png needs the package pillow, which is not installed"):
         png(draw(explain_layout(TINY, 1, 1)))
+
+
+def test_what_training_sends():
+    """Seven eighths of all that is split, gathered twice in bfloat16 and reduced once in float32."""
+    model = named_shape("Qwen2.5-7B")
+    layers = 28 * (2 * 3584 * 28 * 128 + 2 * 3584 * 4 * 128 + 3 * 3584 * 18944)
+    head = 152064 * 3584  # the embedding's rows are not counted
+    found = explain_layout(model, 8, 1).traffic
+    assert found.gathered == pytest.approx(7 / 8 * 2 * (2 * layers + head), rel=1e-3)
+    assert found.reduced == pytest.approx(7 / 8 * 4 * (layers + head), rel=1e-3)
+    assert found.copied == pytest.approx(7 / 8 * 8 * 28 * 2 * 3584, rel=0.5), "norms and biases"
+    assert found.into_host == 0
+    explained = explain_layout(model, 16, 1, num_hosts=2)
+    assert explained.traffic.into_host == pytest.approx((2 * (2 * layers + head) + 4 * (layers + head)) / 2, rel=1e-3)
+    assert str(explained).endswith("gradients; 27.7 GB come into each host")
+    assert "training" not in str(explain_layout(model, 1, 1))
+    with pytest.raises(ValueError, match=r"^--hosts \(3\) must divide the number of devices \(8\)$"):
+        explain_layout(model, 8, 1, num_hosts=3)

@@ -96,7 +96,7 @@ def test_train_specs_split_the_tensor_dim_nested():
     specs = rules.map_weights(lambda weight: rules.train_spec(weight, mesh), table)
     every = ("x0", "x1", "x2")
     assert specs["layers"]["q"] == P(None, None, every, None)
-    assert specs["layers"]["k"] == P(None, None, ("x0", "x1"), None)
+    assert specs["layers"]["k"] == P(None, every, None, None), "four heads would leave two copies"
     assert specs["layers"]["o"] == P(None, every, None, None)
     assert specs["layers"]["down"] == P(None, every, None)
     assert specs["embed"] == P(("x0",), None)

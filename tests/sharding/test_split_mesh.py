@@ -23,7 +23,7 @@ def mesh_of(count: int) -> Mesh:
 @pytest.mark.parametrize(("count", "index"), [(2, 1), (4, 0), (8, 0), (8, 1)])
 def test_weights_go_to_a_half_and_come_back(count: int, index: int):
     half = Half(mesh_of(count), index)
-    here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh)
+    here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh, half.whole)
     params = placed(normal_params(MODEL, "float32"), MODEL, half.whole)
     before = jax.tree.map(np.asarray, params)
     lent = half.lend(params, there)
@@ -52,7 +52,7 @@ def test_scalars_and_arrays_that_nothing_splits():
 
 def test_the_other_half_holds_nothing_more():
     half = Half(mesh_of(8), 0)
-    here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh)
+    here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh, half.whole)
     params = placed(normal_params(MODEL, "float32"), MODEL, half.whole)
     other, own = half.other.devices.ravel().tolist(), half.mesh.devices.ravel().tolist()
     before = bytes_on(other), bytes_on(own)

@@ -183,7 +183,7 @@ def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(t
     assert predictor.num_devices == 8
     small = config(switch=True, degrees=[1, 4])
     small = replace(small, rollout=replace(small.rollout, tensor_model_parallel_size=4, num_blocks=600))
-    with pytest.raises(ConfigError, match=r"at tp 1 a pool has 150 blocks, .* needs 263"):
+    with pytest.raises(ConfigError, match=r"rollout.num_blocks \(150 at tp 1, .*: at least 264 blocks"):
         layout_sizes(small, cost)
 
 

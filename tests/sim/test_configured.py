@@ -16,6 +16,7 @@ from simulate_options import TRAINING, config
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.config.hosts import HostsSection
 from jaxrl.models.shapes import SHAPES
+from jaxrl.runtime.memory import kv_layers_of, plan_num_blocks
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sim.configured import (
     cost_model,
@@ -75,6 +76,21 @@ def test_a_worker_has_its_share_of_the_devices_and_the_same_pools(model: str, to
     assert (whole.num_blocks < 8 * (64 + tokens) // 16) == is_full, "the memory sets the pool"
     with pytest.raises(ConfigError, match=r"rollout\.num_workers \(3\) must cut simulate\.num_devices \(8\)"):
         machine_sizes(three, cost, model_sizes(three))
+
+
+def test_a_pool_of_layers_with_windows_is_that_of_a_real_run():
+    c = training(
+        model__path="Gemma-3-1B",
+        data__max_prompt_length=1024,
+        data__max_response_length=31744,
+        actor__ppo_max_token_len_per_gpu=32768,
+    )
+    cost, _ = cost_model(c)
+    sizes = machine_sizes(c, cost, model := model_sizes(c))
+    layers = kv_layers_of(c, model)
+    assert sizes.stacks == layers.stacks == sizes.capacity.stacks
+    assert sizes.stacks.windows == (0, *[512] * 6)
+    assert sizes.num_blocks == plan_num_blocks(c, model, 8, None), "there is room for all rows"
 
 
 def test_a_pool_that_training_state_leaves_too_little_for():

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +88,23 @@ def test_decode_bound_by_compute_by_hand():
     cost = replace(COST, hardware=replace(SLOW, flops_per_s=1e6))
     flops = 2 * 138_048 * 2 + 4 * 2 * 4 * 16 * 100
     assert cost.decode_step_s(1, 2, 100) == pytest.approx(flops / 1e6 + 1.2e-3, rel=1e-12)
+
+
+def test_layers_with_windows_read_what_they_see():
+    """Of two rows of 300 tokens one of two layers reads all, the other 100 of each; short ones are read whole."""
+    types = ("full_attention", "sliding_attention")
+    slides = replace(COST, model=replace(SMALL, family="gemma2", sliding_window=100, layer_types=types))
+    for batch, context, seen in ((2, 600, (600 + 200) / 2), (2, 150, 150), (1, 100, 100)):
+        assert slides.decode_step_s(1, batch, context) == pytest.approx(COST.decode_step_s(1, batch, seen), rel=1e-12)
+        steps = slides.decode_steps_s(1, np.array([batch]), np.array([context]))
+        assert steps.tolist() == [slides.decode_step_s(1, batch, context)]
+    narrow = (
+        replace(COST, hardware=replace(SLOW, flops_per_s=1e6)),
+        replace(slides, hardware=replace(SLOW, flops_per_s=1e6)),
+    )
+    assert narrow[1].prefill_s(1, 300, 45_000) == pytest.approx(narrow[0].prefill_s(1, 300, 37_500), rel=1e-12)
+    whole = COST.num_kv_blocks(1, 4, 0.9)
+    assert COST.num_kv_blocks(1, 4, 0.9, num_layers=1) in (2 * whole, 2 * whole + 1)
 
 
 def test_all_reduce_is_the_better_of_ring_and_doubling():

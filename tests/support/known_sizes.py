@@ -28,4 +28,4 @@ TINY = ModelConfig(
 
 
 def config(**sections):
-    return from_mapping({"model": {"path": "m"}, **sections})
+    return from_mapping({"model": {"path": "m"}, **sections}).with_types("cpu")

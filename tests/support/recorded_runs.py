@@ -16,7 +16,7 @@ model: {path: Qwen2.5-7B}
 data: {train_batch_size: 6, max_prompt_length: 256, max_response_length: 512, task: chain_sum, val_size: 4}
 rollout: {n: 4, max_num_seqs: 4, decode_steps: 8, tensor_model_parallel_size: 1, dtype: bfloat16, num_blocks: 60}
 reward: {num_workers: 2, timeout_s: 3.0}
-actor: {ppo_max_token_len_per_gpu: 1024}
+actor: {dtype: float32, ppo_max_token_len_per_gpu: 1024}
 trainer: {total_training_steps: 8, save_freq: 3, test_freq: 4, val_before_train: true, seed: 3}
 simulate:
   num_devices: 4

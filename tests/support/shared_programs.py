@@ -7,6 +7,8 @@ must have shapes or options of its own.
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,11 @@ from jaxrl.sharding.compiled import _CARRIED, CompiledPrograms
 from jaxrl.train.programs import TrainPrograms
 
 MOST = 400  # the oldest go: each holds some megabytes
+MOST_MAPS = 30_000
+"""Mappings of a process. Linux allows 65,530: LLVM has some for each program, and beyond them it takes the process with
+it."""
+
+_known: dict[Any, Any] = {}
 
 
 def key_of(programs: CompiledPrograms, shape: Any) -> Any:
@@ -34,18 +41,31 @@ def key_of(programs: CompiledPrograms, shape: Any) -> Any:
 
 def share() -> None:
     """From now on, in this process."""
-    known: dict[Any, Any] = {}
     alone = CompiledPrograms.compile
 
     def compile(programs: CompiledPrograms, shape: Any) -> Any:
         key = key_of(programs, shape)
         if key is None:
             return alone(programs, shape)
-        found = known.get(key)
+        found = _known.get(key)
         if found is None:
-            found = known[key] = alone(programs, shape)
-            if len(known) > MOST:
-                del known[next(iter(known))]
+            found = _known[key] = alone(programs, shape)
+            if len(_known) > MOST:
+                del _known[next(iter(_known))]
         return found
 
     CompiledPrograms.compile = compile
+
+
+def make_room(most: int = MOST_MAPS) -> None:
+    """Forgets all programs, these and jax's own, where the process has more mappings than `most`."""
+    if num_maps() > most:
+        _known.clear()
+        jax.clear_caches()
+        gc.collect()
+
+
+def num_maps() -> int:
+    """Mappings of this process; 0 where the system does not say."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0

@@ -11,6 +11,7 @@ import numpy as np
 from known_samples import KnownSample, KnownWorkload
 
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -43,6 +44,8 @@ class ConstantCost:
     """Round numbers: 10 s a prefill, 1 s a decode step whatever its rows, and a sixteenth more for each token that a
     row may draft in it; 7 s a forward pass, 5 s a sync, and 100 s a training step with 1 s for each update; beside the
     rollout 20 s for gradients, 3 s to bring weights or sums across, and 2 s for a swap of weights."""
+
+    model = SHAPES["tiny"]
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         return 1.0 if batch else 0.0

@@ -168,10 +168,11 @@ def whole_hidden(params: Any, batch: TokenBatch, model: ModelConfig) -> jax.Arra
     """Final hidden states [R, T, E] of padded samples, each layer over all of them at once."""
     windows = jnp.asarray([kind.window or 10**6 for kind in model.kinds])
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: Any = 0) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
+        *kind, sinks = more if model.attention_sinks else (*more, None)
         rows = (jnp.asarray(batch.segment_ids), jnp.asarray(batch.positions), None)
-        first = rows[1] - windows[kind] + 1 if any(kind.window for kind in model.kinds) else None
-        return packed_attention(q, k, v, *rows, first, model.attn_logit_softcapping)
+        first = rows[1] - windows[kind[0] if kind else 0] + 1 if any(kind.window for kind in model.kinds) else None
+        return packed_attention(q, k, v, *rows, first, model.attn_logit_softcapping, sinks)
 
     return decoder.forward_scan(
         params,

@@ -88,8 +88,12 @@ def test_keeps_the_newest_and_refuses_what_it_cannot_read(tmp_path):
         found, host = checkpoints.restore(abstract, 2)
         assert host.values == {"step": 2}
         assert_same(found, state)
+        manifest.write(tmp_path / "2", schema_version=2, step=2)
+        with pytest.raises(ValueError, match=r"/2 was written by an earlier jaxrl \(schema version 2, now 3\): begin"):
+            checkpoints.restore(abstract, 2)
+        assert_same(restore_params(whole_step(tmp_path, 2), abstract["params"]), state["params"])
     manifest.write(tmp_path / "3", schema_version=99, step=3)
-    with pytest.raises(ValueError, match=r"checkpoint .*/3 has schema version 99; this jaxrl reads up to 2: update"):
+    with pytest.raises(ValueError, match=r"checkpoint .*/3 has schema version 99; this jaxrl reads up to 3: update"):
         Checkpointer(tmp_path)
 
 

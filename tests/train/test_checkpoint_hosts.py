@@ -19,7 +19,12 @@ def saved(folder: Path, num_processes: int) -> dict[str, np.ndarray]:
     """A checkpoint of step 2 in `folder/checkpoints`; what the process that wrote it had."""
     checkpoints = folder / "checkpoints"
     hosts = run_world("save", folder / "save", num_processes, SIZES[num_processes], folder=str(checkpoints))
-    for found in hosts:
+    files = {str(path.relative_to(checkpoints / "2")) for path in checkpoints.rglob("*") if path.is_file()}
+    for process, found in enumerate(hosts):
+        written = {name for name in files if f"/ocdbt.process_{process}/" in name}
+        written |= {"arrays/arrays.arrow"} if process == 0 else set()
+        assert set(found["hashed"].tolist()) == {f"{process} {name}" for name in written}
+        assert any("state/" in name for name in written)
         assert_same_bits(found, of(hosts[0], "state"))
         assert found["steps"].tolist() == [2], "max_to_keep is 1, for every process"
     assert [path.name for path in checkpoints.iterdir()] == ["2"], "one step, and nothing that was left"

@@ -57,6 +57,66 @@ def test_with_adapters_memory_is_as_planned(remat, base):
     assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_what_crosses_between_devices(dtype):
+    """Of the tied vocabulary an all-gather of bfloat16 and a reduce-scatter of float32, once each; and gradients of
+    layers in the type that was asked for. All while other work goes on, but for the embedding's rows."""
+    told = training("gradients", "--devices", "8", "--layers", "2", "--tokens", "2048", "--reduce-dtype", dtype)
+    moved, table = told["collectives"], 151936 * 1536
+    large = [each for each in moved if each["bytes"] >= 2 * table]
+    assert sorted((each["kind"], each["dtype"], each["bytes"], each["times"]) for each in large) == [
+        ("all-gather", "bf16", 2 * table, 1),
+        ("reduce-scatter", "f32", 4 * table, 1),
+    ]
+    rows = 8 * 2048 * 1536 * 2
+    layers = [
+        each for each in moved if each["times"] == 2 and each["kind"] == "reduce-scatter" and each["bytes"] > 1 << 20
+    ]
+    assert {each["dtype"] for each in layers} == {{"float32": "f32", "bfloat16": "bf16"}[dtype]}
+    assert {each["bytes"] for each in moved if each["bytes"] > 1 << 20 and not each["overlaps"]} <= {rows}
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "arguments"),
+    [
+        ("Qwen2.5-1.5B", 2, ("--offload",)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("Qwen2.5-7B", 28, ("--offload",)),
+                ("Qwen3-30B-A3B", 2, ("--offload",)),
+                ("Qwen2.5-1.5B", 28, ("--optimizer=muon",)),
+                ("Qwen2.5-7B", 4, ("--state-dtype=int8",)),
+                ("Qwen2.5-1.5B", 28, ("--state-dtype=int8", "--offload")),
+                ("Qwen2.5-1.5B", 28, ("--state-dtype=bfloat16", "--offload")),
+                ("Qwen2.5-7B", 4, ("--offload", "--optimizer=muon")),
+            )
+        ),
+    ],
+)
+def test_memory_of_an_optimizers_step_is_as_planned(shape, layers, arguments):
+    """A layer's state, or a table's, comes from the host after the one before has gone; stacks are updated in place. Of
+    a state on the device AdamW needs nothing more."""
+    told = compile_for_gpu("update", "--shape", shape, "--layers", str(layers), *arguments)
+    planned = sum(told["plan"].values()) - told["plan"]["gradients"]
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
+    assert told["memory"]["results"] - told["memory"]["aliased"] < 1 << 20
+    if arguments == ("--offload",):
+        own = compile_for_gpu("update", "--shape", shape, "--layers", str(layers))["memory"]
+        assert own["temporaries"] < 1 << 20
+        assert told["memory"]["host_arguments"] == own["arguments"] - told["memory"]["arguments"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 4])
+def test_memory_of_experts_is_as_planned(layers):
+    told = training("gradients", "--shape", "Qwen3-30B-A3B", "--layers", str(layers))
+    planned = sum(told["plan"].values()) - told["plan"]["gradients"]
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
+    floats = [text for text in told["scatters"] if re.match(r"(f|bf)\d", text)]
+    assert not [text for text in floats if "unique_indices=true" not in text]
+
+
 def test_nothing_is_added_in_the_order_of_chance():
     """A scatter that adds floats runs with atomics, unless no index is there twice. Integers' sums have no order."""
     told = training("gradients")

@@ -59,9 +59,10 @@ def test_a_save_that_is_waited_for_makes_progress_while_it_grows(tmp_path, monke
     with Checkpointer(tmp_path, progress=lambda: (told.append(1), len(told) > 3 and enough.set())) as checkpoints:
 
         def write() -> None:
-            (tmp_path / "4.tmp").mkdir()
+            place = tmp_path / "4.tmp.orbax-checkpoint-tmp"  # Orbax's name for it
+            place.mkdir()
             for i in range(200):
-                (tmp_path / "4.tmp" / f"{i}").write_bytes(b"12" if grows else b"")
+                (place / f"{i}").write_bytes(b"12" if grows else b"")
                 if enough.wait(0.05 if grows else 0.002):
                     return
 

@@ -10,11 +10,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 from on_gpu import DEPRECATED, INTERPRET, assert_equal_bits, relative, sized
 
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
+from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.packing import Shape, pack
+from jaxrl.train.vocabulary import Embedding, Split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]
 LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -89,7 +92,9 @@ def test_gradients_of_the_embedding_are_in_order(model):
         return jax.grad(objective)(params)["embed"]
 
     with jax.default_matmul_precision("highest"):
-        found = [gradient(decoder.look_up_in_order, params) for _ in range(3)]
+        mesh = make_mesh(jax.devices()[:1])
+        in_order = Embedding(mesh, PartitionSpec(mesh.axis_names), Split(), jnp.float32, ordered=True)
+        found = [gradient(in_order, params) for _ in range(3)]
         expected = gradient(decoder.look_up, params)
     for again in found[1:]:
         assert_equal_bits(again, found[0])

@@ -306,7 +306,7 @@ def test_memory_of_a_quantised_base(kind, make_config):
 
 def test_memory(make_config):
     """Of what an update needs beside activations, all but the frozen weights is as small as the adapters."""
-    config = make_config(actor__use_kl_loss=True)
+    config = make_config(actor__dtype="float32", actor__use_kl_loss=True)
     full, own = resident_parts(config, MODEL.base, 1), resident_parts(config, MODEL, 1)
     trained = trained_numbers(MODEL, 1)
     assert own["master weights"] == full["master weights"] + 4 * trained

@@ -40,7 +40,7 @@ def test_muon_by_hand(x64):
     """Every matrix of a layer is orthogonalised for itself, over all its inputs and outputs; biases, norms, embedding
     and head have AdamW."""
     optim = OptimSection(name="muon", lr=0.1, weight_decay=0.02, momentum=0.9, beta1=0.8, beta2=0.99)
-    optimizer = optimizers.build(optim, 0.0, layers=BIASED.weights()["layers"])
+    optimizer = optimizers.build(optim, 0.0, weights=BIASED.weights())
     params = jax.tree.map(np.asarray, decoder.init(BIASED, jax.random.key(0), "float64"))
     state, random = optimizer.init(params), np.random.default_rng(0)
     paths = {optimizers.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
@@ -88,7 +88,7 @@ def trainer_of(config: Any, devices: int, model: Any = TRAINED) -> Trainer:
 @pytest.mark.parametrize("model", [BIASED, dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])
 def test_what_is_kept(make_config, model):
     """Of a matrix the momentum alone, split as its weight is; as many numbers as the plan of the memory says."""
-    config = make_config(actor__optim={"name": "muon"})
+    config = make_config(actor__optim={"name": "muon"}).with_types("cpu")
     programs = programs_of(config, model, 8, LONG)
     kept: dict[str, list[Any]] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(programs.state):

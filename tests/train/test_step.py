@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -121,6 +122,7 @@ def test_gradients_float64(x64, devices, level, mode, make_config, make_batch, m
     ("name", "devices", "rows"),
     [
         ("gemma2:1", 8, LONG),
+        ("gpt_oss:2", 8, LONG),
         *(
             pytest.param(f"{family}:{seed}", 2, rows, marks=SLOW)
             for family in FAMILIES
@@ -268,7 +270,7 @@ def test_attention_is_what_the_option_says(option, make_config, make_batch, make
     assert (micro.prefix_ids != micro.segment_ids).any()
     assert micro.tokens.shape[1] > tiles.programs.packed_attention.tiling.longest_plain
     rows = other._passes.on_device(micro)
-    text = str(jax.make_jaxpr(other.programs._gradients_of)(other._trainable, other._frozen, rows))
+    text = str(jax.make_jaxpr(other.programs._gradients_of)(other._trainable, other._frozen, rows, other._trainable))
     assert ("pallas_call" in text) == (option == "pallas")
     for trainer in (tiles, other):
         trainer.accumulate(batch)
@@ -289,12 +291,15 @@ def test_the_kernels_are_refused_where_they_cannot_run(make_config, make_trainer
 
 
 def test_rows_stay_on_their_devices(x64, make_config, make_trainer):
-    """Only weights and their gradients cross devices: no collective has a dim of the rows' tokens."""
+    """Only weights and their gradients cross devices, and of the rows what the embedding exchanges: tokens, and the
+    gradients of what was found for them."""
     trainer = make_trainer(make_config(**EXACT), 8, ODD, LONG)
     program = trainer.programs.program(("accumulate", 8, 96))
     moved = [line for line in program.as_text().splitlines() if " all-gather(" in line or " all-to-all(" in line]
     assert moved
-    assert not [line for line in moved if "96" in line.split(" all-")[0] or "768" in line.split(" all-")[0]]
+    made = [line.split(" all-")[0] for line in moved]
+    of_rows = {re.sub(r".* = (\S+?)\{.*", r"\1", each) for each in made if "96" in each or "768" in each}
+    assert of_rows <= {"s32[8,96]", f"f64[8,96,{ODD.hidden_size}]"}
 
 
 @pytest.mark.parametrize(
@@ -445,21 +450,13 @@ def test_nothing_to_learn_from(make_config, make_batch, make_trainer):
         trainer.apply()
 
 
-def test_callers_params_survive_and_offload_changes_nothing(make_config, make_batch):
-    params, batch = jax.device_put(weights_of(TRAINED, "float32")), make_batch()
-    results = []
-    for offload in (False, True):
-        programs = programs_of(make_config(actor__offload_optimizer=offload), TRAINED, 1)
-        trainer = Trainer(programs.config, TRAINED, params, programs.mesh, programs=programs)
-        for _ in range(2):
-            trainer.accumulate(batch)
-            trainer.apply()
-        results.append(jax.tree.map(np.asarray, trainer.params))
-        if offload:
-            kinds = {x.sharding.memory_kind for x in jax.tree.leaves(trainer.state()["optimizer"])}
-            assert kinds == {"pinned_host"}
+def test_callers_params_survive(make_config, make_batch):
+    params = jax.device_put(weights_of(TRAINED, "float32"))
+    programs = programs_of(make_config(), TRAINED, 1)
+    trainer = Trainer(programs.config, TRAINED, params, programs.mesh, programs=programs)
+    trainer.accumulate(make_batch())
+    trainer.apply()
     assert np.isfinite(np.asarray(params["embed"])).all()
-    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_frozen_parameters_stay(make_config, make_batch, make_trainer):

@@ -295,13 +295,13 @@ def test_memory(tmp_path: Path, make_config):
     sizes = {}
     for offload in (False, True):
         section = {"path": f"random:{folder}", "dtype": "bfloat16", "offload": offload}
-        config = make_config(algorithm__teacher=section)
+        config = make_config(actor__dtype="float32", algorithm__teacher=section)
         sizes[offload] = resident_parts(config, TRAINED, 2)["teacher: weights"]
         assert "teacher: vocabulary" in update_phases(config, TRAINED, 2, "cpu", "dots", 16)["teacher"]
     model = 2 * (260 * 64 // 2 + 64 + 2 * 2 * 64)  # half of the vocabulary, and norms
     # of each layer's q, k, v, o, gate, up and down half
     assert sizes == {True: model, False: model + 2 * 2 * (64 * 64 * 2 + 64 * 16 * 2 + 64 * 48 * 3) // 2}
-    assert "teacher: weights" not in resident_parts(make_config(), TRAINED, 2)
+    assert "teacher: weights" not in resident_parts(make_config(actor__dtype="float32"), TRAINED, 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -323,7 +323,8 @@ class LayoutControl:
 
     def _capacity(self, tp: int) -> GroupCapacity:
         capacity = self._executor.capacity(tp)
-        return GroupCapacity((capacity.num_blocks - 1) * capacity.block_size, capacity.num_slots)
+        tokens = capacity.stacks.num_tokens(capacity.num_blocks - 1, capacity.block_size)
+        return GroupCapacity(tokens, capacity.num_slots)
 
     def _batch_state(self, dispatch: int) -> BatchState:
         batcher = self.engine.batcher

@@ -19,6 +19,7 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.judge.declaration import judge_kind
 from jaxrl.mechanisms.room import RolloutMemory
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
@@ -91,8 +92,10 @@ def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeM
     matrices = sum(_bytes(weight, num_devices, size) for name, weight in layers.items() if name in STREAMED)
     whole = sum(_bytes(weight, num_devices, size) for weight in leaves(padded.weights()))
     layer, always = matrices // model.num_layers, whole - matrices
-    block = _block_bytes(config, padded, num_devices, size)
-    each = -(-judge_length(config) // config.rollout.block_size)
+    rollout = config.rollout
+    kv = kv_layers(model, judge_length(config), rollout.max_num_batched_tokens, rollout.decode_steps)
+    block = _block_bytes(config, padded, num_devices, size) // model.num_layers * kv.size
+    each = kv.stacks.most_blocks(judge_length(config), rollout.block_size)
     blocks = judge.max_num_seqs * each + 1
     budget = int(judge.max_memory_gib * _GIB) or max(whole // 2, always + _BUFFERS * layer) + blocks * block
     resident = max(judge.resident_layers, 0)

@@ -15,9 +15,8 @@ Departures:
   there is no copy in host memory.
 
 Memory on a device of the half, besides what the trainer keeps there: its share of the weights (twice the trainer's
-own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`, and a teacher's), as many bytes of sums, the
-gradients of a microbatch, and what a microbatch of the trainer takes. The other devices hold nothing for it until
-`close`.
+own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`, and a teacher's), as many bytes of sums, and
+what a microbatch of the trainer takes. The other devices hold nothing for it until `close`.
 
 A stream never waits for its devices unless it is told to (`finish`, `close`): `poll` hands over what there is room for.
 

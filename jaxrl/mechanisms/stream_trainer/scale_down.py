@@ -52,6 +52,7 @@ import numpy as np
 from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 
 SCHEMA = 1
 MAX_POINTS = 128
@@ -97,13 +98,15 @@ class WorkerLoad:
 
     Attributes:
       requests: those that it has and that have not ended.
-      kv_tokens: tokens of KV that its pools hold.
+      kv_tokens: tokens of KV that its pools hold; in stacks of layers, those of each count (`KvStacks.num_positions`).
       num_rows: requests that it can decode at once.
+      stacks: of its layers.
     """
 
     requests: tuple[LeftRequest, ...]
     kv_tokens: int
     num_rows: int
+    stacks: KvStacks = WHOLE
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +125,8 @@ def load_of(engine: Engine) -> WorkerLoad:
         left = LeftRequest(progress.num_prompt, num_response, request.params.max_tokens, request.key.prompt_index)
         requests.append(left)
     blocks = capacity.num_groups * (capacity.num_blocks - 1)
-    return WorkerLoad(tuple(requests), blocks * capacity.block_size, capacity.num_groups * capacity.num_slots)
+    rooms = blocks * capacity.block_size, capacity.num_groups * capacity.num_slots
+    return WorkerLoad(tuple(requests), *rooms, capacity.stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +198,10 @@ def halves(num_workers: int) -> tuple[tuple[int, ...], ...]:
     return tuple(range(middle)), tuple(range(middle, num_workers))
 
 
-def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory) -> int:
+def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory, stacks: KvStacks = WHOLE) -> int:
     """The largest number of tokens in KV that is projected while these requests go on (see the module): between two
-    points in time the shares are those of the first, the contexts those of the second."""
+    points in time the shares are those of the first, the contexts those of the second. Tokens count once for each of
+    the stacks that still holds them."""
     if not requests:
         return 0
     ordered = sorted(requests, key=lambda request: request.prompt_index)
@@ -208,10 +213,11 @@ def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory) -> int
     longer_R = history.num_longer(response_R)
     longer_TR = history.num_longer(response_R + step_T[:, None])
     share_TR = np.where(longer_R > 0, longer_TR / np.maximum(longer_R, 1), 1.0)
-    held_TR = np.where(step_T[:, None] < left_R, context_R + np.minimum(next_T[:, None], left_R), 0)
+    held_TR = stacks.num_positions(context_R + np.minimum(next_T[:, None], left_R)) * (step_T[:, None] < left_R)
     deviation_TP = np.add.reduceat(np.sqrt(share_TR * (1 - share_TR)) * held_TR, first_P, axis=1)
     projected_T = (share_TR * held_TR).sum(axis=1) + DEVIATIONS * np.sqrt((deviation_TP**2).sum(axis=1))
-    return max(int(np.ceil(np.minimum(projected_T, held_TR.sum(axis=1)).max())), int(context_R.sum()))
+    now = int(stacks.num_positions(context_R).sum())
+    return max(int(np.ceil(np.minimum(projected_T, held_TR.sum(axis=1)).max())), now)
 
 
 class ScaleDown:
@@ -320,7 +326,8 @@ class ScaleDown:
         projected, refusal = 0, ""
         if self.options.trigger == "adaptive":
             assert self._kind is not None
-            projected = projected_kv(requests, self._histories.get(self._kind, LengthHistory()))
+            history = self._histories.get(self._kind, LengthHistory())
+            projected = projected_kv(requests, history, workers[0].stacks)
             refusal = "rows" if len(requests) > num_rows else "kv" if projected > kv_tokens else ""
         return ScaleDownDecision(
             num_done,

@@ -1,7 +1,7 @@
-"""Broadcast from process 0: it alone finds something out, and the others get what it found, or its error.
+"""What one process finds out comes to all: what process 0 alone looks for, or what any of them has found.
 
-Purpose: some of a start reads much (a checkpoint compared with its checksums), and every process must come to the same
-conclusion, also where a disk gives one of them another answer.
+Purpose: some of a start reads much (a checkpoint compared with its checksums, of which each process has a share), and
+every process must come to the same conclusion, also where a disk gives one of them another answer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ _LOOK_S = 1.0
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "RunFailed": RunFailed}
 
 
-def local_broadcast(name: str, make: Callable[[], str]) -> str:
-    """`Broadcast` in a run of one process."""
-    return make()
-
-
 def broadcast_from_rank0(store: KeyValueStore, beat: Callable[[], None] = lambda: None) -> Broadcast:
     """`Broadcast` over a store.
 
@@ -35,19 +30,41 @@ def broadcast_from_rank0(store: KeyValueStore, beat: Callable[[], None] = lambda
     def first(name: str, make: Callable[[], str]) -> str:
         key = f"first/{name}"
         if store.process == 0:
-            try:
-                found = make()
-            except (ValueError, RunFailed) as error:
-                kind = "RunFailed" if isinstance(error, RunFailed) else "ValueError"
-                store.put(key, json.dumps([kind, str(error)]).encode())
-                raise
-            store.put(key, json.dumps(["", found]).encode())
-            return found
-        while (written := store.get(key, _LOOK_S)) is None:
-            beat()
-        kind, text = json.loads(written)
-        if kind:
-            raise _KINDS[kind](text)
-        return text
+            store.put(key, _tried(make))
+        return _answer(store, key, beat)
 
     return first
+
+
+def broadcast_from_any(store: KeyValueStore, beat: Callable[[], None] = lambda: None) -> Broadcast:
+    """All processes make a text; each gets that of the first whose text is not empty, or whose error is one of those of
+    `broadcast_from_rank0`; empty where all are. The rest is as there."""
+    first = broadcast_from_rank0(store, beat)
+
+    def any_of(name: str, make: Callable[[], str]) -> str:
+        if store.process != 0:
+            store.put(f"any/{name}/{store.process}", _tried(make))
+            return first(name, make)
+        others = range(1, store.num_processes)
+        answers = (_answer(store, f"any/{name}/{other}", beat) for other in others)
+        return first(name, lambda: make() or next(filter(None, answers), ""))
+
+    return any_of
+
+
+def _tried(make: Callable[[], str]) -> bytes:
+    """What `make` returns or raises, for `_answer`."""
+    try:
+        kind, text = "", make()
+    except (ValueError, RunFailed) as error:
+        kind, text = "RunFailed" if isinstance(error, RunFailed) else "ValueError", str(error)
+    return json.dumps([kind, text]).encode()
+
+
+def _answer(store: KeyValueStore, key: str, beat: Callable[[], None]) -> str:
+    while (written := store.get(key, _LOOK_S)) is None:
+        beat()
+    kind, text = json.loads(written)
+    if kind:
+        raise _KINDS[kind](text)
+    return text

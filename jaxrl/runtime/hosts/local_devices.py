@@ -7,10 +7,10 @@ machine's TPU belongs to one process.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
@@ -18,6 +18,9 @@ from jaxrl.runtime.hosts.environment import COUNT_FLAG, FLAGS, PLATFORMS, VISIBL
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _LIST_S = 30.0
+_GOOGLE = "0x1ae0"  # network cards and disks of its clouds as well
+# of jax 0.11.2 (jax/_src/hardware_utils.py): v3, plc, v4, v5p, v5e, v6e, 7x, 8i, 8t
+_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c")
 
 
 def platform_of(environment: Mapping[str, str], num_gpus: int, *, has_plugin: bool, has_tpu: bool) -> str:
@@ -38,7 +41,7 @@ def environments(hosts: HostsSection, environment: Mapping[str, str]) -> list[di
     """
     gpus = visible_gpus(environment)
     has_plugin = any(importlib.util.find_spec(name) is not None for name in _PLUGINS)
-    platform = platform_of(environment, len(gpus), has_plugin=has_plugin, has_tpu=os.path.exists("/dev/accel0"))
+    platform = platform_of(environment, len(gpus), has_plugin=has_plugin, has_tpu=has_tpu())
     return dealt(hosts, platform, gpus, environment.get(FLAGS, ""))
 
 
@@ -73,6 +76,23 @@ def with_device_count(flags: str, count: int) -> str:
     """XLA_FLAGS with so many devices on a CPU, in place of what they said of that."""
     kept = [flag for flag in flags.split() if flag.partition("=")[0] != COUNT_FLAG]
     return " ".join([*kept, f"{COUNT_FLAG}={count}"])
+
+
+def has_tpu(devices: Path = Path("/dev"), pci: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether this machine has a TPU: `/dev/accel0`, or as jax tells it, by the numbers on the PCI bus.
+
+    Chips after v5p are `/dev/vfio/*`; so is whatever else is handed on to a virtual machine.
+    """
+    if (devices / "accel0").exists():
+        return True
+    return any(_read(each / "vendor") == _GOOGLE and _read(each / "device") in _TPUS for each in pci.glob("*"))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ from jaxrl.config import Config
 from jaxrl.record.journal import Tell
 from jaxrl.record.metrics import UPDATE_PHASES
 from jaxrl.runtime.devices import ProcessDevices
-from jaxrl.runtime.hosts.broadcast import Broadcast, broadcast_from_rank0, local_broadcast
+from jaxrl.runtime.hosts.broadcast import broadcast_from_any, broadcast_from_rank0
 from jaxrl.runtime.hosts.consistency import check_consistency
 from jaxrl.runtime.hosts.event_stream import EventStream
 from jaxrl.runtime.hosts.liveness import PROGRAM, STREAM, PhaseBarrier
@@ -25,6 +25,7 @@ from jaxrl.runtime.hosts.world import World
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, Verdict
+from jaxrl.train.steps import ALONE, Peers
 from jaxrl.types import Sample
 
 GLOBAL_PHASES = frozenset({"sync", "save", *UPDATE_PHASES} - {"adv"})
@@ -41,21 +42,22 @@ class ProcessGroup:
       beat: tells this process's watchdog that it waits for others, and does not hang itself.
 
     Attributes:
-      first: how all receive what process 0 has found out.
+      peers: how all compare a checkpoint together.
       stream: what happens in rounds, to and from the others; None: there are none.
     """
 
     def __init__(self, world: World | None, asked: Callable[[], bool], beat: Callable[[], None] = lambda: None) -> None:
         self._world = world if world is not None and world.num_processes > 1 else None
         self._asked = asked
-        self.first: Broadcast = local_broadcast
+        self.peers = ALONE
         self.stream: EventStream | None = None
         self._exchange: TokenExchange | None = None
         self._num_boundaries = 0
         self._metrics: dict[str, float] = {}
         if self._world is not None:
             barrier = self._world.barrier
-            self.first = broadcast_from_rank0(barrier.store, beat)
+            told = broadcast_from_rank0(barrier.store, beat), broadcast_from_any(barrier.store, beat)
+            self.peers = Peers(self._world.process, self._world.num_processes, *told)
             later_s = 0.0 if self._world.process == 0 else _LATER_S
             limit_s = barrier.stall_timeout_s + later_s
             self.stream = EventStream(barrier.store, stalls_s=limit_s, stalled=self._stalled, waited=beat)

@@ -21,13 +21,15 @@ is a *guest*: it first goes over to the lane of the same place in the other home
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.scheduling.tokens.blocks import BlockManager
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ class LiveBlocks:
     Attributes:
       request_id: its id.
       group: its dp group.
-      table: its blocks there, in the order of its positions.
+      table: its blocks there, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).
       num_written: how many of its leading positions have their KV in the pool.
-      num_tokens: positions that its new table must cover: those written, the whole of a prefill under way, and what
-        the caller wants in reserve.
+      num_tokens: positions that its new table must cover: those written, the whole of a prefill under way (where no
+        layer has a window), and what the caller wants in reserve.
       share, prompt_len: as in `BlockManager.allocate`.
     """
 
@@ -159,6 +161,7 @@ def plan_migration(
     num_blocks: int,
     block_size: int,
     into: BlockManager | None = None,
+    stacks: KvStacks = WHOLE,
 ) -> KvPlan:
     """Places every request in its new group.
 
@@ -167,7 +170,7 @@ def plan_migration(
       num_groups_before: dp groups of the layout that the requests are in.
       groups: request ids of each dp group of the new layout, as `regroup` deals them.
       num_blocks: blocks of a new pool, the reserved one included.
-      block_size: positions per block, the same before and after.
+      block_size: positions per block, the same before and after; stacks: the layers', which are too.
       into: the pools of another worker that takes these requests in beside its own (their ids must differ); a
         ValueError leaves the pools as they were. Default: fresh pools.
 
@@ -175,20 +178,19 @@ def plan_migration(
       ValueError: a request is named never or twice, is in a group that is not there, or holds too few blocks; or a pool
         is too small for its group.
     """
-    blocks = BlockManager(len(groups), num_blocks, block_size) if into is None else into
+    blocks = BlockManager(len(groups), num_blocks, block_size, stacks) if into is None else into
     if (blocks.num_groups, blocks.num_blocks, blocks.block_size) != (len(groups), num_blocks, block_size):
         raise ValueError(
             f"migration: the pools to go into are {blocks.num_groups} of {blocks.num_blocks} blocks of "
             f"{blocks.block_size} positions, and what is asked for is {len(groups)} of {num_blocks} of {block_size}"
         )
     by_id = {request.request_id: request for request in requests}
-    _check(by_id, len(requests), num_groups_before, groups, block_size)
+    _check(by_id, len(requests), num_groups_before, groups, blocks)
     placements: dict[int, Placement] = {}
     copies: list[Copy] = []
     for group, ids in enumerate(groups):
-        # The request that has most of a prompt publishes it; the sort is stable, so else the caller's order stays.
-        for request in sorted((by_id[i] for i in ids), key=lambda r: -min(r.num_written, r.prompt_len)):
-            shared = blocks.allocate(request.request_id, group, request.num_tokens, request.share, request.prompt_len)
+        for request in sorted((by_id[i] for i in ids), key=_publishers_first(stacks)):
+            shared = _allocate(blocks, group, request)
             if shared is None:
                 for placed in placements:
                     blocks.free(placed)
@@ -199,13 +201,25 @@ def plan_migration(
             placements[request.request_id] = Placement(group, table, num_written)
             copies += [
                 Copy(request.group, request.table[i], group, table[i])
-                for i in range(shared // block_size, blocks.blocks_for(request.num_written))
+                for i in range(blocks.blocks_for(shared), blocks.blocks_for(request.num_written))
+                if table[i] != TRASH_BLOCK
             ]
     return KvPlan(blocks, placements, tuple(copies), num_groups_before, len(groups))
 
 
+def _publishers_first(stacks: KvStacks) -> Callable[[LiveBlocks], Any]:
+    """Sorts requests: the one that has most of a prompt publishes it, and of several, where layers have windows, the
+    one that has left least behind. The sort is stable, so else the caller's order stays."""
+    return lambda r: (-min(r.num_written, r.prompt_len), 0 if stacks.is_whole else r.num_written)
+
+
+def _allocate(blocks: BlockManager, group: int, request: LiveBlocks) -> int | None:
+    own = request.request_id, group, request.num_tokens, request.share, request.prompt_len
+    return blocks.allocate(*own, first=request.num_written)
+
+
 def _check(
-    by_id: Mapping[int, LiveBlocks], count: int, num_before: int, groups: Sequence[Sequence[int]], block_size: int
+    by_id: Mapping[int, LiveBlocks], count: int, num_before: int, groups: Sequence[Sequence[int]], blocks: BlockManager
 ) -> None:
     num_after = len(groups)
     if num_before < 1 or num_after < 1 or (num_before % num_after and num_after % num_before):
@@ -224,21 +238,21 @@ def _check(
         which = f"migration: request {request.request_id}"
         if not 0 <= request.group < num_before:
             raise ValueError(f"{which} is in dp group {request.group}, and there are {num_before}")
-        if not max(request.num_written, request.prompt_len) <= request.num_tokens:
+        if request.num_tokens < max(request.num_written, request.prompt_len * blocks.stacks.is_whole):
             raise ValueError(
                 f"{which}: num_tokens ({request.num_tokens}) must cover what is written ({request.num_written}) "
                 f"and the prompt ({request.prompt_len})"
             )
-        if -(-request.num_written // block_size) > len(request.table):
+        if blocks.blocks_for(request.num_written) > len(request.table):
             raise ValueError(
-                f"{which}: its {len(request.table)} blocks of {block_size} positions cannot hold the "
+                f"{which}: its {len(request.table)} blocks of {blocks.block_size} positions cannot hold the "
                 f"{request.num_written} that are written"
             )
 
 
 def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]], blocks: BlockManager) -> str:
     """The error for groups that need more blocks than they have."""
-    needs = [blocks_needed([by_id[i] for i in ids], blocks.block_size) for ids in groups]
+    needs = [blocks_needed([by_id[i] for i in ids], blocks.block_size, blocks.stacks) for ids in groups]
     group = max(range(len(groups)), key=lambda g: needs[g] - blocks.num_free(g))
     return (
         f"migration: dp group {group} of {len(groups)} needs {needs[group]} blocks for its {len(groups[group])} "
@@ -247,12 +261,12 @@ def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]],
     )
 
 
-def blocks_needed(requests: Sequence[LiveBlocks], block_size: int) -> int:
+def blocks_needed(requests: Sequence[LiveBlocks], block_size: int, stacks: KvStacks = WHOLE) -> int:
     """Blocks that these requests take together in one empty pool; tells how many to preempt before a pool shrinks."""
-    alone = sum(-(-request.num_tokens // block_size) for request in requests)
-    pool = BlockManager(1, alone + 2, block_size)
-    for request in sorted(requests, key=lambda r: -min(r.num_written, r.prompt_len)):
-        given: Any = pool.allocate(request.request_id, 0, request.num_tokens, request.share, request.prompt_len)
+    alone = sum(-(-request.num_tokens // block_size) for request in requests) * len(stacks)
+    pool = BlockManager(1, alone + 2, block_size, stacks)
+    for request in sorted(requests, key=_publishers_first(stacks)):
+        given: Any = _allocate(pool, 0, request)
         assert given is not None, "a pool for all of them without sharing is large enough"
         pool.publish(request.request_id, min(max(request.num_written, given), request.prompt_len))
     return pool.capacity - pool.num_free(0)

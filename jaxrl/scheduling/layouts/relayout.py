@@ -71,8 +71,9 @@ class Relayout:
 
     @property
     def num_moved(self) -> int:
-        """Tokens that have their KV copied; those of a shared prompt count once per copy."""
-        return len(self.kv.copies) * self.capacity.block_size
+        """Tokens that have their KV copied; those of a shared prompt count once per copy, and those behind windows for
+        the part of the layers that still has them."""
+        return len(self.kv.copies) * self.capacity.block_size // len(self.capacity.stacks)
 
     def apply(self, batcher: Batcher) -> None:
         """Lets the batcher go on in the new layout."""
@@ -163,6 +164,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
         groups,
         capacity.num_blocks,
         capacity.block_size,
+        stacks=capacity.stacks,
     )
     seats = {
         request_id: Seat(group, slot, kv.placements[request_id].num_written, by_id[request_id].is_resident)
@@ -202,6 +204,8 @@ def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
         num_tokens = min(num_written + batcher.config.decode_steps, progress.limit)
     else:
         num_written, num_tokens = progress.prefilled, len(progress.prefix)
+        if not batcher.capacity.stacks.is_whole:
+            num_tokens = num_written  # its blocks come chunk by chunk
     return LiveBlocks(
         request_id=request.request_id,
         group=progress.group,
@@ -222,7 +226,8 @@ def _evict(
     for ids in groups:
         kept = list(ids)
         while len(kept) > capacity.num_slots or (
-            kept and blocks_needed([live[i] for i in kept], capacity.block_size) > capacity.num_blocks - 1
+            kept
+            and blocks_needed([live[i] for i in kept], capacity.block_size, capacity.stacks) > capacity.num_blocks - 1
         ):
             evicted.append(kept.pop())
         fitting.append(tuple(kept))
@@ -232,7 +237,7 @@ def _evict(
 def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
     for request_id in batcher.live():
         progress = batcher.progress(request_id)
-        need = -(-progress.limit // capacity.block_size)
+        need = capacity.stacks.most_blocks(progress.limit, capacity.block_size)
         if need > capacity.num_blocks - 1:
             raise ValueError(
                 f"layout with tp {tp}: request {request_id} ({progress.request.key}) may grow to {progress.limit} "
@@ -243,4 +248,5 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
 
 def restart(batcher: Batcher, capacity: Capacity) -> None:
     """Goes on with empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
-    batcher.reseat(capacity, BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size), {})
+    sizes = capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks
+    batcher.reseat(capacity, BlockManager(*sizes), {})

@@ -25,7 +25,8 @@ from jaxrl.scheduling.tokens.plan import Executor, Request, Seat, resume
 
 @dataclass(frozen=True, slots=True)
 class MigrationOutcome:
-    """The outcome of a migration: requests, those that go on without a prefill, and the tokens with their KV copied."""
+    """The outcome of a migration: requests, those that go on without a prefill, and the tokens with their KV copied (as
+    `Relayout.num_moved` counts them)."""
 
     num_requests: int
     num_seated: int
@@ -88,7 +89,8 @@ def migrate_requests(source: Engine, target: Engine, request_ids: Iterable[int])
         raise
     _queue(source, target, requests)
     target.batcher.seat(seats)
-    return MigrationOutcome(len(leaving), len(seats), len(kv.copies) * source.batcher.capacity.block_size)
+    num_moved = len(kv.copies) * source.batcher.capacity.block_size // len(source.batcher.capacity.stacks)
+    return MigrationOutcome(len(leaving), len(seats), num_moved)
 
 
 def recompute_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> MigrationOutcome:
@@ -145,7 +147,8 @@ def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvP
         free = target.free_slots(group)
         while kept and (
             len(kept) > len(free)
-            or blocks_needed([live[i] for i in kept], target.capacity.block_size) > target.blocks.num_free(group)
+            or blocks_needed([live[i] for i in kept], target.capacity.block_size, target.capacity.stacks)
+            > target.blocks.num_free(group)
         ):
             kept.pop()
         fitting.append(kept)
@@ -156,6 +159,7 @@ def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvP
         target.capacity.num_blocks,
         target.capacity.block_size,
         into=target.blocks,
+        stacks=target.capacity.stacks,
     )
     seats = {
         request_id: Seat(group, slot, kv.placements[request_id].num_written, running[request_id].is_resident)

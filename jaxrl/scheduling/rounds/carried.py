@@ -25,14 +25,15 @@ def as_carried(sample: Sample) -> Sample:
 
 def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     """Unscored samples as flat arrays with offsets: keys int64 [N, 4], offsets int64 [N + 1], finish reasons int8 [N];
-    token_ids, versions int32 [T], rollout_logprobs, sampled_logprobs float32 [T]; texts as a list. Where a sample has
-    an episode, `episodes` as a list of JSON values."""
+    token_ids, versions int32 [T], rollout_logprobs, sampled_logprobs float32 [T]; texts uint8 [B] as UTF-8, with
+    text_offsets int64 [N + 1]. Where a sample has an episode, `episodes` as a list of JSON values."""
     assert all(sample.reward is None for sample in samples)
 
     def flat(name: str, dtype: Any) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(s, name), dtype) for s in samples)])
 
     episodes = [None if sample.episode is None else _packed(sample.episode) for sample in samples]
+    texts = [sample.text.encode(errors="surrogatepass") for sample in samples]
     keys = [(s.key.epoch, s.key.prompt_index, s.key.sample_index, s.key.attempt) for s in samples]
     return {
         "keys": np.asarray(keys, np.int64).reshape(-1, 4),
@@ -42,28 +43,33 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         "versions": flat("versions", np.int32),
         "rollout_logprobs": flat("rollout_logprobs", np.float32),
         "sampled_logprobs": flat("sampled_logprobs", np.float32),
-        "texts": [sample.text for sample in samples],
+        "texts": np.frombuffer(b"".join(texts), np.uint8),  # as JSON, gigabytes would keep the interpreter's lock
+        "text_offsets": np.cumsum([0, *map(len, texts)], dtype=np.int64),
         **({"episodes": episodes} if any(episodes) else {}),
     }
 
 
 def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
     """The reverse of `pack_samples`. Raises ValueError if the pieces do not fit together."""
-    offsets, names = packed["offsets"], ("token_ids", "rollout_logprobs", "sampled_logprobs", "versions")
+    offsets, text_offsets, names = (
+        packed["offsets"],
+        packed["text_offsets"],
+        ("token_ids", "rollout_logprobs", "sampled_logprobs", "versions"),
+    )
     count, total = len(packed["keys"]), int(offsets[-1])
     lengths = {name: len(packed[name]) for name in names}
-    if len(offsets) != count + 1 or set(lengths.values()) != {total} or len(packed["texts"]) != count:
+    whole_texts = len(text_offsets) == count + 1 and len(packed["texts"]) == text_offsets[-1]
+    if len(offsets) != count + 1 or set(lengths.values()) != {total} or not whole_texts:
         raise ValueError(
-            f"carried samples: {count} keys, {len(offsets)} offsets up to {total}, {len(packed['texts'])} texts and "
-            f"{lengths} must fit together"
+            f"carried samples: {count} keys, {len(offsets)} offsets up to {total}, {len(text_offsets)} offsets of "
+            f"{len(packed['texts'])} bytes of text and {lengths} must fit together"
         )
     samples: list[Sample] = []
     episodes = packed.get("episodes", [None] * count)
-    for i, (row, reason, text, episode) in enumerate(
-        zip(packed["keys"], packed["finish_reasons"], packed["texts"], episodes, strict=True)
-    ):
+    for i, (row, reason, episode) in enumerate(zip(packed["keys"], packed["finish_reasons"], episodes, strict=True)):
         start, stop = int(offsets[i]), int(offsets[i + 1])
         tokens, rollout, sampled, versions = (np.array(packed[name][start:stop]) for name in names)
+        text = packed["texts"][int(text_offsets[i]) : int(text_offsets[i + 1])].tobytes().decode(errors="surrogatepass")
         key = SampleKey(*(int(value) for value in row))
         sample = Sample(key, tokens, rollout, sampled, versions, _REASONS[int(reason)], text)
         samples.append(sample if episode is None else replace(sample, episode=_unpacked(episode)))

@@ -21,6 +21,10 @@ Prefill goes first: while prompts that have a row, or could have one, wait for p
 decode step costs nearly the same for few rows as for many, so to decode while rows are still empty only adds steps.
 Decode cannot starve: each filled row shortens the wait, and once all rows are full, only decode can empty one.
 
+Where layers have windows, a long prompt gets its blocks chunk by chunk, so that those behind the windows of one chunk
+can serve the next. What lies behind the windows of every query still to come, from the newest token that has been
+collected on, is given back when the row needs blocks; that too may be reused in the same plan.
+
 Fairness: requests are served in the order of arrival. When a pool runs dry, the youngest request of its dp group is
 preempted, and preempted requests come first when there is room again. So the oldest always advances: no livelock.
 """
@@ -102,7 +106,7 @@ class Batcher:
         self.capacity = capacity
         self.counters = Counters()
         self.trace = trace
-        self.blocks = BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)
+        self.blocks = BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks)
         self.verify_rule = None if config.verify_rule is None else config.verify_rule()
         self.next_index = 0
         self._arrivals = 0
@@ -217,18 +221,19 @@ class Batcher:
         if not left and self._reaches_its_limit(progress):
             return
         builder.lacks_budget |= num_chunk < left
-        if num_chunk < left:  # all blocks of its prefill were allocated when it was admitted
-            self._name(builder, progress, num_chunk, grows_from=len(progress.prefix))
-            return
-        written = len(progress.prefix) if left else progress.num_written
-        need = min(written + self.config.decode_steps, progress.limit)
-        while not self.blocks.extend(progress.request.request_id, need):
+        if num_chunk < left:  # without windows, all blocks of its prefill were allocated when it was admitted
+            need, grows_from = progress.prefilled + num_chunk, len(progress.prefix)
+        else:
+            written = len(progress.prefix) if left else progress.num_written
+            need = grows_from = min(written + self.config.decode_steps, progress.limit)
+        first = progress.prefilled if left else progress.first
+        while not self.blocks.extend(progress.request.request_id, need, first):
             youngest = next(p for p in reversed(self._running) if p.group == group)
             self._preempt(youngest)
             builder.closed.add(group)  # a request let in now would be the next to be preempted
             if youngest is progress:
                 return
-        self._name(builder, progress, num_chunk, grows_from=need)
+        self._name(builder, progress, num_chunk, grows_from)
 
     def _reaches_its_limit(self, progress: Progress) -> bool:
         """Whether the plans in flight bring a decoding request to its last token, unless it stops before."""
@@ -239,7 +244,7 @@ class Batcher:
         request, group, start = progress.request, progress.group, progress.prefilled
         table = self.blocks.table(request.request_id)
         grown = min(grows_from + self.config.decode_steps, progress.limit)
-        builder.headroom[group] += max(self.blocks.blocks_for(grown) - len(table), 0)
+        builder.headroom[group] += self.blocks.more_for(request.request_id, grown)
         progress.prefilled += num_chunk
         is_decoding = progress.prefilled == len(progress.prefix)
         if num_chunk:
@@ -313,13 +318,15 @@ class Batcher:
         request = progress.request
         num_prompt = len(request.prompt_ids)
         num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
-        wanted = self.blocks.blocks_for(min(num_grown, progress.limit))
+        num_grown = min(num_grown, progress.limit)
+        wanted = self.blocks.most_blocks(num_grown)
         blocks, closed, headroom, free_slots = self.blocks, builder.closed, builder.headroom, self._free_slots
         holding = blocks.groups_holding(request.share)
         with_room = []
         for group in groups:  # every one for every request that starts: thousands, in a simulation of a large machine
             if group not in closed and free_slots[group]:
-                saved = blocks.num_saved(group, request.share, num_prompt, request.session) if group in holding else 0
+                of = request.share, num_prompt, request.session, num_grown
+                saved = blocks.num_saved(group, *of) if group in holding else 0
                 if wanted - saved + headroom[group] <= blocks.num_free(group):
                     with_room.append(group)
         return with_room
@@ -342,9 +349,11 @@ class Batcher:
             num_there = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
         num_chunk = min(len(progress.prefix) - num_there, builder.budget[group])
         builder.lacks_budget |= num_there + num_chunk < len(progress.prefix)
-        need = len(progress.prefix)
+        need = grows_from = len(progress.prefix)
         if num_there + num_chunk == need:
-            need = min(need + self.config.decode_steps, progress.limit)
+            need = grows_from = min(need + self.config.decode_steps, progress.limit)
+        elif not self.capacity.stacks.is_whole:
+            need = num_there + num_chunk
         if goes_on:
             found = self.blocks.resume(request.request_id, group, need, request.session, progress.prefix)
         else:
@@ -356,7 +365,7 @@ class Batcher:
         self.counters.shared_tokens += num_there
         if self.trace is not None:
             self.trace(Admitted(self.next_index, request.key, group, progress.slot, num_there))
-        self._name(builder, progress, num_chunk, grows_from=need)
+        self._name(builder, progress, num_chunk, grows_from)
 
     def _preempt(self, progress: Progress) -> None:
         """Takes a running request's row; the request keeps its tokens and waits in front of those that never ran."""

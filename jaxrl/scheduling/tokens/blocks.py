@@ -19,6 +19,11 @@ was parked longest ago is given up. Conversations that begin with the same promp
 A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
 Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
 published block may be named in the same plan without waiting for the device.
+
+Where layers have windows (`jaxrl.scheduling.tokens.stacks`), a request that needs blocks first gives back those behind
+the window of every query still to come. Its table then begins with the trash block in the stacks with a window; and so
+does what is published of a prompt, once all who held a block have passed it. Such a prompt is found as long as all is
+there that its next token sees; after that the next request with this prompt runs it again, and publishes its own.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, is_there
 
 
 @dataclass(slots=True)
@@ -37,19 +43,22 @@ class _Holding:
     group: int
     blocks: list[int]
     share: object | None
-    num_shareable: int  # how many leading blocks may be shared
+    num_shareable: int  # how many leading blocks (of each stack) may be shared
     is_publisher: bool  # its leading blocks are the published ones, as far as those go
     table: tuple[int, ...] | None = None  # `blocks` as a tuple, kept until they change, because every plan names it
+    behind: tuple[int, ...] = (0,)  # of each stack, the leading blocks that were given back, or never taken
 
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """The KV of a conversation's tokens, in their order; `share` as of the request that left it."""
+    """The KV of a conversation's tokens, in their order; the rest as of the request that left it."""
 
     group: int
     blocks: list[int]
     tokens: tuple[int, ...]
     share: object | None
+    num_shareable: int
+    behind: tuple[int, ...]
 
 
 class BlockManager:
@@ -65,7 +74,7 @@ class BlockManager:
         blocks.free(1)
     """
 
-    def __init__(self, num_groups: int, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_groups: int, num_blocks: int, block_size: int, stacks: KvStacks = WHOLE) -> None:
         if num_groups < 1 or block_size < 1 or num_blocks < 2:
             raise ValueError(
                 f"BlockManager: num_groups ({num_groups}) and block_size ({block_size}) must be >= 1, and num_blocks "
@@ -74,6 +83,8 @@ class BlockManager:
         self.num_groups = num_groups
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.stacks = stacks
+        self._limits = stacks.limits(block_size)
         # Popped from the end: the lowest numbers go first, and what was freed last is used next.
         self._free = [[b for b in range(num_blocks - 1, -1, -1) if b != TRASH_BLOCK] for _ in range(num_groups)]
         self._references = [[0] * num_blocks for _ in range(num_groups)]
@@ -98,8 +109,22 @@ class BlockManager:
         return self._num_parked[group]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` positions take."""
-        return -(-num_tokens // self.block_size)
+        """Blocks of a table that covers `num_tokens` positions, those behind windows too."""
+        return -(-num_tokens // self.block_size) * len(self.stacks)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds at a time on its way to `num_tokens` positions."""
+        return self.stacks.most_blocks(num_tokens, self.block_size)
+
+    def more_for(self, request_id: int, num_tokens: int) -> int:
+        """The most blocks that a request may hold more than now on its way to `num_tokens` positions."""
+        holding = self._holdings[request_id]
+        more = max(self.blocks_for(num_tokens) - len(holding.blocks), 0)
+        if self.stacks.is_whole or not more:
+            return more
+        each, covered = more // len(self.stacks), self.num_held(request_id)
+        pairs = zip(self._limits, holding.behind, strict=True)
+        return sum(min(each, max(limit - covered + behind, 0)) if limit else each for limit, behind in pairs)
 
     def table(self, request_id: int) -> tuple[int, ...]:
         """The blocks of a request, in the order of its positions."""
@@ -109,7 +134,8 @@ class BlockManager:
         return holding.table
 
     def num_held(self, request_id: int) -> int:
-        return len(self._holdings[request_id].blocks)
+        """Blocks that its table has for each stack, those behind windows too."""
+        return len(self._holdings[request_id].blocks) // len(self.stacks)
 
     def num_shareable(self, prompt_len: int) -> int:
         """Full blocks in front of a prompt's last token."""
@@ -120,52 +146,102 @@ class BlockManager:
         return () if share is None else tuple(sorted(self._holders.get(share, ())))
 
     def num_published(self, group: int, share: object | None, prompt_len: int) -> int:
-        """Blocks that a request with this `share` would find ready in `group`."""
-        return len(self._ready(group, share, prompt_len))
+        """Blocks (of each stack) that a request with this `share` would find ready in `group`."""
+        return len(self._ready(group, share, prompt_len)) // len(self.stacks)
 
-    def num_saved(self, group: int, share: object | None, prompt_len: int, session: object | None = None) -> int:
+    def num_saved(
+        self, group: int, share: object | None, prompt_len: int, session: object | None = None, num_tokens: int = 0
+    ) -> int:
         """Blocks that a request would find ready in `group`, its conversation's too, and that are not among the free
-        ones (`num_free`)."""
-        if not self._parked:
+        ones (`num_free`). With windows: what that saves on its way to `num_tokens` positions, its conversation's
+        left out, because they may lack what its next token sees."""
+        if self.stacks.is_whole and not self._parked:
             return self.num_published(group, share, prompt_len)
         parked = self._parked.get(session)
         ready = self._ready(group, share, prompt_len)
         if parked is not None and parked.group == group:
-            ready = parked.blocks
-        return self._num_in_use(group, ready)
+            ready = parked.blocks if self.stacks.is_whole else ()
+        if self.stacks.is_whole:
+            return self._num_in_use(group, ready)
+        left = num_tokens - len(ready) // len(self.stacks) * self.block_size
+        saved = self.most_blocks(num_tokens) - self.most_blocks(left) - (len(ready) - self._num_in_use(group, ready))
+        return max(saved, 0)  # what is parked counts as free, and a request never holds more than its most
 
     def allocate(
-        self, request_id: int, group: int, num_tokens: int, share: object | None = None, prompt_len: int = 0
+        self,
+        request_id: int,
+        group: int,
+        num_tokens: int,
+        share: object | None = None,
+        prompt_len: int = 0,
+        first: int = 0,
     ) -> int | None:
-        """Gives a request blocks for its first `num_tokens` positions.
+        """Gives a request blocks for its first `num_tokens` positions, of which none before `first` is run again.
 
         Returns how many of its leading tokens are in shared blocks, so need no prefill; None if the pool has too few
         blocks (then nothing has changed).
         """
         assert request_id not in self._holdings, f"request {request_id} holds blocks already"
-        assert num_tokens >= prompt_len, (num_tokens, prompt_len)
-        shared = self._ready(group, share, prompt_len)
-        num_blocks = self.blocks_for(num_tokens)
-        if num_blocks - self.num_saved(group, share, prompt_len) > self.num_free(group):
+        assert num_tokens >= prompt_len or not self.stacks.is_whole, (num_tokens, prompt_len)
+        ready = self._ready(group, share, prompt_len, first)
+        behind = self.stacks.behind(max(first, len(ready) // len(self.stacks) * self.block_size), self.block_size)
+        shared = self._seen(ready, behind)
+        new = range(len(shared), self.blocks_for(num_tokens))
+        num_new = len(new) if not any(behind) else sum(not self._is_behind(i, behind) for i in new)
+        if num_new + sum(self._is_parked(group, block) for block in shared) > self.num_free(group):
             return None
-        holding = _Holding(group, [*shared], share, self.num_shareable(prompt_len) if share is not None else 0, True)
+        num_shareable = self.num_shareable(prompt_len) if share is not None else 0
+        holding = _Holding(group, [*shared], share, num_shareable, True, behind=behind)
         for block in shared:
-            self._num_parked[group] -= self._is_parked(group, block)
-            self._references[group][block] += 1
-        self._take(holding, num_blocks - len(shared))
+            if block != TRASH_BLOCK:
+                self._num_parked[group] -= self._is_parked(group, block)
+                self._references[group][block] += 1
+        self._take(holding, len(new))
         self._holdings[request_id] = holding
         if share is not None:
             self._holders.setdefault(share, Counter())[group] += 1
-        return len(shared) * self.block_size
+        return len(shared) // len(self.stacks) * self.block_size
 
-    def extend(self, request_id: int, num_tokens: int) -> bool:
-        """Lets a request's table cover `num_tokens` positions; False if the pool runs dry (nothing has changed)."""
+    def extend(self, request_id: int, num_tokens: int, first: int = 0) -> bool:
+        """Lets a request's table cover `num_tokens` positions; False if the pool runs dry. If it does not cover them
+        already, what no query at `first` or beyond sees is given back before."""
         holding = self._holdings[request_id]
         num_new = self.blocks_for(num_tokens) - len(holding.blocks)
+        if num_new > 0 and not self.stacks.is_whole:
+            self._pass(holding, first)
         if num_new > self.num_free(holding.group):
             return False
         self._take(holding, max(num_new, 0))
         return True
+
+    def _pass(self, holding: _Holding, first: int) -> None:
+        """Gives back the blocks behind the windows of queries at `first` and beyond."""
+        behind, stacks = self.stacks.behind(first, self.block_size), len(self.stacks)
+        passed = [
+            stack + stacks * i
+            for stack, (before, now) in enumerate(zip(holding.behind, behind, strict=True))
+            for i in range(before, min(now, len(holding.blocks) // stacks))
+        ]
+        if not passed:
+            return
+        blocks = [holding.blocks[i] for i in passed]
+        for i in passed:
+            holding.blocks[i] = TRASH_BLOCK
+        holding.behind, holding.table = tuple(map(max, holding.behind, behind)), None
+        self._give_back(holding.group, blocks)
+        if passed[0] < len(self._published.get((holding.group, holding.share), ())):
+            self._forget_freed(holding.group, holding.share)
+
+    def _is_behind(self, i: int, behind: Sequence[int]) -> bool:
+        """Whether block i of a table is among the leading ones that `behind` counts."""
+        each, stack = divmod(i, len(behind))
+        return each < behind[stack]
+
+    def _seen(self, blocks: Sequence[int], behind: Sequence[int]) -> Sequence[int]:
+        """The blocks at the beginning of a table, without those that `behind` counts."""
+        if not any(behind):
+            return blocks
+        return [TRASH_BLOCK if self._is_behind(i, behind) else block for i, block in enumerate(blocks)]
 
     def grow(self, wanted: Iterable[tuple[int, int]]) -> bool:
         """Gives requests more blocks: pairs of a request id and how many, at least one. False at the first with a pool
@@ -188,16 +264,22 @@ class BlockManager:
     def publish(self, request_id: int, num_tokens: int) -> None:
         """Notes that the chunks which write the first `num_tokens` positions of a request are in plans."""
         holding = self._holdings[request_id]
-        num_full = min(num_tokens // self.block_size, holding.num_shareable)
+        num_full = min(num_tokens // self.block_size, holding.num_shareable) * len(self.stacks)
         if not num_full or not holding.is_publisher:
             return
         published = self._published.setdefault((holding.group, holding.share), [])
+        if not self.stacks.is_whole and not self._is_ready(published, 0):
+            published[:] = ()  # what the next one with this prompt needs is gone
         # A request that holds a published block holds all those before it, so the list shrinks from its end only. So a
         # request that started its own copy before another one published must not publish.
-        if holding.blocks[: len(published)] != published[: len(holding.blocks)]:
+        if holding.blocks[: len(published)] != published[: len(holding.blocks)] and (
+            self.stacks.is_whole or any(a != b for a, b in zip(holding.blocks, published, strict=False) if a and b)
+        ):
             holding.is_publisher = False
             return
         published.extend(holding.blocks[len(published) : num_full])
+        if not any(published):
+            del self._published[holding.group, holding.share]
 
     def free(self, request_id: int) -> None:
         """Gives a request's blocks back; blocks that other requests share stay in use."""
@@ -205,10 +287,25 @@ class BlockManager:
         self._give_back(holding.group, holding.blocks)
         self._leave(holding.group, holding.share)
 
-    def _ready(self, group: int, share: object | None, prompt_len: int) -> Sequence[int]:
-        """The blocks that a request with this `share` finds in `group`."""
+    def _ready(self, group: int, share: object | None, prompt_len: int, first: int = 0) -> Sequence[int]:
+        """The blocks that a request with this `share`, which runs no position before `first`, finds in `group`."""
         published = None if share is None else self._published.get((group, share))
-        return published[: self.num_shareable(prompt_len)] if published else ()
+        if not published:
+            return ()
+        ready = published[: self.num_shareable(prompt_len) * len(self.stacks)]
+        return ready if self.stacks.is_whole or self._is_ready(ready, first) else ()
+
+    def _is_ready(self, blocks: Sequence[int], first: int) -> bool:
+        """Whether all is there that queries behind these leading blocks of a prompt see."""
+        num_there = len(blocks) // len(self.stacks)
+        return is_there(blocks, self.stacks.behind(max(first, num_there * self.block_size), self.block_size), num_there)
+
+    def _forget_freed(self, group: int, share: object) -> None:
+        """Names no block in what is published that nobody holds any more."""
+        published, references = self._published.get((group, share), []), self._references[group]
+        published[:] = [block if references[block] else TRASH_BLOCK for block in published]
+        if not any(published):
+            self._published.pop((group, share), None)
 
     def _leave(self, group: int, share: object | None) -> None:
         """One holder less of what this `share` publishes."""
@@ -219,6 +316,9 @@ class BlockManager:
             published.pop()
         if not published:
             self._published.pop((group, share), None)
+        elif not self.stacks.is_whole:
+            del published[len(published) // len(self.stacks) * len(self.stacks) :]
+            self._forget_freed(group, share)
         holders = self._holders[share]
         holders[group] -= 1
         if not holders[group]:
@@ -235,10 +335,10 @@ class BlockManager:
         """
         holding = self._holdings[request_id]
         kept = self.blocks_for(len(tokens))
-        assert kept >= holding.num_shareable, "a part of the prompt is left behind"
+        assert kept >= holding.num_shareable * len(self.stacks), "a part of the prompt is left behind"
         self.forget(session)
         group, blocks = holding.group, holding.blocks[:kept]
-        self._parked[session] = _Parked(group, blocks, tokens, holding.share)
+        self._parked[session] = _Parked(group, blocks, tokens, holding.share, holding.num_shareable, holding.behind)
         for block in blocks:
             self._parked_references[group][block] += 1
             self._num_parked[group] += self._is_parked(group, block)
@@ -251,11 +351,13 @@ class BlockManager:
 
     def num_resumed(self, group: int, session: object, tokens: tuple[int, ...]) -> int:
         """How many of the tokens that a conversation's next request must run would have their KV in `group`: never
-        all, because the last one must be run to get logits."""
+        all, because the last one must be run to get logits; none, where what that token sees is not all there."""
         parked = self._parked.get(session)
         if parked is None or parked.group != group:
             return 0
-        return min(_num_common(parked.tokens, tokens), len(tokens) - 1)
+        num_there = min(_num_common(parked.tokens, tokens), len(tokens) - 1)
+        seen = zip(parked.behind, self.stacks.behind(num_there, self.block_size), strict=True)
+        return num_there if all(gone <= behind for gone, behind in seen) else 0
 
     def resume(
         self, request_id: int, group: int, num_tokens: int, session: object, tokens: tuple[int, ...]
@@ -267,15 +369,19 @@ class BlockManager:
         assert request_id not in self._holdings, f"request {request_id} holds blocks already"
         num_blocks, num_there = self.blocks_for(num_tokens), self.num_resumed(group, session, tokens)
         parked = self._parked.get(session)
-        kept = parked.blocks[: self.blocks_for(num_there)] if parked is not None else []
+        behind = self.stacks.behind(num_there, self.block_size)
+        kept = [*self._seen(parked.blocks[: self.blocks_for(num_there)], behind)] if parked is not None else []
         if num_blocks - self._num_in_use(group, kept) > self.num_free(group):
             return None
-        holding = _Holding(group, kept, None, 0, False)
+        holding = _Holding(group, kept, None, 0, False, behind=behind)
         if parked is not None:
             self._unpark(session)
-            self._give_back(parked.group, parked.blocks[len(kept) :])
+            left = [block for i, block in enumerate(parked.blocks) if i >= len(kept) or kept[i] != block]
+            self._give_back(parked.group, left)
             if num_there and parked.share is not None:
-                holding.share, holding.num_shareable = parked.share, self._num_common_published(parked)
+                holding.share, holding.num_shareable = parked.share, parked.num_shareable
+                if not self.stacks.is_whole:
+                    self._forget_freed(group, parked.share)
                 assert num_there >= holding.num_shareable * self.block_size, "a shared block would be written over"
             else:
                 self._leave(parked.group, parked.share)
@@ -308,12 +414,8 @@ class BlockManager:
         return 0 < self._references[group][block] == self._parked_references[group][block]
 
     def _num_in_use(self, group: int, blocks: Sequence[int]) -> int:
-        """How many of these, which are all held, are not among the free ones."""
+        """How many of these, which are all held (or the trash block), are not among the free ones."""
         return sum(not self._is_parked(group, block) for block in blocks)
-
-    def _num_common_published(self, parked: _Parked) -> int:
-        """Blocks at the beginning of a parked conversation that others may share."""
-        return _num_common(parked.blocks, self._published.get((parked.group, parked.share), ()))
 
     def _reclaim(self, group: int, count: int) -> None:
         """Gives up what was parked longest ago, until so many blocks are free."""
@@ -328,19 +430,22 @@ class BlockManager:
             for request_id, holding in self._holdings.items():
                 if holding.group != group:
                     continue
-                assert len(set(holding.blocks)) == len(holding.blocks), f"request {request_id} names a block twice"
-                held.update(holding.blocks)
-                for i, block in enumerate(holding.blocks):
-                    shared = holding.share is not None and i < holding.num_shareable
+                own = [(i, block) for i, block in enumerate(holding.blocks) if not self._is_behind(i, holding.behind)]
+                assert len({block for _, block in own}) == len(own), f"request {request_id} names a block twice"
+                assert any(holding.blocks) == any(block for _, block in own), "a block behind a window is held"
+                held.update(block for _, block in own)
+                for i, block in own:
+                    shared = holding.share is not None and i // len(self.stacks) < holding.num_shareable
                     owners.setdefault(block, set()).add((holding.share if shared else ("own", request_id), i))
             alone = set(range(self.num_blocks)) - set(held)
             for session, each in self._parked.items():
                 if each.group != group:
                     continue
-                held.update(each.blocks)
-                num_shared = self._num_common_published(each)
+                held.update(block for block in each.blocks if block != TRASH_BLOCK)
+                num_shared = each.num_shareable * len(self.stacks) if each.share is not None else 0
                 for i, block in enumerate(each.blocks):
-                    owners.setdefault(block, set()).add((each.share if i < num_shared else ("parked", session), i))
+                    if block != TRASH_BLOCK:
+                        owners.setdefault(block, set()).add((each.share if i < num_shared else ("parked", session), i))
             parked = alone & set(held)
             assert len(parked) == self._num_parked[group], "parked blocks are counted wrongly"
             assert parked == {b for b in range(self.num_blocks) if self._is_parked(group, b)}
@@ -351,24 +456,32 @@ class BlockManager:
             assert all(self._references[group][block] == held[block] for block in range(self.num_blocks))
             assert all(len(owner) == 1 for owner in owners.values()), "unrelated requests hold the same block"
         for (group, _), published in self._published.items():
-            assert published, "an empty entry stayed"
-            assert all(self._references[group][block] for block in published), "a free block is published"
+            assert any(published), "an empty entry stayed"
+            references = self._references[group]
+            assert all(references[block] for block in published if block != TRASH_BLOCK), "a free block is published"
+            assert all(published) or not self.stacks.is_whole
 
     def _take(self, holding: _Holding, count: int) -> None:
         if not count:
             return
         holding.table = None
-        self._reclaim(holding.group, count)
+        begin = len(holding.blocks)
+        new = range(begin, begin + count)
+        if any(holding.behind):
+            new = [i for i in new if not self._is_behind(i, holding.behind)]
+        self._reclaim(holding.group, len(new))
+        holding.blocks += [TRASH_BLOCK] * count
         free, references = self._free[holding.group], self._references[holding.group]
-        for _ in range(count):
-            block = free.pop()
+        for i in new:
+            block = holding.blocks[i] = free.pop()
             assert references[block] == 0
             references[block] = 1
-            holding.blocks.append(block)
 
     def _give_back(self, group: int, blocks: Sequence[int]) -> None:
         references, free = self._references[group], self._free[group]
         parked_references = self._parked_references[group]
+        if not self.stacks.is_whole:
+            blocks = [block for block in blocks if block != TRASH_BLOCK]
         for block in reversed(blocks):
             references[block] -= 1
             if references[block] == 0:

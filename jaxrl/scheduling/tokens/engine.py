@@ -272,6 +272,7 @@ def _capacity(executor: Executor) -> Capacity:
         num_blocks=executor.num_blocks,
         block_size=executor.block_size,
         max_prefill_tokens=executor.max_prefill_tokens,
+        stacks=executor.stacks,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.types import ENVIRONMENT, Episode, Sample, SampleKey, SamplingParams, TopTokens
 
 TRASH_BLOCK = 0
@@ -83,7 +84,7 @@ class PrefillChunk:
       tokens: the chunk, a piece of prompt + kept tokens.
       start: position of the chunk's first token; everything before it is in the cache (or is written by an earlier
         chunk of the same plan, when a prompt's blocks are shared).
-      block_table: the request's blocks so far, in order.
+      block_table: the request's blocks so far, in order (`jaxrl.scheduling.tokens.stacks`).
       is_last: the chunk ends the prefill: sample the next token from its last position and activate the row.
       num_generated: tokens of the response that are part of the prefill (kept over an abort or a preemption): the token
         sampled next is the response's token number `num_generated`.
@@ -198,6 +199,7 @@ class Capacity:
     num_blocks: int
     block_size: int
     max_prefill_tokens: int
+    stacks: KvStacks = WHOLE
 
     def __post_init__(self) -> None:
         if self.num_slots < 1 or self.max_prefill_tokens < 1:
@@ -227,7 +229,7 @@ def check_request(request: Request, capacity: Capacity, max_model_len: int | Non
             f"{which}: {length} exceeds rollout.max_model_len ({max_model_len}): lower data.max_prompt_length or "
             "data.max_response_length"
         )
-    need = -(-(num_prompt + num_max) // capacity.block_size)
+    need = capacity.stacks.most_blocks(num_prompt + num_max, capacity.block_size)
     if need > capacity.num_blocks - 1:
         raise ValueError(
             f"{which}: {length} takes {need} blocks of {capacity.block_size} positions, and a pool has "
@@ -278,6 +280,7 @@ class Executor(Protocol):
       num_blocks: KV blocks per dp group, `TRASH_BLOCK` included.
       block_size: positions per block.
       max_prefill_tokens: the most prefill tokens that one plan may carry per dp group.
+      stacks: the layers, by what their windows leave behind.
     """
 
     num_groups: int
@@ -285,6 +288,7 @@ class Executor(Protocol):
     num_blocks: int
     block_size: int
     max_prefill_tokens: int
+    stacks: KvStacks
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that this executor cannot run; asked before the request is queued."""

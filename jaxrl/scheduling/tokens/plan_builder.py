@@ -55,7 +55,8 @@ class PlanBuilder:
             written = len(progress.prefix) if named.ends_prefill else progress.num_written
             need = min(written + most, progress.limit)
             more = blocks.blocks_for(need) - len(row.block_table)
-            if more > blocks.num_free(group) - self.headroom[group] or not blocks.extend(request_id, need):
+            first = 0 if named.ends_prefill else progress.first  # this plan's chunk sees more
+            if more > blocks.num_free(group) - self.headroom[group] or not blocks.extend(request_id, need, first):
                 continue
             table, max_new = blocks.table(request_id), most
             self.decode[decoding[request_id]] = replace(row, block_table=table, max_new=max_new)

@@ -201,6 +201,11 @@ class Progress:
         return self.num_prompt + self.num_tokens + self.pending - 1
 
     @property
+    def first(self) -> int:
+        """The first position that plans to come may run, for a request with all of its prefill in plans."""
+        return self.num_prompt + self.num_tokens - 1
+
+    @property
     def is_resident(self) -> bool:
         """It has a row, and its prefill is complete."""
         return self.slot >= 0 and self.prefilled == len(self.prefix)

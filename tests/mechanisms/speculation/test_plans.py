@@ -24,6 +24,7 @@ from jaxrl.scheduling.tokens.plan import (
     VerifyCounts,
 )
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
+from jaxrl.scheduling.tokens.stacks import WHOLE
 from jaxrl.types import SampleKey, SamplingParams
 
 STEPS = 4
@@ -45,7 +46,7 @@ class Accepting:
     """Gives a row with a history 1 .. `TOKENS_PER_STEP` tokens a step; tokens are positions. Checks that every position
     that may be written has a block of the row's own."""
 
-    num_groups, block_size, max_prefill_tokens = 2, 4, 16
+    num_groups, block_size, max_prefill_tokens, stacks = 2, 4, 16, WHOLE
 
     def __init__(self, num_slots: int, num_blocks: int, seed: int) -> None:
         self.num_slots, self.num_blocks = num_slots, num_blocks

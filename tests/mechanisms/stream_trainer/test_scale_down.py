@@ -22,6 +22,7 @@ from jaxrl.mechanisms.stream_trainer.scale_down import (
     projected_kv,
 )
 from jaxrl.scheduling.tokens.lengths import LengthHistory
+from jaxrl.scheduling.tokens.stacks import KvStacks
 
 ROOMY = 1 << 30
 
@@ -212,6 +213,14 @@ def recorded(*lengths: int) -> LengthHistory:
 )
 def test_the_projected_peak(requests: list[LeftRequest], lengths: list[int], expected: int):
     assert projected_kv(requests, recorded(*lengths)) == expected
+
+
+def test_tokens_behind_a_window_are_not_projected():
+    """Two stacks, of which one holds the last 8 tokens at the most: 10 and 8 now, and at the limit 104 and 8."""
+    stacks = KvStacks((0, 5), ahead=4)
+    assert projected_kv([LeftRequest(10, 0, 100)], recorded(), stacks) == 110 + 8
+    assert projected_kv([LeftRequest(10, 3, 3)], recorded(9), stacks) == 13 + 8
+    assert projected_kv([LeftRequest(2, 0, 3)] * 2, recorded(), stacks) == 2 * (5 + 5)
 
 
 def exact_peak(requests: list[LeftRequest], lengths: list[int], deviations: float) -> float:

@@ -4,7 +4,14 @@ import pytest
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.runtime.hosts.local_devices import dealt, environments, platform_of, visible_gpus, with_device_count
+from jaxrl.runtime.hosts.local_devices import (
+    dealt,
+    environments,
+    has_tpu,
+    platform_of,
+    visible_gpus,
+    with_device_count,
+)
 
 GPUS = ["0", "1", "2", "3", "4", "5", "6", "7"]
 NONE: list[str] = []
@@ -68,6 +75,27 @@ def test_too_few_devices(num, each, platform, gpus, sentence):
 def test_the_platform_that_jax_will_use(wanted, num_gpus, has_plugin, has_tpu, platform):
     environment = {"JAX_PLATFORMS": wanted} if wanted else {}
     assert platform_of(environment, num_gpus, has_plugin=has_plugin, has_tpu=has_tpu) == platform
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, False),
+        ({"dev/accel0": ""}, True),
+        ({"dev/vfio/0": "", "pci/0000:00:05.0/vendor": "0x1ae0\n", "pci/0000:00:05.0/device": "0x006f\n"}, True),
+        # a GPU that is handed on, the network card of a cloud, and another maker's device of a TPU's number
+        ({"dev/vfio/1": "", "dev/vfio/vfio": "", "pci/a/vendor": "0x10de\n", "pci/a/device": "0x2330\n"}, False),
+        ({"pci/a/vendor": "0x1ae0\n", "pci/a/device": "0x0042\n"}, False),
+        ({"pci/a/vendor": "0x10de\n", "pci/a/device": "0x0063\n"}, False),
+        ({"pci/a/vendor": "0x1ae0\n"}, False),
+    ],
+)
+def test_a_tpu_is_found_by_its_numbers(tmp_path, files, found):
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert has_tpu(tmp_path / "dev", tmp_path / "pci") == found
 
 
 def test_visible_gpus_are_those_that_the_environment_leaves():

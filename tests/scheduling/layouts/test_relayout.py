@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from checking import assert_empty, assert_whole, engine_in, make_request
+from checking import assert_empty, assert_whole, engine_in, make_request, stacks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +19,11 @@ from jaxrl.types import Sample, SampleKey
 DEVICES = 8
 
 
-def layouts(num_slots: int = 4, num_blocks: int = 40) -> dict[int, Capacity]:
+def layouts(num_slots: int = 4, num_blocks: int = 40, windows: tuple[int, ...] = (0,)) -> dict[int, Capacity]:
     """A larger tp has fewer dp groups and larger pools."""
+    stacks = stacks_of(windows, max_prefill_tokens=16, decode_steps=4)
     return {
-        tp: Capacity(DEVICES // tp, num_slots * tp, (num_blocks - 1) * tp + 1, block_size=4, max_prefill_tokens=16)
+        tp: Capacity(DEVICES // tp, num_slots * tp, (num_blocks - 1) * tp + 1, 4, max_prefill_tokens=16, stacks=stacks)
         for tp in (1, 2, 4, 8)
     }
 
@@ -118,8 +119,11 @@ def test_a_request_that_was_preempted_and_sits_elsewhere_moves_with_its_own_kv()
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_switches_at_any_time(data: st.DataObject):
-    """Long prompts (prefills are cut), small pools (rows are evicted), several switches."""
-    offered = layouts(data.draw(st.integers(1, 4), "slots"), data.draw(st.integers(13, 24), "blocks"))
+    """Long prompts (prefills are cut), small pools (rows are evicted), several switches; with windows and without."""
+    windows = data.draw(st.sampled_from([(0,), (0,), (5,), (0, 9), (0, 4, 4)]), "windows")
+    least = stacks_of(windows, 16, 4).most_blocks(24 + 20, 4) + 1
+    slots, blocks = data.draw(st.integers(1, 4), "slots"), data.draw(st.integers(least + 1, 2 * least), "blocks")
+    offered = layouts(slots, blocks, windows)
     count = data.draw(st.integers(1, 24), "requests")
     requests = [
         make_request(

@@ -15,7 +15,7 @@ from jaxrl.types import Group
 
 def test_packed_samples_come_back_as_they_were():
     samples = [make_sample(key(p, 1, 2), [p] * p, reason) for p, reason in enumerate(("stop", "abort", None, "length"))]
-    samples[3].text = "naïve \n text"
+    samples[1].text, samples[3].text = "half of a pair: \ud83d", "naïve \n text"
     back = unpack_samples(through_disk(pack_samples(samples)))
     for one, other in zip(samples, back, strict=True):
         assert (one.key, one.finish_reason, one.text) == (other.key, other.finish_reason, other.text)
@@ -24,7 +24,7 @@ def test_packed_samples_come_back_as_they_were():
             assert getattr(one, name).dtype == getattr(other, name).dtype
     assert unpack_samples(through_disk(pack_samples([]))) == []
     with pytest.raises(ValueError, match="must fit together"):
-        unpack_samples({**pack_samples(samples), "texts": []})
+        unpack_samples({**pack_samples(samples), "texts": np.zeros(0, np.uint8)})
 
 
 def test_packed_groups_come_back_with_all_that_their_scorers_said():

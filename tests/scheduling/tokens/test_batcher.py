@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, RowResult, resume
+from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Capacity, Plan, PlanResult, Request, RowResult, resume
 from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Ended, Preempted, Progress, TraceEvent
+from jaxrl.scheduling.tokens.stacks import KvStacks, most_ahead
 from jaxrl.types import ENVIRONMENT, SampleKey, SamplingParams
 
 STOP = 2
@@ -395,3 +396,20 @@ def test_of_what_version_a_response_is():
     answer(batcher, plan_of(batcher).index, {0: [5, 5]})
     assert progress.is_all_of(0)
     assert not progress.is_all_of(1)
+
+
+def test_what_is_only_parked_keeps_no_request_out_where_one_fits():
+    """Where all layers have a window, one that finds its prompt holds as many blocks later as one that does not."""
+    stacks = KvStacks((6,), most_ahead(16, 3 * TOKENS_PER_STEP + 1))
+    config = BatcherConfig(decode_steps=3)
+    batcher = Batcher(config, Capacity(1, 1, stacks.most_blocks(64, 1) + 1, 1, 16, stacks))
+    batcher.add(replace(make_request(0, num_prompt=12, share="a"), session="talk"))
+    plan_of(batcher)
+    answer(batcher, 0, {0: [STOP]}, {0})
+    assert batcher.blocks.num_parked(0) == 12
+    kept = {"generated": (9,) * 40, "generated_versions": (0,) * 40}
+    kept |= dict.fromkeys(("generated_sampled_logprobs", "generated_rollout_logprobs"), (-0.5,) * 40)
+    batcher.add(replace(make_request(1, num_prompt=12, max_tokens=52, share="a"), **kept))
+    assert starts(plan_of(batcher)) == [(1, 0, 0)]
+    assert batcher.counters.shared_tokens == 11
+    batcher.blocks.check()

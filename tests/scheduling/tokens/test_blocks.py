@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.scheduling.tokens.blocks import BlockManager
+from jaxrl.scheduling.tokens.stacks import KvStacks
 
 
 def test_blocks_are_given_in_order_and_come_back():
@@ -174,6 +175,78 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int]):
         BlockManager(*sizes)
 
 
+SEEN = KvStacks((0, 5), ahead=8)  # two stacks: one sees all, the other five positions
+
+
+def test_what_is_behind_a_window_serves_others():
+    blocks = BlockManager(1, 20, 2, SEEN)
+    assert blocks.allocate(1, 0, num_tokens=8) == 0
+    assert (blocks.table(1), blocks.num_held(1)) == ((1, 2, 3, 4, 5, 6, 7, 8), 4)
+    assert blocks.extend(1, 8, first=8), "it has them, and gives nothing back"
+    assert blocks.num_free(0) == 11
+    assert blocks.extend(1, 9, first=8)
+    assert blocks.table(1) == (1, 0, 3, 0, 5, 6, 7, 8, 2, 4), "a query at 8 sees 4 to 8"
+    assert blocks.num_free(0) == 11
+    assert blocks.more_for(1, 30) == 10 + 5, "of at most eight blocks of the stack with the window it has three"
+    blocks.check()
+    blocks.free(1)
+    assert blocks.num_free(0) == 19
+    blocks.check()
+
+
+def test_a_prompt_is_found_while_its_last_window_is_there():
+    """Nine tokens, four full blocks: one that comes later needs all of the first stack, and 4 to 8 of the other."""
+    blocks = BlockManager(1, 60, 2, SEEN)
+    blocks.allocate(1, 0, 10, "p", 9)
+    blocks.publish(1, 9)
+    assert blocks.extend(1, 12, first=9)
+    assert blocks.allocate(2, 0, 10, "p", 9) == 8
+    assert blocks.table(2)[:8] == (1, 0, 3, 0, *blocks.table(1)[4:8]), "what it does not see is not its"
+    blocks.check()
+    assert blocks.extend(1, 14, first=12)
+    assert blocks.num_published(0, "p", 9) == 4, "the second request holds them"
+    assert blocks.extend(2, 14, first=12)
+    assert blocks.num_published(0, "p", 9) == 0, "a part of the window is gone"
+    blocks.check()
+    assert blocks.allocate(3, 0, 10, "p", 9) == 0
+    blocks.publish(3, 9)
+    assert blocks.allocate(4, 0, 10, "p", 9) == 8, "of the one that has run it again"
+    assert blocks.table(4)[0] == blocks.table(3)[0] != blocks.table(1)[0]
+    blocks.check()
+    for request in (3, 1, 4, 2):
+        blocks.free(request)
+        blocks.check()
+    assert blocks.num_free(0) == 59
+
+
+def test_a_request_that_moves_takes_what_it_sees():
+    blocks = BlockManager(1, 60, 2, SEEN)
+    assert blocks.allocate(1, 0, 14, "p", 9, first=12) == 0
+    assert blocks.table(1)[:10] == (1, 0, 2, 0, 3, 0, 4, 0, 5, 6)
+    blocks.publish(1, 9)
+    assert blocks.num_published(0, "p", 9) == 0, "one that begins needs more"
+    assert blocks.allocate(2, 0, 16, "p", 9, first=13) == 8, "one that is as far needs no more"
+    assert blocks.table(2)[:8] == blocks.table(1)[:8]
+    blocks.check()
+
+
+def test_a_conversation_goes_on_only_where_its_window_is_left():
+    blocks = BlockManager(1, 60, 2, SEEN)
+    said = tuple(range(20))
+    blocks.allocate(1, 0, 18)
+    blocks.extend(1, 21, first=17)  # gives back what is before 12
+    blocks.park(1, "talk", said)
+    blocks.free(1)
+    assert blocks.num_parked(0) == 10 + 4
+    assert blocks.num_resumed(0, "talk", (*said[:15], 99)) == 0
+    assert blocks.num_resumed(0, "talk", (*said, 99)) == 20
+    assert blocks.resume(2, 0, 22, "talk", (*said, 99)) == 20
+    assert blocks.table(2)[15] == 0 != blocks.table(2)[17], "a query at 20 sees 16 to 20"
+    blocks.check()
+    blocks.free(2)
+    assert blocks.num_free(0) == 59
+
+
 PROMPT_LENGTHS = {"a": 1, "b": 6, "c": 9, None: 5}
 CALLS = st.tuples(
     st.sampled_from(["allocate", "allocate", "extend", "publish", "free", "park", "resume"]),
@@ -239,3 +312,71 @@ def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, ca
     blocks.check()
     assert not any(blocks.groups_holding(share) for share in PROMPT_LENGTHS)
     assert [blocks.num_free(g) for g in range(3)] == [num_blocks - 1] * 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    windows=st.sampled_from([(3,), (0, 4), (0, 0, 2), (0, 3, 3)]),
+    num_blocks=st.integers(8, 40),
+    block_size=st.integers(1, 4),
+    calls=st.lists(CALLS, max_size=60),
+)
+def test_with_windows_invariants_hold_and_what_is_seen_is_there(
+    windows: tuple[int, ...], num_blocks: int, block_size: int, calls: list
+):
+    """As without them; and the table of a request has a block for all that its queries from `first` on see."""
+    blocks = BlockManager(2, num_blocks, block_size, KvStacks(windows, ahead=25))
+    live: dict[int, tuple[int, int, int]] = {}  # request -> (group, first, tokens covered)
+    shares: dict[int, Any] = {}
+    for call, request, group, share, more in calls:
+        prompt_len, group = PROMPT_LENGTHS[share], group % 2
+        if call == "allocate" and request not in live:
+            free, first = blocks.num_free(group), more // 3 if share is None else 0
+            tokens = prompt_len + more
+            saved = blocks.num_saved(group, share, prompt_len, num_tokens=tokens)
+            there = blocks.num_published(group, share, prompt_len) * block_size
+            shared = blocks.allocate(request, group, tokens, share, prompt_len, first)
+            assert shared is not None or blocks.num_free(group) == free
+            assert shared is not None or blocks.most_blocks(tokens) - saved > free, "admitted without room"
+            if shared is not None:
+                assert shared == there
+                live[request], shares[request] = (group, max(first, shared), tokens), share
+        elif call == "extend" and request in live:
+            where, first, tokens = live[request]
+            first = max(first, tokens - 10, min(first + more // 2, tokens - 1))
+            could = blocks.more_for(request, tokens + more) <= blocks.num_free(where)
+            live[request] = (where, first, tokens)  # what is behind it may be gone, whether or not there is room
+            if blocks.extend(request, tokens + more, first):
+                live[request] = (where, first, tokens + more)
+            else:
+                assert not could or blocks.blocks_for(more) > blocks.num_free(where)
+        elif call == "publish" and request in live:
+            blocks.publish(request, min(more, live[request][2]))
+        elif call == "free" and request in live:
+            blocks.free(request)
+            del live[request]
+        elif call == "park" and request in live and shares[request] is None:
+            tokens = live.pop(request)[2]
+            blocks.park(request, request % 3, tuple(range(min(more, tokens))))
+            blocks.free(request)
+        elif call == "resume" and request not in live:
+            session, tokens = request % 3, tuple(range(1 + more))
+            there, free = blocks.num_resumed(group, session, tokens), blocks.num_free(group)
+            found = blocks.resume(request, group, len(tokens) + 2, session, tokens)
+            assert found == there or (found is None and blocks.num_free(group) == free)
+            assert found is not None or blocks.most_blocks(len(tokens) + 2) > free, "admitted without room"
+            if found is not None:
+                live[request], shares[request] = (group, found, len(tokens) + 2), None
+        blocks.check()
+        for holder, (_, first, tokens) in live.items():
+            table = blocks.table(holder)
+            for stack, window in enumerate(windows):
+                begin = max(first - window + 1, 0) // block_size if window else 0
+                assert all(table[i * len(windows) + stack] for i in range(begin, -(-tokens // block_size)))
+    for request in live:
+        blocks.free(request)
+        blocks.check()
+    blocks.forget_all()
+    blocks.check()
+    assert not any(blocks.groups_holding(share) for share in PROMPT_LENGTHS)
+    assert [blocks.num_free(g) for g in range(2)] == [num_blocks - 1] * 2

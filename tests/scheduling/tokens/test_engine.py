@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checking import assert_empty, assert_whole, make_engine, make_request
+from checking import assert_empty, assert_whole, make_engine, make_request, stacks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -188,6 +188,7 @@ class Scenario:
     config: BatcherConfig
     prompts: tuple[tuple[int, bool, tuple[tuple[int, int], ...]], ...]  # (length, shared, (response, max_tokens)...)
     script: tuple[tuple[str, int], ...]
+    windows: tuple[int, ...] = (0,)
 
     def requests(self) -> list[tuple[Request, int]]:
         out = []
@@ -211,6 +212,7 @@ SCENARIOS = st.builds(
         st.tuples(st.sampled_from(["step", "step", "step", "drain", "abort", "add"]), st.integers(0, 1 << 16)),
         max_size=30,
     ).map(tuple),
+    windows=st.sampled_from([(0,), (0,), (3,), (0, 5), (0, 0, 2)]),
 )
 
 
@@ -218,7 +220,9 @@ def run_scenario(scenario: Scenario, trace: list[TraceEvent]) -> tuple[Engine, d
     """Adds requests, aborts some and adds them again later, and runs everything to its end."""
     requests = dict(enumerate(scenario.requests()))
     lengths = {request.key: length for request, length in requests.values()}
-    need = max(-(-(len(r.prompt_ids) + r.params.max_tokens) // scenario.block_size) for r, _ in requests.values())
+    stacks = stacks_of(scenario.windows, scenario.max_prefill_tokens, scenario.config.decode_steps)
+    longest = max(len(r.prompt_ids) + r.params.max_tokens for r, _ in requests.values())
+    need = stacks.most_blocks(longest, scenario.block_size)
     engine, _ = make_engine(
         lengths,
         scenario.config,
@@ -227,6 +231,7 @@ def run_scenario(scenario: Scenario, trace: list[TraceEvent]) -> tuple[Engine, d
         need + 1 + scenario.spare_blocks,
         scenario.block_size,
         scenario.max_prefill_tokens,
+        windows=scenario.windows,
         trace=trace.append,
     )
     out = [request for request, _ in requests.values()]

@@ -106,22 +106,25 @@ def _rearrange(workers: LocalWorkers, name: str, number: int, some: Sequence[int
     assert sorted(live) == sorted(workers.unfinished()), "each on exactly one worker"
 
 
+WINDOWS = {(0,): 20, (7,): 20, (0, 6): 38, (0, 5, 5): 54}  # with the blocks that the longest request may need, or more
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12)
 
 
 @settings(max_examples=80, deadline=None)
-@given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]))
+@given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]), st.sampled_from(list(WINDOWS)))
 @example(  # a request that has been in two workers comes to a third one together with others from the first
     [(14, 0, 14), (1, 1, 1), (10, 2, 10), (1, 0, 1), (1, 0, 1), (1, 2, 1)],
     [*[("step", 0)] * 7, ("add", 0), *[("step", 0)] * 2, ("move", 865), ("step", 0), ("again", 1), ("move", 0)],
     3,
     "prompts",
+    (0,),
 )
 def test_every_request_ends_once_and_whole_whatever_happens(
-    drawn: list[tuple[int, int, int]], acts: list[Act], num_workers: int, deal: Deal
+    drawn: list[tuple[int, int, int]], acts: list[Act], num_workers: int, deal: Deal, windows: tuple[int, ...]
 ):
     requests, lengths = requests_of(drawn)
-    workers, executors = build(requests, lengths, num_workers, deal, **SMALL)
+    sizes = SMALL | {"windows": windows, "num_blocks": WINDOWS[windows]}
+    workers, executors = build(requests, lengths, num_workers, deal, **sizes)
     done = play(workers, requests, acts)
     ended = [one.request_id for one in done.delivered] + list(done.aborted)
     assert sorted(ended) == sorted(done.requests), "each ends once"
@@ -134,7 +137,7 @@ def test_every_request_ends_once_and_whole_whatever_happens(
     for engine in workers.engines:
         assert_empty(engine)
     # the same once more, on executors that answer the same and measure other times: same plans, same order
-    again, others = build(requests, lengths, num_workers, deal, **SMALL)
+    again, others = build(requests, lengths, num_workers, deal, **sizes)
     for factor, executor in enumerate(others):
         executor.inner._cost = lambda plan, steps, by=factor: by + plan.index % 3 + steps
     repeated = play(again, requests, acts)

@@ -1,0 +1,285 @@
+"""Mixtures of experts: a router that chooses some MLPs for each token, and the sum of what those give.
+
+Source: Shazeer et al. 2017 (arXiv:1701.06538) and Fedus et al. 2021 (arXiv:2101.03961), without capacity: no token is
+ever dropped. Departures: tokens are not copied into the order of experts. A loop runs over *blocks*, each some tokens
+of one expert, and adds what it computes to those tokens' sums. Its length is that of the blocks that exist, so an
+expert without tokens costs nothing, and uneven loads cost what they are. The backward pass computes each block again
+from the layer's input and keeps nothing else.
+
+`jax.lax.ragged_dot` was measured on a CPU and left: there XLA (jax 0.10.2 and 0.11.2) computes every expert for every
+token behind it (32 experts: 42 times the time of the tokens' own products). On GPUs it was not tried.
+
+A token's experts are added in ascending order, in at least float32, whatever tokens stand beside it.
+
+Experts may be split over devices. Each then computes the share of its own experts for all tokens that it is given, and
+the shares are added: in rollouts, where all devices of a tensor-parallel group have the same tokens, by the reduction
+that an MLP needs anyway; in training, where each device has tokens of its own, they are gathered before and scattered
+after. Each device then receives every token once, whatever the router does, where an all-to-all moves each token to as
+many devices as it has experts elsewhere: no more than that, with as many experts per token as devices.
+
+Letters: T tokens, E embed, F mlp, X experts (of this device), C experts per token, B tokens of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.kernels.reference import operands
+from jaxrl.sharding.mesh import axes_size, entry_axes
+
+WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+"""The weights of experts in a layer, each with a leading dim of experts; biases where there are any."""
+
+_BATCHED = 256  # tokens up to which reading all weights takes longer than multiplying them all, on H100 and TPU v5
+_SMALLEST, _LARGEST = 8, 1024  # tokens of a block
+
+
+class Routing(NamedTuple):
+    """What a router decides for tokens.
+
+    Attributes:
+      experts: int32 [..., C], ascending. weights: [..., C], of their sum, in at least float32.
+      probabilities: [..., X] of all experts; `mix` does not read them.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    probabilities: jax.Array | None
+
+
+class Shape(NamedTuple):
+    """What experts compute, and how. Hashable.
+
+    Attributes:
+      activation: (gate, up) -> what the last matrix multiplies.
+      widen: multiply narrow operands as float32 (exactly).
+      batched: for few tokens, one batched product over all experts, which accelerators like; else blocks always.
+      parts: over how many devices experts are split.
+    """
+
+    activation: Any
+    widen: bool = False
+    batched: bool = False
+    parts: int = 1
+
+
+def route(
+    x_TE: jax.Array, router_EX: jax.Array, bias_X: jax.Array | None, num_chosen: int, *, normalised: bool
+) -> Routing:
+    """Chooses experts by the softmax of a router's logits, all in at least float32.
+
+    Args:
+      num_chosen: experts per token.
+      normalised: whether a token's weights sum to one.
+    """
+    wide = jnp.promote_types(x_TE.dtype, jnp.float32)
+    logits = jnp.matmul(x_TE.astype(wide), router_EX.astype(wide), precision=lax.Precision.HIGHEST)
+    if bias_X is not None:
+        logits = logits + bias_X.astype(wide)
+    probabilities = jax.nn.softmax(logits)
+    _, experts = lax.top_k(lax.stop_gradient(logits), num_chosen)
+    experts = jnp.sort(experts.astype(jnp.int32))
+    # of the logits, not by dividing what may have become zero
+    weights = jax.nn.softmax(_taken(logits, experts)) if normalised else _taken(probabilities, experts)
+    return Routing(experts, weights, probabilities)
+
+
+def _taken(values: jax.Array, experts: jax.Array) -> jax.Array:
+    """[..., C] of [..., X]; the gradient adds nothing twice, and says so, that no order of additions is left open."""
+    flat, own = values.reshape(-1, values.shape[-1]), experts.reshape(-1, experts.shape[-1])
+    rows = jnp.arange(own.shape[0])[:, None]
+    return flat.at[rows, own].get(mode="promise_in_bounds", unique_indices=True).reshape(experts.shape)
+
+
+def mix(x: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: Shape, first: Any = 0) -> jax.Array:
+    """[..., E] in at least float32: the weighted sum of each token's experts, as far as they are among X.
+
+    Args:
+      weights: `WEIGHTS` of X experts, in x's dtype. first: the number of the first of them.
+    """
+    x_TE, chosen = jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), (x, routing))
+    return _mix(x_TE, chosen, weights, shape, first).reshape(x.shape)
+
+
+def _mix(x_TE: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: Shape, first: Any) -> jax.Array:
+    count, tokens = weights["down"].shape[0], x_TE.shape[0]
+    own = routing.experts - first
+    if shape.batched and tokens <= _BATCHED:
+        return _batched(x_TE, own, routing.weights, weights, shape)
+    load = routing.experts.size // (count * shape.parts)  # the mean
+    block = min(max(1 << max(load - 1, 0).bit_length(), _SMALLEST), _LARGEST)
+    own = jnp.where((own >= 0) & (own < count), own, count)
+    return _in_blocks(shape, block, x_TE, routing.weights, dict(weights), own)
+
+
+def _batched(
+    x_TE: jax.Array, own_TC: jax.Array, weights_TC: jax.Array, weights: Mapping[str, jax.Array], shape: Shape
+) -> jax.Array:
+    """Every expert for every token, weighted with zero where it is not chosen; or the chosen ones' weights gathered,
+    where they are few."""
+    count, (tokens, chosen) = weights["down"].shape[0], own_TC.shape
+    if 3 * tokens * chosen <= count:  # a gather writes and reads again what it takes
+        inside = (own_TC >= 0) & (own_TC < count)
+        taken = {name: jnp.take(w, own_TC.reshape(-1), axis=0, mode="clip") for name, w in weights.items()}
+        each = jax.vmap(partial(_mlp, shape))(jnp.repeat(x_TE, chosen, axis=0)[:, None], taken)[:, 0]
+        parts = each.reshape(tokens, chosen, -1) * jnp.where(inside, weights_TC, 0)[..., None]
+        return jnp.sum(parts, axis=1)
+    is_chosen_TCX = own_TC[..., None] == jnp.arange(count)
+    share_TX = jnp.sum(jnp.where(is_chosen_TCX, weights_TC[..., None], 0), axis=1)
+    # tokens are a batch's, too: else XLA joins experts and columns into one dim, and transposes all weights for it
+    each_XTE = jax.vmap(partial(_mlp, shape))(jnp.broadcast_to(x_TE, (count, *x_TE.shape)), dict(weights))
+    return jnp.einsum("tx,xte->te", share_TX, each_XTE)
+
+
+def _mlp(shape: Shape, x_BE: jax.Array, expert: Mapping[str, jax.Array]) -> jax.Array:
+    """One expert of tokens: [B, E] in at least float32."""
+    wide = jnp.promote_types(x_BE.dtype, jnp.float32)
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        out = jnp.matmul(*operands(shape.widen, (x, expert[name])), preferred_element_type=wide)
+        return out + expert[f"{name}_bias"].astype(wide) if f"{name}_bias" in expert else out
+
+    gate, up = (product(x_BE, name).astype(x_BE.dtype) for name in ("gate", "up"))
+    return product(shape.activation(gate, up), "down")
+
+
+def over_devices(
+    mesh: Mesh, specs: Mapping[str, PartitionSpec], rows: PartitionSpec, *, batched: bool, gathered: bool
+) -> Callable[..., jax.Array]:
+    """`mix` of experts that are split over a mesh, for hidden states [..., E] whose leading dim has the spec `rows`.
+
+    Args:
+      specs: of each of the experts' weights, of one layer: (experts, ..., mlp, ...).
+      batched: as in `Shape`.
+      gathered: whether devices that share experts have tokens of their own; else they have the same.
+    """
+    of_experts, *others = specs["down"]
+    experts = entry_axes(of_experts)
+    columns = entry_axes(others[0] if others else None)
+    sharing, how = experts + columns, {"batched": batched, "parts": axes_size(mesh, experts)}
+
+    def local(x: jax.Array, routing: Routing, weights: dict[str, jax.Array], shape: Shape) -> jax.Array:
+        if gathered and sharing:
+            x, routing = lax.all_gather((x, routing), sharing, tiled=True)
+        if columns and "down_bias" in weights:  # one of those that share an expert adds it
+            weights["down_bias"] = jnp.where(lax.axis_index(columns) == 0, weights["down_bias"], 0)
+        first = lax.axis_index(experts) * weights["down"].shape[0] if experts else 0
+        out = mix(x, routing, weights, shape._replace(**how), first)
+        if sharing:
+            out = lax.psum_scatter(out, sharing, tiled=True) if gathered else lax.psum(out, sharing)
+        return out
+
+    def mixed(h: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: Shape) -> jax.Array:
+        chosen = routing._replace(probabilities=None)
+        own = {name: specs[name] for name in weights}
+        split = jax.shard_map(
+            partial(local, shape=shape), mesh=mesh, in_specs=(rows, rows, own), out_specs=rows, check_vma=False
+        )
+        return split(h, chosen, dict(weights))
+
+    return mixed
+
+
+class _Blocks(NamedTuple):
+    """Which pairs of token and chosen expert a loop's steps take.
+
+    Attributes:
+      order: the pairs by expert, and within one by token. starts, counts: of each expert's in it.
+      ends: [X], the number of blocks up to and with each expert.
+    """
+
+    order: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    ends: jax.Array
+
+
+def _blocks(own_TC: jax.Array, count: int, block: int) -> _Blocks:
+    flat = own_TC.reshape(-1)
+    counts = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)[:count]
+    ends = jnp.cumsum(-(-counts // block))
+    return _Blocks(jnp.argsort(flat, stable=True), jnp.cumsum(counts) - counts, counts, ends)
+
+
+class _Step(NamedTuple):
+    """One block: its expert, the pairs and tokens (beyond the last where it is not full), and whether each is one."""
+
+    expert: jax.Array
+    pairs: jax.Array
+    tokens: jax.Array
+    is_pair: jax.Array
+
+
+def _step(blocks: _Blocks, i: jax.Array, block: int, chosen: int) -> _Step:
+    expert = jnp.searchsorted(blocks.ends, i, side="right").astype(jnp.int32)
+    before = jnp.where(expert > 0, blocks.ends[expert - 1], 0)
+    offset = (i - before) * block + jnp.arange(block)
+    is_pair = offset < blocks.counts[expert]
+    pairs = blocks.order.at[blocks.starts[expert] + offset].get(mode="clip")
+    missing = blocks.order.size + jnp.arange(block)  # each elsewhere: indices are unique
+    pairs = jnp.where(is_pair, pairs, missing)
+    return _Step(expert, pairs, jnp.where(is_pair, pairs // chosen, missing), is_pair)
+
+
+def _block(shape: Shape, x_BE: jax.Array, share_B: jax.Array, expert: Mapping[str, jax.Array]) -> jax.Array:
+    return _mlp(shape, x_BE, expert) * share_B[:, None]
+
+
+def _of_step(step: _Step, x_TE: jax.Array, share: jax.Array, weights: dict[str, jax.Array]) -> tuple[Any, ...]:
+    x_BE = x_TE.at[step.tokens].get(mode="fill", fill_value=0)
+    share_B = share.reshape(-1).at[step.pairs].get(mode="fill", fill_value=0)
+    return x_BE, share_B, {name: w[step.expert] for name, w in weights.items()}
+
+
+def _forward(
+    shape: Shape, block: int, x_TE: jax.Array, share_TC: jax.Array, weights: dict[str, jax.Array], own_TC: jax.Array
+) -> tuple[jax.Array, Any]:
+    blocks = _blocks(own_TC, weights["down"].shape[0], block)
+
+    def body(i: jax.Array, out_TE: jax.Array) -> jax.Array:
+        step = _step(blocks, i, block, own_TC.shape[1])
+        part = _block(shape, *_of_step(step, x_TE, share_TC, weights))
+        return out_TE.at[step.tokens].add(part, mode="drop", unique_indices=True)
+
+    out = jnp.zeros(x_TE.shape, jnp.promote_types(x_TE.dtype, jnp.float32))
+    out = lax.fori_loop(0, blocks.ends[-1], body, out)
+    return out, (x_TE, share_TC, weights, own_TC)
+
+
+def _backward(shape: Shape, block: int, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    x_TE, share_TC, weights, own_TC = saved
+    blocks = _blocks(own_TC, weights["down"].shape[0], block)
+
+    def body(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        d_x, d_share, d_weights = carry
+        step = _step(blocks, i, block, own_TC.shape[1])
+        _, pull_back = jax.vjp(partial(_block, shape), *_of_step(step, x_TE, share_TC, weights))
+        own_x, own_share, own = pull_back(d_out.at[step.tokens].get(mode="fill", fill_value=0))
+        unique: Any = {"mode": "drop", "unique_indices": True}
+        return (
+            d_x.at[step.tokens].add(own_x.astype(d_x.dtype), **unique),
+            d_share.at[step.pairs].set(own_share, **unique),
+            {name: d.at[step.expert].add(own[name].astype(d.dtype)) for name, d in d_weights.items()},
+        )
+
+    wide = d_out.dtype
+    start = (
+        jnp.zeros(x_TE.shape, wide),
+        jnp.zeros(share_TC.size, share_TC.dtype),
+        {name: jnp.zeros(w.shape, wide) for name, w in weights.items()},
+    )
+    d_x, d_share, d_weights = lax.fori_loop(0, blocks.ends[-1], body, start)
+    d_weights = {name: d.astype(weights[name].dtype) for name, d in d_weights.items()}
+    return d_x.astype(x_TE.dtype), d_share.reshape(share_TC.shape), d_weights, None
+
+
+# the forward pass without what it saves
+_in_blocks = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(0, 1))
+_in_blocks.defvjp(_forward, _backward)

@@ -1,0 +1,98 @@
+"""`actor.numerics=invariant` of a model: what is computed in pieces of one shape (`jaxrl.kernels.invariant`), and in
+which parts, so that a token's numbers do not depend on the degree of tensor parallelism either.
+
+Each weight that tensor parallelism splits is cut into `actor.numerics_tp` parts, whatever degree a layout has: a device
+computes its own parts one after another. What a sum over heads or MLP columns is made of is added in the order of the
+mesh's own tree, neighbouring parts first, so a layout with fewer devices adds the same pairs in the same order. The
+trainer, whose devices have whole weights, computes all parts, with the zeros that pad the rollout's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.kernels.invariant import Cut, InTiles
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import EXPERT_IDS
+from jaxrl.models.lora import Lora, is_adapter, merged
+from jaxrl.schema.devices import prime_factors
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import entry_axes
+from jaxrl.sharding.rules import TENSOR_DIMS, Weight, padded_config, rollout_spec
+
+
+def in_tiles(
+    model: ModelConfig,
+    parts: int,
+    mesh: Mesh | None = None,
+    rows: PartitionSpec | None = None,
+    layout: Layout | None = None,
+    dtype: str | None = None,
+) -> InTiles:
+    """How a model's layers and its vocabulary are computed.
+
+    Args:
+      parts: `actor.numerics_tp`.
+      mesh, rows: as in `InTiles`. layout: whose devices have parts of the weights; None: each has them whole.
+      dtype: of a layer's matrices in products, into which their adapters are merged; None: there are none beside them.
+
+    Raises:
+      ValueError: a layout that splits weights otherwise than in these parts.
+    """
+    factors = tuple(prime_factors(parts))
+    axes = () if layout is None else layout.tp_axes
+    if layout is not None and (sizes := tuple(layout.mesh.shape[axis] for axis in axes)) != factors[: len(axes)]:
+        raise ValueError(
+            f"actor.numerics_tp ({parts}) must have the tp of a layout ({layout.tp}) as the product of its first prime "
+            f"factors {factors}, as its mesh has: {sizes}"
+        )
+    padded = padded_config(model.base, parts)
+
+    def cut(weight: Weight) -> Cut | None:
+        dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
+        found = next((i for i, dim in enumerate(dims) if dim in TENSOR_DIMS), None)
+        if found is None:
+            return None
+        return Cut(found, entry_axes(rollout_spec(weight, layout, padded)[found]) if axes and layout else ())
+
+    table = padded.weights()
+    weights = {**table["layers"], **{name: w for name, w in table.items() if name != "layers"}}
+    cuts = {name: own for name, weight in weights.items() if (own := cut(weight)) is not None}
+    if model.num_experts:
+        cuts[EXPERT_IDS] = cuts["down"]
+    prepared = None if dtype is None or model.lora is None else _Merged(model.lora, dtype)
+    return InTiles(mesh, PartitionSpec() if rows is None else rows, factors, axes, tuple(cuts.items()), prepared)
+
+
+class _Merged(NamedTuple):
+    """A layer's matrices with their adapters in them, as a weight sync gives them to the rollout."""
+
+    lora: Lora
+    dtype: str
+
+    def __call__(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        def one(name: str, weight: Any) -> Any:
+            if name not in self.lora.targets:
+                return weight
+            return merged(self.lora, name, weight, weights).astype(self.dtype)
+
+        return {name: one(name, weight) for name, weight in weights.items() if not is_adapter(name)}
+
+
+def refuse_invariant(model: ModelConfig, platform: str, parts: int) -> None:
+    """Raises ValueError where there are no pieces of one shape; `parts`: `actor.numerics_tp`."""
+    for found, what in (
+        (platform not in ("cpu", "gpu"), f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"),
+        (platform == "gpu" and parts > 1, f"actor.numerics_tp ({parts}) on GPUs: there it must be 1"),
+        (platform == "gpu" and model.num_experts, f"a mixture of {model.num_experts} experts per layer on GPUs"),
+        (platform == "gpu" and model.lora is not None, "adapters (model.lora_rank) on GPUs"),
+        (
+            model.num_experts % parts,
+            f"a mixture of {model.num_experts} experts per layer: actor.numerics_tp ({parts}) must divide their number",
+        ),
+    ):
+        if found:
+            raise ValueError(f"actor.numerics (invariant) must be fast for {what}")

@@ -1,0 +1,166 @@
+"""Weights with a row or a column for each token of the vocabulary, in training: split over the mesh, as they are kept.
+
+The head is gathered in the type that it is multiplied in, and the gradients of all devices are reduced and split at
+once, in the master type: of each microbatch an all-gather of narrow numbers and a reduce-scatter, where a replicated
+head costs an all-gather and an all-reduce of wide ones.
+
+The embedding is not gathered inside a group of neighbours: its devices exchange their tokens, each looks up those that
+are among its rows, and the rows go to whose tokens they are. That is two numbers for each token and feature, in place
+of the whole table twice, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Departure: the group is
+a part of the mesh, beyond which tables are gathered; else the tokens of hundreds of devices would have to fit on one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.models import decoder
+from jaxrl.sharding.mesh import entry_axes
+
+GROUP = 8
+"""Devices that exchange tokens, at the most: those of a machine, as a rule."""
+
+
+def group_of(sizes: Sequence[int]) -> Sequence[int]:
+    """Of the sizes of the axes over which an embedding is split, major first: those inside a group."""
+    return next(sizes[:n] for n in range(len(sizes), -1, -1) if math.prod(sizes[:n]) <= GROUP)
+
+
+class Split(NamedTuple):
+    """How a weight is split. Hashable. Its functions run inside `shard_map`.
+
+    Attributes:
+      dim: that is split. axes: of the mesh, major first; none: each device has the whole.
+    """
+
+    dim: int = 0
+    axes: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*[None] * self.dim, self.axes or None)
+
+    def whole(self, weight: jax.Array, dtype: Any) -> jax.Array:
+        """The weight in a dtype, of every device's shard."""
+        narrow = weight.astype(dtype)
+        return lax.all_gather(narrow, self.axes, axis=self.dim, tiled=True) if self.axes else narrow
+
+    def shard(self, gradient: jax.Array) -> jax.Array:
+        """Of the sum of every device's gradient, this device's shard."""
+        if not self.axes:
+            return gradient
+        return lax.psum_scatter(gradient, self.axes, scatter_dimension=self.dim, tiled=True)
+
+
+def split_of(name: str, shardings: Mapping[str, Any]) -> Split:
+    """Of a weight outside the layers, in the tree of training's shardings."""
+    entries = [entry_axes(entry) for entry in shardings[name].spec]
+    dim = next((i for i, axes in enumerate(entries) if axes), 0)
+    return Split(dim, entries[dim] if entries else ())
+
+
+class Embedding(NamedTuple):
+    """How rows of an embedding [V, E] are found for the tokens [R, T] of all devices. Hashable.
+
+    Attributes:
+      mesh: of the table and the tokens; rows: how the latter are split.
+      split: of the table.
+      dtype: of the rows that are found.
+      ordered: whether the gradient is summed as `add_in_order` does.
+    """
+
+    mesh: Mesh
+    rows: PartitionSpec
+    split: Split
+    dtype: Any
+    ordered: bool
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """The axes over which tokens are exchanged."""
+        axes = self.split.axes
+        return axes[: len(group_of([self.mesh.shape[axis] for axis in axes]))]
+
+    @property
+    def beyond(self) -> Split:
+        """How a group's rows of the table are split further."""
+        return Split(0, self.split.axes[len(self.group) :])
+
+    def __call__(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        # of the axes over which neither is split, the transpose adds the gradients
+        own = jax.shard_map(
+            partial(_rows, self),
+            mesh=self.mesh,
+            in_specs=(self.split.spec, self.rows),
+            out_specs=self.rows,
+            check_vma=False,
+        )
+        return own(table, tokens)
+
+    def places(self, tokens: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """(where the tokens of the group have their rows among `size` of this device's, whether they have)."""
+        if not self.group:
+            return tokens, jnp.ones(tokens.shape, bool)
+        at = lax.all_gather(tokens, self.group, tiled=True) - lax.axis_index(self.group) * size
+        inside = (at >= 0) & (at < size)
+        return jnp.where(inside, at, 0), inside
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(how: Embedding, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return _rows_forward(how, table, tokens)[0]
+
+
+def _rows_forward(how: Embedding, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    whole = how.beyond.whole(table, how.dtype)
+    at, inside = how.places(tokens, len(whole))
+    found = jnp.where(inside[..., None], decoder.look_up(whole, at), 0)
+    if how.group:  # one device has each row, the others zeros
+        found = lax.psum_scatter(found, how.group, tiled=True)
+    # an array without numbers carries the vocabulary's size and the master dtype to the backward pass
+    return found, (at, inside, jnp.zeros((len(whole), 0), table.dtype))
+
+
+def _rows_backward(how: Embedding, saved: Any, d_found: jax.Array) -> tuple[jax.Array, None]:
+    at, inside, like = saved
+    if how.group:
+        d_found = lax.all_gather(d_found, how.group, tiled=True)
+    d_found = jnp.where(inside[..., None], d_found, 0)
+    add = add_in_order if how.ordered else _add
+    return how.beyond.shard(add(at, d_found.astype(like.dtype), len(like))), None
+
+
+def _add(ids: jax.Array, rows: jax.Array, size: int) -> jax.Array:
+    return jnp.zeros((size, rows.shape[-1]), rows.dtype).at[ids].add(rows)
+
+
+def add_in_order(ids: jax.Array, rows: jax.Array, size: int) -> jax.Array:
+    """[size, E]: the sums of rows [..., E] of each of ids [...], in the same order in every run.
+
+    A GPU adds rows of one id with atomics, in the order of chance. Here ids are sorted, and the sum of each run of
+    equal ones is made by doubling: log2(ids) passes over the rows.
+    """
+    flat, count = ids.reshape(-1), ids.size
+    order = jnp.argsort(flat, stable=True)
+    own, sums = flat[order], rows.reshape(count, -1)[order]
+    reach = 1
+    while reach < count:  # each row holds the sum of the last `reach` rows of its run, itself included
+        same = own[reach:] == own[:-reach]
+        sums += jnp.pad(jnp.where(same[:, None], sums[:-reach], 0), ((reach, 0), (0, 0)))
+        reach *= 2
+    is_last = jnp.append(own[1:] != own[:-1], True)
+    at = jnp.where(is_last, own, size + jnp.arange(count))  # the others lie outside, each elsewhere: dropped
+    # the zeros wait for the sums: XLA would make them with those of the head's gradient, before the backward pass
+    zero, sums = lax.optimization_barrier((jnp.zeros((), rows.dtype), sums))
+    return jnp.full((size, sums.shape[-1]), zero).at[at].set(sums, mode="drop", unique_indices=True)
+
+
+_rows.defvjp(_rows_forward, _rows_backward)

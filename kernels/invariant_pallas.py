@@ -1,0 +1,269 @@
+"""Attention whose bits depend on a token's own context alone, as Pallas kernels for NVIDIA GPUs: the rollout's over a
+paged cache and training's over packed rows (`actor.numerics=invariant`; `jaxrl.kernels.invariant` has the whole).
+
+The rollout's kernel is `paged_pallas`, with sizes that are the same for all shapes, and that over packed rows computes
+the same with another way to find a position's keys: behind the beginning of a token's segment, or of its prefix. A tile
+has so many queries of a group and of neighbouring positions side by side, whatever their number is, and the context is
+walked in steps and pieces that begin at multiples of their sizes, counted from the sequence's beginning. A piece is
+summed by itself and then added to those before it, in their order: in a rollout by a second kernel, since a row's
+pieces may be several programs', while a tile of training, which needs no more programs, adds them itself. Steps and
+pieces of which a query sees nothing change none of its bits: they multiply by one and add zeros.
+
+Sizes depend on dtype alone. Every step is masked: without the mask a compiler may join a product with the subtraction
+behind it, and round once less.
+
+Sources: those of `paged_pallas`. Departures: a tile that holds several segments of a packed row walks the context of
+one after the other.
+
+Dims: those of `paged_pallas` and `packed_pallas`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxrl.kernels import paged_pallas
+from jaxrl.kernels.packed import Runs
+from jaxrl.kernels.paged_pallas import (
+    WANTED_PROGRAMS,
+    WHOLE,
+    Carry,
+    PagedTileSizes,
+    added,
+    dot,
+    load_rows,
+    refusal,
+    seen,
+    start_of,
+    store_sums,
+    tile_of,
+    walk,
+)
+from jaxrl.kernels.reference import PLAIN, Rule
+
+MIN_INPUTS = 256  # of a share of a product: with fewer, adding shares costs as much as cutting gains
+
+
+def sizes_of(dtype: Any) -> PagedTileSizes:
+    """The one cut for all shapes of a dtype. A rule of thumb, not measured yet."""
+    piece = paged_pallas.PIECE
+    is_narrow = jnp.dtype(dtype).itemsize == 2
+    return PagedTileSizes(64, 64, piece, 4, 3) if is_narrow else PagedTileSizes(16, 32, piece, 4, 2)
+
+
+def _of_row(*dims: int) -> pl.BlockSpec:
+    """Of an array [R, ...], all that is row `program_id(1)`'s."""
+    return pl.BlockSpec((None, *dims), lambda i, r: (r, *(0,) * len(dims)))
+
+
+def _compiled(sizes: PagedTileSizes | ProductSizes, interpret: bool) -> dict[str, Any]:
+    how = plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=sizes.num_stages)
+    return {"compiler_params": how, "interpret": interpret}
+
+
+# ---------------------------------------------------------------- attention
+
+
+def paged_attention(
+    q_RCHD: jax.Array,
+    k_KNPD: jax.Array,
+    v_KNPD: jax.Array,
+    tables_RW: jax.Array,
+    positions_RC: jax.Array,
+    *,
+    rule: Rule = PLAIN,
+    sinks_H: jax.Array | None = None,
+    sizes: PagedTileSizes | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`paged_pallas.paged_attention`, whose arguments it has; `sizes`: for tests, `sizes_of` if None.
+
+    Raises:
+      ValueError: for shapes or dtypes that `refusal` names.
+    """
+    if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
+        raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
+    arrays = q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC
+    how = {"rule": rule, "sinks_H": sinks_H, "tiles": sizes or sizes_of(q_RCHD.dtype), "interpret": interpret}
+    return paged_pallas.paged_attention(*arrays, **how)
+
+
+@partial(jax.jit, static_argnames=("sizes", "interpret"))
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    where: Runs,
+    *,
+    sinks: jax.Array | None = None,
+    sizes: PagedTileSizes | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`reference.packed_attention` of the rows that `runs` was given; it has no gradient of its own.
+
+    Args:
+      sizes: for tests; `sizes_of` if None. interpret: run as plain JAX, on any device (slow; for tests).
+
+    Raises:
+      ValueError: for shapes or dtypes that `refusal` names.
+    """
+    if reason := refusal(q, k, v, k.shape[2]):
+        raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
+    (rows, tokens, heads, dim), kv_heads = q.shape, k.shape[2]
+    sizes, group = sizes or sizes_of(q.dtype), heads // kv_heads
+    tiles = pl.cdiv(tokens * group, sizes.queries)
+    own_sinks = [] if sinks is None else [sinks.astype(jnp.float32)]
+    flat = [x.reshape(rows, -1, dim) for x in (q, k, v)]
+    (out,) = pl.pallas_call(
+        partial(_packed_kernel, sizes=sizes, tiles=tiles, heads=heads, group=group),
+        grid=(kv_heads * tiles, rows),
+        in_specs=[*(_of_row(*x.shape[1:]) for x in flat), *[_of_row(tokens)] * len(where), *[WHOLE] * len(own_sinks)],
+        out_specs=[_of_row(*flat[0].shape[1:])],
+        out_shape=[jax.ShapeDtypeStruct(flat[0].shape, q.dtype)],
+        **_compiled(sizes, interpret),
+    )(*flat, *where, *own_sinks)
+    return out.reshape(q.shape)
+
+
+def _packed_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any, sizes: PagedTileSizes, tiles: int, heads: int, group: int
+) -> None:
+    """Refs of one row: q, out [T * H, D], k, v [T * K, D], those of `Runs` [T], sinks [H] if there are any."""
+    count = len(Runs._fields)
+    where, (*sinks, out_ref) = Runs(*refs[:count]), refs[count:]
+    kv_head, number = lax.div(pl.program_id(0), tiles), tiles - 1 - lax.rem(pl.program_id(0), tiles)
+    (tokens,), kv_heads = where.own.shape, heads // group
+    tile = tile_of(number, kv_head, tokens, heads, group, sizes.queries)
+    first_M = plgpu.load(where.first.at[tile.column_M], mask=tile.live_M, other=0)
+    last_M = plgpu.load(where.last.at[tile.column_M], mask=tile.live_M, other=-1)
+    q_MD = load_rows(q_ref, tile.flat_M, tile.live_M)
+
+    def of_segment(_: Any, carry: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        column, sums = carry
+        begin, own, prefix, following = (
+            plgpu.load(ref.at[column]) for ref in (where.begin, where.own, where.prefix, where.following)
+        )
+
+        def load(at_B: jax.Array, inside_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+            slot_B = jnp.where(at_B >= begin, own + at_B - begin, prefix + at_B) * kv_heads + kv_head
+            return load_rows(k_ref, slot_B, inside_B), load_rows(v_ref, slot_B, inside_B)
+
+        mine_M = (tile.column_M >= column) & (tile.column_M < following)
+        own_M = jnp.where(mine_M, last_M, -1)
+        low, high = seen(first_M, own_M)
+
+        def add(piece: Any, sums: Carry) -> Carry:
+            return added(sums, walk(q_MD, first_M, own_M, load, sizes, piece))
+
+        pieces = lax.div(low, sizes.piece), lax.div(high + sizes.piece - 1, sizes.piece)
+        return following, lax.fori_loop(*pieces, add, sums)
+
+    begin = lax.div(number * sizes.queries, group)
+    end = jnp.minimum(lax.div(number * sizes.queries + sizes.queries - 1, group), tokens - 1)
+    segments = plgpu.load(where.number.at[end]) - plgpu.load(where.number.at[begin]) + 1
+    start = start_of(tile.sinks(*sinks) if sinks else None, q_MD.shape)
+    _, carry = lax.fori_loop(0, segments, of_segment, (begin, start))
+    store_sums(out_ref, tile.flat_M, carry, tile.live_M)
+
+
+# ---------------------------------------------------------------- products
+
+
+class ProductSizes(NamedTuple):
+    """How a product is cut, whatever the number of its rows.
+
+    Attributes:
+      rows, outputs: of a program's tile. inputs: that it takes in one step.
+      shares: of the inputs, each summed by a program of its own.
+      num_warps, num_stages: for the compiler.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    shares: int
+    num_warps: int
+    num_stages: int
+
+
+def product_sizes(inputs: int, outputs: int, dtype: Any) -> ProductSizes:
+    """The one cut for a matrix [I, O]. A rule of thumb, not measured yet: narrow matrices are cut over their inputs,
+    until there are programs enough for a tile of `jaxrl.kernels.invariant.GPU_TILE` rows."""
+    is_narrow = jnp.dtype(dtype).itemsize == 2
+    rows, own, step, stages = (128, 64, 64, 4) if is_narrow else (32, 64, 32, 2)
+    tiles, shares = pl.cdiv(outputs, own), 1
+    while 2 * shares * tiles <= WANTED_PROGRAMS and inputs // (2 * shares) >= MIN_INPUTS:
+        shares *= 2
+    return ProductSizes(rows, own, step, shares, 4, stages)
+
+
+class Product(NamedTuple):
+    """`product`, hashed by its value. interpret: run as plain JAX, on any device (slow; for tests)."""
+
+    interpret: bool = False
+
+    def __call__(self, x: jax.Array, matrix: jax.Array, *, transposed: bool = False, dtype: Any = None) -> jax.Array:
+        return product(x, matrix, transposed=transposed, dtype=dtype, interpret=self.interpret)
+
+
+@partial(jax.jit, static_argnames=("transposed", "dtype", "interpret"))
+def product(
+    x: jax.Array, matrix: jax.Array, *, transposed: bool = False, dtype: Any = None, interpret: bool = False
+) -> jax.Array:
+    """[..., O] of x [..., I] and a matrix [I, O], or [O, I] where it is `transposed`; x's dtype unless one is given.
+
+    A row's sums have the same order whatever the other rows are: steps of a share one after the other, then shares.
+    """
+    (inputs, outputs), dims = matrix.shape[::-1] if transposed else matrix.shape, x.shape[:-1]
+    sizes, dtype = product_sizes(inputs, outputs, x.dtype), dtype or x.dtype
+    flat = x.reshape(-1, inputs)
+    whole = [pl.BlockSpec(each.shape, lambda *_: (0, 0)) for each in (flat, matrix)]
+    out = (len(flat), outputs)
+    parts = pl.pallas_call(
+        partial(_product_kernel, sizes=sizes, transposed=transposed),
+        grid=(pl.cdiv(outputs, sizes.outputs), pl.cdiv(len(flat), sizes.rows), sizes.shares),
+        in_specs=whole,
+        out_specs=pl.BlockSpec((None, *out), lambda o, r, s: (s, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((sizes.shares, *out), dtype if sizes.shares == 1 else jnp.float32),
+        **_compiled(sizes, interpret),
+    )(flat, matrix)
+    total = parts[0]
+    for each in parts[1:]:
+        total += each
+    return total.astype(dtype).reshape(*dims, outputs)
+
+
+def _product_kernel(x_ref: Any, matrix_ref: Any, out_ref: Any, *, sizes: ProductSizes, transposed: bool) -> None:
+    """Refs: x [N, I], matrix [I, O] or [O, I], one share's out [N, O]."""
+    (rows, inputs), outputs = x_ref.shape, out_ref.shape[1]
+    at_O, at_N = (
+        pl.program_id(axis) * size + jnp.arange(size, dtype=jnp.int32)
+        for axis, size in enumerate((sizes.outputs, sizes.rows))
+    )
+    steps = pl.cdiv(pl.cdiv(inputs, sizes.shares), sizes.inputs)
+    first = pl.program_id(2) * steps
+
+    def part(ref: Any, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        mask = (rows < ref.shape[0])[:, None] & (columns < ref.shape[1])[None, :]
+        at = (jnp.broadcast_to(each, mask.shape) for each in (rows[:, None], columns[None, :]))
+        return plgpu.load(ref.at[tuple(at)], mask=mask, other=0)
+
+    def step(i: Any, sum_NO: jax.Array) -> jax.Array:
+        at_I = (first + i) * sizes.inputs + jnp.arange(sizes.inputs, dtype=jnp.int32)
+        x_NI = part(x_ref, at_N, at_I)
+        if transposed:
+            return sum_NO + dot(x_NI, part(matrix_ref, at_O, at_I), 1, 1)
+        return sum_NO + dot(x_NI, part(matrix_ref, at_I, at_O), 1, 0)
+
+    start = jnp.zeros((sizes.rows, sizes.outputs), jnp.float32)
+    sum_NO = lax.fori_loop(0, steps, step, start)
+    mask = (at_N < rows)[:, None] & (at_O < outputs)[None, :]
+    at = tuple(jnp.broadcast_to(each, mask.shape) for each in (at_N[:, None], at_O[None, :]))
+    plgpu.store(out_ref.at[at], sum_NO.astype(out_ref.dtype), mask=mask)

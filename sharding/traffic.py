@@ -1,0 +1,65 @@
+"""What devices send each other in a microbatch of training, counted from how `jaxrl.sharding.rules` splits weights.
+
+Purpose: `jaxrl explain-layout --hosts N`, which shows what links between hosts have to carry.
+
+Source: rings, as NCCL has them: of an array of S bytes on n devices an all-gather or a reduce-scatter has each device
+send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding and what experts get, which are
+as many as there are tokens.
+
+A copy of all weights on each host would not lessen what comes into hosts: gradients in float32 then cross by an
+all-reduce, which is as much as one reduce-scatter of them and two all-gathers of weights in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.schema.devices import mesh_factors
+from jaxrl.sharding.rules import Model, Weight, axes_of_dims
+
+_NARROW, _WIDE = 2, 4  # weights cross in bfloat16, gradients in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of a microbatch.
+
+    Attributes:
+      gathered, reduced: that each device sends of weights and of gradients, among those that have parts of them.
+      copied: of gradients, among those that have copies: of norms, and of what too few devices divide.
+      into_host: that come into each host.
+    """
+
+    gathered: int
+    reduced: int
+    copied: int
+    into_host: int
+
+
+def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traffic:
+    """Of training on so many devices, equally many on each host."""
+    factors, per_host = mesh_factors(num_devices, num_hosts), num_devices // num_hosts
+    gathered = reduced = copied = into_host = 0.0
+    for weight, times in _weights(config.weights()):
+        numbers = math.prod(weight.shape)
+        shards = math.prod(math.prod(factors[own]) for own in axes_of_dims(weight, factors))
+        others, copies = (shards - 1) / shards, num_devices // shards
+        each = numbers * times * _NARROW, numbers * bool(times) * _WIDE, 2 * numbers // shards * _WIDE
+        gathered, reduced = gathered + each[0] * others, reduced + each[1] * others
+        copied += each[2] * (copies - 1) / copies
+        hosts = max(1, shards // per_host)  # that hold the parts of a copy
+        into_host += (each[0] + each[1]) * (hosts - 1) / hosts
+        into_host += each[2] * min(shards, per_host) * (1 - hosts / num_hosts)
+    return Traffic(*map(round, (gathered, reduced, copied, into_host)))
+
+
+def _weights(table: Mapping[str, Any]) -> Iterator[tuple[Weight, int]]:
+    """Each weight, and how often a microbatch gathers it: those of layers forward and backward."""
+    for weight in table["layers"].values():
+        yield weight, 0 if "experts" in weight.dims else 2
+    for name, weight in table.items():
+        if name != "layers":
+            yield weight, int(name == "lm_head" or "lm_head" not in table)

@@ -1,0 +1,241 @@
+"""Templates built as the families' own are: what they refuse, what ends a turn, and what is learnt and appended.
+
+The templates are ours, in the published ones' structure; the tokenizers have the families' special tokens, and a token
+for each byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import write_tiny_model
+from tokenizers import Tokenizer as FastTokenizer
+
+from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.conversations import ConversationTokens
+from jaxrl.data.stops import stop_ids
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.turns import Between
+from jaxrl.models.config import ModelConfig
+
+from .test_conversations import config_of
+
+ALTERNATING = """
+{%- for m in said %}{% if (m.role == 'user') != (loop.index0 is even) %}{{ raise_exception('roles must alternate') }}
+{%- endif %}{% endfor %}"""
+GEMMA = (
+    ALTERNATING
+    + """
+{{- bos_token }}{% for m in said %}
+{{- '<start_of_turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\n' ~ (first if loop.first else '') }}
+{{- m.content | trim ~ '<end_of_turn>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+)
+GEMMA_2 = (
+    """
+{%- if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+{%- set said, first = messages, '' %}"""
+    + GEMMA
+)
+GEMMA_3 = (
+    """
+{%- set has = messages[0].role == 'system' %}
+{%- set said, first = messages[1:] if has else messages, messages[0].content ~ '\n\n' if has else '' %}"""
+    + GEMMA
+)
+MISTRAL = (
+    """
+{%- set has = messages[0].role == 'system' %}{% set said = messages[1:] if has else messages %}
+{%- set plain = said | rejectattr('role', 'equalto', 'tool') | list %}"""
+    + ALTERNATING.replace("said", "plain")
+    + """
+{{- bos_token }}{% set asked = said | selectattr('role', 'equalto', 'user') | list %}
+{%- for m in said %}
+{%- if m.role == 'user' %}
+{%- if tools and m == asked[-1] %}{{ '[AVAILABLE_TOOLS]' ~ tools | tojson ~ '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST]' ~ (messages[0].content ~ '\n\n' if has and loop.last else '') ~ m.content ~ '[/INST]' }}
+{%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' ~ {'content': m.content} | tojson ~ '[/TOOL_RESULTS]' }}
+{%- else %}{{ m.content ~ eos_token }}{% endif %}
+{%- endfor %}"""
+)
+SMOLLM_3 = """
+{%- set quiet = '<think>\n\n</think>\n' if enable_thinking is defined and not enable_thinking else '' %}
+{{- '<|im_start|>system\n' ~ (messages[0].content if messages[0].role == 'system' else 'Short.') ~ '<|im_end|>\n' }}
+{%- for m in messages %}{% if m.role in ('user', 'tool') %}{{ '<|im_start|>user\n' ~ m.content ~ '<|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}{% generation %}
+{{- '<|im_start|>assistant\n' ~ quiet ~ m.content.lstrip('\n') ~ '<|im_end|>\n' }}{% endgeneration %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' ~ quiet }}{% endif %}"""
+OLMO_2 = """
+{{- bos_token }}{% for m in messages %}
+{{- '<|' ~ m.role ~ '|>\n' ~ m.content ~ (eos_token if m.role == 'assistant' else '') }}
+{{- '' if m.role == 'assistant' and loop.last else '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
+OLMO_3 = """
+{%- for m in messages %}{{ '<|im_start|>' ~ ('environment' if m.role == 'tool' else m.role) ~ '\n' ~ m.content }}
+{{- eos_token if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+PHI = """
+{%- for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}
+{{- '<|assistant|>\n' if add_generation_prompt else eos_token }}"""
+GRANITE = """
+{%- if messages[0].role != 'system' %}{{ '<|start_of_role|>system<|end_of_role|>Help.<|end_of_text|>\n' }}{% endif %}
+{%- for m in messages %}
+{{- '<|start_of_role|>' ~ ('tool_response' if m.role == 'tool' else m.role) ~ '<|end_of_role|>' ~ m.content }}
+{{- '<|end_of_text|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """`end`: of a turn; `eos`: the tokenizer's; `eos_ids`: names of what generation_config.json lists."""
+
+    template: str
+    eos: str
+    end: str
+    eos_ids: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+    bos: str = "<bos>"
+    system: bool = True
+    tool: bool = True
+
+
+FAMILIES = {
+    "gemma 2": Family(GEMMA_2, "<eos>", "<end_of_turn>", (), ("<start_of_turn>",), system=False, tool=False),
+    "gemma 3": Family(GEMMA_3, "<eos>", "<end_of_turn>", ("<eos>", "<end_of_turn>"), ("<start_of_turn>",), tool=False),
+    "mistral": Family(MISTRAL, "</s>", "</s>", ("</s>",), ("[INST]", "[/INST]", "[TOOL_RESULTS]"), "<s>"),
+    "smollm3": Family(SMOLLM_3, "<|im_end|>", "<|im_end|>", ("<|im_end|>",)),
+    "olmo 2": Family(OLMO_2, "<|endoftext|>", "<|endoftext|>", bos="<|endoftext|>"),
+    "olmo 3": Family(OLMO_3, "<|endoftext|>", "<|im_end|>", ("<|im_end|>", "<|endoftext|>")),
+    "phi": Family(PHI, "<|endoftext|>", "<|end|>", ("<|endoftext|>", "<|end|>"), ("<|user|>", "<|assistant|>")),
+    "granite": Family(GRANITE, "<|end_of_text|>", "<|end_of_text|>", (), ("<|start_of_role|>", "<|end_of_role|>")),
+}
+TALK = [
+    {"role": "user", "content": "So what?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "It is 5."},
+    {"role": "user", "content": "Good."},
+    {"role": "assistant", "content": "Yes."},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def write(folder: Path, name: str, **config: Any) -> Path:
+    """A folder of a model of a family, its tokens' ids in config.json and generation_config.json as they publish it."""
+    family = FAMILIES[name]
+    write_tiny_model(folder)
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.add_special_tokens(sorted({family.bos, family.eos, family.end, *family.special}))
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": family.bos, "eos_token": family.eos}))
+    (folder / "chat_template.jinja").write_text(family.template.strip(), encoding="utf-8")
+    own = {"vocab_size": fast.get_vocab_size(), "eos_token_id": fast.token_to_id(family.eos), **config}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | own))
+    if family.eos_ids:
+        ids = {"eos_token_id": [fast.token_to_id(token) for token in family.eos_ids]}
+        (folder / "generation_config.json").write_text(json.dumps(ids))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tokenizer]:
+    return {name: Tokenizer.from_path(write(tmp_path_factory.mktemp("model"), name)) for name in FAMILIES}
+
+
+def shown(tokenizer: Tokenizer, ids: Any) -> str:
+    return tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_end_stops(name, tmp_path):
+    """What ends a turn, and what ends a text, from whichever of the files it comes."""
+    folder = write(tmp_path, name)
+    tokenizer, family = Tokenizer.from_path(folder), FAMILIES[name]
+    ends = {tokenizer.encode(token)[0] for token in (family.eos, family.end, *family.eos_ids)}
+    stops = stop_ids(tokenizer, ModelConfig.from_hf(folder).eos_token_ids)
+    assert ends <= set(stops)
+    of_others = set(stops) - ends
+    assert {shown(tokenizer, [i]) for i in of_others} <= {"<|im_end|>", "<|endoftext|>"}  # the tiny tokenizer's own
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_appended_turns_are_those_of_the_whole(name, tokenizers):
+    """As a rollout appends them: what was drawn, up to the token that ends a turn, and what comes behind it."""
+    tokenizer, family = tokenizers[name], FAMILIES[name]
+    between, end = Between(tokenizer), tokenizer.encode(family.end)
+    ids = tokenizer.encode(tokenizer.apply_chat_template(TALK[:1]))
+    for place in (1, 3):
+        said = [*tokenizer.encode(TALK[place]["content"]), *end]
+        ids += [*said, *between.answer(TALK[place + 1 : place + 2], said[-1])]
+        whole = tokenizer.apply_chat_template(TALK[: place + 2])
+        assert shown(tokenizer, ids) == whole
+        assert ids == tokenizer.encode(whole)
+    assert between.rewritten() == (MOVED if name == "mistral" else "")
+
+
+MOVED = "the chat template writes earlier turns otherwise than the last one"
+
+
+@pytest.mark.parametrize("with_system", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_learnt_is_what_an_assistant_says_up_to_its_end(name, with_system, tokenizers):
+    tokenizer, family = tokenizers[name], FAMILIES[name]
+    tokens = ConversationTokens(tokenizer, tokenizer.stop_token_ids, config_of())
+    asked = (SYSTEM, TALK[0]) if with_system else (TALK[0],)
+    if with_system and not family.system:
+        with pytest.raises(RefusedMessages, match="no system role"):
+            tokens.example(asked, tuple(TALK[1:]), None)
+        return
+    example = tokens.example(asked, tuple(TALK[1:]), None)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], example.is_said.astype(int), [0]]))).reshape(-1, 2)
+    said = [shown(tokenizer, example.response[start:stop]) for start, stop in edges]
+    last = family.eos if name == "olmo 3" else family.end  # whose last turn of all ends with the text
+    assert said == [f"It is 4.{family.end}", f"It is 5.{family.end}", f"Yes.{last}"]
+    ours = shown(tokenizer, [*example.prompt, *example.response])
+    if name != "mistral" or not with_system:  # which moves the system message to the last question
+        whole = tokenizer.apply_chat_template([*asked, *TALK[1:]], add_generation_prompt=False)
+        assert whole.startswith(ours)
+        assert whole[len(ours) :].strip() in ("", family.eos)
+
+
+def test_thinking_switched_off_is_written_before_each_turn(tokenizers):
+    """SmolLM3's way: the empty thought is part of what the model is given."""
+    tokenizer = tokenizers["smollm3"]
+    tokens = ConversationTokens(
+        tokenizer,
+        tokenizer.stop_token_ids,
+        config_of(data={"apply_chat_template_kwargs": {"enable_thinking": False}}),
+    )
+    example = tokens.example(tuple(TALK[:1]), tuple(TALK[1:4]), None)
+    assert shown(tokenizer, example.prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n")
+    assert shown(tokenizer, example.response[example.is_said]) == "It is 4.<|im_end|>It is 5.<|im_end|>"
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.tool])
+def test_a_family_without_tools_refuses_their_answers(name, tokenizers):
+    with pytest.raises(RefusedMessages, match="roles must alternate"):
+        Between(tokenizers[name]).answer([{"role": "tool", "content": "4"}])
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tool])
+def test_answers_of_tools_are_appended(name, tokenizers):
+    tokenizer, family = tokenizers[name], FAMILIES[name]
+    messages = [*TALK[:2], {"role": "tool", "content": "4"}]
+    end = tokenizer.encode(family.end)[0]
+    found = Between(tokenizer).answer(messages[2:], end)
+    before = tokenizer.encode(tokenizer.apply_chat_template(messages[:1]) + TALK[1]["content"])
+    assert shown(tokenizer, [*before, end, *found]) == tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "mistral"])
+def test_two_questions_in_a_row_are_refused_with_what_the_template_says(name, tokenizers):
+    with pytest.raises(RefusedMessages, match=r"chat template refuses these messages: roles must alternate"):
+        tokenizers[name].apply_chat_template([TALK[0], TALK[2]])

@@ -1,0 +1,107 @@
+"""`actor.numerics=invariant` compiled for an H100, on a machine without one: the same pieces in all programs, and
+kernels whose sums have one order."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from for_gpu import compile_for_gpu
+from loop_bodies import bodies
+
+SLOW = pytest.mark.slow
+SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
+MOST_KERNELS_A_LAYER = 26
+ROLLOUT = ("--layers", "1", "--rows", "64", "--context", "1024")
+PROGRAMS = {
+    "decode": ROLLOUT,
+    "verify": ROLLOUT,
+    "prefill": ROLLOUT,
+    "logprobs": ("--layers", "2", "--rows", "1", "--tokens", "8192"),
+    "gradients": ("--layers", "2", "--rows", "1", "--tokens", "8192"),
+}
+
+
+def compiled(program: str, shape: str = SMALL, dtype: str = "bfloat16", *more: str) -> dict:
+    how = ("--shape", shape, "--dtype", dtype, "--numerics", "invariant")
+    return compile_for_gpu(program, *PROGRAMS[program], *how, *more)
+
+
+PIECES = {"logprobs": (9, 8), "verify": (10, 9)}
+"""How many there are, and the most kernels of one: rope, what stands before attention, two stretches and two sums
+behind it, the last norm, the logits, the log-probabilities; in rollouts the drawing. A trainer's chunk of one tile has
+more kernels."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "one", "others"),
+    [
+        (SMALL, "bfloat16", "logprobs", ("decode",)),
+        *(
+            pytest.param(shape, dtype, *programs, marks=SLOW)
+            for shape, dtype in ((SMALL, "bfloat16"), (SMALL, "float32"), (LARGE, "bfloat16"))
+            for programs in (("logprobs", ("gradients", "decode")), ("verify", ("prefill", "decode")))
+        ),
+    ],
+)
+def test_all_programs_have_the_same_pieces(shape: str, dtype: str, one: str, others: tuple[str, ...]):
+    """Each has another number of tiles: one, which is no loop; three of `verify`, four of prefill, 64 in training."""
+    loops, (count, most) = bodies(compiled(one, shape, dtype)["hlo"], innermost=True), PIECES[one]
+    tiles = [loop for loop in loops if 0 < loop.total() <= most]
+    assert len(tiles) == count
+    for program in others:
+        found = bodies(compiled(program, shape, dtype)["hlo"])
+        assert not [tile for tile in tiles if not any(tile <= body for body in found)], program
+
+
+def kernel(told: dict, name: str) -> Counter[str]:
+    counts = {
+        each: Counter(words) for each, words in told["arithmetic"].items() if re.fullmatch(rf"{name}(_\d*)?", each)
+    }
+    (found,) = counts.values()
+    return found
+
+
+ORDERLESS = ("fma", "mad", "atom", "red")
+"""What rounds once where others round twice, and what adds in the order of chance."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
+def test_attention_is_the_same_arithmetic_in_rollout_and_training(dtype: str):
+    """The same products of the same size, and all else rounded one by one."""
+    paged = kernel(compiled("decode", SMALL, dtype), "_paged_kernel")
+    packed = kernel(compiled("logprobs", SMALL, dtype), "_packed_kernel")
+    for counts in (paged, packed):
+        assert not [word for word in counts if word.startswith(ORDERLESS)]
+        assert all(".rn." in word for word in counts if word.startswith(("add", "sub", "mul")))
+    # a context of one part has nothing to scale: the compiler leaves out that product with 0
+    assert alike(paged) == alike(packed)
+    assert any("mma" in word for word in alike(paged))
+
+
+def alike(counts: Mapping[str, int]) -> dict[str, int]:
+    return {word: count for word, count in counts.items() if not word.startswith("mul")}
+
+
+@SLOW
+def test_parts_are_added_by_a_kernel_of_their_own():
+    long = compiled("decode", SMALL, "bfloat16", "--context", "8192")
+    assert (long["kernels"]["_paged_kernel"], long["kernels"]["_merge_kernel"]) == (1, 1)
+    for name in ("_paged_kernel", "_merge_kernel"):
+        assert not [word for word in kernel(long, name) if word.startswith(ORDERLESS)]
+
+
+@SLOW
+def test_a_plan_is_one_graph_and_products_are_kernels():
+    three, told = (compiled("decode", SMALL, "bfloat16", "--layers", layers) for layers in ("3", "1"))
+    assert (three["graphs"], three["host_loops"], three["copies"]) == (1, [], [])
+    assert (sum(three["kernels"].values()) - sum(told["kernels"].values())) / 2 <= MOST_KERNELS_A_LAYER
+    # q, k, v, o, gate, up, down, and the logits
+    assert sum(count for name, count in told["kernels"].items() if name.startswith("_product_kernel")) == 8
+    assert not [name for name in told["kernels"] if "gemm" in name or "Matmul" in name]
+    sums = [words for name, words in told["arithmetic"].items() if name.startswith("_product_kernel")]
+    assert sums
+    for words in sums:
+        assert all(word.startswith("wgmma") for word in words)
