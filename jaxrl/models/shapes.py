@@ -148,6 +148,7 @@ SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
         "Qwen2.5-7B": _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064),
         "Qwen2.5-14B": _qwen("qwen2", 5120, 13824, 48, 40, 8, 152064, rms_norm_eps=1e-5),
         "Qwen2.5-32B": _qwen("qwen2", 5120, 27648, 64, 40, 8, 152064, rms_norm_eps=1e-5),
+        "Qwen2.5-72B": _qwen("qwen2", 8192, 29568, 80, 64, 8, 152064, rms_norm_eps=1e-5),
         "Qwen3-4B": _qwen("qwen3", 2560, 9728, 36, 32, tie_word_embeddings=True),
         "Qwen3-8B": _qwen("qwen3", 4096, 12288, 36, 32),
         "Qwen3-14B": _qwen("qwen3", 5120, 17408, 40, 40),
