@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "graphs": found.graphs,
         "host_loops": found.host_loops,
         "kernels": dict(found.kernels),
+        "kernels_of_turn": found.kernels_of_turn,
         "copies": found.copies,
         "memory": dict(found.memory),
         "collectives": compiled.collectives(found.text),

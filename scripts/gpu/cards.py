@@ -31,9 +31,11 @@ ATTENTION_OF_PRODUCT = 0.40
 CUDNN_OF_PRODUCT = 0.60
 GAP_S = 1.0e-6
 """Between two kernels of one CUDA graph."""
-KERNELS_A_LAYER = 9
-KERNELS_OUTSIDE = 12
-"""Of a decode step: embedding, last norm, head, sampling, bookkeeping."""
+KERNELS_A_LAYER = 8
+KERNELS_OUTSIDE = 23
+"""Of a decode step as it is compiled: embedding, last norm, head, sampling, bookkeeping."""
+KERNELS_OF_PIECES = 1, 3
+"""More in a layer and outside, where rows may be longer than a piece."""
 COMPILE_S = 13.0
 """Of one rollout program, autotuning left out."""
 
@@ -70,8 +72,9 @@ def card_of(kind: str) -> Card | None:
 # -- decode ------------------------------------------------------------------------------------------------------------
 
 
-def kernels_of_step(model: ModelConfig) -> int:
-    return KERNELS_A_LAYER * model.num_layers + KERNELS_OUTSIDE
+def kernels_of_step(model: ModelConfig, context: float) -> int:
+    layer, outside = KERNELS_OF_PIECES if context > PIECE else (0, 0)
+    return (KERNELS_A_LAYER + layer) * model.num_layers + KERNELS_OUTSIDE + outside
 
 
 def cache_bytes(model: ModelConfig, rows: int, context: float) -> float:
@@ -84,7 +87,7 @@ def decode_seconds(card: Card, model: ModelConfig, rows: int, context: float) ->
     weights = costs.weight_bytes(model, 2)
     products = rows * weights / (LARGE_OF_PRODUCT * card.product)
     logits = rows * model.vocab_size * 4 * 3 / card.copy
-    gaps = kernels_of_step(model) * GAP_S
+    gaps = kernels_of_step(model, context) * GAP_S
     cache = cache_bytes(model, rows, context) / (CACHE_OF_COPY * card.copy)
     return max(weights / (WEIGHTS_OF_COPY * card.copy), products) + cache + logits + gaps
 
@@ -137,7 +140,7 @@ def invariant_decode_seconds(card: Card, model: ModelConfig, rows: int, context:
 
 
 def gap_share(card: Card, model: ModelConfig, rows: int, context: int) -> float:
-    return kernels_of_step(model) * GAP_S / decode_seconds(card, model, rows, context)
+    return kernels_of_step(model, context) * GAP_S / decode_seconds(card, model, rows, context)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

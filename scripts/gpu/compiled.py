@@ -124,6 +124,12 @@ class Compiled:
         found = [thunk for thunk in self.all_thunks() if thunk.kind not in _NO_KERNEL]
         return Counter(re.sub(r"[._]\d+$", "", thunk.name) for thunk in found)
 
+    @property
+    def kernels_of_turn(self) -> int:
+        """Of the first loop, kernels and copies of its condition and its body: those of a step, in a rollout's plan."""
+        loop = next((thunk for thunk in self.all_thunks() if thunk.kind == "kWhile"), Thunk("", ""))
+        return sum(thunk.kind not in _NO_KERNEL for inner in loop.inner for thunk in inner.walk())
+
 
 def compile_program(lowered: Any, options: Mapping[str, Any] | None = None, chip: str = "H100") -> Compiled:
     """Compiles what `jax.jit(...).lower(...)` gave, for the devices of its shardings, which are of this kind.

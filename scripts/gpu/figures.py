@@ -259,7 +259,7 @@ def _decode(part: str, shape: str, row_counts: Sequence[int], bars: Mapping[int,
                 "step_s",
                 "ms",
                 expected=_fitting(cards.decode_seconds, point),
-                how=f"{gigabytes:.1f} GB; {cards.kernels_of_step(model)} gaps; logits",
+                how=f"{gigabytes:.1f} GB; {cards.kernels_of_step(model, context)} gaps; logits",
             )
             yield figure(
                 at + "share of the copy bandwidth",
@@ -275,7 +275,7 @@ def _decode(part: str, shape: str, row_counts: Sequence[int], bars: Mapping[int,
                     "gap_share",
                     "%",
                     expected=_fitting(cards.gap_share, point),
-                    how=f"{cards.kernels_of_step(model)} gaps of {cards.GAP_S * 1e6:.1f} µs",
+                    how=f"{cards.kernels_of_step(model, context)} gaps of {cards.GAP_S * 1e6:.1f} µs",
                     bar=most(0.10),
                 )
                 yield figure(

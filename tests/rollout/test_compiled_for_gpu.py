@@ -1,5 +1,6 @@
 """What XLA makes of the rollout's programs for an H100, on a machine without one."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from math import prod
@@ -7,6 +8,9 @@ from typing import Any
 
 import pytest
 from for_gpu import compile_for_gpu, lowered_for_gpu
+from gpu import cards
+
+from jaxrl.models.shapes import named_shape
 
 SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
 SLOW = pytest.mark.slow  # the same question of another size
@@ -64,6 +68,13 @@ def test_kernels_of_a_layer(shape: str, rows: int, context: int):
     assert (sum(three.values()) - sum(one.values())) / 2 <= MOST_KERNELS_A_LAYER
     assert three["_decode_kernel"] == 3, "attention writes the new keys and values"
     assert three["input_scatter_fusion"] == one["input_scatter_fusion"]
+
+
+@pytest.mark.parametrize("context", [1024, pytest.param(8192, marks=SLOW)])
+def test_the_page_counts_the_kernels_of_a_step(context: int):
+    """In docs/benchmarks/expected-gpu.md; tables of more than one piece have more."""
+    model = dataclasses.replace(named_shape(SMALL), num_layers=1)
+    assert decode(context=context)["kernels_of_turn"] == cards.kernels_of_step(model, context)
 
 
 @SLOW
