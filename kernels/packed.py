@@ -6,11 +6,11 @@ which tiles hold anything visible, so the pairs of tiles to visit are listed onc
 a loop of that length runs over them instead of over a triangle. The backward pass keeps q, k, v, the output and the
 logsumexp.
 
-`jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Tokens may lie in any order;
-the fewest pairs are visited where a segment lies in one piece, beside the prefix that it sees, as `jaxrl.train.packing`
-lays them out.
+`jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Tokens may lie in any
+order; the fewest pairs are visited where a segment lies in one piece, beside the prefix that it sees, as
+`jaxrl.train.packing` lays them out. Keys may be of other tokens than queries.
 
-Dims: R rows, T tokens of a row (S of keys, where they are others), H query heads, K key/value heads, G = H / K, D head dim; B tokens of a tile, S rows
+Dims: R rows, T tokens of a row, H query heads, K key/value heads, G = H / K, D head dim; B tokens of a tile, S rows
 that a tile spans, N tiles; M = B * G.
 """
 

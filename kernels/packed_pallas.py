@@ -11,7 +11,8 @@ visited in vain but is never missed; gradients of keys and values are summed ove
 program, in a fixed order and without atomics, so a result does not change from run to run.
 
 The backend and the terms are those of `paged_pallas`. Dims: R rows, T tokens of a row, H query heads, K key/value
-heads, G = H / K, D head dim; keys may be of S other tokens; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles.
+heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles. Keys may be
+of other tokens than queries, S of them.
 """
 
 from __future__ import annotations

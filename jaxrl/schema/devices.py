@@ -31,6 +31,11 @@ def mesh_factors(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
     return (*prime_factors(num_devices // num_hosts), *prime_factors(num_hosts))
 
 
+def possible_degrees(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
+    """In how many parts the first axes of a mesh can split something, ascending."""
+    return tuple(accumulate((1, *mesh_factors(num_devices, num_hosts)), operator.mul))
+
+
 def possible_workers(num_devices: int) -> tuple[int, ...]:
     """The numbers of workers that so many devices can be cut into, ascending.
 
