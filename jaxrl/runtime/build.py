@@ -29,6 +29,7 @@ from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config, workers_of
 from jaxrl.runtime.weights import adapted
+from jaxrl.schema.devices import sharing_problem
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
@@ -132,9 +133,16 @@ def refuse_too_large(
         raise ConfigError(problem)
 
 
+def refuse_sharing(config: Config, num_devices: int) -> None:
+    """Raises ConfigError where rows of tokens cannot be split over the trainer's devices."""
+    if problem := sharing_problem(config.actor.context_parallel_size, num_devices, config.hosts.num):
+        raise ConfigError(problem)
+
+
 def with_planned_update(config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory) -> Config:
     """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory of the
-    trainer's devices allows."""
+    trainer's devices allows. Raises ConfigError as `refuse_sharing` does."""
+    refuse_sharing(config, num_devices)
     known = memory.reported, memory.platform
     remat = plan_remat(config, model, num_devices, *known)
     chunk = plan_chunk(config, model, num_devices, *known, remat)

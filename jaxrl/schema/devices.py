@@ -31,9 +31,15 @@ def mesh_factors(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
     return (*prime_factors(num_devices // num_hosts), *prime_factors(num_hosts))
 
 
-def possible_degrees(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
-    """In how many parts the first axes of a mesh can split something, ascending."""
-    return tuple(accumulate((1, *mesh_factors(num_devices, num_hosts)), operator.mul))
+def sharing_problem(sharing: int, num_devices: int, num_hosts: int = 1, where: str = "of the trainer") -> str | None:
+    """Why groups of `sharing` devices cannot share rows of tokens; None: they can. `where`: the devices are."""
+    possible = tuple(accumulate((1, *mesh_factors(num_devices, num_hosts)), operator.mul))
+    if sharing in possible:
+        return None
+    return (
+        f"actor.context_parallel_size ({sharing}) must be a product of the first factors of the number of devices "
+        f"{where} ({num_devices}): one of {', '.join(map(str, possible))}"
+    )
 
 
 def possible_workers(num_devices: int) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def dealt(length: int, count: int) -> np.ndarray:
     """The columns of a row of `length` tokens, a multiple of 2 `count`, in the order in which `count` devices hold them,
     one after another."""
     pieces = np.arange(length).reshape(2 * count, -1)
-    return np.stack([pieces[:count], pieces[:-count - 1:-1]], axis=1).reshape(-1)
+    return np.stack([pieces[:count], pieces[: -count - 1 : -1]], axis=1).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

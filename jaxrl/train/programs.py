@@ -40,8 +40,9 @@ from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.models.quantized import ABSMAX
 from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.models.weights import Weight
+from jaxrl.schema.devices import sharing_problem
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
-from jaxrl.sharding.layout import Layout, tp_degrees
+from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes, platform_of
 from jaxrl.sharding.rules import map_weights, padded_weights, train_shardings
 from jaxrl.train import losses, routing
@@ -127,7 +128,9 @@ class TrainPrograms(CompiledPrograms):
         config = config.with_types(self.platform)
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
-        self.layout = _layout(mesh, actor.context_parallel_size)
+        if problem := sharing_problem(actor.context_parallel_size, mesh.size, config.hosts.num if whole is None else 1):
+            raise ValueError(problem)
+        self.layout = Layout(mesh, actor.context_parallel_size)
         heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype, m.attn_logit_softcapping)
         self._is_invariant = actor.numerics == "invariant"
         parts = actor.numerics_tp
@@ -266,9 +269,7 @@ class TrainPrograms(CompiledPrograms):
     def _as(self, before: Callable[[Any], PartitionSpec], after: Callable[[Any], PartitionSpec], tree: Tree) -> Tree:
         """The arrays of which each device has the same in another split."""
         specs = jax.tree.map(before, tree), jax.tree.map(after, tree)
-        same = jax.shard_map(
-            lambda tree: tree, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False
-        )
+        same = jax.shard_map(lambda tree: tree, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
         return same(tree)
 
     def _hidden_and_head(
@@ -425,15 +426,6 @@ class TrainPrograms(CompiledPrograms):
         finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
         skipped = 1 - outcome.applied.astype(jnp.int32)
         return trainable, state, metrics | {f"{name}/skipped_updates": skipped, "finite_weights": finite}
-
-
-def _layout(mesh: Mesh, sharing: int) -> Layout:
-    if sharing not in (degrees := tp_degrees(mesh)):
-        raise ValueError(
-            f"actor.context_parallel_size ({sharing}) must be one of {', '.join(map(str, degrees))}: rows are split "
-            f"over the first axes of the mesh of {mesh.size} devices"
-        )
-    return Layout(mesh, sharing)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
