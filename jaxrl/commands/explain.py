@@ -99,8 +99,8 @@ class LearningExplanation:
     Attributes:
       learnt: what, and compared with what.
       step_rows, step_sequences, max_length: rows of an update, their conversations, and tokens of the longest one.
-      sharing_devices, microbatch_sequences, microbatch_tokens: per so many devices, of the largest; conversations of the
-        longest length.
+      sharing_devices, microbatch_sequences, microbatch_tokens: of the largest, per so many devices; conversations of
+        the longest length.
       total_steps: 0: not known before the files are read.
       resident, update: bytes per device that are always there, and that an update adds.
       remat, chunk_tokens: `actor.remat` and `actor.logprob_chunk_tokens`, resolved.

@@ -29,13 +29,13 @@ from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config, workers_of
 from jaxrl.runtime.weights import adapted
-from jaxrl.schema.devices import sharing_problem
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
 from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
+from jaxrl.schema.devices import sharing_problem
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import (

@@ -53,8 +53,8 @@ Array = np.ndarray | jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
-    """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences` and a teacher's. The first
-    four are about the column's own token; the others, from `targets` on, about the one that it predicts.
+    """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences` and a teacher's. The
+    first four are about the column's own token; the others, from `targets` on, about the one that it predicts.
 
     Attributes:
       tokens: int32; padding is 0.
@@ -127,8 +127,8 @@ class TokenBatch:
 
 
 def dealt(length: int, count: int) -> np.ndarray:
-    """The columns of a row of `length` tokens, a multiple of 2 `count`, in the order in which `count` devices hold them,
-    one after another."""
+    """The columns of a row of `length` tokens, a multiple of 2 `count`, in the order in which `count` devices hold
+    them, one after another."""
     pieces = np.arange(length).reshape(2 * count, -1)
     return np.stack([pieces[:count], pieces[: -count - 1 : -1]], axis=1).reshape(-1)
 

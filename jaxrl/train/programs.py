@@ -281,8 +281,8 @@ class TrainPrograms(CompiledPrograms):
         tells_load = self.model_config.num_experts > 0 and not self.model_config.scalar_head
         out = decoder.forward_scan(
             params,
-            rows.tokens,
-            rows.positions,
+            jnp.asarray(rows.tokens),
+            jnp.asarray(rows.positions),
             self._attention(rows),
             self.model_config,
             dtype=jnp.dtype(self.config.actor.dtype),
@@ -397,8 +397,9 @@ class TrainPrograms(CompiledPrograms):
         return Accumulator(jax.tree.map(jax.freeze, into), terms.denominator, terms.means, terms.maxima)
 
     def _dropout_keys(self, trainable: Tree, batch: TokenBatch) -> jax.Array:
-        """[R] of `parted` rows: of the seed, a row's tokens and the adapters as they are. So a run that goes on draws as it would have,
-        and each update draws anew. Each device makes those of its rows, from what it has of the adapters whole."""
+        """[R] of `parted` rows: of the seed, a row's tokens and the adapters as they are. So a run that goes on draws
+        as it would have, and each update draws anew. Each device makes those of its rows, from what it has of the
+        adapters whole."""
         whole = [x for x, to in zip(*map(jax.tree.leaves, (trainable, self.trainable)), strict=True) if _is_whole(to)]
         weights = sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in whole)
         order = jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) * 2 + 1

@@ -218,7 +218,7 @@ def update_phases(
     tokens = full.tokens // sharing
     kept, working = _layer_bytes(m, remat, platform, wide)
     # of all devices that share rows; without remat each layer's are kept
-    others = (full.tokens - tokens) * 2 * m.num_kv_heads * m.head_dim
+    others, of_keys = (full.tokens - tokens) * 2 * m.num_kv_heads * m.head_dim, 2 * wide + BYTES[actor.reduce_dtype]
     if remat == "none":
         kept += others * wide / tokens
     embeddings = m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
@@ -259,8 +259,7 @@ def update_phases(
         | {
             "one layer at work (estimate)": int(tokens * working) + one_layer,
             "experts of one layer, and tokens of all devices (estimate)": experts,
-            "keys and values of shared rows, and their gradients": others
-            * (2 * wide + max(wide, BYTES[actor.reduce_dtype])),
+            "keys and values of shared rows, and their gradients": others * of_keys,
             f"attention scores ({why_scores})": scores * score_layers,
         },
         "embedding": total | {"the embedding's gradient": trains_all * table * size},
