@@ -234,6 +234,8 @@ def update_phases(
     why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"
     vocabulary, shards = m.vocab_size * m.hidden_size, splits(m.vocab_size, num_devices, num_hosts)
     total = {"gradients": numbers * size}
+    if is_gathered:  # XLA adds to them in another order of dims, and has both at once
+        total["gradients in the order in which they are added"] = numbers * size
     activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
     # of the rows of a group's device, and of the tokens of all of its devices
     group = math.prod(group_of(dividing_factors(mesh_factors(num_devices, num_hosts), m.vocab_size)))
@@ -263,7 +265,7 @@ def update_phases(
             f"attention scores ({why_scores})": scores * score_layers,
         },
         "embedding": total | {"the embedding's gradient": trains_all * table * size},
-        "optimizer": total | _step_parts(config, m, num_devices),
+        "optimizer": {"gradients": numbers * size} | _step_parts(config, m, num_devices),
     }
 
 
