@@ -37,8 +37,8 @@ def sharing_problem(sharing: int, num_devices: int, num_hosts: int = 1, where: s
     if sharing in possible:
         return None
     return (
-        f"actor.context_parallel_size ({sharing}) must be one of {', '.join(map(str, possible))}, products of the first "
-        f"factors of the number of devices {where} ({num_devices})"
+        f"actor.context_parallel_size ({sharing}) must be one of {', '.join(map(str, possible))}: products of the "
+        f"first factors of the number of devices {where} ({num_devices})"
     )
 
 

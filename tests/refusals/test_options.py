@@ -246,12 +246,12 @@ OTHERS = (
             *("train", "model.path={model}", "trainer.num_devices=8", "trainer.stream.enable=true"),
             *("rollout.num_workers=2", "actor.context_parallel_size=8"),
         ),
-        "actor.context_parallel_size (8) must be one of 1, 2, 4, products of the first factors of the number of devices "
-        "in a half, for trainer.stream.enable (4)",
+        "actor.context_parallel_size (8) must be one of 1, 2, 4: products of the first factors of the number of "
+        "devices in a half, for trainer.stream.enable (4)",
     ),
     Refusal(
         ("explain-config", "--devices", "8", "model.path={model}", "actor.context_parallel_size=3"),
-        "actor.context_parallel_size (3) must be one of 1, 2, 4, 8, products of the first factors of the number of "
+        "actor.context_parallel_size (3) must be one of 1, 2, 4, 8: products of the first factors of the number of "
         "devices of the trainer (8)",
     ),
     Refusal(

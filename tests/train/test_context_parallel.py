@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from jaxrl.train.packing import Shape, dealt, microbatch_shapes
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher, TeacherPrograms
-from jaxrl.types import TrainBatch
 
 SLOW = pytest.mark.slow  # the same again in another combination
 WIDE: dict[str, Any] = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__remat": "dots"}
@@ -42,7 +42,11 @@ EXACT: dict[str, Any] = {
 CORRECTED = "algorithm__rollout_correction__"
 LOSSES: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm__loss_agg_mode": "token-mean"},
-    "grpo": {"actor__use_kl_loss": True, "actor__kl_loss_type": "mse", "algorithm__loss_agg_mode": "seq-mean-token-sum"},
+    "grpo": {
+        "actor__use_kl_loss": True,
+        "actor__kl_loss_type": "mse",
+        "algorithm__loss_agg_mode": "seq-mean-token-sum",
+    },
     "cispo": {"actor__loss_mode": "cispo", "algorithm__loss_agg_mode": "seq-mean-token-mean"},
     "reinforce": {
         "actor__loss_mode": "reinforce",
@@ -110,7 +114,7 @@ def test_gradients_and_log_probabilities(sharing, both, make_batch):
     batch = make_batch(same=True)
     micro = shared._passes.pack(batch).microbatches[0]
     pieces = micro.segment_ids.reshape(len(micro.tokens), 2 * sharing, -1)
-    crossing = [np.intersect1d(*pair) for row in pieces for pair in zip(row[:-1], row[1:], strict=True)]
+    crossing = [np.intersect1d(*pair) for row in pieces for pair in itertools.pairwise(row)]
     assert any(each.any() for each in crossing), "samples go on beyond pieces"
     assert (micro.prefix_ids != micro.segment_ids).any(), "prompts are shared"
     for which in ("actor", "ref"):
@@ -243,7 +247,9 @@ def test_a_run_goes_on_with_another_number(first, then, tmp_path, x64, make_conf
         checkpoints.wait()
         state, _ = checkpoints.restore(after.abstract_state())
     after.load_state(state)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), after.state(), before.state())
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), after.state(), before.state()
+    )
     for trainer in trainers:
         trainer.accumulate(batch.select(range(5)))
         trainer.apply()

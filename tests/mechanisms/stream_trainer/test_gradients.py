@@ -187,7 +187,7 @@ def test_rows_that_devices_share(x64, make_config, make_batch, make_trainer):
     assert (trainer.programs.layout.dp, stream.programs.layout.dp) == (2, 1)
     check_equal(trainer, groups_of(make_batch(24, same=True)), 1e-12, (0, 1), stream)
     few = make_trainer(config, 4, rows=(Shape(1, 128),))
-    with pytest.raises(ValueError, match=r"actor\.context_parallel_size \(4\) must be one of 1, 2, products of the first"):
+    with pytest.raises(ValueError, match=r"context_parallel_size \(4\) must be one of 1, 2: products of"):
         TrainStream(few, Half(few.mesh, 0))
 
 
