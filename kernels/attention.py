@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import jax
 
 from jaxrl.kernels import invariant, packed, reference
-from jaxrl.kernels.reference import PLAIN, Rule
+from jaxrl.kernels.reference import PLAIN, Keys, Rule
 
 if TYPE_CHECKING:
     from jaxrl.kernels.packed_pallas import TileLists
@@ -170,6 +170,7 @@ class PackedAttention(NamedTuple):
         prefix_ids: jax.Array,
         dtype: Any,
         first: jax.Array | None = None,
+        keys: Keys | None = None,
     ) -> packed.TilePairs | TileLists | tuple[Any, packed.Runs] | None:
         """What the layers share, worked out once per microbatch for all `attend` calls; None if nothing.
 
@@ -177,17 +178,18 @@ class PackedAttention(NamedTuple):
           segment_ids, positions, prefix_ids: int32 [R, T].
           dtype: of queries, keys and values.
           first: int32 [R, T], the lowest position that each token sees; None: there is no window.
+          keys: as in `reference.packed_attention`; None with invariant numbers.
         """
         match self.implementation:
             case "reference":
                 return None
             case "tiles" | "invariant":
-                return packed.visible_pairs(segment_ids, prefix_ids, self.tiling, positions, first)
+                return packed.visible_pairs(segment_ids, prefix_ids, self.tiling, positions, first, keys)
             case "pallas":
                 from jaxrl.kernels import packed_pallas  # here for the same reasons as above
 
                 tiles = packed_pallas.choose_tiles(dtype)
-                return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, tiles, first)
+                return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, tiles, first, keys)
             case "invariant_pallas":
                 kernels = self._replace(implementation="pallas")
                 lists = kernels.tile_pairs(segment_ids, positions, prefix_ids, dtype, first)
@@ -204,8 +206,9 @@ class PackedAttention(NamedTuple):
         tiles: Any,
         first: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        keys: Keys | None = None,
     ) -> jax.Array:
-        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype; `sinks` as in
+        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype; `sinks` and `keys` as in
         `reference.packed_attention`.
 
         Raises:
@@ -214,10 +217,10 @@ class PackedAttention(NamedTuple):
         match self.implementation:
             case "reference":
                 rows = (segment_ids, positions, prefix_ids, first)
-                return reference.packed_attention(q, k, v, *rows, self.softcap, sinks)
+                return reference.packed_attention(q, k, v, *rows, self.softcap, sinks, keys)
             case "tiles":
                 rows = (segment_ids, positions, prefix_ids)
-                return packed.attention(q, k, v, *rows, tiles, self.tiling, first, self.softcap, sinks)
+                return packed.attention(q, k, v, *rows, tiles, self.tiling, first, self.softcap, sinks, keys)
             case "invariant" | "invariant_pallas":
                 rows = (segment_ids, positions, prefix_ids)
                 shared = (*rows, tiles, first)
@@ -234,7 +237,7 @@ class PackedAttention(NamedTuple):
             case "pallas":
                 from jaxrl.kernels import packed_pallas
 
-                how = {"first": first, "sinks": sinks, "lists": tiles, "interpret": self.interpret}
+                how = {"first": first, "sinks": sinks, "keys": keys, "lists": tiles, "interpret": self.interpret}
                 return packed_pallas.packed_attention(q, k, v, segment_ids, positions, prefix_ids=prefix_ids, **how)
 
     def _plainly(

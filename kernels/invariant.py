@@ -429,7 +429,7 @@ def packed_attention(
     shared: Any,
     parts: int = 1,
 ) -> jax.Array:
-    """`reference.packed_attention`, of heads in parts, for rows as `jaxrl.kernels.packed` wants them: a segment's
+    """`reference.packed_attention`, of heads in parts, for rows in which tokens lie in order: a segment's
     positions lie side by side, and go on where those of its prefix end.
 
     Args:

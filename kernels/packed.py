@@ -6,9 +6,9 @@ which tiles hold anything visible, so the pairs of tiles to visit are listed onc
 a loop of that length runs over them instead of over a triangle. The backward pass keeps q, k, v, the output and the
 logsumexp.
 
-`jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Here columns stand in for
-positions: every segment lies in one piece, in the order of its positions, and to the right of the prefix that it sees,
-as `jaxrl.train.packing` lays them out.
+`jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Tokens may lie in any
+order; the fewest pairs are visited where a segment lies in one piece, beside the prefix that it sees, as
+`jaxrl.train.packing` lays them out. Keys may be of other tokens than queries.
 
 Dims: R rows, T tokens of a row, H query heads, K key/value heads, G = H / K, D head dim; B tokens of a tile, S rows
 that a tile spans, N tiles; M = B * G.
@@ -85,6 +85,7 @@ def attention(
     first: jax.Array | None = None,
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
+    keys: reference.Keys | None = None,
 ) -> jax.Array:
     """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets arbitrary finite values.
 
@@ -92,70 +93,73 @@ def attention(
 
     Args:
       tiles: of `visible_pairs` with the same integers and the same `how`; None where it gave None.
-      first, softcap, sinks: as in `reference.packed_attention`.
+      first, softcap, sinks, keys: as in `reference.packed_attention`.
     """
     if tiles is None:
         wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
         rows = (segment_ids, positions, prefix_ids, first)
-        out = reference.packed_attention(wide_q, wide_k, wide_v, *rows, softcap, sinks)
+        out = reference.packed_attention(wide_q, wide_k, wide_v, *rows, softcap, sinks, keys)
         return out.astype(q.dtype)
-    sight = _sight(segment_ids, prefix_ids, positions, first, how)
+    sight = _sight(segment_ids, prefix_ids, positions, first, keys, how)
     return _blockwise(how, softcap, q, k, v, sinks, tiles, sight)
 
 
 class Sight(NamedTuple):
-    """What decides who sees whom, in tiles [N, S, B]; the last two are None where there is no window."""
+    """What decides who sees whom, in tiles [N, S, B]: of queries, the last None where there is no window; of keys."""
 
     segments: jax.Array
     prefixes: jax.Array
-    positions: jax.Array | None
+    positions: jax.Array
     first: jax.Array | None
+    keys: reference.Keys
 
 
 def _sight(
-    segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array | None, first: jax.Array | None, how: Tiling
+    segment_ids: jax.Array,
+    prefix_ids: jax.Array,
+    positions: jax.Array,
+    first: jax.Array | None,
+    keys: reference.Keys | None,
+    how: Tiling,
 ) -> Sight:
-    of_window = (None, None) if first is None else (positions, first)
-    return Sight(*(None if x is None else _tiled(x, how) for x in (segment_ids, prefix_ids, *of_window)))  # type: ignore[arg-type]
+    sight = Sight(segment_ids, prefix_ids, positions, first, keys or reference.Keys(segment_ids, positions))
+    return jax.tree.map(lambda x: _tiled(x, how), sight)
 
 
 def visible_pairs(
     segment_ids: jax.Array,
     prefix_ids: jax.Array,
     how: Tiling,
-    positions: jax.Array | None = None,
+    positions: jax.Array,
     first: jax.Array | None = None,
+    keys: reference.Keys | None = None,
 ) -> TilePairs | None:
     """The pairs of tiles of a microbatch in which something is visible; None where rows are short.
 
     Args:
-      positions, first: as in `reference.packed_attention`, where there is a window.
+      positions, first, keys: as in `reference.packed_attention`.
     """
-    rows, tokens = segment_ids.shape
+    rows, tokens = segment_ids.shape if keys is None else keys.segment_ids.shape
     if tokens <= how.longest_plain:
         return None
-    sight = _sight(segment_ids, prefix_ids, positions, first, how)
-    num_tiles, spanned, block = sight.segments.shape
-    per_row = num_tiles * spanned // rows
+    sight = _sight(segment_ids, prefix_ids, positions, first, keys, how)
+    spanned, block = sight.segments.shape[1:]
     # [row, query tile, key tile]; a tile that spans all rows is visited if any of them needs it
-    by_row = jax.tree.map(lambda x: x.reshape(-1, per_row, spanned, block), sight)
-    seen = _visible(jax.tree.map(lambda x: x[:, :, None], by_row), jax.tree.map(lambda x: x[:, None], by_row))
-    triangle = jnp.arange(per_row)[:, None] >= jnp.arange(per_row)
-    needed = jnp.any(seen, axis=(-3, -2, -1)) & triangle
-    most = needed.shape[0] * per_row * (per_row + 1) // 2
-    row, query, key = jnp.nonzero(needed, size=most, fill_value=0)
-    pairs = jnp.stack([row * per_row + query, row * per_row + key], axis=-1)
+    by_row = jax.tree.map(lambda x: x.reshape(rows // spanned, -1, spanned, block), sight)
+    each = jax.tree.map(lambda x: x[:, :, None], by_row)._replace(keys=jax.tree.map(lambda x: x[:, None], by_row.keys))
+    needed = jnp.any(_visible(each), axis=(-3, -2, -1))
+    row, query, key = jnp.nonzero(needed, size=needed.size, fill_value=0)
+    pairs = jnp.stack([row * needed.shape[1] + query, row * needed.shape[2] + key], axis=-1)
     return TilePairs(pairs.astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32)[None])
 
 
-def _visible(queries: Sight, keys: Sight) -> jax.Array:
-    """[..., B] of queries, [..., B] of keys -> [..., B, B]: the key's segment is the query's, or its prefix, and the
-    key is in the query's window."""
-    ids = keys.segments[..., None, :]
-    seen = ((queries.segments[..., None] == ids) | (queries.prefixes[..., None] == ids)) & (ids > 0)
-    if queries.first is None or keys.positions is None:
-        return seen
-    return seen & (keys.positions[..., None, :] >= queries.first[..., None])
+def _visible(sight: Sight) -> jax.Array:
+    """[..., B] of queries, [..., B] of keys -> [..., B, B]: the key's segment is the query's, or its prefix, the key's
+    position is not beyond the query's, and in its window."""
+    ids, positions = (x[..., None, :] for x in sight.keys)
+    seen = ((sight.segments[..., None] == ids) | (sight.prefixes[..., None] == ids)) & (ids > 0)
+    seen &= sight.positions[..., None] >= positions
+    return seen if sight.first is None else seen & (positions >= sight.first[..., None])
 
 
 def _tiled(x: jax.Array, how: Tiling) -> jax.Array:
@@ -203,15 +207,13 @@ class _Step(NamedTuple):
     visible: jax.Array
 
 
-def _step(pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, sight: Sight, per_row: int, softcap: float) -> _Step:
+def _step(pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, sight: Sight, softcap: float) -> _Step:
     query, key = pair
     wide, block = jnp.promote_types(q_NSKMD.dtype, jnp.float32), sight.segments.shape[-1]
     scores = _product("skmd,skbd->skmb", q_NSKMD[query], k_NSKBD[key], wide) * q_NSKMD.shape[-1] ** -0.5
     scores = reference.capped(scores, softcap)
-    column = jnp.arange(block)
-    in_order = (query % per_row * block + column)[:, None] >= key % per_row * block + column
-    of_query, of_key = (jax.tree.map(lambda x, at=at: x[at], sight) for at in (query, key))
-    seen = _visible(of_query, of_key) & in_order
+    of_keys = jax.tree.map(lambda x: x[key], sight.keys)
+    seen = _visible(jax.tree.map(lambda x: x[query], sight)._replace(keys=of_keys))
     return _Step(query, key, scores, jnp.repeat(seen, scores.shape[2] // block, axis=1)[:, None])
 
 
@@ -232,12 +234,12 @@ def _forward(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_NSKMD = _query_tiles(reference.operands(how.widen, q), k.shape[2], how)
     k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in reference.operands(how.widen, (k, v)))
-    per_row, count, lowest = sight.segments.size // how.block // q.shape[0], tiles.num_pairs[0], jnp.finfo(wide).min
+    count, lowest = tiles.num_pairs[0], jnp.finfo(wide).min
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, highest, total = carry
         # backwards, so that a query tile starts at its diagonal, where every token sees at least itself
-        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, sight, per_row, softcap)
+        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, sight, softcap)
         scores = jnp.where(step.visible, step.scores, lowest)
         before = highest[step.query]
         after = jnp.maximum(before, jnp.max(scores, axis=-1))
@@ -274,11 +276,11 @@ def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tupl
     inner = _query_tiles(inner, kv_heads, how)
     q_NSKMD, d_out_NSKMD = (_query_tiles(x, kv_heads, how) for x in reference.operands(how.widen, (q, d_out)))
     k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in reference.operands(how.widen, (k, v)))
-    per_row, narrow = sight.segments.size // how.block // q.shape[0], q_NSKMD.dtype
+    narrow = q_NSKMD.dtype
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         d_q, d_k, d_v = carry
-        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, sight, per_row, softcap)
+        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, sight, softcap)
         d_part, (query, key) = d_out_NSKMD[step.query], (step.query, step.key)
         weights = jnp.where(step.visible, jnp.exp(step.scores - logsumexp[query][..., None]), 0)
         d_weights = _product("skmd,skbd->skmb", d_part, v_NSKBD[key], wide)
@@ -332,7 +334,7 @@ class Runs(NamedTuple):
 
 
 def runs(segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, first: jax.Array | None = None) -> Runs:
-    """For rows as this module wants them: a segment's positions lie side by side, and go on where those of
+    """For rows in which tokens lie in order: a segment's positions lie side by side, and go on where those of
     its prefix end. Padding sees nothing.
 
     Args:

@@ -11,7 +11,8 @@ visited in vain but is never missed; gradients of keys and values are summed ove
 program, in a fixed order and without atomics, so a result does not change from run to run.
 
 The backend and the terms are those of `paged_pallas`. Dims: R rows, T tokens of a row, H query heads, K key/value
-heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles.
+heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles. Keys may be
+of other tokens than queries, S of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from jaxrl.kernels.paged_pallas import (
     softmax_step,
     store_rows,
 )
-from jaxrl.kernels.reference import ATTENTION
+from jaxrl.kernels.reference import ATTENTION, Keys
 
 OUTSIDE = -1  # the segment of tokens past the end of a row
 NO_PREFIX = -2  # a segment that no key has
@@ -109,6 +110,7 @@ def packed_attention(
     tiles: Tiles | None = None,
     first: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    keys: Keys | None = None,
     lists: TileLists | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -117,7 +119,7 @@ def packed_attention(
     Args:
       tiles: how to cut the work; `choose_tiles` decides if None.
       first: int32 [R, T], the lowest position that each token sees; None: there is no window.
-      sinks: as in `reference.packed_attention`.
+      sinks, keys: as in `reference.packed_attention`.
       lists: of `tile_lists` for the same integers and tiles; worked out here if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
@@ -127,16 +129,16 @@ def packed_attention(
     if reason := refusal(q, k, v, k.shape[2]):
         raise ValueError(f"packed attention's Pallas kernels: {reason}; set actor.attention to auto or reference")
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-    integers = (segment_ids.astype(jnp.int32), prefix_ids.astype(jnp.int32), positions.astype(jnp.int32))
+    keys = keys or Keys(segment_ids, positions)
     tiles = tiles or choose_tiles(q.dtype)
     if lists is None:
-        lists = tile_lists(*integers, tiles, first)
-    if first is not None:
-        integers += (first.astype(jnp.int32),)
+        lists = tile_lists(segment_ids, prefix_ids, positions, tiles, first, keys)
+    ids = (segment_ids, prefix_ids, positions, *keys, *(() if first is None else (first,)))
+    integers = tuple(x.astype(jnp.int32) for x in ids)
     return _packed(q, k, v, sinks, integers, lists, tiles, interpret)
 
 
-Integers = tuple[jax.Array, ...]  # segment_ids, prefix_ids, positions, and with a window first
+Integers = tuple[jax.Array, ...]  # segment_ids, prefix_ids, positions; of keys two of them; and with a window first
 
 
 def _forward(
@@ -191,12 +193,13 @@ def tile_lists(
     positions: jax.Array,
     tiles: Tiles,
     first: jax.Array | None = None,
+    keys: Keys | None = None,
 ) -> TileLists:
     """The lists of all three kernels; the same for every layer of a kind in a microbatch. Integers as in
     `packed_attention`."""
     integers = segment_ids, prefix_ids, positions
-    forward, queries, keys = (visible_tiles(*integers, own.queries, own.keys, first) for own in tiles)
-    return TileLists(list_tiles(*forward), list_tiles(*queries), list_tiles(*(jnp.swapaxes(x, 1, 2) for x in keys)))
+    forward, queries, others = (visible_tiles(*integers, own.queries, own.keys, first, keys) for own in tiles)
+    return TileLists(list_tiles(*forward), list_tiles(*queries), list_tiles(*(jnp.swapaxes(x, 1, 2) for x in others)))
 
 
 def visible_tiles(
@@ -206,27 +209,29 @@ def visible_tiles(
     queries: int,
     keys: int,
     first: jax.Array | None = None,
+    of_keys: Keys | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Two arrays of bool [R, I, J]: False only where no query of tile i sees a key of tile j, and True only where every
-    query sees every key."""
-    far, tokens = jnp.iinfo(jnp.int32).max, segment_ids.shape[1]
+    query sees every key. `queries`, `keys`: of a tile."""
+    far, of_keys = jnp.iinfo(jnp.int32).max, of_keys or Keys(segment_ids, positions)
     first_I, last_I = (of(segment_ids, queries)[..., None] for of in (_lowest, _highest))
     # Tokens without a prefix leave an empty range: its first segment lies beyond its last.
     prefix_first_I = _lowest(jnp.where(prefix_ids == 0, far, prefix_ids), queries)[..., None]
     prefix_last_I = _highest(jnp.where(prefix_ids == 0, NO_PREFIX, prefix_ids), queries)[..., None]
-    first_J, last_J = (of(segment_ids, keys)[:, None, :] for of in (_lowest, _highest))
+    first_J, last_J = (of(of_keys.segment_ids, keys)[:, None, :] for of in (_lowest, _highest))
+    soonest_J, latest_J = (of(of_keys.positions, keys)[:, None, :] for of in (_lowest, _highest))
     own = (first_J <= last_I) & (last_J >= first_I)
     prefix = (first_J <= prefix_last_I) & (last_J >= prefix_first_I)
-    early = _lowest(positions, keys)[:, None, :] <= _highest(positions, queries)[..., None]
+    early = soonest_J <= _highest(positions, queries)[..., None]
     # One segment in all of both tiles; a tile of keys of one segment that all queries have for their prefix.
     same = (first_J == last_J) & (first_I == last_I) & (first_J == first_I)
     all_prefixed = _lowest(prefix_ids, queries)[..., None] == prefix_last_I
     shared = (first_J == last_J) & all_prefixed & (first_J == prefix_last_I)
-    earlier = _highest(positions, keys)[:, None, :] <= _lowest(positions, queries)[..., None]
+    earlier = latest_J <= _lowest(positions, queries)[..., None]
     if first is not None:  # and in the window of some, or of all
-        early &= _highest(positions, keys)[:, None, :] >= _lowest(first, queries)[..., None]
-        earlier &= _lowest(positions, keys)[:, None, :] >= _highest(first, queries)[..., None]
-    inside_I, inside_J = (_inside(tokens, size) for size in (queries, keys))
+        early &= latest_J >= _lowest(first, queries)[..., None]
+        earlier &= soonest_J >= _highest(first, queries)[..., None]
+    inside_I, inside_J = _inside(segment_ids.shape[1], queries), _inside(of_keys.segment_ids.shape[1], keys)
     return (own | prefix) & early, (same | shared) & earlier & inside_I[:, None] & inside_J
 
 
@@ -261,22 +266,31 @@ def list_tiles(visible_RIJ: jax.Array, whole_RIJ: jax.Array) -> TileList:
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """Refs of a row's integers, each [T]."""
+    """Refs of a row's integers: [T] of queries, [S] of keys."""
 
     segments: Any
     prefixes: Any
     positions: Any
+    key_segments: Any
+    key_positions: Any
     first: Any = None
+
+    @property
+    def num_queries(self) -> int:
+        return self.segments.shape[0]
+
+    @property
+    def num_keys(self) -> int:
+        return self.key_segments.shape[0]
 
     def visible(self, query_M: jax.Array, key_B: jax.Array) -> jax.Array:
         """bool [M, B]."""
-        tokens = self.segments.shape[0]
-        in_M, in_B = query_M < tokens, key_B < tokens
+        in_M, in_B = query_M < self.num_queries, key_B < self.num_keys
         segment_M = plgpu.load(self.segments.at[query_M], mask=in_M, other=OUTSIDE)[:, None]
         prefix_M = plgpu.load(self.prefixes.at[query_M], mask=in_M, other=0)[:, None]
         position_M = plgpu.load(self.positions.at[query_M], mask=in_M, other=0)[:, None]
-        segment_B = plgpu.load(self.segments.at[key_B], mask=in_B, other=OUTSIDE)[None, :]
-        position_B = plgpu.load(self.positions.at[key_B], mask=in_B, other=0)[None, :]
+        segment_B = plgpu.load(self.key_segments.at[key_B], mask=in_B, other=OUTSIDE)[None, :]
+        position_B = plgpu.load(self.key_positions.at[key_B], mask=in_B, other=0)[None, :]
         prefix_M = jnp.where(prefix_M == 0, NO_PREFIX, prefix_M)
         seen = ((segment_B == segment_M) | (segment_B == prefix_M)) & (position_B <= position_M)
         if self.first is None:
@@ -378,14 +392,14 @@ def _forward_kernel(
     group: int,
 ) -> None:
     head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    (tokens,), kv_heads = ids.segments.shape, heads // group
+    kv_heads = heads // group
     query_M = _at(_last_first(), tiles.queries)
-    in_M, row_M = query_M < tokens, query_M * heads + head
+    in_M, row_M = query_M < ids.num_queries, query_M * heads + head
     q_MD = load_rows(q_ref, row_M, in_M)
 
     def step(tile: Any, _: Any, masked: bool, carry: tuple) -> tuple:
         key_B = _at(tile, tiles.keys)
-        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens if masked else None
+        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < ids.num_keys if masked else None
         k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
         visible_MB = ids.visible(query_M, key_B) if masked else None
         return softmax_step(q_MD, k_BD, v_BD, visible_MB, *carry)
@@ -416,15 +430,15 @@ def _query_gradient_kernel(
     group: int,
 ) -> None:
     head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    (tokens,), kv_heads = ids.segments.shape, heads // group
+    kv_heads = heads // group
     query_M = _at(_last_first(), tiles.queries)
-    in_M, row_M = query_M < tokens, query_M * heads + head
+    in_M, row_M = query_M < ids.num_queries, query_M * heads + head
     q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
     lse_M, shift_M = (load_numbers(ref, row_M, in_M) for ref in (lse_ref, shift_ref))
 
     def step(tile: Any, _: Any, masked: bool, d_q_MD: jax.Array) -> jax.Array:
         key_B = _at(tile, tiles.keys)
-        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens if masked else None
+        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < ids.num_keys if masked else None
         k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
         weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B) if masked else None, lse_M)
         d_scores_MB = weights_MB * (dot(d_out_MD, v_BD, 1, 1) - shift_M[:, None])
@@ -453,14 +467,14 @@ def _key_gradient_kernel(
     group: int,
 ) -> None:
     kv_head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    (tokens,), kv_heads = ids.segments.shape, heads // group
+    kv_heads = heads // group
     key_B = _at(pl.program_id(1), tiles.keys)
-    in_B, row_B = key_B < tokens, key_B * kv_heads + kv_head
+    in_B, row_B = key_B < ids.num_keys, key_B * kv_heads + kv_head
     k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
 
     def step(tile: Any, head: Any, masked: bool, carry: tuple) -> tuple:
         query_M = _at(tile, tiles.queries)
-        in_M, row_M = query_M < tokens if masked else None, query_M * heads + kv_head * group + head
+        in_M, row_M = query_M < ids.num_queries if masked else None, query_M * heads + kv_head * group + head
         q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
         lse_M, shift_M = (load_numbers(ref, row_M, in_M) for ref in (lse_ref, shift_ref))
         weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B) if masked else None, lse_M)

@@ -28,6 +28,18 @@ class Rule(NamedTuple):
 
 PLAIN = Rule()
 
+
+class Keys(NamedTuple):
+    """The tokens whose keys are attended to, where they are not those of the queries alone; int32 [R, S] each.
+
+    Attributes:
+      segment_ids, positions: as the queries have them. Their order is free.
+    """
+
+    segment_ids: jax.Array
+    positions: jax.Array
+
+
 ATTENTION = "attention"
 """Name of the arrays that the tiled kernels keep for their backward pass, so that a remat policy can keep them too."""
 
@@ -68,6 +80,7 @@ def packed_attention(
     first: jax.Array | None = None,
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
+    keys: Keys | None = None,
 ) -> jax.Array:
     """Causal attention within each segment of packed rows, and its shared prefix.
 
@@ -76,12 +89,14 @@ def packed_attention(
     finite.
 
     Args:
-      q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
+      q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h. With
+        `keys` k and v are [R, S, K, D].
       segment_ids, positions: int32 [R, T].
       prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none (the default).
       first: int32 [R, T], the lowest position that each token sees; None: there is no window.
       softcap: as in `Rule`.
       sinks: [H], a score of each head's that takes its share of the softmax and has no value; None: there are none.
+      keys: of k and v, where they are not those of the queries.
 
     Returns:
       [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).
@@ -93,13 +108,14 @@ def packed_attention(
     q_RTKGD = q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
     scores_RKGTS = jnp.einsum("rtkgd,rskd->rkgts", q_RTKGD, k, preferred_element_type=wide) * dim**-0.5
     scores_RKGTS = capped(scores_RKGTS, softcap)
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    keys = keys or Keys(segment_ids, positions)
+    same = segment_ids[:, :, None] == keys.segment_ids[:, None, :]
     if prefix_ids is not None:
         prefix_ids = jnp.where(prefix_ids == 0, segment_ids, prefix_ids)
-        same |= prefix_ids[:, :, None] == segment_ids[:, None, :]
-    visible = same & (positions[:, :, None] >= positions[:, None, :])
+        same |= prefix_ids[:, :, None] == keys.segment_ids[:, None, :]
+    visible = same & (positions[:, :, None] >= keys.positions[:, None, :])
     if first is not None:
-        visible &= positions[:, None, :] >= first[:, :, None]
+        visible &= keys.positions[:, None, :] >= first[:, :, None]
     scores_RKGTS = jnp.where(visible[:, None, None], scores_RKGTS, jnp.finfo(wide).min)
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, -1, 1, 1)

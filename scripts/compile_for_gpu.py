@@ -6,6 +6,7 @@
     python scripts/compile_for_gpu.py verify --rows 32 --width 8
     python scripts/compile_for_gpu.py decode --layers 6 --resident 2
     python scripts/compile_for_gpu.py gradients --rows 1 --tokens 8192 --remat dots --layers 28
+    python scripts/compile_for_gpu.py gradients --rows 1 --tokens 32768 --devices 8 --cp 8
     python scripts/compile_for_gpu.py decode --chip v5e --shape Qwen2.5-7B --tp 4
 
 Needs the CUDA plugin of JAX (`pip install 'jaxrl[compile-gpu]'`, best into a folder of its own that PYTHONPATH
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
     made.add_argument("--tp", type=int, default=1, help="of the rollout: tensor parallelism, on as many devices (1)")
     made.add_argument("--devices", type=int, default=1, help="training: devices, each with so many rows (1)")
+    made.add_argument("--cp", type=int, default=1, help="training: actor.context_parallel_size; so many share rows (1)")
     made.add_argument("--reduce-dtype", default="float32", help="training: actor.reduce_dtype (float32)")
     made.add_argument("--optimizer", default="adamw", help="training: actor.optim.name (adamw)")
     made.add_argument("--state-dtype", default="float32", help="training: actor.optim.state_dtype (float32)")
@@ -206,7 +208,7 @@ def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, in
 
 
 def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
-    """A microbatch of one device; with what the memory plan says of the update."""
+    """A microbatch of one device, or of those that share rows; with what the memory plan says of the update."""
     import jax
 
     from jaxrl.config import from_mapping
@@ -221,7 +223,8 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
         "remat": options.remat,
         "attention": options.attention,
         "numerics": options.numerics,
-        "ppo_max_token_len_per_gpu": options.rows * options.tokens,
+        "ppo_max_token_len_per_gpu": options.rows * -(-options.tokens // options.cp),
+        "context_parallel_size": options.cp,
         "logprob_chunk_tokens": chunk,
         "reduce_dtype": options.reduce_dtype,
         "optim": {"name": options.optimizer, "state_dtype": options.state_dtype},
@@ -234,10 +237,10 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
     model = adapted(config, model)
     kind = "accumulate" if options.program == "gradients" else options.program
     platform = "tpu" if options.chip in compiled.TPUS else "gpu"
-    devices = compiled.devices(options.devices, options.chip)
+    devices, rows = compiled.devices(options.devices, options.chip), options.rows * options.devices // options.cp
     with compiled.as_default_device(options.chip):
         programs = TrainPrograms(config, model, make_mesh(devices))
-        lowered = programs.lower(kind, options.rows * options.devices, options.tokens)
+        lowered = programs.lower(kind, rows, options.tokens)
     if options.offload:
         config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, offload_optimizer=True))
         here = TrainPrograms(config, model, make_mesh(jax.devices()[:1]))
@@ -251,7 +254,7 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
         lowered,
         settings,
         {
-            "program": [kind, options.rows * options.devices, options.tokens],
+            "program": [kind, rows, options.tokens],
             "plan": phases["optimizer"] if kind == "update" else max(phases.values(), key=lambda x: sum(x.values())),
         },
     )

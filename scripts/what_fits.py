@@ -1,21 +1,29 @@
 #!/usr/bin/env python3
-"""Prints which models of a family train on one card: in full, with adapters, and with adapters on a base in 4 bits.
+"""Prints which models of a family train on one card: in full, with adapters, and with adapters on a base in 4 bits. Or
+how long responses may be in training on several cards, where each has whole rows of tokens and where all share them.
 
     python scripts/what_fits.py
+    python scripts/what_fits.py --devices 8
 
 The bytes are those of `jaxrl explain-config`: what is always there and what the update adds, and beside it what a
-rollout has. No device is asked and no weight is read. docs/benchmarks/adapters-2026-11-27.md has the table.
+rollout has. No device is asked and no weight is read. docs/benchmarks/adapters-2026-11-27.md has the first table, and
+docs/performance.md the second.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config import from_mapping
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import named_shape
 from jaxrl.runtime.memory import memory_plan, memory_problem
 from jaxrl.runtime.weights import adapted
+from jaxrl.train.update_memory import resident_parts, update_parts
 
 SIZES = ("0.5B", "1.5B", "3B", "7B", "14B", "32B")
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,7 +45,57 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def main() -> int:
+RESPONSES = (8192, 32768, 131072)
+LONG: tuple[tuple[str, bool], ...] = (("1.5B", False), ("7B", False), ("7B", True), ("32B", True))
+"""Sizes, and whether the optimizer's state is in the host's memory."""
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=1, help="cards of 80 GB; several: the second table (1)")
+    devices = parser.parse_args(arguments).devices
+    return on_one_card() if devices == 1 else responses_on(devices)
+
+
+def responses_on(devices: int) -> int:
+    given, columns = _given(CARDS[-1]), [f"{response // 1024}k" for response in RESPONSES]
+    print(f"| Qwen2.5 | rows on | {' | '.join(columns)} | longest |")
+    print(f"| --- | --- |{' --: |' * (len(columns) + 1)}")
+    for size, offload in LONG:
+        model = named_shape(f"Qwen2.5-{size}")
+        for sharing in (1, devices):
+            needs = [_update_bytes(model, devices, sharing, response, offload) for response in RESPONSES]
+            each = [f"{need / 2**30:.1f}{'' if need <= given else ' (no)'}" for need in needs]
+            steps, longest = 1 << 9, 0  # the longest in steps of 1,024 tokens, by halving
+            while steps:
+                if _update_bytes(model, devices, sharing, 1024 * (longest + steps), offload) <= given:
+                    longest += steps
+                steps //= 2
+            name = f"{size}, optimizer in the host's memory" if offload else size
+            where = "one card" if sharing == 1 else f"{sharing} cards"
+            most = "over 1000k" if longest > 1000 else f"{longest}k" if longest else "none"
+            print(f"| {' | '.join((name, where, *each, most))} |")
+    return 0
+
+
+def _update_bytes(model: ModelConfig, devices: int, sharing: int, response: int, offload: bool) -> int:
+    """Of each device, with a row of the longest sample."""
+    longest = SETTINGS["data"]["max_prompt_length"] + response
+    config = from_mapping(SETTINGS | {"model": {"path": "unused"}})
+    actor = dataclasses.replace(
+        config.actor,
+        ppo_max_token_len_per_gpu=-(-longest // sharing),
+        context_parallel_size=sharing,
+        offload_optimizer=offload,
+    )
+    config = dataclasses.replace(
+        config, actor=actor, data=dataclasses.replace(config.data, max_response_length=response)
+    )
+    parts = resident_parts(config, model, devices)
+    return sum(parts.values()) + sum(update_parts(config, model, devices, "gpu", "full", 512).values())
+
+
+def on_one_card() -> int:
     print("| Qwen2.5 | | update | rollout | `jaxrl sft`, `dpo` | `jaxrl train` |")
     print("| --- | --- | --- | --- | --- | --- |")
     for size in SIZES:
@@ -58,4 +116,4 @@ def _given(card: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

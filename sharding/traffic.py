@@ -3,8 +3,8 @@
 Purpose: `jaxrl explain-layout --hosts N`, which shows what links between hosts have to carry.
 
 Source: rings, as NCCL has them: of an array of S bytes on n devices an all-gather or a reduce-scatter has each device
-send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding and what experts get, which are
-as many as there are tokens.
+send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding, what experts get, and the keys
+and values of rows that devices share, which are as many as there are tokens.
 
 A copy of all weights on each host would not lessen what comes into hosts: gradients in float32 then cross by an
 all-reduce, which is as much as one reduce-scatter of them and two all-gathers of weights in bfloat16.

@@ -22,7 +22,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rewards.explained import part_lines, reward_rows
-from jaxrl.runtime.build import share_notes, with_planned_update
+from jaxrl.runtime.build import refuse_sharing, share_notes, with_planned_update
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.devices import prepare_jax, with_types
 from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, update_problem
@@ -61,6 +61,7 @@ class Counts:
     updates_per_step: int
     critic_updates_per_step: int  # 0: there is no critic
     critic_update_prompts: int
+    sharing_devices: int  # have a part of each row: the sizes of a microbatch are of so many devices together
     microbatch_device_tokens: int
     microbatch_device_samples: int  # of the longest length, each with a prompt of its own
     microbatch_samples: int  # over all devices
@@ -98,7 +99,8 @@ class LearningExplanation:
     Attributes:
       learnt: what, and compared with what.
       step_rows, step_sequences, max_length: rows of an update, their conversations, and tokens of the longest one.
-      microbatch_sequences, microbatch_tokens: per device, of the largest; conversations of the longest length.
+      sharing_devices, microbatch_sequences, microbatch_tokens: of the largest, per so many devices; conversations of
+        the longest length.
       total_steps: 0: not known before the files are read.
       resident, update: bytes per device that are always there, and that an update adds.
       remat, chunk_tokens: `actor.remat` and `actor.logprob_chunk_tokens`, resolved.
@@ -111,6 +113,7 @@ class LearningExplanation:
     step_rows: int
     step_sequences: int
     max_length: int
+    sharing_devices: int
     microbatch_sequences: int
     microbatch_tokens: int
     total_steps: int
@@ -132,7 +135,7 @@ class LearningExplanation:
             *_table(
                 ("", "rows", "conversations", "tokens, at most"),
                 ("a step, which is an optimizer update", *step),
-                ("a microbatch, per device", "", *part),
+                (_microbatch(self.sharing_devices), "", *part),
             ),
             "",
             f"{self.total_steps:,} steps" if self.total_steps else _UNKNOWN_STEPS,
@@ -176,6 +179,7 @@ def explain_config(
         explained = _explain_learning(config, model, num_devices, DeviceMemory(platform, memory, each or 0), command)
         return replace(explained, warnings=(*types, *explained.warnings))
     refuse_devices(config, num_devices)
+    refuse_sharing(config, num_devices - config.rollout.num_devices)
     rolling = config.rollout.num_devices or num_devices // config.hosts.num
     config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
@@ -209,6 +213,7 @@ def _explain_learning(
         step_rows=rows,
         step_sequences=rows * method.examples,
         max_length=config.max_model_length,
+        sharing_devices=actor.context_parallel_size,
         microbatch_sequences=full.rows * (full.length // config.max_model_length),
         microbatch_tokens=full.tokens,
         total_steps=config.trainer.total_training_steps,
@@ -279,7 +284,7 @@ def _counts(
         num_prompts = data.task_size
     training = num_devices - config.rollout.num_devices
     full = full_microbatch(config, model_config, training, platform)
-    device_samples = full.rows * (full.length // config.max_model_length)
+    device_samples, sharing = full.rows * (full.length // config.max_model_length), config.actor.context_parallel_size
     evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
     dp, _ = _layout(config, num_devices)
     launched_prompts, launched_samples = batch_rule(config).max_under_way
@@ -296,10 +301,11 @@ def _counts(
         updates_per_step=config.updates_per_step,
         critic_updates_per_step=config.critic_updates_per_step,
         critic_update_prompts=config.critic_mini_batch_prompts if config.has_critic else 0,
+        sharing_devices=sharing,
         microbatch_device_tokens=full.tokens,
         microbatch_device_samples=device_samples,
-        microbatch_samples=device_samples * training,
-        update_max_microbatches=-(-mini * n // (device_samples * training)),
+        microbatch_samples=device_samples * (training // sharing),
+        update_max_microbatches=-(-mini * n // (device_samples * (training // sharing))),
         rollout_rows=config.rollout.max_num_seqs * dp,
         evaluation_samples=evaluated * config.rollout.val_kwargs.n,
         epoch_prompts=num_prompts,
@@ -337,6 +343,10 @@ def _warnings(config: Config, counts: Counts, memory: MemoryPlan) -> Iterator[st
 # ---------------------------------------------------------------- text
 
 
+def _microbatch(sharing: int) -> str:
+    return "a microbatch, per device" if sharing == 1 else f"a microbatch, per {sharing} devices that share its rows"
+
+
 def render(e: Explanation) -> str:
     """The explanation as text of at most 100 columns or so."""
     c, m = e.counts, e.memory
@@ -357,7 +367,7 @@ def render(e: Explanation) -> str:
             ),
             ("an optimizer update", f"{c.update_prompts:,}", f"{c.update_samples:,}", f"{c.update_max_tokens:,}"),
             (
-                "a microbatch, per device",
+                _microbatch(c.sharing_devices),
                 "",
                 f"{c.microbatch_device_samples:,} or more",
                 f"{c.microbatch_device_tokens:,}",

@@ -187,6 +187,12 @@ def _check_numerics(c: Config) -> None:
             f"actor.dtype ({c.actor.dtype}) must be rollout.dtype ({c.rollout.dtype}) where actor.numerics is "
             "invariant: numbers of two types are not the same bits"
         )
+    if c.actor.context_parallel_size > 1:
+        raise ConfigError(
+            f"actor.context_parallel_size ({c.actor.context_parallel_size}) must be 1 where actor.numerics is "
+            "invariant: a token's attention is computed in the rollout's order, in which its whole sequence lies on "
+            "one device"
+        )
 
 
 def _check_gdpo(c: Config) -> None:
@@ -211,12 +217,12 @@ def _check_gdpo(c: Config) -> None:
 
 
 def _check_tokens(c: Config) -> None:
-    longest, budget = c.max_model_length, c.actor.ppo_max_token_len_per_gpu
-    if budget < longest:
+    longest = c.max_model_length
+    if c.max_row_length < longest:
         raise ConfigError(
-            f"actor.ppo_max_token_len_per_gpu ({budget} tokens) must hold the longest sequence: "
-            f"data.max_prompt_length ({c.data.max_prompt_length}) + data.max_response_length "
-            f"({c.data.max_response_length}) = {longest} tokens"
+            f"{c.row_budget} must hold the longest sequence: data.max_prompt_length "
+            f"({c.data.max_prompt_length}) + data.max_response_length ({c.data.max_response_length}) = {longest} "
+            "tokens; actor.context_parallel_size parts it among devices"
         )
 
 

@@ -359,6 +359,18 @@ class Config:
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
+    def max_row_length(self) -> int:
+        """Tokens that a row of training may have."""
+        return self.actor.ppo_max_token_len_per_gpu * self.actor.context_parallel_size
+
+    @property
+    def row_budget(self) -> str:
+        """The options that say so."""
+        budget, sharing = self.actor.ppo_max_token_len_per_gpu, self.actor.context_parallel_size
+        several = f" × actor.context_parallel_size ({sharing})" if sharing > 1 else ""
+        return f"actor.ppo_max_token_len_per_gpu ({budget} tokens){several}"
+
+    @property
     def num_workers(self) -> int:
         """The rollout's workers, of all hosts."""
         return with_workers_of_hosts(self.rollout.num_workers, self.hosts.num)

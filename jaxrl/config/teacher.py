@@ -73,12 +73,12 @@ class TeacherSection(EndpointOptions, Checked):
             return None
         if missing := [field for field in ("{context}", "{question}") if field not in self.context_template]:
             return f"algorithm.teacher.context_template must contain {missing[0]}, found {shown(self.context_template)}"
-        longest, budget = config.max_model_length + self.max_context_length, config.actor.ppo_max_token_len_per_gpu
-        if self.path and budget < longest:
+        longest = config.max_model_length + self.max_context_length
+        if self.path and config.max_row_length < longest:
             return (
-                f"actor.ppo_max_token_len_per_gpu ({budget} tokens) must hold the teacher's longest sequence: "
+                f"{config.row_budget} must hold the teacher's longest sequence: "
                 f"data.max_prompt_length + data.max_response_length + algorithm.teacher.max_context_length = {longest} "
-                "tokens"
+                "tokens; actor.context_parallel_size parts it among devices"
             )
         return None
 

@@ -99,6 +99,14 @@ class ActorSection:
         int, Ge(1), Cap(1000, "a step trains on its batch that many times"), "Passes over a batch."
     ] = 1
     ppo_max_token_len_per_gpu: Annotated[int, Ge(1), "Tokens per microbatch and device, padding included."] = 2048
+    context_parallel_size: Annotated[
+        int,
+        Ge(1),
+        MAX_DEVICES,
+        "Devices that share each row of tokens, in equal parts, so that a sequence may have as many times "
+        "ppo_max_token_len_per_gpu tokens; a product of the first prime factors of their number, such as 1, 2, 4 or 8 "
+        "of 8.",
+    ] = 1
     share_prompts: Annotated[bool, "Compute a prompt once per row for all its samples there; false: per sample."] = True
     loss_mode: Annotated[
         Literal["vanilla", "cispo", "reinforce"],

@@ -35,6 +35,7 @@ from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
 from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
+from jaxrl.schema.devices import sharing_problem
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import (
@@ -132,9 +133,16 @@ def refuse_too_large(
         raise ConfigError(problem)
 
 
+def refuse_sharing(config: Config, num_devices: int) -> None:
+    """Raises ConfigError where rows of tokens cannot be split over the trainer's devices."""
+    if problem := sharing_problem(config.actor.context_parallel_size, num_devices, config.hosts.num):
+        raise ConfigError(problem)
+
+
 def with_planned_update(config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory) -> Config:
     """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory of the
-    trainer's devices allows."""
+    trainer's devices allows. Raises ConfigError as `refuse_sharing` does."""
+    refuse_sharing(config, num_devices)
     known = memory.reported, memory.platform
     remat = plan_remat(config, model, num_devices, *known)
     chunk = plan_chunk(config, model, num_devices, *known, remat)

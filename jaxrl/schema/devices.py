@@ -31,6 +31,17 @@ def mesh_factors(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
     return (*prime_factors(num_devices // num_hosts), *prime_factors(num_hosts))
 
 
+def sharing_problem(sharing: int, num_devices: int, num_hosts: int = 1, where: str = "of the trainer") -> str | None:
+    """Why groups of `sharing` devices cannot share rows of tokens; None: they can. `where`: the devices are."""
+    possible = tuple(accumulate((1, *mesh_factors(num_devices, num_hosts)), operator.mul))
+    if sharing in possible:
+        return None
+    return (
+        f"actor.context_parallel_size ({sharing}) must be one of {', '.join(map(str, possible))}: products of the "
+        f"first factors of the number of devices {where} ({num_devices})"
+    )
+
+
 def possible_workers(num_devices: int) -> tuple[int, ...]:
     """The numbers of workers that so many devices can be cut into, ascending.
 

@@ -2,9 +2,10 @@
 
 Source: docs/architecture.md; gradients that add up in any order are RollPacker §4.4. Master weights, optimizer state
 and the accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is
-a prefix); rows of a microbatch are split over the same devices, and each layer's weights are gathered inside the scan,
-as in FSDP (Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its
-denominator and is divided once, so a minibatch may be cut into microbatches and parts of any size and order.
+a prefix); rows of a microbatch are split over the same devices, maybe each over several
+(`actor.context_parallel_size`), and each layer's weights are gathered inside the scan, as in FSDP (Zhao et al. 2023).
+Departures: the accumulator holds the unnormalised sum of gradients next to its denominator and is divided once, so a
+minibatch may be cut into microbatches and parts of any size and order.
 
 Memory: master weights and optimizer state always (with `actor.offload_optimizer` the latter in the host's, from where a
 layer's comes to the devices at a time); the accumulator from the first `accumulate` to `apply`, to which each

@@ -73,7 +73,7 @@ def token_logprobs(
     options: HeadOptions,
     head: Head,
     hidden: jax.Array,
-    tokens: jax.Array,
+    targets: jax.Array,
     mask: jax.Array,
     mesh: Mesh,
     ids: jax.Array | None = None,
@@ -85,34 +85,34 @@ def token_logprobs(
       options: see `HeadOptions`.
       head: parameters of `options.project`, in the dtype in which their gradient accumulates; split as options say.
       hidden: [R, T, E], final-normed; rows split over all axes of the mesh.
-      tokens: int32 [R, T].
-      mask: [R, T], nonzero where the result is wanted; never at t = 0.
+      targets: int32 [R, T], the token that each hidden state predicts.
+      mask: [R, T], nonzero where the result is wanted.
       mesh: each device handles its own rows, in its own number of chunks.
       ids: int32 [R, T, K], tokens of the vocabulary, each once in a column.
 
     Returns:
-      ([R, T], [R, T]) in at least float32: entry t is about token t, and computed from hidden[t-1]; 0 where masked out.
+      ([R, T], [R, T]) in at least float32, 0 where masked out.
       With `ids` also [R, T, K + 1]: their log-probabilities, and that of all other tokens together; none is less than
       `LEAST`.
     """
-    return _by_rows(options, _chunked, head, hidden, tokens, mask, mesh, ids)
+    return _by_rows(options, _chunked, head, hidden, targets, mask, mesh, ids)
 
 
 def top_logprobs(
     options: HeadOptions,
     head: Head,
     hidden: jax.Array,
-    tokens: jax.Array,
+    targets: jax.Array,
     mask: jax.Array,
     mesh: Mesh,
     top_k: int,
     vocab_size: int,
 ) -> jax.Array:
-    """[R, T, 2 K + 2] where `token_logprobs` has [R, T]: the log-probability of the token, those of the K = `top_k`
+    """[R, T, 2 K + 2] where `token_logprobs` has [R, T]: the log-probability of the target, those of the K = `top_k`
     likeliest of the first `vocab_size` tokens and of all others together (`LEAST` or more), and the ids of those K, for
     which float32 has room up to 2^24. Without a gradient."""
     compute = partial(_tops, top_k=top_k, vocab_size=vocab_size)
-    return _by_rows(options, compute, head, hidden, tokens, mask, mesh, None)
+    return _by_rows(options, compute, head, hidden, targets, mask, mesh, None)
 
 
 def _by_rows(
@@ -120,30 +120,24 @@ def _by_rows(
     compute: Callable[..., Any],
     head: Head,
     hidden: jax.Array,
-    tokens: jax.Array,
+    targets: jax.Array,
     mask: jax.Array,
     mesh: Mesh,
     ids: jax.Array | None,
 ) -> Any:
     rows = PartitionSpec(mesh.axis_names)
 
-    def local(head: Head, hidden: jax.Array, tokens: jax.Array, mask: jax.Array, ids: jax.Array | None) -> Any:
-        wanted = jnp.roll(mask, -1, axis=1).at[:, -1].set(0).reshape(-1) > 0
-        targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
-        own = options._replace(chunk=min(options.chunk, tokens.size))
-
-        def back(values: jax.Array) -> jax.Array:
-            return jnp.roll(values.reshape(*tokens.shape, *values.shape[1:]), 1, axis=1)
-
-        order, count = _wanted_first(wanted, own.chunk)
-        named = None if ids is None else jnp.roll(ids, -1, axis=1).reshape(-1, ids.shape[-1])
-        flat = compute(own, head, hidden.reshape(-1, hidden.shape[-1]), targets, order, count, named)
-        return jax.tree.map(back, flat)
+    def local(head: Head, hidden: jax.Array, targets: jax.Array, mask: jax.Array, ids: jax.Array | None) -> Any:
+        own = options._replace(chunk=min(options.chunk, targets.size))
+        order, count = _wanted_first(mask.reshape(-1) > 0, own.chunk)
+        named = None if ids is None else ids.reshape(-1, ids.shape[-1])
+        flat = compute(own, head, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), order, count, named)
+        return jax.tree.map(lambda values: values.reshape(*targets.shape, *values.shape[1:]), flat)
 
     # check_vma off: over axes that do not split the head its cotangent is summed by shard_map's transpose
     specs = (options.split.spec, rows, rows, rows, rows)
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(
-        head, hidden, tokens, mask, ids
+        head, hidden, targets, mask, ids
     )
 
 

@@ -17,7 +17,7 @@ GKDTrainer.
 Source of the critic's loss: the squared error with clipped values of Schulman et al.'s implementation of PPO
 (arXiv:2005.12729, §3), halved as in verl.
 
-Dims: R rows, T tokens. All per-token arrays are indexed by the token that they are about (see `packing`).
+Dims: R rows, T tokens. All arrays [R, T] are about the token that a column predicts (see `packing`).
 """
 
 from __future__ import annotations

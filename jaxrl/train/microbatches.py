@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.train.packing import Packed, TokenBatch, pack
+from jaxrl.train.packing import Packed, TokenBatch, dealt, pack
 from jaxrl.train.programs import Accumulator, TrainPrograms
 from jaxrl.types import TrainBatch
 
@@ -49,7 +49,8 @@ class Passes:
             program = self.programs.to_run((kind, *micro.tokens.shape))
             results.append(program(params, self.on_device(micro)))
             yield results[-1]
-        return [x.astype(np.float32) for x in packed.unpack([np.asarray(x) for x in results])]
+        found = [np.asarray(x)[:, np.argsort(self._order(x.shape[1]))] for x in results]
+        return [x.astype(np.float32) for x in packed.unpack(found)]
 
     def accumulate(self, trainable: Tree, frozen: Tree, batch: TrainBatch) -> Generator[jax.Array, None, None]:
         """Adds the gradients and denominators of some samples; yields a number of each microbatch once it is handed
@@ -78,13 +79,16 @@ class Passes:
             batch,
             shapes=programs.microbatches,
             max_model_length=programs.config.max_model_length,
-            num_devices=programs.mesh.size,
+            num_groups=programs.layout.dp,
             share_prompts=programs.config.actor.share_prompts,
             top_k=top_k,
         )
 
     def on_device(self, batch: TokenBatch) -> TokenBatch:
-        """A microbatch with its rows split over the mesh."""
+        """A microbatch with its rows split over the mesh, the columns of each as `dealt` has them."""
+        batch, rows = batch.with_columns(self._order(batch.tokens.shape[1])), self.programs.rows
         # the callback form works on several processes, each of which packs the same batch
-        rows = self.programs.rows
-        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, x.__getitem__), batch)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows(x.ndim), x.__getitem__), batch)
+
+    def _order(self, length: int) -> np.ndarray:
+        return dealt(length, self.programs.layout.tp)

@@ -109,7 +109,7 @@ class PolicyObjective:
         return top_logprobs(*self._read(head, hidden, batch), self.teacher_top_k, vocab_size)
 
     def _read(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> _Read:
-        return self._options, head, hidden, jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask), self._mesh
+        return self._options, head, hidden, jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask), self._mesh
 
     def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
         logprobs, entropy, *named = found
@@ -131,9 +131,7 @@ class ValueObjective:
     def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
         """(values,), in at least float32: one column costs nothing."""
         wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        # column t is about token t, and known once the token before it is; no response begins in column 0
-        values = jnp.roll(decoder.score(head, wide), 1, axis=1)
-        return (jnp.where(jnp.asarray(batch.loss_mask) > 0, values, 0),)
+        return (jnp.where(jnp.asarray(batch.loss_mask) > 0, decoder.score(head, wide), 0),)
 
     def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
         return losses.compute_values(found[0], batch, self._options)

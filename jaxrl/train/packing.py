@@ -12,9 +12,14 @@ segment and, by `prefix_ids`, the prefix: the same tokens as if the prompt stood
 numbers. A group that does not fit is split over rows, each with a copy of the prefix; a single sample is one segment,
 prompt included.
 
-**Alignment.** Every array of a `TokenBatch` is indexed by the token that it is about: `logprobs[r, t]` is the
-log-probability of `tokens[r, t]`, which the model computes at column t-1. `loss_mask` is 1 at response tokens only;
-each has a predecessor in its segment, because a prompt has at least one token.
+**Alignment.** What is known of a response's token stands where the model predicts it, which is one column before it:
+`targets[r, t]` is `tokens[r, t + 1]`, and `logprobs[r, t]` its log-probability. `loss_mask` is 1 at such columns only.
+They are in the token's own segment, because a prompt has at least one token. So no column asks for its neighbour, and
+a row may be parted anywhere.
+
+**Rows of several devices** (`actor.context_parallel_size`). A row is cut into twice as many pieces as devices share it,
+and each has one from the beginning and one from the end (`dealt`): under a causal mask all then attend to as much, as
+in Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Here rows are whole.
 
 **Shapes.** A run has at most four shapes of a microbatch (`microbatch_shapes`), which follow from the options, the
 model and the mesh alone: a full one, and three quarters, half and a quarter of it. So the programs can be compiled
@@ -48,19 +53,21 @@ Array = np.ndarray | jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
-    """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences` and a teacher's.
+    """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences` and a teacher's. The
+    first four are about the column's own token; the others, from `targets` on, about the one that it predicts.
 
     Attributes:
       tokens: int32; padding is 0.
       segment_ids: int32, 1, 2, ... within a row; 0 at padding.
       prefix_ids: int32, the segment that this token sees besides its own; its own if there is none.
       positions: int32 within the sample (prompt included); 0 at padding.
+      targets: int32, the response's token that is predicted; 0 where there is none.
       loss_mask: float32, 1 at tokens to learn from (several spans per sample are possible), else 0.
       advantages: float32.
       rollout_logprobs, old_logprobs, ref_logprobs: float32; 0 where unknown or masked.
       values, returns: float32, the critic's before the update and what it is to learn; 0 where unknown or masked.
       versions: int32, the `policy_version` that produced each response token; 0 elsewhere.
-      sequence_length: int32, how many tokens of its segment have mask 1 (the same at all tokens of a segment).
+      sequence_length: int32, how many columns of a segment have mask 1 (the same at all of them).
       num_sequences: int32 [R], samples in each row that have at least one token with mask 1.
       teacher_ids: int32 [R, T, K], the tokens that a teacher finds likeliest; None where no loss reads them.
       teacher_logprobs: float32 [R, T, K + 1], what it thinks of those, and of all others together; likewise.
@@ -70,6 +77,7 @@ class TokenBatch:
     segment_ids: Array
     prefix_ids: Array
     positions: Array
+    targets: Array
     loss_mask: Array
     advantages: Array
     rollout_logprobs: Array
@@ -98,6 +106,7 @@ class TokenBatch:
             segment_ids=integers(),
             prefix_ids=integers(),
             positions=integers(),
+            targets=integers(),
             loss_mask=floats(),
             advantages=floats(),
             rollout_logprobs=floats(),
@@ -112,10 +121,21 @@ class TokenBatch:
             teacher_logprobs=np.zeros((rows, length, top_k + 1), np.float32) if top_k else None,
         )
 
+    def with_columns(self, order: np.ndarray) -> TokenBatch:
+        """The same with the columns of every row in another order; of numpy arrays."""
+        return jax.tree.map(lambda x: x[:, order] if x.ndim > 1 else x, self)
+
+
+def dealt(length: int, count: int) -> np.ndarray:
+    """The columns of a row of `length` tokens, a multiple of 2 `count`, in the order in which `count` devices hold
+    them, one after another."""
+    pieces = np.arange(length).reshape(2 * count, -1)
+    return np.stack([pieces[:count], pieces[: -count - 1 : -1]], axis=1).reshape(-1)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sample's response lies: columns `start` to `start + length` of a microbatch's row."""
+    """Where a sample's response is predicted: at columns `start` to `start + length` of a microbatch's row."""
 
     microbatch: int
     row: int
@@ -149,7 +169,7 @@ _DEARER = 1.1  # how much dearer a token of a longer row may be
 
 
 class Shape(NamedTuple):
-    """A microbatch on one device: rows, and tokens of a row."""
+    """A microbatch on one device, or on those that share its rows: rows, and tokens of a row."""
 
     rows: int
     length: int
@@ -175,38 +195,42 @@ def microbatch_shapes(
 
     A full one has as many tokens as `actor.ppo_max_token_len_per_gpu` allows (at least one row of the longest sample),
     but no more than a minibatch can have. Its rows are as long as they can be without making a token more than a tenth
-    dearer than in rows of one sample, and without holding a longer row's scores.
+    dearer than in rows of one sample, and without holding a longer row's scores. Of a row that several devices share,
+    each has an equal part.
 
     Args:
-      num_devices: among which a microbatch's rows are split.
+      num_devices: among which a microbatch's tokens are split.
       attention: what the trainer attends with.
     """
     data, group = config.data, config.rollout.n
     shared = config.actor.share_prompts
     longest_group = data.max_prompt_length + group * (data.max_response_length + 1)
     most = config.mini_batch_prompts * (longest_group if shared else group * config.max_model_length)
-    shortest, budget = row_length(config.max_model_length), config.actor.ppo_max_token_len_per_gpu
+    sharers = config.actor.context_parallel_size  # all sizes are of one of them, until the end
+    longest = -(-config.max_model_length // sharers)
+    shortest, budget = row_length(longest), config.actor.ppo_max_token_len_per_gpu
     if shortest > budget:
-        shortest = -(-config.max_model_length // 16) * 16
+        shortest = -(-longest // 16) * 16
     full = max(min(budget // _step(budget) * _step(budget), row_length(-(-most // num_devices))), shortest)
     # the work of attention per token and key, over that of the products with weights
     m = model_config
     per_key = 2 * m.num_layers * m.num_heads * m.head_dim / m.num_active_params()
 
     def cost(length: int) -> float:
-        return 1 + per_key * attention.num_keys(length)
+        return 1 + per_key * attention.num_keys(sharers * length)
 
     rows, length = full // shortest, shortest
     for fewer in range(1, rows + 1):
         longer = max(full // fewer // _step(full // fewer) * _step(full // fewer), shortest)
-        if not attention.holds_scores(longer) and cost(longer) <= _DEARER * cost(shortest):
+        if not attention.holds_scores(sharers * longer) and cost(longer) <= _DEARER * cost(shortest):
             rows, length = fewer, longer
             break
     parts = range(1, _PARTS + 1)
     if rows > 1:
-        return tuple(Shape(count, length) for count in sorted({-(-rows * part // _PARTS) for part in parts}))
+        counts = sorted({-(-rows * part // _PARTS) for part in parts})
+        return tuple(Shape(count, sharers * length) for count in counts)
     lengths = {min(row_length(-(-length * part // _PARTS)), length) for part in parts}
-    return tuple(Shape(1, shorter) for shorter in sorted(lengths))
+    return tuple(Shape(1, sharers * shorter) for shorter in sorted(lengths))
 
 
 def pack(
@@ -214,18 +238,18 @@ def pack(
     *,
     shapes: Sequence[Shape],
     max_model_length: int,
-    num_devices: int = 1,
+    num_groups: int = 1,
     share_prompts: bool = True,
     top_k: int = 0,
 ) -> Packed:
-    """Packs samples into microbatches with rows that split evenly over the devices.
+    """Packs samples into microbatches with rows that split evenly over groups of devices that share rows.
 
     Args:
       batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are. Its loss
         masks may have several spans per sample.
-      shapes: of the microbatches on one device, ascending; rows of the last one hold the longest allowed sample.
+      shapes: of the microbatches of a group, ascending; rows of the last one hold the longest allowed sample.
       max_model_length: tokens of the longest allowed sample, prompt included.
-      num_devices: device d gets rows d*n to (d+1)*n of a microbatch with n rows per device.
+      num_groups: group g gets rows g*n to (g+1)*n of a microbatch with n rows per group.
       share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
       top_k: tokens of a teacher's in each column; 0: what the batch has of them stays out.
 
@@ -251,8 +275,8 @@ def pack(
             f"a sample of {longest} tokens exceeds data.max_prompt_length + data.max_response_length "
             f"({max_model_length} tokens)"
         )
-    plan = _plan(families, shapes, num_devices)
-    microbatches = [TokenBatch.zeros(shape.rows * num_devices, shape.length, top_k) for shape in plan.shapes]
+    plan = _plan(families, shapes, num_groups)
+    microbatches = [TokenBatch.zeros(shape.rows * num_groups, shape.length, top_k) for shape in plan.shapes]
     places: list[Place | None] = [None] * len(batch)
     for (micro, row), pieces in sorted(plan.rows.items()):
         writer = _RowWriter(microbatches[micro], row, batch)
@@ -279,16 +303,18 @@ class _RowWriter:
         self._prefix = self._segment
 
     def sample(self, i: int, shared: int, mask: np.ndarray) -> int:
-        """Writes the prompt after its `shared` prefix tokens, and the response; returns the response's column."""
+        """Writes the prompt after its `shared` prefix tokens, and the response; returns the column that predicts the
+        response's first token."""
         batch, out = self._batch, self._out
         old_logprobs = batch.samples[i].rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i]
         prompt, sample = batch.prompts[i].token_ids[shared:], batch.samples[i]
         whole = self._begin(np.concatenate([np.asarray(prompt, np.int32), sample.token_ids]), first_position=shared)
-        response = (self._row, slice(whole.start + len(prompt), whole.stop))
+        response = (self._row, slice(whole.start + len(prompt) - 1, whole.stop - 1))
         learned = int(np.count_nonzero(mask))
         if shared:
             _put(out.prefix_ids, (self._row, whole), self._prefix)
         _put(out.sequence_length, (self._row, whole), learned)
+        _put(out.targets, response, sample.token_ids)
         _put(out.loss_mask, response, mask)
         _put(out.advantages, response, batch.advantages[i])
         _put(out.rollout_logprobs, response, sample.rollout_logprobs)
@@ -303,7 +329,7 @@ class _RowWriter:
         _put(out.versions, response, sample.versions)
         assert isinstance(out.num_sequences, np.ndarray)
         out.num_sequences[self._row] += learned > 0
-        return whole.start + len(prompt)
+        return response[1].start
 
     def _begin(self, tokens: np.ndarray, first_position: int) -> slice:
         self._segment += 1
@@ -350,12 +376,12 @@ class _Plan:
     rows: dict[tuple[int, int], list[_Piece]]
 
 
-def _plan(families: list[_Family], shapes: Sequence[Shape], num_devices: int) -> _Plan:
+def _plan(families: list[_Family], shapes: Sequence[Shape], num_groups: int) -> _Plan:
     """The plan of fewest columns, over all limits on the samples that share a row."""
     best: tuple[int, _Plan] | None = None
     for most in _halvings(max(len(family.responses) for family in families)):
         pieces = [piece for family in families for piece in _split(family, shapes[-1].length, most)]
-        plan = _fill(_longest_first(pieces), shapes, num_devices)
+        plan = _fill(_longest_first(pieces), shapes, num_groups)
         columns = sum(shape.tokens for shape in plan.shapes)
         if best is None or columns < best[0]:
             best = columns, plan
@@ -363,7 +389,7 @@ def _plan(families: list[_Family], shapes: Sequence[Shape], num_devices: int) ->
     return best[1]
 
 
-def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_devices: int) -> _Plan:
+def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_groups: int) -> _Plan:
     """Full microbatches and at most one smaller one, as few columns as the pieces (longest first) fit into.
 
     Sizes are counted in steps: `len(shapes)` steps are a full microbatch, and what is left of them a smaller one.
@@ -376,7 +402,7 @@ def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_devices: int) -> _P
 
     def filled(steps: int) -> _Plan | None:
         chosen = sizes(steps)
-        places = [(m, row) for m, shape in enumerate(chosen) for row in range(shape.rows * num_devices)]
+        places = [(m, row) for m, shape in enumerate(chosen) for row in range(shape.rows * num_groups)]
         room = [chosen[m].length for m, _ in places]
         found = _deal(lengths, room) or _best_fit(lengths, room)
         if found is None:
@@ -388,9 +414,9 @@ def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_devices: int) -> _P
 
     alone = _best_fit(lengths, [full.length] * len(pieces))
     assert alone is not None, "no piece is longer than a row"
-    high = len(shapes) * -(-len(set(alone)) // (full.rows * num_devices))  # this many fit for certain
+    high = len(shapes) * -(-len(set(alone)) // (full.rows * num_groups))  # this many fit for certain
     # the smallest that do; of sizes where they fit and do not by turns, any that is followed by one where they do
-    least = bisect.bisect_left(range(high), sum(lengths), key=lambda n: num_devices * sum(s.tokens for s in sizes(n)))
+    least = bisect.bisect_left(range(high), sum(lengths), key=lambda n: num_groups * sum(s.tokens for s in sizes(n)))
     steps = bisect.bisect_left(range(high), True, lo=least, key=lambda steps: filled(steps) is not None)
     plan = filled(steps)
     assert plan is not None

@@ -32,6 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS, at_once
+from jaxrl.kernels.reference import Keys
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
@@ -39,7 +40,9 @@ from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.models.quantized import ABSMAX
 from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.models.weights import Weight
+from jaxrl.schema.devices import sharing_problem
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
+from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes, platform_of
 from jaxrl.sharding.rules import map_weights, padded_weights, train_shardings
 from jaxrl.train import losses, routing
@@ -47,7 +50,7 @@ from jaxrl.train import optimizer as optimizers
 from jaxrl.train.moments import Codes
 from jaxrl.train.objectives import ObjectiveOf, objective_of
 from jaxrl.train.packing import TokenBatch, microbatch_shapes
-from jaxrl.train.vocabulary import Embedding, split_of
+from jaxrl.train.vocabulary import Embedding, Split, split_of
 
 Tree = Any
 _NO_WINDOW = 2**30  # positions, in a model in which other layers have a window
@@ -83,7 +86,8 @@ class TrainPrograms(CompiledPrograms):
       optimizer: the update rule.
       trainable, frozen, state: shapes, dtypes and shardings of the master weights' two parts and the optimizer's state.
       sums: the same of what accumulates.
-      rows: the sharding of a microbatch's arrays. shardings, dtypes: of all weights.
+      layout: its `tp` devices share rows of tokens (`actor.context_parallel_size`), its `dp` groups split them.
+      shardings, dtypes: of all weights.
       places, ref_dtypes: shardings and types of the reference's, where it has weights of its own. With
         `actor.offload_reference` its layers' matrices lie in the host's memory (`jaxrl.models.streaming` does the same
         for the rollout's form), and the scan over layers brings them to the devices one by one.
@@ -124,6 +128,9 @@ class TrainPrograms(CompiledPrograms):
         config = config.with_types(self.platform)
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
+        if problem := sharing_problem(actor.context_parallel_size, mesh.size, config.hosts.num if whole is None else 1):
+            raise ValueError(problem)
+        self.layout = Layout(mesh, actor.context_parallel_size)
         heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype, m.attn_logit_softcapping)
         self._is_invariant = actor.numerics == "invariant"
         parts = actor.numerics_tp
@@ -131,7 +138,7 @@ class TrainPrograms(CompiledPrograms):
         self.packed_attention = choose_packed(actor.attention, self.platform, heads, **how)
         if self._is_invariant:
             refuse_invariant(model_config, self.platform, parts)
-        rows = PartitionSpec(mesh.axis_names)
+        rows = PartitionSpec(mesh.axis_names)  # of a device's parts of rows
         tiles = in_tiles(model_config, parts).for_platform(self.platform, interpret=interpret)
         all_tiles = in_tiles(model_config, parts, mesh, rows, dtype=actor.dtype)
         self._by_rows = all_tiles.for_platform(self.platform, interpret=interpret) if self._is_invariant else at_once
@@ -142,7 +149,7 @@ class TrainPrograms(CompiledPrograms):
         )
         self.optimizer = optimizers.build(own.optim, own.grad_clip, total_updates, own.name, model_config.weights())
         self.shardings = train_shardings(model_config, mesh, whole)
-        self.rows = NamedSharding(mesh, rows)
+        self._parts = NamedSharding(mesh, rows)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
         merges = self._is_invariant and model_config.lora is not None
@@ -171,7 +178,7 @@ class TrainPrograms(CompiledPrograms):
             is_leaf=lambda x: isinstance(x, optax.MaskedNode | Codes),
         )
         self.state = jax.tree.map(_abstract, shapes, shardings)
-        batch = self._batch(mesh.size, 16, own.teacher_top_k)
+        batch = self._batch(self.layout.dp, 16 * self.layout.tp, own.teacher_top_k)
         empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, batch, self.trainable)
         numbers: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
         self.sums = dataclasses.replace(numbers, gradients=self.trainable)
@@ -188,7 +195,7 @@ class TrainPrograms(CompiledPrograms):
     def shapes(self) -> list[tuple[str, int, int]]:
         """Every program that a run with these options needs; full microbatches first, because most are."""
         kinds = [*self.objective.passes, "accumulate"]
-        sizes = [(shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+        sizes = [(shape.rows * self.layout.dp, shape.length) for shape in reversed(self.microbatches)]
         whole = [(kind, *sizes[0]) for kind in kinds]
         smaller = [(kind, *size) for size in sizes[1:] for kind in kinds]
         first, last = ([("init", 0, 0)], [("update", 0, 0)]) if self._updates else ([], [])
@@ -203,7 +210,8 @@ class TrainPrograms(CompiledPrograms):
         are given.
 
         Args:
-          sizes: rows of the microbatch on all devices together, a multiple of their number; and tokens of a row.
+          sizes: rows of the microbatch on all devices together, a multiple of the number of groups that share rows;
+            and tokens of a row.
         """
         rows, tokens = sizes or (0, 0)
         with products_of(self.config.actor.dtype, self.platform):
@@ -243,20 +251,38 @@ class TrainPrograms(CompiledPrograms):
         return without_adapters(self._abstract_params(self.dtypes, self.shardings))
 
     def _batch(self, rows: int, tokens: int, top_k: int = 0) -> TokenBatch:
-        return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens, top_k))
+        return jax.tree.map(lambda x: _abstract(x, self.rows(x.ndim)), TokenBatch.zeros(rows, tokens, top_k))
+
+    def rows(self, ndim: int) -> NamedSharding:
+        """Of a microbatch's array of so many dims: rows over groups of devices, and their tokens over each group's."""
+        return self.layout.sharding(*("dp", "tp")[:ndim])
+
+    def parted(self, batch: TokenBatch) -> TokenBatch:
+        """The same with each device's parts of rows as rows of its own, [R * C, T / C] where C devices share rows. All
+        but attention and losses is computed so: it asks for no other token."""
+        return self._as(lambda x: self.rows(x.ndim).spec, lambda _: self._parts.spec, batch)
+
+    def joined(self, found: Tree) -> Tree:
+        """Arrays [R, T] or [R, T, ...] of what was found of parts of rows."""
+        return self._as(lambda _: self._parts.spec, lambda _: self.rows(2).spec, found)
+
+    def _as(self, before: Callable[[Any], PartitionSpec], after: Callable[[Any], PartitionSpec], tree: Tree) -> Tree:
+        """The arrays of which each device has the same in another split."""
+        specs = jax.tree.map(before, tree), jax.tree.map(after, tree)
+        same = jax.shard_map(lambda tree: tree, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
+        return same(tree)
 
     def _hidden_and_head(
-        self, params: Tree, batch: TokenBatch, keys: jax.Array | None
+        self, params: Tree, rows: TokenBatch, keys: jax.Array | None
     ) -> tuple[jax.Array, Tree, routing.Load | None]:
-        """Final-normed hidden states [R, T, E], the parameters that the objective reads them with, and the load of a
-        policy's experts, if it has any; `keys` as in `decoder.forward_scan`."""
-        rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), batch)
+        """Final-normed hidden states [R, T, E] of `parted` rows, the parameters that the objective reads them with, and
+        the load of a policy's experts, if it has any; `keys` as in `decoder.forward_scan`."""
         is_token = jnp.asarray(rows.segment_ids) > 0
         tells_load = self.model_config.num_experts > 0 and not self.model_config.scalar_head
         out = decoder.forward_scan(
             params,
-            rows.tokens,
-            rows.positions,
+            jnp.asarray(rows.tokens),
+            jnp.asarray(rows.positions),
             self._attention(rows),
             self.model_config,
             dtype=jnp.dtype(self.config.actor.dtype),
@@ -264,7 +290,7 @@ class TrainPrograms(CompiledPrograms):
             widen=self._widen,
             reduce_dtype=jnp.dtype(self.config.actor.reduce_dtype),
             find=self._embedding,
-            constrain=lambda x: jax.lax.with_sharding_constraint(x, self.rows),
+            constrain=lambda x: jax.lax.with_sharding_constraint(x, self._parts),
             gather=self._gather_layer,
             keys=keys,
             mix=self._mix,
@@ -293,23 +319,42 @@ class TrainPrograms(CompiledPrograms):
         return gathered
 
     def _attention(self, rows: TokenBatch) -> Callable[..., jax.Array]:
-        """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows. With layers
-        of several kinds it is told a layer's, as `decoder.forward_scan` calls it."""
-        packed = self.packed_attention
-        local = partial(jax.shard_map, mesh=self.mesh, in_specs=self.rows.spec, check_vma=False)
+        """Attention of [R, T] tokens of `parted` rows, for all layers of a microbatch; each device loops over its own.
+        With layers of several kinds it is told a layer's, as `decoder.forward_scan` calls it.
+
+        Where devices share rows, each gathers their keys and values (as in Llama 3: Grattafiori et al. 2024,
+        arXiv:2407.21783, section 3.3.2), and in the backward pass their gradients are added and split.
+        """
+        packed, whole = self.packed_attention, Split(1, self.layout.tp_axes)
+        parts, is_shared = self._parts.spec, self.layout.tp > 1
+        local = partial(jax.shard_map, mesh=self.mesh, in_specs=parts, check_vma=False)
         shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
         by_kind = [kind.window for kind in self.model_config.kinds]
         windows = list(dict.fromkeys(by_kind))
 
-        def prepared(window: int, segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array) -> Any:
+        def all_keys(segment_ids: jax.Array, positions: jax.Array) -> Keys:
+            both = whole.whole(jnp.stack([segment_ids, positions], axis=-1), jnp.int32)
+            return Keys(both[..., 0], both[..., 1])
+
+        keys = local(all_keys, out_specs=parts)(*shards[:2]) if is_shared else None
+
+        def prepared(
+            window: int, segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, keys: Keys | None
+        ) -> Any:
             """(the first position that each token sees, tiles); None for the former in a model without windows."""
             first = positions - (window or _NO_WINDOW) + 1 if any(windows) else None
-            return first, packed.tile_pairs(segment_ids, positions, prefix_ids, self.config.actor.dtype, first)
+            return first, packed.tile_pairs(segment_ids, positions, prefix_ids, self.config.actor.dtype, first, keys)
 
-        found = [local(partial(prepared, window), out_specs=self.rows.spec)(*shards) for window in windows]
+        found = [local(partial(prepared, window), out_specs=parts)(*shards, keys) for window in windows]
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *found) if len(windows) > 1 else found[0]
 
         has_sinks = self.model_config.attention_sinks
+        reduce_dtype = self.config.actor.reduce_dtype
+
+        def of_part(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any) -> jax.Array:
+            if is_shared:
+                k, v = _whole_rows(whole, reduce_dtype, k), _whole_rows(whole, reduce_dtype, v)
+            return packed.attend(q, k, v, *others)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
             *kind, sinks = more if has_sinks else (*more, None)
@@ -317,18 +362,17 @@ class TrainPrograms(CompiledPrograms):
             if len(windows) > 1:
                 own = jnp.asarray([windows.index(window) for window in by_kind])[kind[0]]
                 first, tiles = jax.tree.map(lambda x: x[own], stacked)
-            rows = self.rows.spec
-            specs = (*(rows for _ in (q, k, v, *shards, tiles, first)), PartitionSpec())
-            of_rows = local(packed.attend, in_specs=specs, out_specs=rows)
-            return of_rows(q, k, v, *shards, tiles, first, sinks)
+            specs = (*(parts for _ in (q, k, v, *shards, tiles, first)), PartitionSpec(), parts)
+            return local(of_part, in_specs=specs, out_specs=parts)(q, k, v, *shards, tiles, first, sinks, keys)
 
         return attend
 
     def _per_token(
         self, params: Tree, batch: TokenBatch, keys: jax.Array | None = None
     ) -> tuple[tuple[jax.Array, ...], routing.Load | None]:
-        hidden, head, load = self._hidden_and_head(params, batch, keys)
-        return self.objective.per_token(head, hidden, batch), load
+        rows = self.parted(batch)
+        hidden, head, load = self._hidden_and_head(params, rows, keys)
+        return self.joined(self.objective.per_token(head, hidden, rows)), load
 
     def _first_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
         return self._per_token(params, batch)[0][0]
@@ -345,7 +389,7 @@ class TrainPrograms(CompiledPrograms):
             return terms.total, terms
 
         lora = self.model_config.lora
-        keys = self._dropout_keys(trainable, batch) if lora is not None and lora.dropout else None
+        keys = self._dropout_keys(trainable, self.parted(batch)) if lora is not None and lora.dropout else None
         pull_back: Any  # declared as a plain function
         total, pull_back, terms = jax.vjp(objective, trainable, has_aux=True)
         into = jax.tree.map(jax.new_ref, sums)
@@ -353,8 +397,9 @@ class TrainPrograms(CompiledPrograms):
         return Accumulator(jax.tree.map(jax.freeze, into), terms.denominator, terms.means, terms.maxima)
 
     def _dropout_keys(self, trainable: Tree, batch: TokenBatch) -> jax.Array:
-        """[R]: of the seed, a row's tokens and the adapters as they are. So a run that goes on draws as it would have,
-        and each update draws anew. Each device makes those of its rows, from what it has of the adapters whole."""
+        """[R] of `parted` rows: of the seed, a row's tokens and the adapters as they are. So a run that goes on draws
+        as it would have, and each update draws anew. Each device makes those of its rows, from what it has of the
+        adapters whole."""
         whole = [x for x, to in zip(*map(jax.tree.leaves, (trainable, self.trainable)), strict=True) if _is_whole(to)]
         weights = sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in whole)
         order = jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) * 2 + 1
@@ -382,6 +427,19 @@ class TrainPrograms(CompiledPrograms):
         finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
         skipped = 1 - outcome.applied.astype(jnp.int32)
         return trainable, state, metrics | {f"{name}/skipped_updates": skipped, "finite_weights": finite}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _whole_rows(split: Split, reduce_dtype: str, x: jax.Array) -> jax.Array:
+    """Keys or values of all devices that share rows; their gradients are added in `reduce_dtype` or better."""
+    return split.whole(x, x.dtype)
+
+
+def _whole_rows_backward(split: Split, reduce_dtype: str, _: None, d_x: jax.Array) -> tuple[jax.Array]:
+    return (split.shard(d_x.astype(jnp.promote_types(d_x.dtype, reduce_dtype))).astype(d_x.dtype),)
+
+
+_whole_rows.defvjp(lambda *arguments: (_whole_rows(*arguments), None), _whole_rows_backward)
 
 
 def _is_whole(weight: jax.ShapeDtypeStruct) -> bool:

@@ -59,7 +59,7 @@ class Trainer(Learner):
           model_config: of the decoder.
           params: training form, numpy or jax arrays of any floating dtype. The caller keeps them. A reference model, if
             one is needed, has these weights.
-          mesh: rows and weights are split over all of its axes.
+          mesh: rows of tokens and weights are split over all of its axes.
           total_updates: optimizer updates in the whole run; only schedules that decay need it.
           trainable: which parameters are trained; the rest is kept as it is. Default: the adapters of a model that has
             some, else all.

@@ -69,7 +69,7 @@ class TeacherPrograms(TrainPrograms):
         return placed(without_adapters(params), self.shardings, self.ref_dtypes, copy=False)
 
     def shapes(self) -> list[tuple[str, int, int]]:
-        return [(self.kind, shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+        return [(self.kind, shape.rows * self.layout.dp, shape.length) for shape in reversed(self.microbatches)]
 
     def _trace(self, kind: str, rows: int, tokens: int) -> Any:
         if kind != "top_logprobs":
@@ -78,9 +78,10 @@ class TeacherPrograms(TrainPrograms):
         return jitted.trace(self._abstract_ref(), self._batch(rows, tokens))
 
     def _tops_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
-        hidden, head, _ = self._hidden_and_head(params, batch, None)
+        rows = self.parted(batch)
+        hidden, head, _ = self._hidden_and_head(params, rows, None)
         assert isinstance(self.objective, PolicyObjective), "read_teacher has refused a reward model"
-        return self.objective.tops(head, hidden, batch, self._vocab_size)
+        return self.joined(self.objective.tops(head, hidden, rows, self._vocab_size))
 
 
 class Teacher(Runner):

@@ -50,7 +50,7 @@ _LOGITS_SHARE = 0.5  # of what the update leaves of that: larger chunks read the
 
 
 def full_microbatch(config: Config, model_config: ModelConfig, num_devices: int, platform: str) -> Shape:
-    """The largest microbatch of an update, on one of so many devices."""
+    """The largest microbatch of an update, on one of so many devices, or on those that share its rows."""
     return microbatch_shapes(config, model_config, num_devices, _attention(config, model_config, platform))[-1]
 
 
@@ -214,8 +214,13 @@ def update_phases(
     num_hosts, size, wide = config.hosts.num, BYTES[actor.param_dtype], BYTES[actor.dtype]
     numbers, trains_all = trained_numbers(m, num_devices, num_hosts), m.lora is None
     full = full_microbatch(config, m, num_devices, platform)
-    rows, row, tokens = full.rows, full.length, full.tokens
+    rows, row, sharing = full.rows, full.length, actor.context_parallel_size
+    tokens = full.tokens // sharing
     kept, working = _layer_bytes(m, remat, platform, wide)
+    # of all devices that share rows; without remat each layer's are kept
+    others, of_keys = (full.tokens - tokens) * 2 * m.num_kv_heads * m.head_dim, 2 * wide + BYTES[actor.reduce_dtype]
+    if remat == "none":
+        kept += others * wide / tokens
     embeddings = m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
     weights = m.base.num_params() - embeddings - m.num_expert_params()
     is_gathered, is_cast = num_devices > 1, trains_all and wide < size
@@ -224,11 +229,13 @@ def update_phases(
         kept += weights // m.num_layers * wide / tokens  # cast once, and kept
     experts = _experts_bytes(m, num_devices, num_hosts, tokens, wide, trains_all)
     held = _attention(config, m, platform).holds_scores(row)
-    scores = rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES if held else 0
+    scores = rows * m.num_heads * row // sharing * row * max(wide, 4) * _SCORE_COPIES if held else 0
     score_layers = m.num_layers if remat == "none" else 1
     why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"
     vocabulary, shards = m.vocab_size * m.hidden_size, splits(m.vocab_size, num_devices, num_hosts)
     total = {"gradients": numbers * size}
+    if is_gathered:  # XLA adds to them in another order of dims, and has both at once
+        total["gradients in the order in which they are added"] = numbers * size
     activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
     # of the rows of a group's device, and of the tokens of all of its devices
     group = math.prod(group_of(dividing_factors(mesh_factors(num_devices, num_hosts), m.vocab_size)))
@@ -254,10 +261,11 @@ def update_phases(
         | {
             "one layer at work (estimate)": int(tokens * working) + one_layer,
             "experts of one layer, and tokens of all devices (estimate)": experts,
+            "keys and values of shared rows, and their gradients": others * of_keys,
             f"attention scores ({why_scores})": scores * score_layers,
         },
         "embedding": total | {"the embedding's gradient": trains_all * table * size},
-        "optimizer": total | _step_parts(config, m, num_devices),
+        "optimizer": {"gradients": numbers * size} | _step_parts(config, m, num_devices),
     }
 
 
@@ -276,7 +284,8 @@ def _experts_bytes(m: ModelConfig, num_devices: int, num_hosts: int, tokens: int
 def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) -> dict[str, int]:
     """The teacher's pass, in which nothing of the update is there yet."""
     m, own = teacher_model(config), teacher_config(config)
-    wide, tokens = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform).tokens
+    wide, full = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform)
+    tokens = full.tokens // own.actor.context_parallel_size
     table = m.vocab_size * m.hidden_size
     copies = 5 if config.algorithm.teacher.top_k else 1  # sorted with their places; XLA:CPU reports 3
     layer = sum(math.prod(weight.layer_shape) for weight in m.weights()["layers"].values()) * wide

@@ -128,7 +128,7 @@ def train(spec: TrainSpec, ask: Ask) -> None:
         batch,
         shapes=trainer.programs.microbatches,
         max_model_length=config.max_model_length,
-        num_devices=mesh.size,
+        num_groups=mesh.size,
     )
     shapes = [list(micro.tokens.shape) for micro in packed.microbatches]
     values: dict[str, Any] = {"microbatches": shapes, "optimizer": "AdamW, optax, float32 master weights"}

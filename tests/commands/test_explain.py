@@ -12,9 +12,11 @@ from jaxrl.commands.explain import Explanation, LearningExplanation, explain, ex
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.decoder import init
+from jaxrl.models.shapes import named_shape
 from jaxrl.runtime.memory import plan_num_blocks
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
+from jaxrl.train.update_memory import update_phases
 
 
 def test_counts():
@@ -37,6 +39,27 @@ def test_counts():
     assert counts.rollout_rows == 32
     assert counts.evaluation_samples == 300
     assert (counts.epoch_prompts, counts.epoch_steps, counts.total_steps) == (100, 12.5, 25)
+
+
+def test_rows_that_devices_share():
+    """A microbatch is that of so many devices, each of which has a part of its activations, and of its row's keys."""
+    data = {"max_prompt_length": 1024, "max_response_length": 31744, "train_batch_size": 64}
+    model, kept = named_shape("Qwen2.5-7B"), {}
+    for sharing in (1, 4, 8):
+        actor = {"context_parallel_size": sharing, "ppo_max_token_len_per_gpu": 32768 // sharing}
+        c = config(data=data, actor=actor | {"remat": "full", "dtype": "bfloat16"})
+        e = explain(c, model, 8)
+        assert (e.counts.sharing_devices, e.counts.microbatch_device_tokens) == (sharing, 32768)
+        assert (e.counts.microbatch_device_samples, e.counts.microbatch_samples) == (1, 8 // sharing)
+        what = "device" if sharing == 1 else f"{sharing} devices that share its rows"
+        assert f"a microbatch, per {what} " in str(e)
+        kept[sharing] = e.memory.update["activations kept (remat full, estimate)"]
+        keys = update_phases(c, model, 8, "gpu", "full", 512)["layers"][
+            "keys and values of shared rows, and their gradients"
+        ]
+        # those of other devices, of four key/value heads: in two bytes, gradients also in four
+        assert keys == 32768 * (sharing - 1) // sharing * 2 * 4 * 128 * (2 + 2 + 4)
+    assert kept == {1: kept[1], 4: kept[1] // 4, 8: kept[1] // 8}
 
 
 def test_a_critic():

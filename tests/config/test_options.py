@@ -153,6 +153,14 @@ REFUSED = [
     ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found auto"),
     ({"actor.ppo_max_token_len_per_gpu": 383}, "(383 tokens) must hold the longest sequence: "),
     (
+        {"actor.ppo_max_token_len_per_gpu": 191, "actor.context_parallel_size": 2},
+        "actor.ppo_max_token_len_per_gpu (191 tokens) × actor.context_parallel_size (2) must hold the longest sequence",
+    ),
+    (
+        {"actor.context_parallel_size": 2, "actor.numerics": "invariant"},
+        "actor.context_parallel_size (2) must be 1 where actor.numerics is invariant",
+    ),
+    (
         {"rollout.num_workers": 4, TP: 4, "trainer.num_devices": 8},
         f"{TP} (4) must divide trainer.num_devices (8) / rollout.num_workers (4)",
     ),

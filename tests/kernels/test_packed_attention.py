@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.kernels import packed
 from jaxrl.kernels.packed import Tiling
-from jaxrl.kernels.reference import packed_attention
+from jaxrl.kernels.reference import Keys, packed_attention
 from jaxrl.sharding.mesh import make_mesh
 
 oracle = jax.jit(packed_attention)
@@ -109,7 +109,7 @@ def in_tiles(rows, how):
     segments, positions, prefixes = rows
 
     def attend(q, k, v, segments=segments, positions=positions, prefixes=prefixes):
-        tiles = packed.visible_pairs(segments, prefixes, how)
+        tiles = packed.visible_pairs(segments, prefixes, how, positions)
         return packed.attention(q, k, v, segments, positions, prefixes, tiles, how)
 
     return attend
@@ -137,9 +137,41 @@ def test_tiles_equal_the_oracle(x64, how, dtype):
         assert error <= TOLERANCE[dtype]
 
 
+def in_slices(rows, attend, parts=3):
+    """`attend(q, k, v, (segments, positions, prefixes), keys)` of the columns dealt to so many, each of which has some
+    of the queries and all keys; in the order in which they were dealt."""
+    order = np.random.default_rng(2).permutation(rows[0].shape[1])
+    dealt = [x[:, order] for x in rows]
+
+    def sliced(q, k, v):
+        keys = Keys(*dealt[:2])
+        each = [
+            attend(q[:, own], k[:, order], v[:, order], [x[:, at] for x in dealt], keys)
+            for own, at in zip(np.array_split(order, parts), np.array_split(np.arange(len(order)), parts), strict=True)
+        ]
+        return jnp.concatenate(each, axis=1)[:, np.argsort(order)]
+
+    return sliced
+
+
+@pytest.mark.parametrize("how", [None, APART, TOGETHER, PLAIN])
+def test_queries_of_some_tokens_and_keys_of_all_in_any_order(x64, how):
+    def attend(q, k, v, rows, keys):
+        segments, positions, prefixes = rows
+        if how is None:
+            return packed_attention(q, k, v, *rows, keys=keys)
+        tiles = packed.visible_pairs(segments, prefixes, how, positions, None, keys)
+        return packed.attention(q, k, v, *rows, tiles, how, keys=keys)
+
+    arrays = inputs(5, 44, "float64")
+    expected = out_and_gradients(dense, *arrays, ROWS[0])
+    for each, want in zip(out_and_gradients(in_slices(ROWS, attend), *arrays, ROWS[0]), expected, strict=True):
+        np.testing.assert_allclose(each, want, rtol=0, atol=1e-12)
+
+
 def test_tiles_are_only_those_needed():
-    segments, _, prefixes = ROWS
-    tiles = jax.jit(packed.visible_pairs, static_argnums=2)(segments, prefixes, APART)
+    segments, positions, prefixes = ROWS
+    tiles = jax.jit(packed.visible_pairs, static_argnums=2)(segments, prefixes, APART, positions)
     assert tiles is not None
     visible = (segments[:, :, None] == segments[:, None]) | (prefixes[:, :, None] == segments[:, None])
     visible &= (segments[:, None] > 0) & np.tril(np.ones((44, 44), bool))
@@ -148,7 +180,7 @@ def test_tiles_are_only_those_needed():
     count = int(tiles.num_pairs[0])
     assert {tuple(pair) for pair in np.asarray(tiles.pairs)[:count].tolist()} == expected
     assert len(expected) == count < len(tiles.pairs)
-    assert packed.visible_pairs(segments, prefixes, Tiling(64, 8)) is None
+    assert packed.visible_pairs(segments, prefixes, Tiling(64, 8), positions) is None
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -16,6 +16,8 @@ from lowering import lowered_for_cuda
 from jaxrl.kernels import attention, packed, packed_pallas, reference
 from jaxrl.kernels.packed_pallas import PackedTileSizes
 
+from .test_packed_attention import in_slices
+
 HEADS = attention.Heads(4, 2, 16, "float32")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 SMALL = (PackedTileSizes(32, 16, 4, 2), PackedTileSizes(16, 32, 4, 2), PackedTileSizes(16, 32, 4, 2))
@@ -78,6 +80,30 @@ def test_values_and_gradients(dtype):
     for got, want in zip(found, dense(d_out.astype(np.float32)), strict=True):
         assert got.dtype == q.dtype
         expect_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("window", [0, 17])
+def test_queries_of_some_tokens_and_keys_of_all_in_any_order(window):
+    """As of the kernels of whole rows, to which the other tests hold; with a window and sinks as well."""
+    q, k, v, d_out = arrays_of(100, 6, 2, 16, "float32")
+    rows, sinks = rows_of(100), np.linspace(-1, 1, 6, dtype=np.float32) if window else None
+    options = {"tiles": SMALL, "sinks": sinks, "interpret": True}
+
+    def kernel(q, k, v, rows, keys):
+        segments, positions, prefixes = rows
+        first = positions - window + 1 if window else None
+        own = {**options, "prefix_ids": prefixes, "first": first, "keys": keys}
+        return packed_pallas.packed_attention(q, k, v, segments, positions, **own)
+
+    def with_gradients(attend):
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(d_out * (rows[0] > 0)[..., None, None])
+
+    whole = jax.jit(lambda: with_gradients(lambda *qkv: kernel(*qkv, rows, None)))()
+    found = jax.jit(lambda: with_gradients(in_slices(rows, kernel, 2)))()
+    real = (rows[0] > 0)[..., None, None]
+    for got, want in zip(found, whole, strict=True):
+        expect_close(jnp.where(real, got, 0), jnp.where(real, want, 0), "float32")
 
 
 def test_tokens_that_are_not_seen_change_nothing():

@@ -146,13 +146,13 @@ def test_remat_changes_no_gradient(x64):
 def test_remat_dots_runs_attention_and_products_once_each_way():
     config = tiny_config()
     params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
-    ids = jnp.ones((1, 128), jnp.int32)
+    ids, positions = jnp.ones((1, 128), jnp.int32), jnp.arange(128)[None]
     how = packed.Tiling(longest_plain=32, block=32)
-    tiles = packed.visible_pairs(ids, ids, how)
+    tiles = packed.visible_pairs(ids, ids, how, positions)
 
     def loss(params, remat):
         def attend(q, k, v):
-            return packed.attention(q, k, v, ids, ids, ids, tiles, how)
+            return packed.attention(q, k, v, ids, positions, ids, tiles, how)
 
         return jnp.sum(decoder.forward_scan(params, ids, ids, attend, config, dtype=jnp.float32, remat=remat))
 

@@ -167,7 +167,7 @@ TOGETHER = {
     ),
     "actor.ppo_max_token_len_per_gpu=100": (
         "actor.ppo_max_token_len_per_gpu (100 tokens) must hold the longest sequence: data.max_prompt_length (256) + "
-        "data.max_response_length (128) = 384 tokens"
+        "data.max_response_length (128) = 384 tokens; actor.context_parallel_size parts it among devices"
     ),
     "trainer.num_devices=8 rollout.num_workers=3": (
         "rollout.num_workers (3) must cut trainer.num_devices (8) along the major axes of their mesh, into one of 1, "
@@ -240,6 +240,19 @@ OTHERS = (
     Refusal(
         (*SIMULATE, "simulate.cost=table"),
         "simulate.profile is missing: simulate.cost is table, which needs a file of `jaxrl profile`",
+    ),
+    Refusal(
+        (
+            *("train", "model.path={model}", "trainer.num_devices=8", "trainer.stream.enable=true"),
+            *("rollout.num_workers=2", "actor.context_parallel_size=8"),
+        ),
+        "actor.context_parallel_size (8) must be one of 1, 2, 4: products of the first factors of the number of "
+        "devices in a half, for trainer.stream.enable (4)",
+    ),
+    Refusal(
+        ("explain-config", "--devices", "8", "model.path={model}", "actor.context_parallel_size=3"),
+        "actor.context_parallel_size (3) must be one of 1, 2, 4, 8: products of the first factors of the number of "
+        "devices of the trainer (8)",
     ),
     Refusal(
         (

@@ -1,4 +1,4 @@
-"""The table of what fits on a card is what the memory plan says."""
+"""The tables of what fits on a card, and on several, are what the memory plan says."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import what_fits
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "adapters-2026-11-27.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_page_has_what_the_script_prints(capsys: pytest.CaptureFixture[str]):
-    assert what_fits.main() == 0
-    assert capsys.readouterr().out in PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("page", "arguments"), [("benchmarks/adapters-2026-11-27.md", ()), ("performance.md", ("--devices", "8"))]
+)
+def test_the_page_has_what_the_script_prints(page: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    assert what_fits.main(arguments) == 0
+    assert capsys.readouterr().out in (DOCS / page).read_text(encoding="utf-8")

@@ -76,6 +76,32 @@ def test_what_crosses_between_devices(dtype):
     assert {each["bytes"] for each in moved if each["bytes"] > 1 << 20 and not each["overlaps"]} <= {rows}
 
 
+@pytest.mark.slow
+def test_rows_that_devices_share():
+    """Of activations each device has its part, and beside the weights nothing crosses but keys and values, once each
+    way and once more where attention's inputs are recomputed, and their gradients in float32."""
+    row, layers = 32768, 28
+    options = ("--devices", "8", "--tokens", f"{row}", "--chunk", "512")
+    alone, shared = (training("gradients", *options, "--cp", each) for each in ("1", "8"))
+    assert attention_kernels(shared) == dict(zip(KERNELS, (1, 1, 1), strict=True))
+    kept = "activations kept (remat dots, estimate)"
+    assert shared["plan"][kept] == alone["plan"][kept] // 8
+    for told in (alone, shared):
+        planned = sum(told["plan"].values()) - told["plan"]["gradients"]
+        assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
+    assert alone["memory"]["temporaries"] - shared["memory"]["temporaries"] > 0.85 * alone["plan"][kept]
+
+    def crossing(told: dict, kind: str, dtype: str) -> int:
+        """Of a layer."""
+        found = [each for each in told["collectives"] if (each["kind"], each["dtype"]) == (kind, dtype)]
+        return sum(each["bytes"] * (each["times"] // layers) for each in found)
+
+    numbers = row * 2 * 2 * 128  # of two heads
+    for kind, dtype, expected in (("all-gather", "bf16", 2 * 2 * numbers), ("reduce-scatter", "f32", 4 * numbers)):
+        more = crossing(shared, kind, dtype) - crossing(alone, kind, dtype)
+        assert more == pytest.approx(expected, rel=0.01), kind
+
+
 @pytest.mark.parametrize(
     ("shape", "layers", "arguments"),
     [

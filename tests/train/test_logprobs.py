@@ -20,12 +20,11 @@ def project(head, x):
     return jnp.where(jnp.arange(V) < V - 2, logits, -jnp.inf)
 
 
-def reference(head, hidden, tokens, mask, temperature):
+def reference(head, hidden, targets, mask, temperature):
     log_p = jax.nn.log_softmax(project(head, hidden) / temperature, axis=-1)
-    chosen = jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
-    entropy = -jnp.sum(jnp.exp(log_p) * jnp.where(log_p > -1e9, log_p, 0), axis=-1)[:, :-1]
-    keep = mask[:, 1:] > 0
-    return tuple(jnp.pad(jnp.where(keep, x, 0), ((0, 0), (1, 0))) for x in (chosen, entropy))
+    chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(log_p) * jnp.where(log_p > -1e9, log_p, 0), axis=-1)
+    return tuple(jnp.where(mask > 0, x, 0) for x in (chosen, entropy))
 
 
 BY_DEFAULT = [(1, 5, 0.7), (1, 1000, 1.0), (8, 1, 1.0), (8, 5, 0.7)]
@@ -43,7 +42,7 @@ def test_equals_the_whole(x64, devices, chunk, temperature):
     head, hidden = {"w": random.normal(size=(E, V))}, random.normal(size=(R, T, E))
     tokens = random.integers(0, V - 2, (R, T))
     mask = (random.random((R, T)) < 0.4).astype(np.float32)
-    mask[:, 0] = mask[2] = 0
+    mask[2] = 0
     weights = [random.normal(size=(R, T)) for _ in range(2)]
     mesh = make_mesh(jax.devices()[:devices])
     options = HeadOptions(project, chunk, temperature, entropy_gradient=True)
@@ -67,7 +66,7 @@ def test_equals_the_whole(x64, devices, chunk, temperature):
 def test_without_entropy_gradient(x64):
     random = np.random.default_rng(0)
     head, hidden = {"w": random.normal(size=(E, V))}, random.normal(size=(R, T, E))
-    tokens, mask = np.zeros((R, T), np.int32), np.broadcast_to((np.arange(T) > 0).astype(float), (R, T))
+    tokens, mask = np.zeros((R, T), np.int32), np.ones((R, T))
     options = HeadOptions(project, 16, 1.0)
     mesh = make_mesh(jax.devices()[:1])
     gradient = jax.jit(jax.grad(lambda h: token_logprobs(options, head, h, tokens, mask, mesh)[1].sum()))
@@ -76,12 +75,11 @@ def test_without_entropy_gradient(x64):
 
 def whole_of_ids(head, hidden, tokens, mask, ids, temperature):
     """The log-probabilities of `ids` and of all other tokens together, from the whole array."""
-    log_p = jax.nn.log_softmax(project(head, hidden) / temperature, axis=-1)[:, :-1]
-    ids = ids[:, 1:]
+    log_p = jax.nn.log_softmax(project(head, hidden) / temperature, axis=-1)
     named = (jnp.arange(V) == ids[..., None]).any(axis=-2)
     rest = jax.nn.logsumexp(jnp.where(named, -1e30, log_p), axis=-1, keepdims=True)
     found = jnp.concatenate([jnp.take_along_axis(log_p, ids, axis=-1), jnp.maximum(rest, LEAST)], axis=-1)
-    return jnp.pad(jnp.where(mask[:, 1:, None] > 0, found, 0), ((0, 0), (1, 0), (0, 0)))
+    return jnp.where(mask[..., None] > 0, found, 0)
 
 
 @pytest.mark.parametrize(("devices", "chunk", "k"), [(1, 5, 3), (8, 1000, 1), (1, 1000, V - 2)])
@@ -92,7 +90,7 @@ def test_named_tokens(x64, devices, chunk, k):
     head, hidden = {"w": random.normal(size=(E, V))}, random.normal(size=(R, T, E))
     tokens = random.integers(0, V - 2, (R, T))
     mask = (random.random((R, T)) < 0.4).astype(np.float32)
-    mask[:, 0] = mask[2] = 0
+    mask[2] = 0
     ids = np.argsort(random.random((R, T, V - 2)))[..., :k].astype(np.int32)
     weights = [random.normal(size=(R, T)), random.normal(size=(R, T)), random.normal(size=(R, T, k + 1))]
     mesh = make_mesh(jax.devices()[:devices])
@@ -118,6 +116,6 @@ def test_named_tokens(x64, devices, chunk, k):
     again = whole_of_ids(head, hidden, tokens, mask, likeliest, 0.7)
     np.testing.assert_allclose(tops[..., 0], expected[0], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(tops[..., 1 : k + 2], again, rtol=1e-9, atol=1e-12)
-    log_p = jax.nn.log_softmax(project(head, hidden) / 0.7, axis=-1)[:, :-1, :known]
+    log_p = jax.nn.log_softmax(project(head, hidden) / 0.7, axis=-1)[..., :known]
     best = np.sort(log_p, axis=-1)[..., ::-1][..., :k]
-    np.testing.assert_allclose(tops[:, 1:, 1 : k + 1], np.where(mask[:, 1:, None] > 0, best, 0), rtol=1e-12)
+    np.testing.assert_allclose(tops[..., 1 : k + 1], np.where(mask[..., None] > 0, best, 0), rtol=1e-12)

@@ -50,9 +50,10 @@ def check(packed, batch):
         assert micro.positions[row, columns].tolist() == list(range(len(prompt) + len(sample)))
         assert (micro.prefix_ids[row, own] == prefix).all()
         assert (micro.prefix_ids[row, shared] == prefix).all()
-        response = own[len(own) - len(sample) :]
-        assert response[0] == place.start > own[0]
-        assert micro.loss_mask[row, own].tolist() == [0] * (len(own) - len(sample)) + [1] * len(sample)
+        before = own[len(own) - len(sample) - 1 : -1]  # the columns that predict the response
+        assert before[0] == place.start >= own[0]
+        assert micro.targets[row, before].tolist() == sample.token_ids.tolist()
+        assert micro.loss_mask[row, own].tolist() == [0] * (len(own) - len(sample) - 1) + [1] * len(sample) + [0]
         assert (micro.sequence_length[row, own] == len(sample)).all()
         assert not micro.loss_mask[row, shared].any()
         assert not micro.sequence_length[row, shared].any()
@@ -87,7 +88,7 @@ ROWS_OF_32 = (Shape(1, 32), Shape(2, 32), Shape(4, 32), Shape(5, 32))
 )
 def test_every_token_once(groups, shapes, devices, share):
     batch = batch_of(groups)
-    packed = pack(batch, share_prompts=share, shapes=shapes, max_model_length=32, num_devices=devices)
+    packed = pack(batch, share_prompts=share, shapes=shapes, max_model_length=32, num_groups=devices)
     found = [Shape(rows // devices, width) for rows, width in (micro.tokens.shape for micro in packed.microbatches)]
     assert all(shape in shapes for shape in found)
     assert all(shape == shapes[-1] for shape in found[:-1])
@@ -116,7 +117,7 @@ def test_prompts_are_the_same_if_key_and_tokens_are():
 def test_is_deterministic_and_level():
     random = np.random.default_rng(0)
     batch = batch_of([(8, [int(n)]) for n in random.integers(1, 25, 200)])
-    options = {"max_model_length": 32, "shapes": one_row(512), "num_devices": 4}
+    options = {"max_model_length": 32, "shapes": one_row(512), "num_groups": 4}
     packed, again = pack(batch, **options), pack(batch, **options)
     assert packed.places == again.places
     for micro in packed.microbatches:
@@ -133,7 +134,7 @@ def test_padding_is_less_than_the_smallest_shape_and_what_rows_leave(shapes, dev
     step = shapes[-1].tokens / len(shapes) + shapes[-1].length  # of rows in quarters, one is rounded up
     for _ in range(100):
         groups = [(40, random.integers(4, 33, 4).tolist()) for _ in range(random.integers(1, 24))]
-        microbatches = pack(batch_of(groups), shapes=shapes, max_model_length=96, num_devices=devices).microbatches
+        microbatches = pack(batch_of(groups), shapes=shapes, max_model_length=96, num_groups=devices).microbatches
         filled = sum(int((micro.segment_ids > 0).sum()) for micro in microbatches)
         rows = sum(len(micro.tokens) for micro in microbatches)
         longest_piece = 39 + 4 * 33 if shapes[-1].length > 171 else 96
@@ -207,7 +208,7 @@ def test_several_spans():
     packed = pack(batch, max_model_length=16, shapes=[Shape(1, 16)])
     (micro,) = packed.microbatches
     assert micro.tokens.shape == (1, 16)
-    assert micro.loss_mask[0].tolist() == [0, 0, 1, 0, 0, 1, 1] + [0] * 9
+    assert micro.loss_mask[0].tolist() == [0, 1, 0, 0, 1, 1, 0] + [0] * 9
     assert micro.sequence_length[0, :7].tolist() == [3] * 7
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxrl.config import Config
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.mechanisms.room import WORKERS, Room
-from jaxrl.schema.devices import possible_workers
+from jaxrl.schema.devices import possible_workers, sharing_problem
 
 
 def _problem(config: Config, racing: Sequence[str]) -> str | None:
@@ -58,7 +58,10 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             f"{option} needs rollout.num_workers to be even, found {num_workers}: half of the rollout's workers are "
             "freed, each of them whole"
         )
-    return devices_problem(config.trainer.num_devices, 1) if config.trainer.num_devices else None
+    if not (devices := config.trainer.num_devices):
+        return None
+    sharing = config.actor.context_parallel_size
+    return devices_problem(devices, 1) or sharing_problem(sharing, devices // 2, where=f"in a half, for {option}")
 
 
 def devices_problem(num_devices: int, num_processes: int) -> str | None:

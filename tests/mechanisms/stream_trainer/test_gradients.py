@@ -24,6 +24,7 @@ from jaxrl.models.lora import Lora, without_adapters
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
+from jaxrl.train.packing import Shape
 from jaxrl.train.step import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
@@ -174,6 +175,20 @@ def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_
         for seed, estimator in enumerate(ESTIMATORS):  # no program depends on it
             trainer.config = make_config(**options, algorithm__adv_estimator=estimator)
             check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
+
+
+@pytest.mark.slow
+def test_rows_that_devices_share(x64, make_config, make_batch, make_trainer):
+    """On the half as many share a row, of half as many groups; where it has fewer devices it is refused."""
+    config = make_config(**WIDE, **WITH_REF, actor__context_parallel_size=4)
+    trainer = make_trainer(config, 8, rows=(Shape(1, 128),))
+    stream = TrainStream(trainer, Half(trainer.mesh, 1))
+    stream.programs.microbatches = trainer.programs.microbatches
+    assert (trainer.programs.layout.dp, stream.programs.layout.dp) == (2, 1)
+    check_equal(trainer, groups_of(make_batch(24, same=True)), 1e-12, (0, 1), stream)
+    few = make_trainer(config, 4, rows=(Shape(1, 128),))
+    with pytest.raises(ValueError, match=r"context_parallel_size \(4\) must be one of 1, 2: products of"):
+        TrainStream(few, Half(few.mesh, 0))
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])

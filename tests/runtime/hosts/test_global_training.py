@@ -64,3 +64,10 @@ def test_two_hosts_in_different_layouts(tmp_path: Path):
 @pytest.mark.slow
 def test_four_hosts(tmp_path: Path):
     compare(tmp_path, 4, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing", [2, 4])
+def test_two_hosts_whose_devices_share_rows(tmp_path: Path, sharing: int):
+    """Inside a host, and across both."""
+    compare(tmp_path, 2, 2, actor__context_parallel_size=sharing)
