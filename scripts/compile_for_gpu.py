@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", default="Qwen2.5-1.5B", help="of a model (jaxrl.models.shapes; Qwen2.5-1.5B)")
     made.add_argument("--layers", type=int, default=2, help="how many of its layers (2)")
     made.add_argument("--dtype", default="bfloat16", help="of weights and activations (bfloat16)")
+    made.add_argument("--quantization", default="none", help="of the rollout: rollout.quantization (none)")
     made.add_argument("--rows", type=int, default=64, help="rows of the program (64)")
     made.add_argument("--context", type=int, default=1024, help="tokens of the longest sequence (1024)")
     made.add_argument("--tokens", type=int, default=512, help="prefill: tokens of a chunk; training: of a row (512)")
@@ -125,6 +126,7 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
         max_length=options.context,
         max_prefill_tokens=options.tokens,
         dtype=options.dtype,
+        quantization=options.quantization,
         attention=options.attention if options.chip in compiled.TPUS else "pallas",
         is_invariant=options.numerics == "invariant",
         max_tp=options.tp,

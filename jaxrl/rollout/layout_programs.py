@@ -30,6 +30,7 @@ from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
+from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
@@ -67,6 +68,7 @@ class ExecutorConfig:
       max_prefill_tokens: prefill tokens per plan and dp group.
       decode_steps: the most decode steps per plan.
       dtype: of weights, KV and activations.
+      quantization: of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`).
       seed: the run's; folded into every token's key.
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
@@ -92,6 +94,7 @@ class ExecutorConfig:
     max_prefill_tokens: int = 512
     decode_steps: int = 16
     dtype: Any = jnp.float32
+    quantization: Narrow = "none"
     seed: int = 0
     truncate: bool = False
     max_tp: int = 1
@@ -165,6 +168,7 @@ class LayoutPrograms(CompiledPrograms):
             ahead=config.ahead,
             draw=config.draw,
             layers=self.kv,
+            quantization=config.quantization,
         )
         self.cache_shape = kv_cache.CacheShape(
             self.kv.size,
