@@ -187,6 +187,11 @@ def _check_numerics(c: Config) -> None:
             f"actor.dtype ({c.actor.dtype}) must be rollout.dtype ({c.rollout.dtype}) where actor.numerics is "
             "invariant: numbers of two types are not the same bits"
         )
+    if c.rollout.quantization != "none":
+        raise ConfigError(
+            f"rollout.quantization ({c.rollout.quantization}) must be none where actor.numerics is invariant: the "
+            "trainer, whose weights are not quantised, would not find the rollout's bits"
+        )
 
 
 def _check_gdpo(c: Config) -> None:

@@ -15,7 +15,7 @@ from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import MAX_SAMPLES, OpenFloatType
+from jaxrl.schema.limits import MAX_SAMPLES, Narrow, OpenFloatType
 
 _TEMPERATURE = Interval(ge=0.001, le=100)  # beyond, logits overflow, or all tokens are equally likely
 _GREEDY = Or(0, "the likeliest token")
@@ -81,6 +81,11 @@ class RolloutSection:
         OpenFloatType,
         "Type of the rollout's weights, activations and KV cache; auto: bfloat16 on GPUs and TPUs, float32 on CPUs.",
     ] = "auto"
+    quantization: Annotated[
+        Narrow,
+        "The rollout's copy of the layers' matrices in a byte a number, with a factor for each output; int8: whole "
+        "numbers, fp8: float8_e4m3fn, none: rollout.dtype. The trainer's weights stay as they are.",
+    ] = "none"
     block_size: Annotated[int, Ge(1), Cap(4096, "a row leaves up to a block unused"), "Tokens per KV block."] = 16
     max_num_seqs: Annotated[
         int,
@@ -141,3 +146,8 @@ class RolloutSection:
         if self.tensor_model_parallel_size == "auto":
             raise ValueError("rollout.tensor_model_parallel_size is auto, and must be a number here: nothing chose one")
         return self.tensor_model_parallel_size
+
+    @property
+    def types(self) -> str:
+        """What it computes with, in words: times were measured with these types and hold for no others."""
+        return self.dtype + ("" if self.quantization == "none" else f", weights {self.quantization}")

@@ -232,6 +232,7 @@ def _executor_config(
         attention=rollout.attention,
         is_invariant=config.actor.numerics == "invariant",
         dtype=rollout.dtype,
+        quantization=rollout.quantization,
         seed=config.trainer.seed,
         truncate=any(truncates),
         proposer=table.proposer(config, platform),

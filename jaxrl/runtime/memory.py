@@ -28,10 +28,10 @@ from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
 from jaxrl.train.update_memory import (
-    device_numbers,
     plan_chunk,
     plan_remat,
     resident_parts,
+    rollout_bytes,
     splits,
     update_parts,
 )
@@ -191,8 +191,8 @@ def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) ->
 
 
 def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:
-    padded = padded_config(model_config.base, max_tp(config, num_devices))
-    return device_numbers(padded, config.rollout.tp, in_rollout=True) * BYTES[config.rollout.dtype]
+    padded, rollout = padded_config(model_config.base, max_tp(config, num_devices)), config.rollout
+    return rollout_bytes(padded, rollout.tp, rollout.dtype, rollout.quantization)
 
 
 def _logits(config: Config, model_config: ModelConfig, num_devices: int, positions: int) -> int:

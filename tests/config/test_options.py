@@ -150,6 +150,10 @@ REFUSED = [
         {"actor": {"numerics": "invariant", "dtype": "bfloat16"}},
         "actor.dtype (bfloat16) must be rollout.dtype (auto) where actor.numerics is invariant",
     ),
+    (
+        {"actor.numerics": "invariant", "rollout.quantization": "int8"},
+        "rollout.quantization (int8) must be none where actor.numerics is invariant: the trainer, whose weights",
+    ),
     ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found auto"),
     ({"actor.ppo_max_token_len_per_gpu": 383}, "(383 tokens) must hold the longest sequence: "),
     (

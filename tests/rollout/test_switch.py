@@ -172,8 +172,8 @@ def drafting_walk(how: str, degrees: tuple[int, ...]) -> None:
     assert 0.3 < engine.counters.accepted_tokens / engine.counters.proposed_tokens < 1
 
 
-def walk(name: str, how: str, dtype: str, degrees: tuple[int, ...]) -> None:
-    engine, executor = start(name, dtype, degrees[0])
+def walk(name: str, how: str, dtype: str, degrees: tuple[int, ...], **options: Any) -> None:
+    engine, executor = start(name, dtype, degrees[0], **options)
     asked = requests()
     still = engine.generate(asked)
     moved = run(engine, asked, degrees[1:], how)
@@ -321,6 +321,13 @@ def example() -> None:
 
 def test_a_chain_in_the_middle_of_a_batch():
     alone(__file__, f"walk('smollm2', 'migrate', 'float64', {CHAIN})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3_moe:1"])
+def test_quantised_weights_draw_the_same_in_every_layout(name: str, kind: str):
+    alone(__file__, f"walk({name!r}, 'recompute', 'float64', {(1, 2, 8, 4)}, quantization={kind!r})")
 
 
 @pytest.mark.slow

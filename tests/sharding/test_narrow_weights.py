@@ -62,7 +62,8 @@ def test_codes_are_the_nearest(kind, step):
     found = np.asarray(codes, np.float64) / largest(kind) * np.asarray(magnitudes, np.float64)
     assert np.abs(np.asarray(codes, np.float64)).max() == largest(kind)
     # below 2**-6 float8's steps are all of one size
-    least = np.maximum(np.abs(array), magnitudes * 2**-6 / 448) if kind == "fp8" else np.broadcast_to(magnitudes, (64, 7))
+    own, all_alike = np.maximum(np.abs(array), magnitudes * 2**-6 / 448), np.broadcast_to(magnitudes, (64, 7))
+    least = own if kind == "fp8" else all_alike
     off = np.abs(found - array)
     assert (off <= step / 2 * least * (1 + 1e-5)).all()
     assert off.max() > step / 8 * magnitudes.max(), "in so few bits"
@@ -153,8 +154,7 @@ def test_experts_read_codes(batched, tokens, x64):
     h = jnp.asarray(np.random.default_rng(1).normal(size=(tokens, config.hidden_size)))
     routing = experts.route(h, layer["router"], None, 2, normalised=True)
     own = {name: layer[name] for name in experts.WEIGHTS if name in layer}
-    wide = {name: array for name, array in whole(own, "last").items()}
-    found, wanted = (experts.mix(h, routing, weights, shape) for weights in (own, wide))
+    found, wanted = (experts.mix(h, routing, weights, shape) for weights in (own, whole(own, "last")))
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 

@@ -126,7 +126,10 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     assert cost.number_bytes == 2
     wide, _ = cost_model(training(rollout__dtype="float32"))
     assert isinstance(wide, CostModel)
-    assert wide.number_bytes == 4
+    assert (wide.number_bytes, wide.layer_bytes) == (4, 0)
+    narrow, _ = cost_model(training(rollout__quantization="fp8"))
+    assert isinstance(narrow, CostModel)
+    assert (narrow.number_bytes, narrow.layer_bytes) == (2, 1)
 
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
     points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))

@@ -73,6 +73,19 @@ def test_larger_numbers_take_more_memory():
     assert wide.weight_sync_s(2, 2) - 3 == pytest.approx(2 * (COST.weight_sync_s(2, 2) - 3))
 
 
+def test_quantised_layers_take_fewer_bytes_and_nothing_else_does():
+    narrow = replace(COST, layer_bytes=1)
+    for tp in (1, 2):
+        saved = COST.device_params(tp, COST.params.layers)
+        for params in (COST.params.layers, COST.params.read, COST.params.total):
+            assert COST.device_bytes(tp, params) - narrow.device_bytes(tp, params) == saved
+        seconds = saved / (COST.hardware.memory_bytes_per_s * COST.efficiency.memory)
+        assert COST.decode_step_s(tp, 1, 9) - narrow.decode_step_s(tp, 1, 9) == pytest.approx(seconds)
+    assert narrow.kv_bytes_per_token(1) == COST.kv_bytes_per_token(1)
+    assert narrow.num_kv_blocks(1, 16, 0.5) > COST.num_kv_blocks(1, 16, 0.5)
+    assert narrow.swap_s(2) == COST.swap_s(2), "a reference is not quantised"
+
+
 # ---------------------------------------------------------------- by hand
 
 
