@@ -31,7 +31,7 @@ _CODES: Mapping[str, tuple[Any, float]] = {"int8": (jnp.int8, 127.0), "fp8": (jn
 _SPLIT = {"heads", "kv_heads", "mlp"}  # a side of each matrix; routers, norms and biases have none beside `embed`
 
 
-class Weight(Protocol):
+class Shaped(Protocol):
     """The fields that are read of a declared weight (`jaxrl.models.weights.Weight`)."""
 
     @property
@@ -48,12 +48,12 @@ class Scale:
     dims: tuple[str, ...]
 
     @classmethod
-    def of(cls, weight: Weight) -> Scale:
+    def of(cls, weight: Shaped) -> Scale:
         kept = [i for i in range(len(weight.dims)) if i - 1 not in inputs(weight)]
         return cls(tuple(weight.shape[i] for i in kept), tuple(weight.dims[i] for i in kept))
 
 
-def inputs(weight: Weight) -> tuple[int, ...]:
+def inputs(weight: Shaped) -> tuple[int, ...]:
     """Which dims of a layer's matrix a product sums over; () of a weight that is not quantised."""
     dims = weight.dims[1:]
     if weight.dims[0] != "layers" or "embed" not in dims or not _SPLIT & {*dims}:
@@ -79,13 +79,13 @@ def largest(kind: Narrow) -> float:
     return _CODES[kind][1]
 
 
-def narrowed(kind: Narrow, weight: Weight, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+def narrowed(kind: Narrow, weight: Shaped, array: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes and factors of one layer's matrix, [in..., out...] (of experts with their number before)."""
     codes, magnitudes = codes_of(kind, array.astype(jnp.promote_types(array.dtype, jnp.float32)), inputs(weight))
     return codes, (magnitudes / largest(kind)).astype(jnp.float32)
 
 
-def scale_shardings(weights: Mapping[str, Weight], shardings: Mapping[str, NamedSharding]) -> dict[str, NamedSharding]:
+def scale_shardings(weights: Mapping[str, Shaped], shardings: Mapping[str, NamedSharding]) -> dict[str, NamedSharding]:
     """The shardings of factors by their names, from those of the matrices of a layer with features last: an output's
     factor is where the output is, and whole on all devices that have some of its inputs."""
     found = {}

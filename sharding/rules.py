@@ -27,7 +27,7 @@ from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.fused_projections import can_fuse, fuse, fused_shardings
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import dividing_factors, dividing_prefix, entry_axes, nested_axes
-from jaxrl.sharding.narrow_weights import SCALE, Scale, inputs, narrowed, scale_shardings
+from jaxrl.sharding.narrow_weights import SCALE, Scale, Shaped, inputs, narrowed, scale_shardings
 
 TENSOR_DIMS = ("heads", "kv_heads", "experts", "mlp", "vocab")
 """The dims that tensor parallelism splits; a weight has at most one of them, but for those of experts: their number is
@@ -36,13 +36,9 @@ split first, and `mlp` over the axes that are left."""
 Tree = dict[str, Any]
 
 
-class Weight(Protocol):
+class Weight(Shaped, Protocol):
     """The fields that the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dims(self) -> tuple[str, ...]: ...
     @property
     def is_norm(self) -> bool: ...
     @property
@@ -100,7 +96,7 @@ def padded_config(config: M, max_tp: int) -> M:
     return cast(M, dataclasses.replace(cast(Any, config), **sizes))
 
 
-def axes_of_dims(weight: Weight, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
+def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
     """Of each dim of a weight, the axes that split it in training, as a slice of all of them.
 
     The tensor dim is split over as many axes as divide it, so that a rollout layout is a prefix. Where that leaves more
@@ -240,7 +236,7 @@ def _convert(
     return _pad(weight, padded_weight, group, array)
 
 
-def _pad(weight: Weight | Scale, padded_weight: Weight | Scale, group: tuple[int, int], array: jax.Array) -> jax.Array:
+def _pad(weight: Shaped, padded_weight: Shaped, group: tuple[int, int], array: jax.Array) -> jax.Array:
     skipped = len(weight.dims) - array.ndim
     dims = weight.dims[skipped:]
     for dim, (name, size) in enumerate(zip(dims, padded_weight.shape[skipped:], strict=True)):
@@ -327,6 +323,9 @@ def _converters(
         if quantization == "none" or not inputs(weight):
             return {name: convert(weight, padded, array)}
         codes, scales = narrowed(quantization, weight, array)
+        if _splits_other_side(weight, mesh):  # so that codes are gathered, and not what they are made of
+            split = PartitionSpec(*train_spec(weight, mesh)[1:])
+            codes = lax.with_sharding_constraint(codes, NamedSharding(mesh, split))
         return {
             name: convert(weight, padded, codes, codes.dtype),
             name + SCALE: _pad(Scale.of(weight), Scale.of(padded), group, scales),

@@ -1,6 +1,8 @@
 """Quantised rollout weights: what codes stand for, the same in every layout, and what a forward pass makes of them."""
 
 import dataclasses
+import math
+import re
 from itertools import pairwise
 
 import jax
@@ -168,3 +170,24 @@ def test_bfloat16_rounds_after_the_factor():
     exact = np.asarray(x, np.float64) @ (np.asarray(layer["up"], np.float64) * np.asarray(layer["up_scale"]))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_sync_gathers_codes(name):
+    """Also of matrices of which training splits the side of inputs, as heads are too few for its devices."""
+    config, layout = MODELS[name], Layout(make_mesh(), 2)
+    given = rules.map_weights(
+        lambda weight, sharding: jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding),
+        config.weights(),
+        rules.train_shardings(config, layout.mesh),
+    )
+    given = {"layers": given["layers"]}
+    ((program, arguments),) = rules.rollout_calls(given, config, layout, jnp.float32, 2, quantization="int8")
+    text = program.lower(*arguments).compile().as_text()
+    gathered = [
+        (dtype, math.prod(map(int, dims.split(","))))
+        for dtype, dims in re.findall(r"= \(?(\w+)\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
+    ]
+    assert max(size for dtype, size in gathered if dtype == "s8") >= 24 * 9 * 4
+    # routers and factors
+    assert max(size for dtype, size in gathered if dtype != "s8") <= 4 * 36
