@@ -40,6 +40,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "none": (),
     "weights int8": ("rollout.quantization=int8",),
     "weights fp8": ("rollout.quantization=fp8",),
+    "KV int8": ("rollout.kv_cache_dtype=int8",),
+    "KV fp8": ("rollout.kv_cache_dtype=fp8",),
+    "both int8": ("rollout.quantization=int8", "rollout.kv_cache_dtype=int8"),
+    "both fp8": ("rollout.quantization=fp8", "rollout.kv_cache_dtype=fp8"),
 }
 LENGTH = 128  # the most tokens of a response
 

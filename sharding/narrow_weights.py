@@ -79,9 +79,14 @@ def largest(kind: Narrow) -> float:
     return _CODES[kind][1]
 
 
-def narrowed(kind: Narrow, weight: Shaped, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes and factors of one layer's matrix, [in..., out...] (of experts with their number before)."""
-    codes, magnitudes = codes_of(kind, array.astype(jnp.promote_types(array.dtype, jnp.float32)), inputs(weight))
+def dtype_of(kind: Narrow) -> Any:
+    """Of codes."""
+    return _CODES[kind][0]
+
+
+def narrowed(kind: Narrow, array: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Codes in the array's shape, and float32 factors without the dims `axes`, over which numbers share one."""
+    codes, magnitudes = codes_of(kind, array.astype(jnp.promote_types(array.dtype, jnp.float32)), axes)
     return codes, (magnitudes / largest(kind)).astype(jnp.float32)
 
 

@@ -322,7 +322,7 @@ def _converters(
         padded = after["layers"][name]
         if quantization == "none" or not inputs(weight):
             return {name: convert(weight, padded, array)}
-        codes, scales = narrowed(quantization, weight, array)
+        codes, scales = narrowed(quantization, array, inputs(weight))
         if _splits_other_side(weight, mesh):  # so that codes are gathered, and not what they are made of
             split = PartitionSpec(*train_spec(weight, mesh)[1:])
             codes = lax.with_sharding_constraint(codes, NamedSharding(mesh, split))

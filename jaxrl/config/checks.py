@@ -187,10 +187,10 @@ def _check_numerics(c: Config) -> None:
             f"actor.dtype ({c.actor.dtype}) must be rollout.dtype ({c.rollout.dtype}) where actor.numerics is "
             "invariant: numbers of two types are not the same bits"
         )
-    if c.rollout.quantization != "none":
+    if c.rollout.quantized:
         raise ConfigError(
-            f"rollout.quantization ({c.rollout.quantization}) must be none where actor.numerics is invariant: the "
-            "trainer, whose weights are not quantised, would not find the rollout's bits"
+            f"{c.rollout.quantized} and actor.numerics=invariant exclude each other: the trainer, which quantises "
+            "nothing, would not find the rollout's bits"
         )
 
 

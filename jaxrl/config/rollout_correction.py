@@ -107,13 +107,13 @@ class RolloutCorrectionSection(Checked):
 
 def uncorrected(config: Any) -> str | None:
     """What a start says of a quantised rollout whose mismatch nothing corrects."""
-    if config.rollout.quantization == "none" or config.algorithm.rollout_correction.is_on:
+    if not config.rollout.quantized or config.algorithm.rollout_correction.is_on:
         return None
     if config.actor.old_logprobs == "rollout" and config.actor.loss_mode != "reinforce":
         return None  # the ratio is taken to what the rollout recorded
     return (
-        f"rollout.quantization is {config.rollout.quantization}, and the loss does not correct for what it changes: "
-        f"{_SECTION}.rollout_is=token weights each token by min(π_old / π_rollout, 2)"
+        f"{config.rollout.quantized}: the loss does not correct for what that changes; {_SECTION}.rollout_is=token "
+        "weights each token by min(π_old / π_rollout, 2)"
     )
 
 

@@ -37,7 +37,7 @@ class Alarms:
         self._batch = config.data.train_batch_size * config.rollout.n
         self._failed = 0  # rewards in a row
         self._bad_steps: dict[str, int] = {}  # of a model, in a row without an update
-        self._quantization = config.rollout.quantization
+        self._quantized = config.rollout.quantized
         self._is_corrected = uncorrected(config) is None
         self._told_k3 = 0.0
 
@@ -82,15 +82,15 @@ class Alarms:
 
     def _mismatched(self, step: int, measured: Mapping[str, float]) -> None:
         k3 = measured.get("rollout_corr/k3_kl", 0.0)
-        if self._quantization == "none" or k3 <= MOST_K3:
+        if not self._quantized or k3 <= MOST_K3:
             self._told_k3 = 0.0
         elif k3 >= 2 * self._told_k3:
             self._told_k3 = k3
             stale = measured.get("training/off_policy/share", 0.0)
             _log.warning(
-                "step %d: rollout_corr/k3_kl is %.3g nats a token, above %g: rollout.quantization=%s makes another "
-                "policy of it%s%s",
-                *(step, k3, MOST_K3, self._quantization),
+                "step %d: rollout_corr/k3_kl is %.3g nats a token, above %g: %s makes another policy of the "
+                "rollout%s%s",
+                *(step, k3, MOST_K3, self._quantized),
                 f" (earlier weights wrote {stale:.0%} of the tokens, which counts as well)" if stale else "",
                 "" if self._is_corrected else "; algorithm.rollout_correction.rollout_is is none",
             )

@@ -90,10 +90,10 @@ def forward(
     rows, paged = PartitionSpec(layout.dp_axes or None), kv_cache.pool_spec(layout, pool[0][0].shape[1])
 
     def local(weights, final_norm, pool, x, *by_row):
-        here = [(k[0], v[0]) for k, v in pool]
+        here = jax.tree.map(lambda x: x[0], pool)
         step = _Step(config, layers, layout.tp_axes, how.interpret, *jax.tree.map(lambda x: x[0], by_row))
         hidden, here = step.run(weights, final_norm, here, x[0])
-        return hidden[None], [(k[None], v[None]) for k, v in here]
+        return hidden[None], jax.tree.map(lambda x: x[None], here)
 
     return jax.shard_map(
         local,
@@ -160,6 +160,7 @@ class _Step:
             *cached,
             tables,
             self._positions,
+            dtype=h_RE.dtype,
             eps=self._eps,
             window=window,
             interpret=self._interpret,

@@ -416,7 +416,7 @@ class Programs:
             return pool, paged, lambda pool, counts: pool
 
         gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.decode_steps)
+        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.decode_steps, self.dtype)
 
         def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
             def attend(

@@ -220,6 +220,11 @@ def _executor_config(
     """Sizes of each worker, its pools sized by `layout_sizes`; `mesh`: of the rollout, on this host."""
     config = config.with_types(platform := platform_of(mesh.devices.flat[0]))
     rollout, val = config.rollout, config.rollout.val_kwargs
+    if platform == "tpu" and rollout.kv_codes != "none":
+        raise ConfigError(
+            f"rollout.kv_cache_dtype ({rollout.kv_cache_dtype}) must be auto on TPUs, which pad an array of a number "
+            "for each position to 128 times its size"
+        )
     sizes = layout_sizes(config, model, mesh.size, memory_bytes)
     truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
     return ExecutorConfig(
@@ -233,6 +238,7 @@ def _executor_config(
         is_invariant=config.actor.numerics == "invariant",
         dtype=rollout.dtype,
         quantization=rollout.quantization,
+        kv_codes=rollout.kv_codes,
         seed=config.trainer.seed,
         truncate=any(truncates),
         proposer=table.proposer(config, platform),

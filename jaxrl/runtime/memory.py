@@ -24,7 +24,6 @@ from jaxrl.mechanisms.table import freed_memory, rollout_memory
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, kv_layers
 from jaxrl.models.numerics import refuse_invariant
-from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
 from jaxrl.train.update_memory import (
@@ -186,8 +185,8 @@ def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) ->
     tp = config.rollout.tp
     kv_heads = padded_config(model_config, max_tp(config, num_devices)).num_kv_heads
     heads = kv_heads // splits(kv_heads, tp)
-    positions = config.rollout.block_size * kv_layers_of(config, model_config).size * model_config.head_dim
-    return 2 * positions * heads * BYTES[config.rollout.dtype]
+    positions = config.rollout.block_size * kv_layers_of(config, model_config).size
+    return 2 * positions * heads * config.rollout.kv_head_bytes(model_config.head_dim)
 
 
 def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:

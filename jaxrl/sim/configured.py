@@ -112,7 +112,8 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
         source += f", with {', '.join(chosen.efficiency)} as configured"
     rollout = config.with_types("gpu").rollout
     narrow = 0 if rollout.quantization == "none" else BYTES[rollout.quantization]
-    parts = model_sizes(config), machine, factors, BYTES[rollout.dtype], narrow
+    model = model_sizes(config)
+    parts = model, machine, factors, BYTES[rollout.dtype], narrow, rollout.kv_head_bytes(model.head_dim)
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
         return CostModel(*parts), described

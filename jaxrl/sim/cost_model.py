@@ -136,9 +136,11 @@ class CostModel:
     answers.
 
     Attributes:
-      number_bytes: of one number of the rollout's weights and KV (2: bfloat16).
+      number_bytes: of one number of the rollout's weights, activations and KV (2: bfloat16).
       layer_bytes: of one number of its layers' weights (1: `rollout.quantization`); 0: `number_bytes`. Factors of
         outputs, a thousandth of it, are left out.
+      kv_head_bytes: of a key or value of one head at one position (`rollout.kv_cache_dtype`); 0: `number_bytes` for
+        each of its numbers.
     """
 
     model: ModelConfig
@@ -146,6 +148,7 @@ class CostModel:
     efficiency: Efficiency = Efficiency()
     number_bytes: int = 2
     layer_bytes: int = 0
+    kv_head_bytes: int = 0
     params: ParameterCounts = field(init=False, repr=False, compare=False)
     # decode's coefficients by TP degree, and passes by rows, once each: a simulation asks for millions of steps
     _decode: dict[int, tuple[float, float, float, float, float]] = field(
@@ -365,7 +368,7 @@ class CostModel:
     def kv_bytes_per_token(self, tp: int) -> int:
         model = self.model
         heads = model.num_kv_heads // self._kv_split(tp)
-        return 2 * model.num_layers * heads * model.head_dim * self.number_bytes
+        return 2 * model.num_layers * heads * (self.kv_head_bytes or model.head_dim * self.number_bytes)
 
     def device_params(self, tp: int, params: int) -> float:
         """How many of `params` parameters lie on one of `tp` devices; copied key/value heads count in full."""

@@ -91,7 +91,7 @@ def test_a_quantised_rollout_that_is_another_policy_is_told_when_it_begins_and_d
     caplog: pytest.LogCaptureFixture,
 ):
     mismatched(make_alarms(quantization="int8"), 0.009, 0.011, 0.02, 0.022, 0.03, 0.01, 0.012)
-    text = "nats a token, above 0.01: rollout.quantization=int8 makes another policy of it"
+    text = "nats a token, above 0.01: rollout.quantization=int8 makes another policy of the rollout"
     off = "; algorithm.rollout_correction.rollout_is is none"
     assert heard(caplog) == [
         f"step {step}: rollout_corr/k3_kl is {value} {text}{off}"

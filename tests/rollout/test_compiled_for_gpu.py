@@ -96,6 +96,16 @@ def test_quantised_weights_are_read_as_codes(kind: str):
     assert max(map(size_of, written)) < matrices // 4
 
 
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=SLOW)])
+def test_a_cache_of_codes_is_read_and_written_by_the_same_kernels(kind: str):
+    plain, narrow = (one_layer("decode", LARGE, "--kv", each) for each in ("none", kind))
+    assert narrow["kernels"] == plain["kernels"]
+    assert narrow["copies"] == []
+    assert narrow["memory"]["results"] - narrow["memory"]["aliased"] < 1 << 20, "pool and scales are written in place"
+    assert narrow["memory"]["temporaries"] < plain["memory"]["temporaries"] + 4096
+    assert narrow["pool_array_bytes"] / plain["pool_array_bytes"] == (128 + 4) / 256
+
+
 def test_one_row_writes_no_product_out():
     """A product of one row with a matrix [I, O] must not exist as [I, O] terms: three times the matrix's bytes."""
     text = decode(rows=1)["hlo"]

@@ -60,6 +60,7 @@ def test_kv_bytes_and_their_split():
     assert [COST.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]  # two heads split over two at most
     assert replace(COST, number_bytes=4).kv_bytes_per_token(1) == 512
     assert QWEN.kv_bytes_per_token(1) == 196_608
+    assert replace(COST, kv_head_bytes=16 + 4).kv_bytes_per_token(1) == 2 * 2 * 2 * 20, "codes and a scale"
 
 
 def test_copied_key_value_heads_take_memory_on_every_device():
