@@ -49,9 +49,8 @@ LENGTH = 128  # the most tokens of a response
 
 
 def _options(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--tokens", type=int, default=4096, help="of all responses of a case together, at the most (4096)"
-    )
+    made.add_argument("--tokens", type=int, default=4096, help="of a case, at the most (4096)")
+    made.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], help="what is quantised, and how (all)")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -66,8 +65,8 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
     with session.on(records.describe_devices(records.prepare_devices(options.devices)), is_timed=False):
         say(f"| {'case':<22} | tokens | mean abs | largest | k3 | weight < 1/2 | weight > 2 |\n| --- |{' ---: |' * 6}")
         for dtype in options.dtypes:
-            for name, overrides in CASES.items():
-                gaps = _gaps(options, dtype, overrides)
+            for name in options.cases:
+                gaps = _gaps(options, dtype, CASES[name])
                 cases.append({"case": name, "dtype": dtype, "tokens": len(gaps), **figures(gaps)})
                 say(line(cases[-1]))
                 gc.collect()

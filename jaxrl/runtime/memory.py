@@ -213,13 +213,18 @@ def memory_plan(
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
     Raises:
-      ValueError: as `layout_sizes` and `rollout_memory`, as `choose_packed` for `actor.attention`, and as
-        `refuse_invariant` for `actor.numerics`.
+      ValueError: as `layout_sizes` and `rollout_memory`, as `choose_packed` for `actor.attention`, as
+        `refuse_invariant` for `actor.numerics`, and for a KV cache that the platform does not take.
     """
     own = config.rollout.num_devices
     rolling, training = own or num_devices // config.hosts.num, num_devices - own
     if config.actor.numerics == "invariant":
         refuse_invariant(model_config, platform, config.actor.numerics_tp)
+    if platform == "tpu" and config.rollout.kv_codes != "none":
+        raise ValueError(
+            f"rollout.kv_cache_dtype ({config.rollout.kv_cache_dtype}) must be auto on TPUs, which pad each "
+            "position's scale to 128 numbers"
+        )
     num_rows, num_blocks = layout_sizes(config, model_config, rolling, device_bytes)[config.rollout.tp]
     remat = plan_remat(config, model_config, training, device_bytes, platform)
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
