@@ -132,7 +132,7 @@ ABSENT: Mapping[str, str] = {
     "rollout.name": "jaxrl has its own engine",
     "rollout.mode": "jaxrl has its own engine, which gives out samples as they end",
     "rollout.engine_kwargs": "jaxrl has its own engine, whose options are those of rollout",
-    "rollout.quantization_config_file": "rollout.quantization names one of two forms, and there is nothing to set in it",
+    "rollout.quantization_config_file": "rollout.quantization names one of two forms, which have nothing to set",
     "rollout.load_format": "the engine reads the trainer's weights where they are",
     "rollout.layered_summon_param": "the engine reads the trainer's weights where they are",
     "rollout.free_cache_engine": "the KV pool is planned with the rest of a device's memory (rollout.memory_fraction)",
