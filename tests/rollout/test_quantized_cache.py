@@ -58,6 +58,13 @@ def drafts(responses: list[list[int]]) -> list[Any]:
     return made
 
 
+def test_windows_hold_what_blocks_do(x64):
+    few = ASKED[:2]
+    coded, _ = drawn(few, kv_codes="int8")
+    assert drawn(few, kv_codes="int8", **PAGED)[0] == coded
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_no_path_changes_a_token(kind, x64):
     """Windows and blocks, chunks of prompts, preemption, drafts: in float64 the tokens are the same."""
@@ -103,7 +110,8 @@ def test_a_position_depends_on_its_own_key_and_value(kind):
     at = jnp.arange(20, dtype=jnp.int32)[None, None]
     rows = jnp.array([[[4, 2, 3]]], jnp.int32), at, jnp.ones(at.shape, bool)
     how = choose_paged("auto", "cpu")
-    out, (pool_k, _) = kv_cache.attend(layout, q, k, v, (pool_k, pool_v), *rows, how)
+    attend = jax.jit(partial(kv_cache.attend, layout, how=how))
+    out, (pool_k, _) = attend(q, k, v, (pool_k, pool_v), *rows)
     known_k, known_v = (numbers(kv_cache.coded(x, pool_k), jnp.float32) for x in (k, v))
     off = np.abs(known_k - k).max(-1) / np.maximum(np.abs(k).max(-1), 1e-30)
     assert 1e-4 < off.max() < {"int8": 0.5 / 127, "fp8": 2**-4}[kind] * 1.01
