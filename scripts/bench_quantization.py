@@ -56,8 +56,6 @@ def _options(made: argparse.ArgumentParser) -> None:
 def _check(options: argparse.Namespace) -> None:
     if not options.model:
         raise ValueError("--shape has random weights, whose distributions are nearly flat: give --model")
-    if options.quick:
-        options.tokens = 8 * check_numerics.LEAST_TOKENS
 
 
 def _measure(options: argparse.Namespace, session: Session) -> Record:
@@ -120,7 +118,7 @@ def line(case: dict[str, Any]) -> str:
     return f"| {case['case'] + ', ' + case['dtype']:<22} | {case['tokens']} | {numbers} | {shares} |"
 
 
-BENCHMARK = Benchmark("quantization", __doc__, _measure, _options, {"dtypes": ["float32"]}, ("tokens",), _check)
+BENCHMARK = Benchmark("quantization", __doc__, _measure, _options, None, ("tokens",), _check)
 main, parser = BENCHMARK.main, BENCHMARK.parser
 
 
