@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import jax
 
 from jaxrl.kernels import invariant, packed, reference
-from jaxrl.kernels.reference import PLAIN, Keys, Rule
+from jaxrl.kernels.reference import PLAIN, Cached, Keys, Rule
 
 if TYPE_CHECKING:
     from jaxrl.kernels.packed_pallas import TileLists
@@ -51,15 +51,15 @@ class PagedAttention(NamedTuple):
     parts: int = 1
     on_tpu: bool = False
 
-    def write(self, pool_KNPD: jax.Array, new_RCKD: jax.Array, *rows: jax.Array) -> jax.Array:
+    def write(self, pool_KNPD: Cached, new_RCKD: Cached, *rows: jax.Array) -> Cached:
         """The pool with new keys or values; `rows`: as `reference.write_kv` takes them."""
         return reference.write_kv(pool_KNPD, new_RCKD, *rows, by_head=self.on_tpu)
 
     def attend(
         self,
         q_RCHD: jax.Array,
-        k_KNPD: jax.Array,
-        v_KNPD: jax.Array,
+        k_KNPD: Cached,
+        v_KNPD: Cached,
         tables_RW: jax.Array,
         positions_RC: jax.Array,
         rule: Rule = PLAIN,

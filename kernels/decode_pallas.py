@@ -43,8 +43,10 @@ from jaxrl.kernels.paged_pallas import (
     each_piece,
     list_work,
     merge,
+    of_head,
     of_table,
     piece_outputs,
+    pool_inputs,
     refusal,
     score_scale,
     store_piece,
@@ -52,6 +54,7 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
+from jaxrl.kernels.reference import Cached
 
 
 class HeadNorms(NamedTuple):
@@ -73,7 +76,7 @@ def decode_refusal(heads: int, kv_heads: int, dim: int, dtype: Any) -> str | Non
 
 
 @partial(
-    jax.jit, static_argnames=("eps", "window", "tiles", "interpret")
+    jax.jit, static_argnames=("dtype", "eps", "window", "tiles", "interpret")
 )  # layers of one shape share one trace of the kernels
 def decode_attention(
     qkv_SRKXD: jax.Array,
@@ -81,63 +84,62 @@ def decode_attention(
     norms: HeadNorms | None,
     cos_RC: jax.Array,
     sin_RC: jax.Array,
-    k_KNPD: jax.Array,
-    v_KNPD: jax.Array,
+    k_KNPD: Cached,
+    v_KNPD: Cached,
     tables_RW: jax.Array,
     positions_R: jax.Array,
     *,
     eps: float,
+    dtype: Any = None,
     window: int = 0,
     tiles: PagedTileSizes | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Cached, Cached]:
     """One new position for every row.
 
     Args:
       qkv_SRKXD: partial sums of the product, float32, not rounded yet; their sum is what the product gives.
-      bias_KXD: added to it; in the pool's dtype, like everything that follows.
+      bias_KXD: added to it; in `dtype`, like everything that follows.
       cos_RC, sin_RC: float32 [R, D / 2], rotary embedding at the rows' positions.
       k_KNPD, v_KNPD: the layer's pool. Given away: the results take its place.
       tables_RW: blocks of each row; positions_R: the new position, -1 for rows that do not decode.
       eps: of the norms.
+      dtype: of activations; None: as the pool, which holds no codes.
       window: as in `reference.Rule`.
       tiles: how to cut the work; `choose_tiles` decides if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
     Returns:
-      Attention's output [R, K * G, D] in the pool's dtype, and the pool with the new keys and values.
+      Attention's output [R, K * G, D] in `dtype`, and the pool with the new keys and values.
 
     Raises:
       ValueError: for what `decode_refusal` names.
     """
     _, rows, kv_heads, slab, dim = qkv_SRKXD.shape
-    (_, blocks, size, _), dtype, width = k_KNPD.shape, k_KNPD.dtype, tables_RW.shape[1]
+    size, width, dtype = k_KNPD.shape[2], tables_RW.shape[1], jnp.dtype(dtype or k_KNPD.dtype)
     heads = kv_heads * (slab - 2)
     if reason := decode_refusal(heads, kv_heads, dim, dtype):
         raise ValueError(f"decode's Pallas kernel: {reason}; use implementation='reference'")
     tiles = tiles or choose_tiles(rows, 1, heads, kv_heads, width * size, dim, dtype)
     tiles = replace(tiles, queries=max(tiles.queries, pl.next_power_of_2(slab - 2)))
-    pool = jax.ShapeDtypeStruct((kv_heads, blocks * size, dim), dtype), _of_head(blocks * size, dim)
+    pool = pool_inputs(k_KNPD, v_KNPD)
     work, programs = list_work(positions_R, positions_R - 1, window, width * size, tiles, kv_heads)
     inputs = {
-        "k": (k_KNPD.reshape(pool[0].shape), pool[1]),
-        "v": (v_KNPD.reshape(pool[0].shape), pool[1]),
+        **pool,
         "table": (tables_RW.astype(jnp.int32), WHOLE),
         "position": (positions_R.astype(jnp.int32), WHOLE),
         **_slab_inputs(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC),
         **work,
     }
-    outputs = {"new_k": pool, "new_v": pool}
+    outputs = {f"new_{name}": (jax.ShapeDtypeStruct(x.shape, x.dtype), spec) for name, (x, spec) in pool.items()}
     outputs |= piece_outputs(rows, heads, dim, dtype, pl.cdiv(width * size, tiles.piece))
     how = tiles.num_warps, tiles.num_stages
-    kernel = partial(_decode_kernel, tiles=tiles, size=size, eps=eps, window=window)
-    made = call(kernel, (kv_heads, programs), inputs, outputs, how, interpret, {0: 0, 1: 1})
-    new_k, new_v = (made.pop(name).reshape(k_KNPD.shape) for name in ("new_k", "new_v"))
+    kernel = partial(_decode_kernel, tiles=tiles, size=size, eps=eps, window=window, dtype=dtype)
+    made = call(kernel, (kv_heads, programs), inputs, outputs, how, interpret, {i: i for i in range(len(pool))})
+    arrays, structure = jax.tree.flatten((k_KNPD, v_KNPD))
+    new = [made.pop(f"new_{name}").reshape(x.shape) for name, x in zip(pool, arrays, strict=True)]
+    new_k, new_v = jax.tree.unflatten(structure, new)
     return merge(made, work, None, heads, interpret).reshape(rows, heads, dim), new_k, new_v
-
-
-def _of_head(*dims: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, *dims), lambda i, p: (i, *(0,) * len(dims)))
 
 
 def _slab_inputs(
@@ -149,20 +151,21 @@ def _slab_inputs(
 ) -> Inputs:
     """What the new queries, keys and values come from, by the names that `_decode_kernel` has for it."""
     shares, rows, _, slab, dim = qkv_SRKXD.shape
-    of_head = pl.BlockSpec((shares, rows, None, slab, dim), lambda i, p: (0, 0, i, 0, 0))
-    inputs = {"qkv": (qkv_SRKXD, of_head), "cos": (cos_RC, WHOLE), "sin": (sin_RC, WHOLE)}
+    of_slab = pl.BlockSpec((shares, rows, None, slab, dim), lambda i, p: (0, 0, i, 0, 0))
+    inputs = {"qkv": (qkv_SRKXD, of_slab), "cos": (cos_RC, WHOLE), "sin": (sin_RC, WHOLE)}
     if bias_KXD is not None:
-        inputs["bias"] = bias_KXD, _of_head(slab, dim)
+        inputs["bias"] = bias_KXD, of_head(slab, dim)
     if norms is not None:
         inputs |= {"q_norm": (norms.q, WHOLE), "k_norm": (norms.k, WHOLE)}
     return inputs
 
 
 def _decode_kernel(
-    *refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, size: int, eps: float, window: int
+    *refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, size: int, eps: float, window: int, dtype: Any
 ) -> None:
-    """Refs by name: of one key/value head qkv [S, R, X, D], k, v, new_k, new_v [N * P, D], bias [X, D]; table [R, W],
-    position [R], cos, sin [R, D / 2], q_norm, k_norm [D], those of `list_work` and `piece_outputs`."""
+    """Refs by name: of one key/value head qkv [S, R, X, D], k, v, new_k, new_v [N * P, D], bias [X, D]; where the pool
+    holds codes, k_scale, v_scale, new_k_scale, new_v_scale [N * P]; table [R, W], position [R], cos, sin [R, D / 2],
+    q_norm, k_norm [D], those of `list_work` and `piece_outputs`."""
     ref = dict(zip(names, refs, strict=True))
     kv_head, group, dim = pl.program_id(0), ref["qkv"].shape[2] - 2, ref["qkv"].shape[3]
     tile = tile_of(0, kv_head, 1, pl.num_programs(0) * group, group, tiles.queries)
@@ -174,15 +177,15 @@ def _decode_kernel(
         starts = position >= 0
         if at.index is not None:
             starts &= at.index == ref["bounds"][at.row]
-        q_MD = _turned(ref, at.row, query_M, tile.live_M, "q_norm", eps)
-        key_1D = _turned(ref, at.row, one + group, one == 0, "k_norm", eps)
-        value_1D = _biased(ref, at.row, one + (group + 1), one == 0, _columns(1, dim))
+        q_MD = _turned(ref, at.row, query_M, tile.live_M, "q_norm", eps, dtype)
+        key_1D = _turned(ref, at.row, one + group, one == 0, "k_norm", eps, dtype)
+        value_1D = _biased(ref, at.row, one + (group + 1), one == 0, _columns(1, dim), dtype)
 
         entry = jnp.minimum(lax.div(jnp.maximum(position, 0), size), ref["table"].shape[1] - 1)
         mask = (one == 0) & starts
         slot = plgpu.load(ref["table"].at[one + at.row, one + entry], mask=mask, other=0) * size
-        store_rows(ref["new_k"], slot + lax.rem(position, size), key_1D, mask)
-        store_rows(ref["new_v"], slot + lax.rem(position, size), value_1D, mask)
+        slot += lax.rem(position, size)
+        key_1D, value_1D = (_stored(ref, name, slot, x, mask) for name, x in (("k", key_1D), ("v", value_1D)))
 
         score_M = jnp.sum(q_MD.astype(jnp.float32) * key_1D.astype(jnp.float32), axis=1) * score_scale(dim)
         seen_M = jnp.broadcast_to(starts, score_M.shape)
@@ -194,21 +197,50 @@ def _decode_kernel(
         )
         last_M = jnp.broadcast_to(position - 1, score_M.shape)
         first_M = last_M - (window - 2) if window else None
-        store_piece(ref, at, tile, walk(q_MD, first_M, last_M, of_table(ref, at.row, size), tiles, at.number, carry))
+        load = of_table(ref, at.row, size, dtype)
+        store_piece(ref, at, tile, walk(q_MD, first_M, last_M, load, tiles, at.number, carry))
 
     each_piece(ref, visit)
+
+
+def _stored(ref: dict[str, Any], name: str, slot: jax.Array, x_1D: jax.Array, mask: jax.Array) -> jax.Array:
+    """Writes a new key or value to its slot of the pool, and returns what stands there for it: of codes, made as
+    `jaxrl.sharding.narrow_weights` makes them, the numbers."""
+    scale_ref = ref.get(f"new_{name}_scale")
+    if scale_ref is None:
+        store_rows(ref[f"new_{name}"], slot, x_1D, mask)
+        return x_1D
+    wide_1D, is_whole = x_1D.astype(jnp.float32), ref[name].dtype == jnp.int8
+    most = 127.0 if is_whole else 448.0
+    top_1 = jnp.max(jnp.abs(wide_1D), axis=1)
+    codes_1D = wide_1D * (most / jnp.where(top_1 == 0, 1, top_1))[:, None]
+    if is_whole:
+        codes_1D = _rounded(codes_1D)
+    codes_1D, scale_1 = codes_1D.astype(ref[name].dtype), top_1 / most
+    store_rows(ref[f"new_{name}"], slot, codes_1D, mask)
+    plgpu.store(scale_ref.at[slot], scale_1, mask=mask)
+    return (codes_1D.astype(jnp.float32) * scale_1[:, None]).astype(x_1D.dtype)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """To the nearest whole number, halves to even: Triton has no such function."""
+    whole = jnp.floor(x)
+    rest, is_odd = x - whole, whole - 2 * jnp.floor(whole / 2) == 1
+    return jnp.where((rest > 0.5) | ((rest == 0.5) & is_odd), whole + 1, whole)
 
 
 def _columns(rows: int, dim: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (rows, dim), 1)
 
 
-def _turned(ref: dict[str, Any], row: Any, rows: jax.Array, mask: jax.Array, norm: str, eps: float) -> jax.Array:
-    """Rows of a row's slab, [len(rows), D] in the pool's dtype, normed and with rotary embedding."""
-    dim, dtype = ref["qkv"].shape[3], ref["k"].dtype
+def _turned(
+    ref: dict[str, Any], row: Any, rows: jax.Array, mask: jax.Array, norm: str, eps: float, dtype: Any
+) -> jax.Array:
+    """Rows of a row's slab, [len(rows), D], normed and with rotary embedding."""
+    dim = ref["qkv"].shape[3]
     at = _columns(len(rows), dim)
     partner_at = jnp.where(at < dim // 2, at + dim // 2, at - dim // 2)
-    x, partner = _biased(ref, row, rows, mask, at), _biased(ref, row, rows, mask, partner_at)
+    x, partner = (_biased(ref, row, rows, mask, columns, dtype) for columns in (at, partner_at))
     if norm in ref:
         wide = x.astype(jnp.float32)
         factor = lax.rsqrt(jnp.sum(wide * wide, axis=1) / dim + eps)[:, None]
@@ -221,10 +253,12 @@ def _turned(ref: dict[str, Any], row: Any, rows: jax.Array, mask: jax.Array, nor
     return (x.astype(jnp.float32) * cos + partner.astype(jnp.float32) * sin).astype(dtype)
 
 
-def _biased(ref: dict[str, Any], row: Any, rows: jax.Array, mask: jax.Array, columns: jax.Array) -> jax.Array:
+def _biased(
+    ref: dict[str, Any], row: Any, rows: jax.Array, mask: jax.Array, columns: jax.Array, dtype: Any
+) -> jax.Array:
     """Elements of the slab at rows and columns [len(rows), D]: the product, and the bias added to it."""
     rows, mask = (jnp.broadcast_to(x[:, None], columns.shape) for x in (rows, mask))
-    dtype, shares = ref["k"].dtype, ref["qkv"].shape[0]
+    shares = ref["qkv"].shape[0]
     total = jnp.zeros(columns.shape, jnp.float32)
     for i in range(shares):
         at = (jnp.full(columns.shape, each, jnp.int32) for each in (i, row))

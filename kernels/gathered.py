@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.kernels import reference
+from jaxrl.kernels.reference import Cached
 
 _HIDDEN = -1e30
 """Added to scores that must not count: lower than any score, but finite."""
@@ -56,7 +57,8 @@ class Window(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """Keys and values of the program's own steps: [B, T, D] each; or the specs of both."""
+    """Keys and values of the program's own steps: [B, T, D] each, codes where the pool has them; or the specs of
+    both."""
 
     keys_BTD: Any
     values_BTD: Any
@@ -93,46 +95,47 @@ def window_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_
     return WindowTiles(blocks_UW, owner_U, first_U)
 
 
-def gather(pool_k_KNPD: jax.Array, pool_v_KNPD: jax.Array, blocks_UW: jax.Array) -> Window:
-    """The window of tiles with these blocks."""
-    heads, _, size, dim = pool_k_KNPD.shape
+def gather(pool_k_KNPD: Cached, pool_v_KNPD: Cached, blocks_UW: jax.Array, dtype: Any = None) -> Window:
+    """The window of tiles with these blocks, in `dtype` where the pool holds codes."""
+    heads, _, size, _ = pool_k_KNPD.shape
     count, width = blocks_UW.shape
 
-    def one(pool_KNPD: jax.Array) -> jax.Array:
-        return pool_KNPD[:, blocks_UW].reshape(heads * count, width * size, dim)
+    def one(pool_KNPD: Cached) -> jax.Array:
+        own = jax.tree.map(lambda x: x[:, blocks_UW].reshape(heads * count, width * size, -1), pool_KNPD)
+        return reference.numbers(own, dtype)
 
     return Window(jnp.swapaxes(one(pool_k_KNPD), -1, -2), one(pool_v_KNPD))
 
 
-def blank(pool_v_KNPD: jax.Array, num_rows: int, num_steps: int) -> Fresh:
-    """An empty fresh buffer for `num_steps` steps of `num_rows` rows of this pool."""
-    heads, _, _, dim = pool_v_KNPD.shape
-    empty = jnp.zeros((heads * num_rows, num_steps, dim), pool_v_KNPD.dtype)
+def blank(pool_v_KNPD: Cached, num_rows: int, num_steps: int) -> Fresh:
+    """An empty fresh buffer for `num_steps` steps of `num_rows` rows of this pool, of codes where it is."""
+    rows = pool_v_KNPD.shape[0] * num_rows
+    empty: Any = jax.tree.map(lambda x: jnp.zeros((rows, num_steps, x.shape[-1]), x.dtype), pool_v_KNPD)
     return Fresh(empty, empty)
 
 
-def put(fresh: Fresh, k_RKD: jax.Array, v_RKD: jax.Array, step: jax.Array) -> Fresh:
+def put(fresh: Fresh, k_RKD: Cached, v_RKD: Cached, step: jax.Array) -> Fresh:
     """Stores one step's keys and values of every row."""
 
     def one(buffer: jax.Array, new_RKD: jax.Array) -> jax.Array:
         new_B1D = jnp.swapaxes(new_RKD, 0, 1).reshape(-1, 1, new_RKD.shape[-1]).astype(buffer.dtype)
         return jax.lax.dynamic_update_slice_in_dim(buffer, new_B1D, step, axis=1)
 
-    return Fresh(one(fresh.keys_BTD, k_RKD), one(fresh.values_BTD, v_RKD))
+    return jax.tree.map(one, fresh, Fresh(k_RKD, v_RKD))
 
 
-def put_several(fresh: Fresh, k_RCKD: jax.Array, v_RCKD: jax.Array, at_RC: jax.Array) -> Fresh:
+def put_several(fresh: Fresh, k_RCKD: Cached, v_RCKD: Cached, at_RC: jax.Array) -> Fresh:
     """Stores keys and values of several positions of every row, each at its own index; those beyond the buffer's end
     are dropped."""
-    rows, _, heads, dim = k_RCKD.shape
+    rows, _, heads, _ = k_RCKD.shape
 
     def one(buffer_BTD: jax.Array, new_RCKD: jax.Array) -> jax.Array:
-        buffer_KRTD = buffer_BTD.reshape(heads, rows, -1, dim)
+        buffer_KRTD = buffer_BTD.reshape(heads, rows, *buffer_BTD.shape[1:])
         new_KRCD = jnp.moveaxis(new_RCKD, 2, 0).astype(buffer_BTD.dtype)
         written = buffer_KRTD.at[:, jnp.arange(rows)[:, None], at_RC].set(new_KRCD, mode="drop")
         return written.reshape(buffer_BTD.shape)
 
-    return Fresh(one(fresh.keys_BTD, k_RCKD), one(fresh.values_BTD, v_RCKD))
+    return jax.tree.map(one, fresh, Fresh(k_RCKD, v_RCKD))
 
 
 class _Part(NamedTuple):
@@ -215,6 +218,7 @@ def _attend(
 ) -> jax.Array:
     """[K, R, G, D] for scaled queries; `last`: the last fresh index that each sees, a scalar or [K * R, G, 1]."""
     kv_heads, rows = q_KRGD.shape[:2]
+    fresh = Fresh(*(reference.numbers(own, q_KRGD.dtype) for own in fresh))
     wide = jnp.promote_types(q_KRGD.dtype, jnp.float32)
     q_BGD = q_KRGD[:, tiles.owner_U].reshape(-1, *q_KRGD.shape[2:])
     old_BGS = jnp.einsum("bgd,bds->bgs", q_BGD, window.keys_BDS, preferred_element_type=wide)
@@ -251,13 +255,13 @@ def _attend(
 
 
 def scatter(
-    pool_k_KNPD: jax.Array,
-    pool_v_KNPD: jax.Array,
+    pool_k_KNPD: Cached,
+    pool_v_KNPD: Cached,
     fresh: Fresh,
     tables_RW: jax.Array,
     start_R: jax.Array,
     counts_R: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Cached, Cached]:
     """The pool with each row's first `counts` fresh steps written from position `start` on."""
     heads, rows = pool_k_KNPD.shape[0], tables_RW.shape[0]
     offsets = jnp.arange(fresh.keys_BTD.shape[1])
@@ -268,4 +272,4 @@ def scatter(
         new_KRTD = new_BTD.reshape(heads, rows, *new_BTD.shape[1:])
         return reference.write_kv(pool_KNPD, jnp.moveaxis(new_KRTD, 0, 2), tables_RW, positions_RT, valid_RT)
 
-    return write(pool_k_KNPD, fresh.keys_BTD), write(pool_v_KNPD, fresh.values_BTD)
+    return jax.tree.map(write, (pool_k_KNPD, pool_v_KNPD), tuple(fresh))

@@ -39,7 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxrl.kernels.reference import PLAIN, Rule
+from jaxrl.kernels.reference import PLAIN, Cached, Codes, Rule
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 HEAD_DIMS = (16, 32, 64, 128)  # a Triton tensor has a power of two of elements, a product at least 16 a side
@@ -98,7 +98,7 @@ def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str 
     heads, dim = q.shape[2:]
     if softcap:
         return f"scores are capped ({softcap:g}), which they do not compute"
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
+    if len({q.dtype, *(x.dtype for x in (k, v) if not isinstance(x, Codes))}) > 1 or q.dtype not in DTYPES:
         return f"queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) must be all bfloat16 or all float32"
     if dim not in HEAD_DIMS:
         return f"head_dim ({dim}) must be one of {HEAD_DIMS}"
@@ -110,8 +110,8 @@ def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str 
 @partial(jax.jit, static_argnames=("rule", "tiles", "interpret"))  # layers of one shape share one trace of the kernels
 def paged_attention(
     q_RCHD: jax.Array,
-    k_KNPD: jax.Array,
-    v_KNPD: jax.Array,
+    k_KNPD: Cached,
+    v_KNPD: Cached,
     tables_RW: jax.Array,
     positions_RC: jax.Array,
     *,
@@ -137,7 +137,7 @@ def paged_attention(
     if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
         raise ValueError(f"paged attention's Pallas kernel: {reason}; use implementation='reference'")
     rows, queries, heads, dim = q_RCHD.shape
-    kv_heads, blocks, size, _ = k_KNPD.shape
+    kv_heads, _, size, _ = k_KNPD.shape
     width, flat, dtype = tables_RW.shape[1], queries * heads, q_RCHD.dtype
     tiles = tiles or choose_tiles(rows, queries, heads, kv_heads, width * size, dim, dtype)
     num_tiles = pl.cdiv(queries * (heads // kv_heads), tiles.queries)
@@ -145,11 +145,9 @@ def paged_attention(
     if rule.window:
         first_R = jnp.min(jnp.where(positions_RC < 0, last_R[:, None], positions_RC), axis=1)
     work, programs = list_work(first_R, last_R, rule.window, width * size, tiles, kv_heads * num_tiles)
-    pool = pl.BlockSpec((None, blocks * size, dim), lambda i, p: (lax.div(i, num_tiles), 0, 0))
     inputs = {
         "q": (q_RCHD.reshape(rows * flat, dim), WHOLE),
-        "k": (k_KNPD.reshape(kv_heads, blocks * size, dim), pool),
-        "v": (v_KNPD.reshape(kv_heads, blocks * size, dim), pool),
+        **pool_inputs(k_KNPD, v_KNPD, num_tiles),
         "table": (tables_RW.astype(jnp.int32), WHOLE),
         "position": (positions_RC.astype(jnp.int32), WHOLE),
         **work,
@@ -167,7 +165,7 @@ def _paged_kernel(
     *refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, num_tiles: int, size: int, heads: int, window: int
 ) -> None:
     """Refs by name: q [R * F, D], table [R, W], position [R, C], sink [H], those of `list_work` and `piece_outputs`; of
-    one key/value head k, v [N * P, D]."""
+    one key/value head k, v [N * P, D], and k_scale, v_scale [N * P] where these are codes."""
     ref = dict(zip(names, refs, strict=True))
     width, queries = ref["table"].shape[1], ref["position"].shape[1]
     # Later tiles have longer contexts: started first, they leave no long tail.
@@ -181,7 +179,7 @@ def _paged_kernel(
         last_M = jnp.minimum(last_M, width * size - 1)
         first_M = last_M - (window - 1) if window else None
         q_MD = load_rows(ref["q"], at.row * (queries * heads) + tile.flat_M, tile.live_M)
-        part = walk(q_MD, first_M, last_M, of_table(ref, at.row, size), tiles, at.number)
+        part = walk(q_MD, first_M, last_M, of_table(ref, at.row, size, q_MD.dtype), tiles, at.number)
         store_piece(ref, at, tile, part)
 
     each_piece(ref, visit)
@@ -191,6 +189,22 @@ def _paged_kernel(
 
 Inputs = dict[str, tuple[jax.Array, pl.BlockSpec]]
 Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
+
+
+def pool_inputs(k_KNPD: Cached, v_KNPD: Cached, num_tiles: int = 1) -> Inputs:
+    """A layer's pool by the names of kernels whose first index counts key/value heads, in so many tiles each."""
+    inputs: Inputs = {}
+    for name, cached in (("k", k_KNPD), ("v", v_KNPD)):
+        for of, array in zip(("", "_scale"), jax.tree.leaves(cached), strict=False):
+            heads, blocks, size, dim = array.shape
+            dims = (blocks * size,) if of else (blocks * size, dim)
+            inputs[name + of] = array.reshape(heads, *dims), of_head(*dims, num_tiles=num_tiles)
+    return inputs
+
+
+def of_head(*dims: int, num_tiles: int = 1) -> pl.BlockSpec:
+    """A head's part of an array [K, *dims], for a grid's first index as in `pool_inputs`."""
+    return pl.BlockSpec((None, *dims), lambda i, p: (lax.div(i, num_tiles), *(0,) * len(dims)))
 
 
 def call(
@@ -360,14 +374,20 @@ def tile_of(number: Any, kv_head: Any, queries: int, heads: int, group: int, siz
     return Tile(column_M, column_M < queries, head_M, column_M * heads + head_M, queries, heads)
 
 
-def of_table(ref: dict[str, Any], row: Any, size: int) -> Load:
-    """Keys and values of a row's positions, by its block table."""
+def of_table(ref: dict[str, Any], row: Any, size: int, dtype: Any) -> Load:
+    """Keys and values of a row's positions, by its block table; `dtype`: to which what codes stand for is rounded."""
+
+    def of_slots(name: str, slot_B: jax.Array, inside_B: jax.Array) -> jax.Array:
+        rows_BD = load_rows(ref[name], slot_B, inside_B)
+        if (scale := ref.get(f"{name}_scale")) is None:
+            return rows_BD
+        return (rows_BD.astype(jnp.float32) * load_numbers(scale, slot_B, inside_B)[:, None]).astype(dtype)
 
     def load(at_B: jax.Array, inside_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         entry_B = lax.div(at_B, size)
         block_B = plgpu.load(ref["table"].at[jnp.full(entry_B.shape, row), entry_B], mask=inside_B, other=0)
         slot_B = block_B * size + lax.rem(at_B, size)
-        return load_rows(ref["k"], slot_B, inside_B), load_rows(ref["v"], slot_B, inside_B)
+        return of_slots("k", slot_B, inside_B), of_slots("v", slot_B, inside_B)
 
     return load
 
@@ -463,7 +483,7 @@ def softmax_step(
 def load_rows(ref: Any, rows: jax.Array, mask: jax.Array | None) -> jax.Array:
     """[len(rows), D]: these rows of a ref [., D]; zeros, and nothing read, where the mask is False (None: all read)."""
     at, mask = _elements(ref, rows, mask)
-    return plgpu.load(at, mask=mask, other=None if mask is None else 0)
+    return plgpu.load(at, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
 def load_numbers(ref: Any, rows: jax.Array, mask: jax.Array | None) -> jax.Array:

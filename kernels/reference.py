@@ -44,6 +44,36 @@ ATTENTION = "attention"
 """Name of the arrays that the tiled kernels keep for their backward pass, so that a remat policy can keep them too."""
 
 
+class Codes(NamedTuple):
+    """Cached keys or values in a byte a number (`rollout.kv_cache_dtype`), or the specs or shapes of both arrays.
+
+    Attributes:
+      codes: [..., D], int8 or float8. scales: float32 [..., 1], what a head's codes of a position are multiplied by.
+    """
+
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.codes.dtype
+
+
+Cached = jax.Array | Codes
+
+
+def numbers(cached: Cached, dtype: Any) -> jax.Array:
+    """What codes stand for, rounded to a type; other arrays as they are."""
+    if not isinstance(cached, Codes):
+        return cached
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return (cached.codes.astype(wide) * cached.scales.astype(wide)).astype(dtype)
+
+
 def operands(widen: bool, tree: Any) -> Any:
     """Operands of a product: with `widen`, arrays narrower than float32 become float32, which is exact.
 
@@ -127,24 +157,28 @@ def packed_attention(
 # ---------------------------------------------------------------- paged cache (rollout); dims as in kernels.attention
 
 
-def _heads(pool_KNPD: jax.Array, by_head: bool) -> Any:
+def _heads(pool_KNPD: Cached, by_head: bool) -> Any:
     """What indexes a pool's heads beside its blocks. Each by its number keeps XLA:TPU from another layout of the pool,
     with the heads of a position side by side, and so from copying it; other backends are faster with a slice."""
     return jnp.arange(pool_KNPD.shape[0])[:, None, None] if by_head else slice(None)
 
 
 def write_kv(
-    pool_KNPD: jax.Array,
-    new_RCKD: jax.Array,
+    pool_KNPD: Cached,
+    new_RCKD: Cached,
     tables_RW: jax.Array,
     positions_RC: jax.Array,
     valid_RC: jax.Array,
     by_head: bool = False,
-) -> jax.Array:
+) -> Any:
     """Scatters [R, C] positions into their blocks; invalid ones go to block 0, which belongs to no row.
 
     `by_head`: as it suits TPUs; the result is the same.
     """
+    if isinstance(pool_KNPD, Codes):
+        rows = tables_RW, positions_RC, valid_RC, by_head
+        return jax.tree.map(lambda pool, new: write_kv(pool, new, *rows), pool_KNPD, new_RCKD)
+    assert not isinstance(new_RCKD, Codes), "codes go into a pool of codes"
     size = pool_KNPD.shape[2]
     entry = jnp.minimum(positions_RC // size, tables_RW.shape[1] - 1)
     blocks_RC = jnp.where(valid_RC, jnp.take_along_axis(tables_RW, entry, axis=1), 0)
@@ -154,8 +188,8 @@ def write_kv(
 
 def paged_attention(
     q_RCHD: jax.Array,
-    k_KNPD: jax.Array,
-    v_KNPD: jax.Array,
+    k_KNPD: Cached,
+    v_KNPD: Cached,
     tables_RW: jax.Array,
     positions_RC: jax.Array,
     rule: Rule = PLAIN,
@@ -171,8 +205,10 @@ def paged_attention(
     span, group = tables_RW.shape[1] * size, heads // kv_heads
     accumulate = jnp.promote_types(q_RCHD.dtype, jnp.float32)
     own = _heads(k_KNPD, by_head), tables_RW
-    k_KRSD = k_KNPD[own].reshape(kv_heads, rows, span, dim)
-    v_KRSD = v_KNPD[own].reshape(kv_heads, rows, span, dim)
+    k_KRSD, v_KRSD = (
+        numbers(jax.tree.map(lambda x: x[own].reshape(kv_heads, rows, span, -1), cached), q_RCHD.dtype)
+        for cached in (k_KNPD, v_KNPD)
+    )
     # Queries of one row and key/value head side by side (M = C * G): the products are then plain batched matrices.
     q_KRMD = jnp.moveaxis(q_RCHD.reshape(rows, queries, kv_heads, group, dim), 2, 0).reshape(kv_heads, rows, -1, dim)
     # Keys on the left: with few queries, XLA:CPU multiplies [S, D] x [D, M] twice as fast as [M, D] x [D, S].

@@ -49,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", default="Qwen2.5-1.5B", help="of a model (jaxrl.models.shapes; Qwen2.5-1.5B)")
     made.add_argument("--layers", type=int, default=2, help="how many of its layers (2)")
     made.add_argument("--dtype", default="bfloat16", help="of weights and activations (bfloat16)")
+    made.add_argument("--quantization", default="none", help="of the rollout: rollout.quantization (none)")
+    made.add_argument("--kv", default="none", help="of the rollout: rollout.kv_cache_dtype (none)")
     made.add_argument("--rows", type=int, default=64, help="rows of the program (64)")
     made.add_argument("--context", type=int, default=1024, help="tokens of the longest sequence (1024)")
     made.add_argument("--tokens", type=int, default=512, help="prefill: tokens of a chunk; training: of a row (512)")
@@ -118,6 +120,8 @@ Made = tuple[Any, dict[str, Any], dict[str, Any]]
 
 def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
     """The largest program of its kind that an executor of these sizes has."""
+    import jax
+
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
     from jaxrl.sharding.layout import Layout
@@ -128,6 +132,8 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
         max_length=options.context,
         max_prefill_tokens=options.tokens,
         dtype=options.dtype,
+        quantization=options.quantization,
+        kv_codes=options.kv,
         attention=options.attention if options.chip in compiled.TPUS else "pallas",
         is_invariant=options.numerics == "invariant",
         max_tp=options.tp,
@@ -146,7 +152,9 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
         programs.compiler_options(options.program),
         {
             "program": list(shape),
-            "pool_array_bytes": math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize,
+            "pool_array_bytes": sum(
+                math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(pool)
+            ),
         },
     )
 

@@ -12,6 +12,9 @@ heads that are replicated over a part of tp, the identity makes the partitioner 
 an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees, with one
 all-to-all per array over the axes that split heads, and one all-gather over the other axes.
 
+A pool of codes (`rollout.kv_cache_dtype`) has two arrays where another has one: codes, and scales, whose last dim is 1.
+They are moved as two pools, one after the other.
+
 One program moves an array: take the live blocks of each lane, exchange, scatter into the new pool. One array (of keys
 or of values, of one layer) is the unit of a chunk; the old one is deleted right after its dispatch.
 
@@ -29,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,7 +47,8 @@ from jaxrl.sharding.mesh import axes_size
 from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES, crossing_bytes
 
 MIN_LANE_BLOCKS = 8
-Pool = list[tuple[jax.Array, jax.Array]]
+Pool = list[tuple[Any, Any]]
+"""Of each layer keys and values: arrays, or trees of arrays, all with the dims of a pool."""
 Lanes = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """What `KvPlan.lanes` gives. Blocks in the old and the new pool, int32 [lanes, M], -1 for none; and those that change
 their home, [lanes, homes, G], by the home that they go to and by the one that they come from."""
@@ -122,6 +126,15 @@ def migrate(
             f"KV migration: the layouts are of two meshes ({_describe(before)}; {_describe(after)}): migrate moves "
             "within one mesh, migrate_across between devices that are all others"
         )
+    parts, structure = _parts(pool)
+    for part in parts:
+        _checked(part, before, after, lanes, num_blocks, None)
+    return _joined([_migrate(part, before, after, lanes, num_blocks, max_extra_bytes) for part in parts], structure)
+
+
+def _migrate(
+    pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, max_extra_bytes: int
+) -> tuple[Pool, MigrationReport]:
     shape, index = _checked(pool, before, after, lanes, num_blocks, None)
     chunks = _chunks(shape, before, after, 2 * len(pool), max_extra_bytes)
     programs = [_move(shape, before, after, count) for count in chunks]
@@ -140,7 +153,7 @@ def migrate(
 def precompile(
     before: Layout,
     after: Layout,
-    pool: Sequence[Sequence[jax.Array | jax.ShapeDtypeStruct]],
+    pool: Pool,
     num_blocks: int,
     sizes: Sequence[tuple[int, int]] | None = None,
     *,
@@ -152,17 +165,18 @@ def precompile(
       pool: arrays or `jax.ShapeDtypeStruct`s in the layout `before`.
       sizes: (M, G) of the lanes to compile for (rounded up as `lane_capacity` does); default: every pair there is.
     """
-    keys = pool[0][0]
-    most = lane_limit(before, after, keys.shape[2], num_blocks)
+    most = lane_limit(before, after, pool[0][0].shape[2], num_blocks)
     num_homes = min(before.dp, after.dp)
     if sizes is None:
         sizes = [(own, guests) for own in range(1, most + 1) for guests in range(most + 1 if num_homes > 1 else 1)]
-    found: dict[tuple[int, int, int], Any] = {}
+    found: dict[tuple[_Shape, int], Any] = {}
     for places, guests in sorted({_places(*size, most, num_homes) for size in sizes}):
-        heads, old_blocks, block_size, head_dim = keys.shape[1:]
-        shape = _Shape(heads, old_blocks, num_blocks, block_size, head_dim, keys.dtype, places, guests, False)
-        for count in _chunks(shape, before, after, 2 * len(pool), max_extra_bytes):
-            found[places, guests, count] = _move(shape, before, after, count)
+        for part in _parts(pool)[0]:
+            heads, old_blocks, block_size, head_dim = part[0][0].shape[1:]
+            sized = heads, old_blocks, num_blocks, block_size, head_dim, part[0][0].dtype
+            shape = _Shape(*sized, places, guests, False)
+            for count in _chunks(shape, before, after, 2 * len(pool), max_extra_bytes):
+                found[shape, count] = _move(shape, before, after, count)
     return list(found.values())
 
 
@@ -193,6 +207,23 @@ def migrate_across(
             f"KV migration across: {_describe(before)} and {_describe(after)} must be meshes of equal shape without a "
             f"common device, and have {len(shared)}: the same spec must exist on both sides"
         )
+    (parts, structure), held = _parts(pool), None if into is None else _parts(into)[0]
+    where = before, after, lanes, num_blocks
+    both = [*zip(parts, held or [None] * len(parts), strict=True)]
+    for part, own in both:
+        _checked(part, *where, own)
+    return _joined([_migrate_across(part, *where, own, max_extra_bytes) for part, own in both], structure)
+
+
+def _migrate_across(
+    pool: Pool,
+    before: Layout,
+    after: Layout,
+    lanes: Lanes,
+    num_blocks: int,
+    into: Pool | None,
+    max_extra_bytes: int,
+) -> tuple[Pool, MigrationReport]:
     shape, (source_index, target_index) = _checked(pool, before, after, lanes, num_blocks, into)
     landing = Layout(after.mesh, before.tp)
     chunks = _chunks(shape, landing, after, 2 * len(pool), max_extra_bytes)
@@ -213,6 +244,26 @@ def migrate_across(
             array.delete()
         new += previous
     return _layers(new), _report(shape, before, after, lanes, chunks, max_extra_bytes)
+
+
+def _parts(pool: Any) -> tuple[list[Pool], Any]:
+    """A pool's arrays of each kind as a pool of their own, and the structure of the whole."""
+    layers = [tuple(jax.tree.leaves(cached) for cached in layer) for layer in pool]
+    kinds = range(len(layers[0][0]))
+    return [[(keys[i], values[i]) for keys, values in layers] for i in kinds], jax.tree.structure(pool)
+
+
+def _joined(moved: Sequence[tuple[Pool, MigrationReport]], structure: Any) -> tuple[Pool, MigrationReport]:
+    """The other way round, with one report of all."""
+    pools, reports = zip(*moved, strict=True)
+    layers = range(len(pools[0]))
+    arrays = [pool[layer][side] for layer in layers for side in range(2) for pool in pools]
+    summed = {
+        name: sum(getattr(report, name) for report in reports)
+        for name in ("live_bytes", "moved_bytes", "num_chunks", "num_programs")
+    }
+    peak = max(report.peak_extra_bytes for report in reports)
+    return jax.tree.unflatten(structure, arrays), replace(reports[0], peak_extra_bytes=peak, **summed)
 
 
 # ---------------------------------------------------------------- sizes and checks

@@ -35,6 +35,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes
 from jaxrl.sharding.rules import Model, rollout_shardings
@@ -175,21 +176,23 @@ def rollout_to_rollout(
     features_first: bool = False,
     *,
     fused_projections: bool = False,
+    quantization: Narrow = "none",
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
     keep: bool = False,
 ) -> tuple[Any, ReshardReport]:
     """Rollout weights from one layout to another; shapes stay, because they were padded for `max_tp`.
 
     Args:
-      params: as `rules.to_rollout` made them for `layout_from`, `max_tp`, `features_first` and `fused_projections`.
+      params: as `rules.to_rollout` made them for `layout_from`, `max_tp`, `features_first`, `fused_projections` and
+        `quantization`.
       layout_to: on the same mesh, or on a mesh without a common device.
 
     Raises:
       ValueError: a weight is not sharded as `layout_from` says, or a degree does not divide `max_tp`.
     """
-    expected = rollout_shardings(
-        config, layout_from, max_tp, features_first=features_first, fused_projections=fused_projections
-    )
+    form: dict[str, Any] = {"features_first": features_first, "fused_projections": fused_projections}
+    form |= {"quantization": quantization}
+    expected = rollout_shardings(config, layout_from, max_tp, **form)
     for (path, array), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True
     ):
@@ -198,9 +201,7 @@ def rollout_to_rollout(
                 f"rollout weight {jax.tree_util.keystr(path)} is sharded as {array.sharding}, and layout_from (tp "
                 f"{layout_from.tp}) has it as {sharding}: name the layout that the weights are in"
             )
-    target = rollout_shardings(
-        config, layout_to, max_tp, features_first=features_first, fused_projections=fused_projections
-    )
+    target = rollout_shardings(config, layout_to, max_tp, **form)
     return reshard(params, target, max_extra_bytes=max_extra_bytes, keep=keep)
 
 

@@ -4,7 +4,8 @@ Training splits a weight's tensor dim over all axes, nested in the order (x0, x1
 where heads are too few; a rollout layout splits the tensor dim over a prefix of them; so a weight sync is an all-gather
 and a cast. Query and key/value heads that do not divide in whole groups are padded with zero heads; MLP columns and
 vocabulary rows likewise. The padded entries of the output projections are zero, so they change nothing, and training
-never sees them. Adapters (`Model.lora`) are added to their matrices on the way: rollout knows none.
+never sees them. Adapters (`Model.lora`) are added to their matrices on the way: rollout knows none. Where the rollout's
+weights are quantised (`jaxrl.sharding.narrow_weights`) that is done before they are gathered.
 
 The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
 """
@@ -22,9 +23,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.schema.devices import prime_factors
+from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.fused_projections import can_fuse, fuse, fused_shardings
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import dividing_factors, dividing_prefix, entry_axes, nested_axes
+from jaxrl.sharding.narrow_weights import SCALE, Scale, Shaped, inputs, narrowed, scale_shardings
 
 TENSOR_DIMS = ("heads", "kv_heads", "experts", "mlp", "vocab")
 """The dims that tensor parallelism splits; a weight has at most one of them, but for those of experts: their number is
@@ -33,13 +36,9 @@ split first, and `mlp` over the axes that are left."""
 Tree = dict[str, Any]
 
 
-class Weight(Protocol):
+class Weight(Shaped, Protocol):
     """The fields that the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dims(self) -> tuple[str, ...]: ...
     @property
     def is_norm(self) -> bool: ...
     @property
@@ -97,7 +96,7 @@ def padded_config(config: M, max_tp: int) -> M:
     return cast(M, dataclasses.replace(cast(Any, config), **sizes))
 
 
-def axes_of_dims(weight: Weight, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
+def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
     """Of each dim of a weight, the axes that split it in training, as a slice of all of them.
 
     The tensor dim is split over as many axes as divide it, so that a rollout layout is a prefix. Where that leaves more
@@ -167,6 +166,7 @@ def rollout_shardings(
     *,
     features_first: bool = False,
     fused_projections: bool = False,
+    quantization: Narrow = "none",
 ) -> Tree:
     """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
     max_tp = _checked(layout, max_tp)
@@ -180,8 +180,14 @@ def rollout_shardings(
     def one(weight: Weight) -> NamedSharding:
         return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
 
-    tree = map_weights(one, config.base.weights())
-    layer = fused_shardings(tree["layers"], layout) if fused_projections else tree["layers"]
+    table = config.base.weights()
+    tree = map_weights(one, table)
+    layer = tree["layers"]
+    if quantization != "none":
+        of_layer: Mapping[str, Weight] = table["layers"]
+        last = {name: NamedSharding(layout.mesh, rollout_spec(w, layout, padded)) for name, w in of_layer.items()}
+        layer = layer | scale_shardings(of_layer, last)
+    layer = fused_shardings(layer, layout) if fused_projections else layer
     return tree | {"layers": [dict(layer) for _ in range(config.num_layers)]}
 
 
@@ -227,6 +233,10 @@ def _convert(
     array = array.astype(jnp.promote_types(dtype, jnp.float32) if weight.is_norm else dtype)
     if mesh is not None and _splits_other_side(weight, mesh):  # XLA would do no better, and say so each time
         array = lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
+    return _pad(weight, padded_weight, group, array)
+
+
+def _pad(weight: Shaped, padded_weight: Shaped, group: tuple[int, int], array: jax.Array) -> jax.Array:
     skipped = len(weight.dims) - array.ndim
     dims = weight.dims[skipped:]
     for dim, (name, size) in enumerate(zip(dims, padded_weight.shape[skipped:], strict=True)):
@@ -267,15 +277,22 @@ def rollout_params_fn(
     *,
     features_first: bool = False,
     fused_projections: bool = False,
+    quantization: Narrow = "none",
 ) -> tuple[Callable[[Tree], Tree], Tree]:
     """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
 
     The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
     """
     shardings = rollout_shardings(
-        config, layout, max_tp, features_first=features_first, fused_projections=fused_projections
+        config,
+        layout,
+        max_tp,
+        features_first=features_first,
+        fused_projections=fused_projections,
+        quantization=quantization,
     )
-    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, features_first, fused_projections)
+    form = features_first, fused_projections, quantization
+    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, *form)
 
     def function(params: Tree) -> Tree:
         rest = {name: value for name, value in params.items() if name != "layers"}
@@ -285,15 +302,34 @@ def rollout_params_fn(
 
 
 def _converters(
-    config: Model, mesh: Mesh, max_tp: int, dtype: Any, features_first: bool, fused_projections: bool
+    config: Model,
+    mesh: Mesh,
+    max_tp: int,
+    dtype: Any,
+    features_first: bool,
+    fused_projections: bool,
+    quantization: Narrow,
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
     """The conversion of what is outside the layers, and of `count` layers from `start` on."""
     before, after = config.base.weights(), padded_config(config, max_tp).base.weights()
     group = _groups(config, max_tp)
 
-    def convert(weight: Weight, padded_weight: Weight, array: jax.Array) -> jax.Array:
+    def convert(weight: Weight, padded_weight: Weight, array: jax.Array, dtype: Any = dtype) -> jax.Array:
         array = _convert(weight, padded_weight, group, array, dtype, mesh)
         return jnp.transpose(array, weight.outputs_first) if features_first else array
+
+    def of_layer(name: str, weight: Weight, array: jax.Array) -> Tree:
+        padded = after["layers"][name]
+        if quantization == "none" or not inputs(weight):
+            return {name: convert(weight, padded, array)}
+        codes, scales = narrowed(quantization, array, inputs(weight))
+        if _splits_other_side(weight, mesh):  # so that codes are gathered, and not what they are made of
+            split = PartitionSpec(*train_spec(weight, mesh)[1:])
+            codes = lax.with_sharding_constraint(codes, NamedSharding(mesh, split))
+        return {
+            name: convert(weight, padded, codes, codes.dtype),
+            name + SCALE: _pad(Scale.of(weight), Scale.of(padded), group, scales),
+        }
 
     def outer(params: Tree) -> Tree:
         return {name: convert(before[name], after[name], array) for name, array in params.items()}
@@ -301,8 +337,11 @@ def _converters(
     def layers(stacked: Tree, start: int | jax.Array, count: int) -> list[Tree]:
         def one(index: int | jax.Array) -> Tree:
             own = {name: lax.dynamic_index_in_dim(array, index, keepdims=False) for name, array in stacked.items()}
-            weights = before["layers"].items()
-            return {n: convert(w, after["layers"][n], config.merged(n, own)) for n, w in weights if n in own}
+            found: Tree = {}
+            for name, weight in before["layers"].items():
+                if name in own:
+                    found |= of_layer(name, weight, config.merged(name, own))
+            return found
 
         separate = [one(start + i) for i in range(count)]
         return [fuse(layer) for layer in separate] if fused_projections else separate
@@ -312,12 +351,24 @@ def _converters(
 
 @lru_cache(maxsize=64)
 def _compiled(
-    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, features_first: bool, fused_projections: bool
+    config: Any,
+    layout: Layout,
+    dtype: Any,
+    max_tp: int,
+    count: int,
+    features_first: bool,
+    fused_projections: bool,
+    quantization: Narrow,
 ) -> tuple[Any, Any]:
     shardings = rollout_shardings(
-        config, layout, max_tp, features_first=features_first, fused_projections=fused_projections
+        config,
+        layout,
+        max_tp,
+        features_first=features_first,
+        fused_projections=fused_projections,
+        quantization=quantization,
     )
-    outer, layers = _converters(config, layout.mesh, max_tp, dtype, features_first, fused_projections)
+    outer, layers = _converters(config, layout.mesh, max_tp, dtype, features_first, fused_projections, quantization)
     rest = {name: value for name, value in shardings.items() if name != "layers"}
     chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
     return jax.jit(outer, out_shardings=rest), chunk
@@ -332,6 +383,7 @@ def to_rollout(
     *,
     features_first: bool = False,
     fused_projections: bool = False,
+    quantization: Narrow = "none",
     layers_per_call: int = 4,
 ) -> Tree:
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
@@ -345,9 +397,11 @@ def to_rollout(
       features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
       fused_projections: products of the same activations in one matrix (`jaxrl.sharding.fused_projections`), for a
         decode step on GPUs.
+      quantization: of layers' matrices (`jaxrl.sharding.narrow_weights`).
       layers_per_call: more means fewer dispatches and a higher peak.
     """
     form: dict[str, Any] = {"features_first": features_first, "fused_projections": fused_projections}
+    form |= {"quantization": quantization}
     out, layers = {}, list[Tree]()
     calls = rollout_calls(params, config, layout, dtype, max_tp, **form, layers_per_call=layers_per_call)
     for program, arguments in calls:
@@ -368,15 +422,15 @@ def rollout_calls(
     *,
     features_first: bool = False,
     fused_projections: bool = False,
+    quantization: Narrow = "none",
     layers_per_call: int = 4,
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """What `to_rollout` with the same arguments runs: each program with its arguments, first the one for what is
     outside the layers, then some layers each."""
 
     def programs(count: int) -> tuple[Any, Any]:
-        return _compiled(
-            config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, features_first, fused_projections
-        )
+        form = features_first, fused_projections, quantization
+        return _compiled(config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, *form)
 
     if rest := {name: value for name, value in params.items() if name != "layers"}:
         yield programs(layers_per_call)[0], (rest,)

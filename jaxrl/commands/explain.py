@@ -17,6 +17,7 @@ from jaxrl.commands.supervised import method_of
 from jaxrl.config import Config
 from jaxrl.config.checks import host_problem
 from jaxrl.config.options import total_steps
+from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.mechanisms.table import batch_rule, refuse_devices
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
@@ -184,7 +185,8 @@ def explain_config(
     config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
-    notes = [*types, said, f"a run is refused: {too_large}" if too_large else "", *explained.warnings]
+    refused = f"a run is refused: {too_large}" if too_large else ""
+    notes = [*types, said, uncorrected(config), refused, *explained.warnings]
     if devices:
         notes += share_notes(config, devices)
     elif memory_bytes is not None:

@@ -15,6 +15,7 @@ from jaxrl.commands.opening import Opened
 from jaxrl.commands.run import TrainingRun
 from jaxrl.config import Config, differences
 from jaxrl.config.options import total_steps
+from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Job, Loop
@@ -89,7 +90,7 @@ class Run(TrainingRun):
         refuse_other_data(self.run_dir, self.prompts, config)
         mesh = self.rollout_mesh
         self.profile = checked_profile(config, self.model, mesh) if reads_profile(config) else None
-        self.said += [*notes(config), *filter(None, [self.prompts.repeats()])]
+        self.said += [*notes(config), *filter(None, [uncorrected(config), self.prompts.repeats()])]
         layout_sizes(config, self.model, mesh.size, self.place.memory.reported)
         trained = with_planned_update(config, self.model, self.mesh.size, self.place.memory)
         self.find_checkpoints()

@@ -193,6 +193,11 @@ def _check_numerics(c: Config) -> None:
             "invariant: a token's attention is computed in the rollout's order, in which its whole sequence lies on "
             "one device"
         )
+    if c.rollout.quantized:
+        raise ConfigError(
+            f"{c.rollout.quantized} and actor.numerics=invariant exclude each other: the trainer, which quantises "
+            "nothing, would not find the rollout's bits"
+        )
 
 
 def _check_gdpo(c: Config) -> None:

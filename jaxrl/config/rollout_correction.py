@@ -32,6 +32,10 @@ Criterion = Literal[
 
 _SECTION = "algorithm.rollout_correction"
 
+MOST_K3 = 0.01
+"""`rollout_corr/k3_kl`, nats a token, above which a quantised rollout is another policy: what verl's presets with k3
+let pass."""
+
 
 @dataclass(frozen=True)
 class RolloutCorrectionSection(Checked):
@@ -99,6 +103,18 @@ class RolloutCorrectionSection(Checked):
             yield frozenset({"rollout_is_threshold"}), f"{_SECTION}.rollout_is is none"
         if not self.rollout_rs:
             yield frozenset({"rollout_rs_threshold"}), f"{_SECTION}.rollout_rs is empty"
+
+
+def uncorrected(config: Any) -> str | None:
+    """What a start says of a quantised rollout whose mismatch nothing corrects."""
+    if not config.rollout.quantized or config.algorithm.rollout_correction.is_on:
+        return None
+    if config.actor.old_logprobs == "rollout" and config.actor.loss_mode != "reinforce":
+        return None  # the ratio is taken to what the rollout recorded
+    return (
+        f"{config.rollout.quantized}: the loss does not correct for what that changes; {_SECTION}.rollout_is=token "
+        "weights each token by min(π_old / π_rollout, 2)"
+    )
 
 
 def _bounds(name: str, text: str) -> tuple[float, float]:

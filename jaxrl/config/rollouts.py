@@ -15,7 +15,7 @@ from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import MAX_SAMPLES, OpenFloatType
+from jaxrl.schema.limits import BYTES, MAX_SAMPLES, Narrow, OpenFloatType
 
 _TEMPERATURE = Interval(ge=0.001, le=100)  # beyond, logits overflow, or all tokens are equally likely
 _GREEDY = Or(0, "the likeliest token")
@@ -79,7 +79,18 @@ class RolloutSection:
     ] = 1
     dtype: Annotated[
         OpenFloatType,
-        "Type of the rollout's weights, activations and KV cache; auto: bfloat16 on GPUs and TPUs, float32 on CPUs.",
+        "Type of the rollout's weights, activations and KV cache (but for rollout.quantization and "
+        "rollout.kv_cache_dtype); auto: bfloat16 on GPUs and TPUs, float32 on CPUs.",
+    ] = "auto"
+    quantization: Annotated[
+        Narrow,
+        "The rollout's copy of the layers' matrices in a byte a number, with a factor for each output; int8: whole "
+        "numbers, fp8: float8_e4m3fn, none: rollout.dtype. The trainer's weights stay as they are.",
+    ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        "What the KV cache holds; int8, fp8: a byte a number, with a scale for each position and head, auto: "
+        "rollout.dtype.",
     ] = "auto"
     block_size: Annotated[int, Ge(1), Cap(4096, "a row leaves up to a block unused"), "Tokens per KV block."] = 16
     max_num_seqs: Annotated[
@@ -141,3 +152,25 @@ class RolloutSection:
         if self.tensor_model_parallel_size == "auto":
             raise ValueError("rollout.tensor_model_parallel_size is auto, and must be a number here: nothing chose one")
         return self.tensor_model_parallel_size
+
+    @property
+    def kv_codes(self) -> Narrow:
+        """What the KV cache holds; none: numbers of `dtype`."""
+        return "none" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    def kv_head_bytes(self, head_dim: int) -> int:
+        """Bytes of a key or value of one head at one position, its scale included. `dtype` is not auto."""
+        if self.kv_codes == "none":
+            return head_dim * BYTES[self.dtype]
+        return head_dim * BYTES[self.kv_codes] + BYTES["float32"]
+
+    @property
+    def quantized(self) -> str:
+        """The options that quantise anything, in words; empty: none does."""
+        given = {"quantization": self.quantization, "kv_cache_dtype": self.kv_codes}
+        return " and ".join(f"rollout.{name}={kind}" for name, kind in given.items() if kind != "none")
+
+    @property
+    def types(self) -> str:
+        """What it computes with, in words: times were measured with these types and hold for no others."""
+        return self.dtype + (f", {self.quantized}" if self.quantized else "")

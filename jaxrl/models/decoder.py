@@ -14,7 +14,9 @@ Training and rollout share `layer`; they differ in the attention that they pass 
   XLA:CPU then multiplies weights from the left, two to three times as fast for a few dozen rows
   (docs/performance.md). Attention always gets its heads as [..., heads, D];
 - *with fused projections* (`jaxrl.sharding.fused_projections`): the rollout form with features last, where a layer
-  has `qkv` [E,K,G+2,D] and `gate_up` [E,2,F]: one product each.
+  has `qkv` [E,K,G+2,D] and `gate_up` [E,2,F]: one product each;
+- *quantised* (`jaxrl.sharding.narrow_weights`): the rollout form in which a layer's matrices are codes. A product is
+  that of the codes, and takes the factors of its outputs before it is rounded.
 
 Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
 head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
@@ -50,6 +52,7 @@ from jaxrl.models.lora import A, B, Lora
 from jaxrl.models.rope import Rope
 from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
+from jaxrl.sharding.narrow_weights import SCALE
 
 Params = dict[str, Any]
 Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.Shape], jax.Array]
@@ -307,7 +310,10 @@ class _LayerWeights(NamedTuple):
         """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O], in x's dtype or in
         the one that is given."""
         if self.features_first:
-            return _from_the_left("oe,e...->o...", self.get(name), x)
+            return self.from_the_left("oe,e...->o...", name, x)
+        if name + SCALE in self.lp:
+            codes = self.get(name).reshape(x.shape[-1], -1)
+            return self.scaled("...e,eo->...o", name, x, codes).astype(dtype or x.dtype)
 
         def dense(x: jax.Array, name: str) -> Any:
             how = _Product(self.widen, dtype or x.dtype, self.reduce_dtype, self.multiply)
@@ -330,10 +336,32 @@ class _LayerWeights(NamedTuple):
 
     def heads(self, name: str, h: jax.Array) -> jax.Array:
         """[..., heads, D]"""
-        w = self.get(name)
         if self.features_first:
-            return jnp.moveaxis(_from_the_left("hde,e...->hd...", w, h), (0, 1), (-2, -1))
-        return self.product(h, name).reshape(*h.shape[:-1], *w.shape[1:])
+            return jnp.moveaxis(self.from_the_left("hde,e...->hd...", name, h), (0, 1), (-2, -1))
+        return self.product(h, name).reshape(*h.shape[:-1], *self.lp[name].shape[1:])
+
+    def fused(self, spec: str, name: str, x: jax.Array) -> jax.Array:
+        """The product with fused projections, with their dims of outputs."""
+        if name + SCALE in self.lp:
+            return self.scaled(spec, name, x, self.get(name)).astype(x.dtype)
+        return jnp.einsum(spec, x, self.get(name))
+
+    def scaled(self, spec: str, name: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+        """The product with a quantised matrix, outputs last, in at least float32."""
+        out = jnp.einsum(spec, x, codes, preferred_element_type=_at_least_float32(x.dtype))
+        return out * self.lp[name + SCALE].reshape(out.shape[x.ndim - 1 :])
+
+    def from_the_left(self, spec: str, name: str, x: jax.Array, matrix: jax.Array | None = None) -> jax.Array:
+        """A product with features first, in x's dtype; `matrix`: where it is another shape of the weight.
+
+        Summed and given out in at least float32, and rounded here: for a bfloat16 result some versions of XLA:CPU do
+        not use the processor's own bfloat16 products.
+        """
+        matrix = self.get(name) if matrix is None else matrix
+        out = jnp.einsum(spec, matrix, x, preferred_element_type=_at_least_float32(x.dtype))
+        if (scale := self.lp.get(name + SCALE)) is not None:
+            out = out * scale.reshape(*scale.shape, *(1,) * (x.ndim - 1))
+        return out.astype(x.dtype)
 
 
 def _queries_keys_values(
@@ -370,7 +398,7 @@ def _turned(
 
 def _fused_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[..., H, D] and twice [..., K, D], with their biases, from one product."""
-    slab = jnp.einsum("...e,ekxd->...kxd", h, weights.get("qkv"))
+    slab = weights.fused("...e,ekxd->...kxd", "qkv", h)
     if "qkv_bias" in weights.lp:
         slab = slab + weights.get("qkv_bias")
     q = slab[..., :-2, :]
@@ -382,7 +410,7 @@ def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
     out = out.reshape(*out.shape[:-2], -1)
     if weights.features_first:
         # a product with two summed dims makes XLA:CPU transpose the weights in every call, so they are joined into one
-        return _from_the_left("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
+        return weights.from_the_left("ef,...f->e...", "o", out, weights.get("o").reshape(-1, out.shape[-1]))
     return weights.product(out, "o", weights.sums)
 
 
@@ -395,7 +423,7 @@ def _mlp_part(weights: _LayerWeights, x: jax.Array) -> jax.Array:
     h = weights.norm("mlp_norm", x)
     if "gate_up" in weights.lp:
         # two dims of outputs, not joined: F may be split over devices
-        both = jnp.einsum("...e,exf->...xf", h, weights.get("gate_up"))
+        both = weights.fused("...e,exf->...xf", "gate_up", h)
         gate, up = both[..., 0, :], both[..., 1, :]
     else:
         gate, up = weights.product(h, "gate"), weights.product(h, "up")
@@ -418,7 +446,9 @@ def _routing(weights: _LayerWeights, h: jax.Array) -> experts.Routing:
 
 def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing: experts.Routing) -> jax.Array:
     """What the chosen experts add to the residual stream."""
-    own = {name: weights.get(name) for name in experts.WEIGHTS if name in weights.lp}
+    found = {name: weights.lp[name] for name in experts.WEIGHTS if name in weights.lp}
+    # codes and factors stay as they are: of all experts, only those are read that have tokens
+    own = found if f"down{SCALE}" in found else {name: weights.get(name) for name in found}
     shape = experts.Shape(_gated(weights.config), weights.widen)
     if mix is None:
         out = experts.mix(h, routing, own, shape, weights.lp[EXPERT_IDS][0])
@@ -443,15 +473,6 @@ def _gated(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
-
-
-def _from_the_left(spec: str, matrix: jax.Array, x: jax.Array) -> jax.Array:
-    """A product with features first, in x's dtype.
-
-    Summed and given out in at least float32, and rounded here: for a bfloat16 result some versions of XLA:CPU do not
-    use the processor's own bfloat16 products.
-    """
-    return jnp.einsum(spec, matrix, x, preferred_element_type=_at_least_float32(x.dtype)).astype(x.dtype)
 
 
 class _Product(NamedTuple):

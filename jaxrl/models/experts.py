@@ -33,9 +33,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels.reference import operands
 from jaxrl.sharding.mesh import axes_size, entry_axes
+from jaxrl.sharding.narrow_weights import SCALE
 
-WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-"""The weights of experts in a layer, each with a leading dim of experts; biases where there are any."""
+WEIGHTS = tuple(f"{name}{of}" for of in ("", "_bias", SCALE) for name in ("gate", "up", "down"))
+"""The weights of experts in a layer, each with a leading dim of experts; biases and factors where there are any."""
 
 _BATCHED = 256  # tokens up to which reading all weights takes longer than multiplying them all, on H100 and TPU v5
 _SMALLEST, _LARGEST = 8, 1024  # tokens of a block
@@ -102,7 +103,8 @@ def mix(x: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape:
     """[..., E] in at least float32: the weighted sum of each token's experts, as far as they are among X.
 
     Args:
-      weights: `WEIGHTS` of X experts, in x's dtype. first: the number of the first of them.
+      weights: `WEIGHTS` of X experts, in x's dtype, or as codes (`jaxrl.sharding.narrow_weights`). first: the number of
+        the first of them.
     """
     x_TE, chosen = jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), (x, routing))
     return _mix(x_TE, chosen, weights, shape, first).reshape(x.shape)
@@ -143,7 +145,10 @@ def _mlp(shape: Shape, x_BE: jax.Array, expert: Mapping[str, jax.Array]) -> jax.
     wide = jnp.promote_types(x_BE.dtype, jnp.float32)
 
     def product(x: jax.Array, name: str) -> jax.Array:
-        out = jnp.matmul(*operands(shape.widen, (x, expert[name])), preferred_element_type=wide)
+        matrix = expert[name].astype(x.dtype)
+        out = jnp.matmul(*operands(shape.widen, (x, matrix)), preferred_element_type=wide)
+        if f"{name}{SCALE}" in expert:
+            out = out * expert[f"{name}{SCALE}"]
         return out + expert[f"{name}_bias"].astype(wide) if f"{name}_bias" in expert else out
 
     gate, up = (product(x_BE, name).astype(x_BE.dtype) for name in ("gate", "up"))

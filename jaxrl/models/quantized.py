@@ -69,12 +69,16 @@ def quantize(kind: Quantization, matrix: jax.Array) -> tuple[jax.Array, jax.Arra
     """Codes and magnitudes of a matrix [O, I]."""
     import jax.numpy as jnp  # what only looks at a model loads without
 
-    outputs, inputs = matrix.shape
-    blocks = matrix.astype(jnp.float32).reshape(outputs, -1, BLOCK if kind == "nf4" else inputs)
+    from jaxrl.sharding.narrow_weights import codes_of
+
+    wide = matrix.astype(jnp.float32)
+    if kind == "int8":
+        codes, magnitudes = codes_of("int8", wide, 1)
+        return codes, magnitudes[:, None]
+    outputs = matrix.shape[0]
+    blocks = wide.reshape(outputs, -1, BLOCK)
     magnitudes = jnp.abs(blocks).max(-1)
     divisors = jnp.where(magnitudes == 0, 1, magnitudes)[..., None]
-    if kind == "int8":
-        return jnp.round(blocks * (127 / divisors)).astype(jnp.int8).reshape(matrix.shape), magnitudes
     values = jnp.asarray(NF4, jnp.float32)
     codes = jnp.searchsorted((values[1:] + values[:-1]) / 2, blocks / divisors, method="compare_all")
     pairs = codes.astype(jnp.uint8).reshape(outputs, -1, 2)

@@ -4,6 +4,9 @@ Purpose: a run may go on without learning because every update of a step is skip
 because every reward fails (a scorer's service is down, its file is wrong). Each is a warning on the console when it
 happens; in a row they end the run with the cause.
 
+A quantised rollout that has become another policy than the one in training (`rollout_corr/k3_kl` above `MOST_K3`) is a
+warning alone, when it begins, and again when it is twice what was last said.
+
 A reward counts as failed when the scorer raised, timed out, or ended its process; a reward of 0 is none of these. A
 batch's worth of failed rewards in a row counts as a bad step, so that a round ends that would go on for ever because
 every group is dropped.
@@ -20,6 +23,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxrl.config import Config
+from jaxrl.config.rollout_correction import MOST_K3, uncorrected
 from jaxrl.types import TrainBatch
 
 _log = logging.getLogger(__name__)
@@ -33,6 +37,9 @@ class Alarms:
         self._batch = config.data.train_batch_size * config.rollout.n
         self._failed = 0  # rewards in a row
         self._bad_steps: dict[str, int] = {}  # of a model, in a row without an update
+        self._quantized = config.rollout.quantized
+        self._is_corrected = uncorrected(config) is None
+        self._told_k3 = 0.0
 
     def rewarded(self, status: str, error: str) -> str | None:
         """One verdict: `ok`, or what went wrong and why."""
@@ -55,6 +62,7 @@ class Alarms:
           batch: what they trained on.
         """
         failing: str | None = None
+        self._mismatched(step, measured)
         for model, (count, skipped) in updates.items():
             in_a_row = self._bad_steps.get(model, 0) + 1 if count and skipped == count else 0
             self._bad_steps[model] = in_a_row
@@ -71,6 +79,21 @@ class Alarms:
                 text += f"; no update in {in_a_row} steps in a row"
             failing = self._bad(f"step {step}: {text}", in_a_row) or failing
         return failing
+
+    def _mismatched(self, step: int, measured: Mapping[str, float]) -> None:
+        k3 = measured.get("rollout_corr/k3_kl", 0.0)
+        if not self._quantized or k3 <= MOST_K3:
+            self._told_k3 = 0.0
+        elif k3 >= 2 * self._told_k3:
+            self._told_k3 = k3
+            stale = measured.get("training/off_policy/share", 0.0)
+            _log.warning(
+                "step %d: rollout_corr/k3_kl is %.3g nats a token, above %g: %s makes another policy of the "
+                "rollout%s%s",
+                *(step, k3, MOST_K3, self._quantized),
+                f" (earlier weights wrote {stale:.0%} of the tokens, which counts as well)" if stale else "",
+                "" if self._is_corrected else "; algorithm.rollout_correction.rollout_is is none",
+            )
 
     def _bad(self, text: str, worth: int) -> str | None:
         if self._limit and worth >= self._limit:

@@ -30,7 +30,9 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers
 from jaxrl.rollout import kv_cache
+from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.narrow_weights import SCALE
 from jaxrl.sharding.rules import rollout_shardings
 
 TILE = (128, 64)
@@ -72,6 +74,7 @@ def forward(
     how: PagedAttention,
     dtype: Any,
     layers: KvLayers,
+    quantization: Narrow,
 ) -> tuple[jax.Array, kv_cache.Pool]:
     """(final-normed hidden states [dp, R, E], the pool with the new keys and values).
 
@@ -82,15 +85,15 @@ def forward(
     """
     cos, sin = decoder.rope_tables(positions, config, dtype)
     x = decoder.embed(params, tokens, config, dtype)
-    shardings = rollout_shardings(config, layout, max_tp, fused_projections=True)
+    shardings = rollout_shardings(config, layout, max_tp, fused_projections=True, quantization=quantization)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings["layers"])
     rows, paged = PartitionSpec(layout.dp_axes or None), kv_cache.pool_spec(layout, pool[0][0].shape[1])
 
     def local(weights, final_norm, pool, x, *by_row):
-        here = [(k[0], v[0]) for k, v in pool]
+        here = jax.tree.map(lambda x: x[0], pool)
         step = _Step(config, layers, layout.tp_axes, how.interpret, *jax.tree.map(lambda x: x[0], by_row))
         hidden, here = step.run(weights, final_norm, here, x[0])
-        return hidden[None], [(k[None], v[None]) for k, v in here]
+        return hidden[None], jax.tree.map(lambda x: x[None], here)
 
     return jax.shard_map(
         local,
@@ -134,10 +137,11 @@ class _Step:
         for lp, (stack, place), window in zip(layers, self._places, self._windows, strict=True):
             x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["attn_norm"])
             out_RF, new[place] = self._attend(lp, h_RE, new[place], self._tables[stack], window)
-            pending_SRE = self._whole(partial_sums(out_RF, lp["o"].reshape(-1, x_RE.shape[1])))
+            pending_SRE = self._whole(partial_sums(out_RF, lp["o"].reshape(-1, x_RE.shape[1]), lp.get("o" + SCALE)))
             x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["mlp_norm"])
-            both_RXF = jnp.einsum("re,exf->rxf", h_RE, lp["gate_up"])
-            pending_SRE = self._whole(partial_sums(jax.nn.silu(both_RXF[:, 0]) * both_RXF[:, 1], lp["down"]))
+            both_RXF = _gate_up(h_RE, lp["gate_up"], lp.get("gate_up" + SCALE))
+            gated_RF = jax.nn.silu(both_RXF[:, 0]) * both_RXF[:, 1]
+            pending_SRE = self._whole(partial_sums(gated_RF, lp["down"], lp.get("down" + SCALE)))
         return self._add_norm(x_RE, pending_SRE, final_norm)[1], new
 
     def _add_norm(self, x: jax.Array, parts: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -146,7 +150,7 @@ class _Step:
     def _attend(self, lp: Any, h_RE: jax.Array, cached: Any, tables: jax.Array, window: int) -> tuple[jax.Array, Any]:
         """Attention's output [R, H * D], and the layer's new arrays."""
         features, *slab = lp["qkv"].shape
-        qkv_SRO = partial_sums(h_RE, lp["qkv"].reshape(features, -1))
+        qkv_SRO = partial_sums(h_RE, lp["qkv"].reshape(features, -1), lp.get("qkv" + SCALE))
         norms = self._attention.HeadNorms(lp["q_norm"], lp["k_norm"]) if "q_norm" in lp else None
         out_RHD, k, v = self._attention.decode_attention(
             qkv_SRO.reshape(*qkv_SRO.shape[:2], *slab),
@@ -156,6 +160,7 @@ class _Step:
             *cached,
             tables,
             self._positions,
+            dtype=h_RE.dtype,
             eps=self._eps,
             window=window,
             interpret=self._interpret,
@@ -169,12 +174,23 @@ class _Step:
         return lax.psum(jnp.sum(parts_SRE, axis=0, keepdims=True), self._tp_axes)
 
 
-def partial_sums(x_RI: jax.Array, w_IO: jax.Array) -> jax.Array:
-    """float32 [S, R, O]: the product of x and w, summed over each of S equal shares of the features."""
+def _gate_up(h_RE: jax.Array, w_EXF: jax.Array, scale_XF: jax.Array | None) -> jax.Array:
+    """[R, X, F] in h's dtype."""
+    if scale_XF is None:
+        return jnp.einsum("re,exf->rxf", h_RE, w_EXF)
+    codes = w_EXF.astype(h_RE.dtype)
+    out = jnp.einsum("re,exf->rxf", h_RE, codes, preferred_element_type=jnp.float32) * scale_XF
+    return out.astype(h_RE.dtype)
+
+
+def partial_sums(x_RI: jax.Array, w_IO: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """float32 [S, R, O]: the product of x and w, summed over each of S equal shares of the features. `scale`: of a
+    quantised w the factors of its outputs, in any shape."""
     (rows, inner), outer = x_RI.shape, w_IO.shape[1]
     shares = num_shares(rows, inner, outer)
-    x_RSI, w_SIO = x_RI.reshape(rows, shares, -1), w_IO.reshape(shares, -1, outer)
-    return jnp.einsum("rsi,sio->sro", x_RSI, w_SIO, preferred_element_type=jnp.float32)
+    x_RSI, w_SIO = x_RI.reshape(rows, shares, -1), w_IO.reshape(shares, -1, outer).astype(x_RI.dtype)
+    out = jnp.einsum("rsi,sio->sro", x_RSI, w_SIO, preferred_element_type=jnp.float32)
+    return out if scale is None else out * scale.reshape(-1)
 
 
 def num_shares(rows: int, inner: int, outer: int) -> int:

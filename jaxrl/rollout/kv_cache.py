@@ -4,7 +4,9 @@ Where no layer has a window all layers are one stack. Else a block is of one sta
 the arrays (`jaxrl.models.kv_layers`); each stack has tables of its own.
 
 A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim), dp split over the
-layout's dp axes and K over the axes that `Layout.kv_axes` gives. Heads come before blocks because a gather of blocks
+layout's dp axes and K over the axes that `Layout.kv_axes` gives. Where it holds codes (`rollout.kv_cache_dtype`), it is
+a pair: the codes in that shape, and a scale for each position and head, [dp, K, N, P, 1], which follow from that
+position's key or value alone. Heads come before blocks because a gather of blocks
 then yields [K, R, S, D], the order in which XLA:CPU decodes fastest. Block numbers are local to a pool.
 """
 
@@ -20,10 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels import attention, gathered, reference
+from jaxrl.kernels.reference import Cached, Codes
 from jaxrl.models.kv_layers import KvLayers
+from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.narrow_weights import dtype_of, narrowed
 
-Pool = list[tuple[jax.Array, jax.Array]]
+Pool = list[tuple[Cached, Cached]]
 Tables = tuple[jax.Array, ...]
 """Of each stack, the rows' blocks, int32 [dp, R, W]."""
 
@@ -39,10 +44,22 @@ class CacheShape:
     num_blocks: int
     block_size: int
     dtype: jnp.dtype
+    codes: Narrow = "none"
 
     def dims(self, layout: Layout) -> tuple[int, ...]:
         """The sizes of one array, of all dp groups."""
         return layout.dp, self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim
+
+    def made(self, layout: Layout, make: Callable[[tuple[int, ...], Any], Any]) -> Pool:
+        """A pool of what `make` returns for the dims and the dtype of an array."""
+        dims = self.dims(layout)
+        if self.codes == "none":
+            return [(make(dims, self.dtype), make(dims, self.dtype)) for _ in range(self.num_layers)]
+
+        def one() -> Codes:
+            return Codes(make(dims, dtype_of(self.codes)), make((*dims[:-1], 1), jnp.float32))
+
+        return [(one(), one()) for _ in range(self.num_layers)]
 
 
 def pool_spec(layout: Layout, num_kv_heads: int) -> PartitionSpec:
@@ -61,11 +78,15 @@ def allocate(layout: Layout, shape: CacheShape) -> Pool:
 @lru_cache(maxsize=16)
 def _zeros(layout: Layout, shape: CacheShape) -> Callable[[], Any]:
     """Compiled once per layout and shape: the pool is released and allocated again in every step."""
-    dims, sharding = shape.dims(layout), pool_sharding(layout, shape)
-    return jax.jit(
-        lambda: [(jnp.zeros(dims, shape.dtype), jnp.zeros(dims, shape.dtype)) for _ in range(shape.num_layers)],
-        out_shardings=[(sharding, sharding)] * shape.num_layers,
-    )
+    return jax.jit(lambda: shape.made(layout, jnp.zeros), out_shardings=pool_sharding(layout, shape))
+
+
+def coded(new: jax.Array, pool: Cached) -> Cached:
+    """New keys or values [..., D] as the pool has them."""
+    if not isinstance(pool, Codes):
+        return new
+    codes, scales = narrowed("int8" if pool.dtype == jnp.int8 else "fp8", new, -1)
+    return Codes(codes, scales[..., None])
 
 
 def attend(
@@ -73,14 +94,14 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    pool: tuple[jax.Array, jax.Array],
+    pool: tuple[Cached, Cached],
     tables: jax.Array,
     positions: jax.Array,
     valid: jax.Array,
     how: attention.PagedAttention,
     rule: reference.Rule = reference.PLAIN,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, tuple[Cached, Cached]]:
     """Writes k and v, then attends; in `shard_map` over dp and tp, so that block numbers stay local to their pool.
 
     Args:
@@ -98,10 +119,11 @@ def attend(
     paged, rows = PartitionSpec(dp, kv), PartitionSpec(dp)
 
     def local(q, k, v, pool_k, pool_v, tables, positions, valid, sinks):
-        pool_k = how.write(pool_k[0], k[0], tables[0], positions[0], valid[0])
-        pool_v = how.write(pool_v[0], v[0], tables[0], positions[0], valid[0])
+        pool_k, pool_v = _own((pool_k, pool_v))
+        pool_k = how.write(pool_k, coded(k[0], pool_k), tables[0], positions[0], valid[0])
+        pool_v = how.write(pool_v, coded(v[0], pool_v), tables[0], positions[0], valid[0])
         out = how.attend(q[0], pool_k, pool_v, tables[0], positions[0], rule, sinks)
-        return out[None], pool_k[None], pool_v[None]
+        return _lead((out, pool_k, pool_v))
 
     out, pool_k, pool_v = jax.shard_map(
         local,
@@ -132,14 +154,15 @@ class GatheredCache:
         self._several = PartitionSpec(dp, None, None, tp), PartitionSpec(dp, None, None, kv)
 
     def open(
-        self, pool: Pool, tiles: Sequence[gathered.WindowTiles], num_rows: int, num_steps: int
+        self, pool: Pool, tiles: Sequence[gathered.WindowTiles], num_rows: int, num_steps: int, dtype: Any
     ) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
         """Each layer's window of its stack's tiles, [dp, U, ...], and its empty buffer for `num_steps` steps
-        (positions) of the rows."""
+        (positions) of the rows; `dtype`: of the window, where the pool holds codes."""
 
-        def local(keys: jax.Array, values: jax.Array, blocks: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
-            window = gathered.gather(keys[0], values[0], blocks[0])
-            return _lead((window, gathered.blank(values[0], num_rows, num_steps)))
+        def local(keys: Cached, values: Cached, blocks: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
+            keys, values = _own((keys, values))
+            window = gathered.gather(keys, values, blocks[0], dtype)
+            return _lead((window, gathered.blank(values, num_rows, num_steps)))
 
         gather = self._map(local, (self._paged, self._paged, self._rows), (self._window, self._fresh))
         both = [gather(*pool[place], tiles[stack].blocks_UW) for stack, place in self._layers.places]
@@ -181,7 +204,8 @@ class GatheredCache:
             step: jax.Array,
             sinks: jax.Array | None,
         ) -> tuple[jax.Array, gathered.Fresh]:
-            own = gathered.put(_own(fresh), k[0], v[0], step)
+            own = _own(fresh)
+            own = gathered.put(own, coded(k[0], own.keys_BTD), coded(v[0], own.values_BTD), step)
             out = gathered.attend(q[0], _own(window), _own(tiles), own, start[0], step, rule, sinks)
             return out[None], _lead(own)
 
@@ -225,7 +249,8 @@ class GatheredCache:
             at: jax.Array,
             sinks: jax.Array | None,
         ) -> tuple[jax.Array, gathered.Fresh]:
-            own = gathered.put_several(_own(fresh), k[0], v[0], at[0])
+            own = _own(fresh)
+            own = gathered.put_several(own, coded(k[0], own.keys_BTD), coded(v[0], own.values_BTD), at[0])
             out = gathered.attend_several(q[0], _own(window), _own(tiles), own, start[0], at[0], rule, sinks)
             return out[None], _lead(own)
 
@@ -240,14 +265,15 @@ class GatheredCache:
         """The pool with each row's first `counts` [dp, R] steps in it."""
 
         def local(
-            keys: jax.Array,
-            values: jax.Array,
+            keys: Cached,
+            values: Cached,
             fresh: gathered.Fresh,
             tables: jax.Array,
             start: jax.Array,
             counts: jax.Array,
-        ) -> tuple[jax.Array, jax.Array]:
-            return _lead(gathered.scatter(keys[0], values[0], _own(fresh), tables[0], start[0], counts[0]))
+        ) -> tuple[Cached, Cached]:
+            keys, values, own = _own((keys, values, fresh))
+            return _lead(gathered.scatter(keys, values, own, tables[0], start[0], counts[0]))
 
         in_specs = (self._paged, self._paged, self._fresh, self._rows, self._rows, self._rows)
         scatter = self._map(local, in_specs, (self._paged, self._paged))

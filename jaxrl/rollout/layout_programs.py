@@ -30,6 +30,7 @@ from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
+from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
@@ -67,6 +68,8 @@ class ExecutorConfig:
       max_prefill_tokens: prefill tokens per plan and dp group.
       decode_steps: the most decode steps per plan.
       dtype: of weights, KV and activations.
+      quantization: of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`).
+      kv_codes: what the KV cache holds; none: numbers of `dtype`.
       seed: the run's; folded into every token's key.
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
@@ -92,6 +95,8 @@ class ExecutorConfig:
     max_prefill_tokens: int = 512
     decode_steps: int = 16
     dtype: Any = jnp.float32
+    quantization: Narrow = "none"
+    kv_codes: Narrow = "none"
     seed: int = 0
     truncate: bool = False
     max_tp: int = 1
@@ -165,6 +170,7 @@ class LayoutPrograms(CompiledPrograms):
             ahead=config.ahead,
             draw=config.draw,
             layers=self.kv,
+            quantization=config.quantization,
         )
         self.cache_shape = kv_cache.CacheShape(
             self.kv.size,
@@ -173,6 +179,7 @@ class LayoutPrograms(CompiledPrograms):
             sizes.num_blocks,
             config.block_size,
             self.dtype,
+            config.kv_codes,
         )
         # Every bucket is a program to compile, so they are few where they would save little.
         widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
@@ -314,7 +321,7 @@ class LayoutPrograms(CompiledPrograms):
         live = self.abstract_params(), self.abstract_pool(), self._state(self.capacity.num_slots)
         tables = (of(jnp.int32, width),) * len(self.kv.stacks)
         slots, flags = of(jnp.int32), of(jnp.bool_)
-        pool = [(x.sharding, y.sharding) for x, y in live[1]]
+        pool = jax.tree.map(lambda x: x.sharding, live[1])
         state = jax.tree.map(lambda x: x.sharding, live[2])
         num_top = self.config.top_logprobs if kind.endswith("_top") else 0
         top = (by_group, by_group) if num_top else ()
@@ -359,12 +366,10 @@ class LayoutPrograms(CompiledPrograms):
             shardings = shardings | {"layers": on_host(shardings["layers"], self.config.resident_layers)}
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
-    def abstract_pool(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    def abstract_pool(self) -> Any:
         """The same of the KV pool."""
-        shape = self.cache_shape
-        sharding = kv_cache.pool_sharding(self.layout, shape)
-        one = jax.ShapeDtypeStruct(shape.dims(self.layout), shape.dtype, sharding=sharding)
-        return [(one, one)] * shape.num_layers
+        sharding = kv_cache.pool_sharding(self.layout, self.cache_shape)
+        return self.cache_shape.made(self.layout, partial(jax.ShapeDtypeStruct, sharding=sharding))
 
     def abstract_histories(self) -> Any:
         """The same of the places of histories."""

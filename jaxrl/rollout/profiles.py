@@ -29,7 +29,7 @@ def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdenti
         device_kind=device.device_kind + cores,
         device_count=mesh.size,
         jax_version=jax.__version__,
-        dtype=config.with_types(platform_of(device)).rollout.dtype,
+        dtype=config.with_types(platform_of(device)).rollout.types,
     )
 
 

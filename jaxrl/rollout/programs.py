@@ -29,9 +29,11 @@ from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.proposals import Proposer
 from jaxrl.rollout.sampling import Draw, Drawn, SamplingState, drawn_by_rows, sample
+from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.fused_projections import can_fuse
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
+from jaxrl.sharding.narrow_weights import scale_shardings
 from jaxrl.sharding.rules import pad_heads, padded_config, rollout_spec
 
 Tiles = tuple[WindowTiles, ...]
@@ -132,10 +134,11 @@ def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[ja
 
 
 class Form(TypedDict):
-    """The order and the joining of weights (`jaxrl.sharding.rules.to_rollout`)."""
+    """The order, the joining and the codes of weights (`jaxrl.sharding.rules.to_rollout`)."""
 
     features_first: bool
     fused_projections: bool
+    quantization: Narrow
 
 
 class Programs:
@@ -162,6 +165,7 @@ class Programs:
       draw: draws the tokens.
       layers: how the layers share the pool; None: each has arrays of its own.
       is_invariant: `actor.numerics`. It decides the forms, and the attention.
+      quantization: of layers' matrices; `is_invariant` excludes it.
 
     Raises:
       ValueError: forms that do not go together, or an implementation that these devices do not run.
@@ -185,9 +189,12 @@ class Programs:
         draw: Draw = sample,
         layers: KvLayers | None = None,
         is_invariant: bool = False,
+        quantization: Narrow = "none",
     ) -> None:
         platform = platform_of(layout.mesh.devices.flat[0])
+        self.quantization: Narrow = quantization
         if is_invariant:
+            assert quantization == "none", "the trainer's weights are not quantised"
             refuse_invariant(config, platform, max_tp)
             features_first = fused_projections = gathered = False
         rows = PartitionSpec(layout.dp_axes or None)
@@ -221,7 +228,11 @@ class Programs:
     @property
     def form(self) -> Form:
         """How the weights lie, as `jaxrl.sharding.rules` takes it; the same in all layouts of an executor."""
-        return {"features_first": self.features_first, "fused_projections": self.fused_projections}
+        return {
+            "features_first": self.features_first,
+            "fused_projections": self.fused_projections,
+            "quantization": self.quantization,
+        }
 
     def forward(
         self,
@@ -396,6 +407,7 @@ class Programs:
                         how=self.attention,
                         dtype=self.dtype,
                         layers=self.kv,
+                        quantization=self.quantization,
                     )
                 token, position, active = (x[..., None] for x in (rows.token, rows.position, rows.active))
                 hidden, pool = self.forward(params, pool, token, tables, position, active)
@@ -404,7 +416,7 @@ class Programs:
             return pool, paged, lambda pool, counts: pool
 
         gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.decode_steps)
+        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.decode_steps, self.dtype)
 
         def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
             def attend(
@@ -425,7 +437,9 @@ class Programs:
 def _mix(config: ModelConfig, layout: Layout, max_tp: int, *, batched: bool) -> decoder.Mix:
     """Experts as rollout weights have them: split over tp, whose devices have the same tokens."""
     padded, layer = padded_config(config, max_tp), config.base.weights()["layers"]
-    specs = {name: rollout_spec(layer[name], layout, padded) for name in experts.WEIGHTS if name in layer}
+    own = {name: layer[name] for name in experts.WEIGHTS if name in layer}
+    shardings = {name: NamedSharding(layout.mesh, rollout_spec(weight, layout, padded)) for name, weight in own.items()}
+    specs = {name: sharding.spec for name, sharding in (shardings | scale_shardings(own, shardings)).items()}
     rows = PartitionSpec(layout.dp_axes or None)
     return experts.over_devices(layout.mesh, specs, rows, batched=batched, gathered=False)
 

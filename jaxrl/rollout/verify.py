@@ -210,7 +210,7 @@ class Verify:
 
         gathered = kv_cache.GatheredCache(programs.layout, pool[0][0].shape[1], programs.kv)
         start = began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.most_tokens)
+        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.most_tokens, programs.dtype)
 
         def windowed(
             fresh: list[Any], tokens: jax.Array, positions: jax.Array, valid: jax.Array, gained: jax.Array

@@ -50,6 +50,7 @@ from jaxrl.sharding.mesh import platform_of, submeshes
 from jaxrl.train.update_memory import plan_chunk, plan_remat
 
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
+_FLOAT8_FROM = 8.9  # compute capability: Ada and Hopper
 _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
 
 
@@ -174,6 +175,16 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     return tokenizer, model
 
 
+def refuse_float8(config: Config, device: Any) -> None:
+    """Raises ConfigError for a GPU that does not convert float8, of which kernels and fused products would be made."""
+    rollout, found = config.rollout, getattr(device, "compute_capability", None)
+    if "fp8" in (rollout.quantization, rollout.kv_codes) and found is not None and float(found) < _FLOAT8_FROM:
+        raise ConfigError(
+            f"{rollout.quantized}: float8 needs a GPU of compute capability {_FLOAT8_FROM} or more, and "
+            f"{device.device_kind} has {found}: use int8"
+        )
+
+
 def build_executor(
     config: Config,
     model: ModelConfig,
@@ -228,6 +239,7 @@ def _executor_config(
     """Sizes of each worker, its pools sized by `layout_sizes`; `mesh`: of the rollout, on this host."""
     config = config.with_types(platform := platform_of(mesh.devices.flat[0]))
     rollout, val = config.rollout, config.rollout.val_kwargs
+    refuse_float8(config, mesh.devices.flat[0])
     sizes = layout_sizes(config, model, mesh.size, memory_bytes)
     truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
     return ExecutorConfig(
@@ -240,6 +252,8 @@ def _executor_config(
         attention=rollout.attention,
         is_invariant=config.actor.numerics == "invariant",
         dtype=rollout.dtype,
+        quantization=rollout.quantization,
+        kv_codes=rollout.kv_codes,
         seed=config.trainer.seed,
         truncate=any(truncates),
         proposer=table.proposer(config, platform),

@@ -24,14 +24,13 @@ from jaxrl.mechanisms.table import freed_memory, rollout_memory
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, kv_layers
 from jaxrl.models.numerics import refuse_invariant
-from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
 from jaxrl.train.update_memory import (
-    device_numbers,
     plan_chunk,
     plan_remat,
     resident_parts,
+    rollout_bytes,
     splits,
     update_parts,
 )
@@ -186,13 +185,13 @@ def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) ->
     tp = config.rollout.tp
     kv_heads = padded_config(model_config, max_tp(config, num_devices)).num_kv_heads
     heads = kv_heads // splits(kv_heads, tp)
-    positions = config.rollout.block_size * kv_layers_of(config, model_config).size * model_config.head_dim
-    return 2 * positions * heads * BYTES[config.rollout.dtype]
+    positions = config.rollout.block_size * kv_layers_of(config, model_config).size
+    return 2 * positions * heads * config.rollout.kv_head_bytes(model_config.head_dim)
 
 
 def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:
-    padded = padded_config(model_config.base, max_tp(config, num_devices))
-    return device_numbers(padded, config.rollout.tp, in_rollout=True) * BYTES[config.rollout.dtype]
+    padded, rollout = padded_config(model_config.base, max_tp(config, num_devices)), config.rollout
+    return rollout_bytes(padded, rollout.tp, rollout.dtype, rollout.quantization)
 
 
 def _logits(config: Config, model_config: ModelConfig, num_devices: int, positions: int) -> int:
@@ -214,13 +213,18 @@ def memory_plan(
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
     Raises:
-      ValueError: as `layout_sizes` and `rollout_memory`, as `choose_packed` for `actor.attention`, and as
-        `refuse_invariant` for `actor.numerics`.
+      ValueError: as `layout_sizes` and `rollout_memory`, as `choose_packed` for `actor.attention`, as
+        `refuse_invariant` for `actor.numerics`, and for a KV cache that the platform does not take.
     """
     own = config.rollout.num_devices
     rolling, training = own or num_devices // config.hosts.num, num_devices - own
     if config.actor.numerics == "invariant":
         refuse_invariant(model_config, platform, config.actor.numerics_tp)
+    if platform == "tpu" and config.rollout.kv_codes != "none":
+        raise ValueError(
+            f"rollout.kv_cache_dtype ({config.rollout.kv_cache_dtype}) must be auto on TPUs, which pad each "
+            "position's scale to 128 numbers"
+        )
     num_rows, num_blocks = layout_sizes(config, model_config, rolling, device_bytes)[config.rollout.tp]
     remat = plan_remat(config, model_config, training, device_bytes, platform)
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)

@@ -110,7 +110,10 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
                 raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
-    parts = model_sizes(config), machine, factors, BYTES[config.with_types("gpu").rollout.dtype]
+    rollout = config.with_types("gpu").rollout
+    narrow = 0 if rollout.quantization == "none" else BYTES[rollout.quantization]
+    model = model_sizes(config)
+    parts = model, machine, factors, BYTES[rollout.dtype], narrow, rollout.kv_head_bytes(model.head_dim)
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
         return CostModel(*parts), described

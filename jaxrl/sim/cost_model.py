@@ -135,13 +135,20 @@ class CostModel:
     """Times from sizes and peaks: max(bytes / bandwidth, FLOPs / peak) + fixed costs. Pure: equal arguments, equal
     answers.
 
-    `number_bytes`: bytes of one number of the rollout's weights and KV (2: bfloat16).
+    Attributes:
+      number_bytes: of one number of the rollout's weights, activations and KV (2: bfloat16).
+      layer_bytes: of one number of its layers' weights (1: `rollout.quantization`); 0: `number_bytes`. Factors of
+        outputs, a thousandth of it, are left out.
+      kv_head_bytes: of a key or value of one head at one position (`rollout.kv_cache_dtype`); 0: `number_bytes` for
+        each of its numbers.
     """
 
     model: ModelConfig
     hardware: Hardware
     efficiency: Efficiency = Efficiency()
     number_bytes: int = 2
+    layer_bytes: int = 0
+    kv_head_bytes: int = 0
     params: ParameterCounts = field(init=False, repr=False, compare=False)
     # decode's coefficients by TP degree, and passes by rows, once each: a simulation asks for millions of steps
     _decode: dict[int, tuple[float, float, float, float, float]] = field(
@@ -207,7 +214,7 @@ class CostModel:
         if not model.num_experts:
             return 0.0
         share = (1 - model.num_experts_per_tok / model.num_experts) ** tokens
-        num_bytes = share * self.params.experts / tp * self.number_bytes
+        num_bytes = share * self.params.experts / tp * (self.layer_bytes or self.number_bytes)
         return num_bytes / (self.hardware.memory_bytes_per_s * self.efficiency.memory)
 
     def _unread_each_s(self, tp: int, tokens_S: np.ndarray) -> np.ndarray | float:
@@ -227,7 +234,7 @@ class CostModel:
         hw, eff, read = self.hardware, self.efficiency, self.params.read
         bandwidth, flops = hw.memory_bytes_per_s, hw.flops_per_s * eff.compute * tp
         return (
-            self.device_params(tp, read) * self.number_bytes / (bandwidth * eff.memory),
+            self.device_bytes(tp, read) / (bandwidth * eff.memory),
             self._activation_bytes(tp, 1, logits=1) / (bandwidth * eff.memory),
             self.kv_bytes_per_token(tp) / (bandwidth * eff.kv),
             2.0 * (read - self.params.unchosen) / flops,
@@ -240,7 +247,7 @@ class CostModel:
             return 0.0
         hw, eff = self.hardware, self.efficiency
         layers = self.params.layers  # the output head runs for last positions only: left out
-        weights = self.device_params(tp, layers) * self.number_bytes
+        weights = self.device_bytes(tp, layers)
         memory = (weights + self._activation_bytes(tp, tokens, logits=0)) / eff.memory
         memory -= self._unread_s(tp, tokens) * hw.memory_bytes_per_s
         memory += tokens * self.kv_bytes_per_token(tp) / eff.kv
@@ -324,8 +331,8 @@ class CostModel:
         """Seconds until the trained weights are the rollout's. Training splits them over all devices, rollout over
         `tp`: the rest is gathered."""
         hw, eff = self.hardware, self.efficiency
-        total = self.params.total * self.number_bytes
-        kept = self.device_params(tp, self.params.total) * self.number_bytes
+        total = self.device_bytes(1, self.params.total)
+        kept = self.device_bytes(tp, self.params.total)
         gathered = (kept - total / num_devices) / (hw.bytes_per_s(num_devices) * eff.link)
         written = kept / (hw.memory_bytes_per_s * eff.memory)
         return max(gathered, 0.0) + written + eff.sync_fixed_s
@@ -342,7 +349,7 @@ class CostModel:
         """
         hw, eff = self.hardware, self.efficiency
         link = hw.bytes_per_s(max(tp, new_tp)) * eff.link
-        held = [self.device_params(t, self.params.total) * self.number_bytes for t in (tp, new_tp)]
+        held = [self.device_bytes(t, self.params.total) for t in (tp, new_tp)]
         gathered = max(held[1] - held[0], 0.0) / link
         copied = 2 * held[1] / (hw.memory_bytes_per_s * eff.memory)
         growth = new_tp / tp
@@ -361,13 +368,20 @@ class CostModel:
     def kv_bytes_per_token(self, tp: int) -> int:
         model = self.model
         heads = model.num_kv_heads // self._kv_split(tp)
-        return 2 * model.num_layers * heads * model.head_dim * self.number_bytes
+        return 2 * model.num_layers * heads * (self.kv_head_bytes or model.head_dim * self.number_bytes)
 
     def device_params(self, tp: int, params: int) -> float:
         """How many of `params` parameters lie on one of `tp` devices; copied key/value heads count in full."""
         model = self.model
         kv = 2 * model.num_layers * model.hidden_size * model.num_kv_heads * model.head_dim
         return (params - kv) / tp + kv / self._kv_split(tp)
+
+    def device_bytes(self, tp: int, params: int) -> float:
+        """The bytes of `params` rollout parameters, those of all layers among them, on one of `tp` devices."""
+        whole = self.device_params(tp, params) * self.number_bytes
+        if not self.layer_bytes:
+            return whole
+        return whole - self.device_params(tp, self.params.layers) * (self.number_bytes - self.layer_bytes)
 
     def _kv_split(self, tp: int) -> int:
         """Over how many of `tp` devices the key/value heads are split; over the rest they are copied."""
@@ -394,7 +408,7 @@ class CostModel:
 
         Raises ValueError if not even two blocks fit.
         """
-        weights = self.device_params(tp, self.params.total) * self.number_bytes
+        weights = self.device_bytes(tp, self.params.total)
         left = self.hardware.memory_bytes * memory_fraction - weights - reserved_bytes
         layers = self.model.num_layers
         blocks = int(left // (block_size * self.kv_bytes_per_token(tp) // layers * (num_layers or layers)))

@@ -33,8 +33,9 @@ from jaxrl.models.lora import adapters_alone, is_trained
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
 from jaxrl.schema.devices import mesh_factors
-from jaxrl.schema.limits import BYTES
+from jaxrl.schema.limits import BYTES, Narrow
 from jaxrl.sharding.mesh import dividing_factors
+from jaxrl.sharding.narrow_weights import Scale, inputs
 from jaxrl.sharding.rules import axes_of_dims
 from jaxrl.train.critic import critic_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
@@ -64,11 +65,22 @@ def splits(size: int, degree: int, num_hosts: int = 1) -> int:
     return math.prod(dividing_factors(mesh_factors(degree, num_hosts), size))
 
 
-def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1, *, in_rollout: bool = False) -> int:
-    """How many of a model's numbers one device holds when they are split over `degree` devices, for training or as a
-    rollout's tensor parallelism splits them."""
-    weights = leaves(model_config.weights())
-    return sum(_shard_numbers(weight, degree, num_hosts, in_rollout=in_rollout) for weight in weights)
+def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
+    """How many of a model's numbers one device holds when training splits them over `degree` devices."""
+    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(model_config.weights()))
+
+
+def rollout_bytes(padded: ModelConfig, degree: int, dtype: str, quantization: Narrow = "none") -> int:
+    """The bytes of one device's part of rollout weights, as tensor parallelism splits them."""
+    total = 0
+    for weight in leaves(padded.weights()):
+        numbers = _shard_numbers(weight, degree, 1, in_rollout=True)
+        if quantization == "none" or not inputs(weight):
+            total += numbers * BYTES[dtype]
+        else:
+            scales = _shard_numbers(Scale.of(weight), degree, 1, in_rollout=True)
+            total += numbers * BYTES[quantization] + scales * BYTES["float32"]
+    return total
 
 
 def device_bytes(config: Config, model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
@@ -78,7 +90,7 @@ def device_bytes(config: Config, model_config: ModelConfig, degree: int, num_hos
     return sum(_shard_numbers(weight, degree, num_hosts) * BYTES[dtype] for weight, dtype in weights)
 
 
-def _shard_numbers(weight: Weight, degree: int, num_hosts: int, *, in_rollout: bool = False) -> int:
+def _shard_numbers(weight: Weight | Scale, degree: int, num_hosts: int, *, in_rollout: bool = False) -> int:
     factors = mesh_factors(degree, num_hosts)
     shards = math.prod(math.prod(factors[own]) for own in axes_of_dims(weight, factors, in_rollout=in_rollout))
     return math.prod(weight.shape) // shards

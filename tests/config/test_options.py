@@ -150,6 +150,14 @@ REFUSED = [
         {"actor": {"numerics": "invariant", "dtype": "bfloat16"}},
         "actor.dtype (bfloat16) must be rollout.dtype (auto) where actor.numerics is invariant",
     ),
+    (
+        {"actor.numerics": "invariant", "rollout.quantization": "int8"},
+        "rollout.quantization=int8 and actor.numerics=invariant exclude each other: the trainer, which quantises",
+    ),
+    (
+        {"actor.numerics": "invariant", "rollout.quantization": "fp8", "rollout.kv_cache_dtype": "int8"},
+        "rollout.quantization=fp8 and rollout.kv_cache_dtype=int8 and actor.numerics=invariant exclude each other",
+    ),
     ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found auto"),
     ({"actor.ppo_max_token_len_per_gpu": 383}, "(383 tokens) must hold the longest sequence: "),
     (

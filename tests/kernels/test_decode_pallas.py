@@ -17,6 +17,7 @@ from jaxrl.kernels.attention import choose_paged
 from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention, decode_refusal
 from jaxrl.kernels.norm_pallas import add_norm
 from jaxrl.kernels.paged_pallas import PagedTileSizes
+from jaxrl.sharding.narrow_weights import narrowed
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 EPS = 1e-6
@@ -48,10 +49,28 @@ def case(heads, kv_heads, dim=32, dtype="float32", *, bias=True, norms=True, sha
     }
 
 
-@partial(jax.jit, static_argnames="rule")
-def separate(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC, k_KNPD, v_KNPD, tables_RW, positions_R, rule=reference.PLAIN):
+def coded(array, kind):
+    codes, scales = narrowed(kind, jnp.asarray(array), -1)
+    return reference.Codes(codes, scales[..., None])
+
+
+@partial(jax.jit, static_argnames=("rule", "dtype", "kind"))
+def separate(
+    qkv_SRKXD,
+    bias_KXD,
+    norms,
+    cos_RC,
+    sin_RC,
+    k_KNPD,
+    v_KNPD,
+    tables_RW,
+    positions_R,
+    rule=reference.PLAIN,
+    dtype=None,
+    kind=None,
+):
     """The same by an operation each, rounded after each."""
-    dtype = k_KNPD.dtype
+    dtype = dtype or k_KNPD.dtype
     slab = jnp.sum(qkv_SRKXD, axis=0).astype(dtype)
     if bias_KXD is not None:
         slab = slab + bias_KXD
@@ -62,7 +81,7 @@ def separate(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC, k_KNPD, v_KNPD, tables_
     rows, valid = positions_R.shape[0], (positions_R >= 0)[:, None]
     at = jnp.maximum(positions_R, 0)[:, None]
     pools = [
-        reference.write_kv(pool, new[:, None], tables_RW, at, valid)
+        reference.write_kv(pool, coded(new[:, None], kind) if kind else new[:, None], tables_RW, at, valid)
         for pool, new in ((k_KNPD, k[:, :, 0]), (v_KNPD, v))
     ]
     out = reference.paged_attention(q.reshape(rows, 1, -1, q.shape[-1]), *pools, tables_RW, at, rule)
@@ -117,6 +136,30 @@ def test_the_kernel_is_the_separate_operations(heads, kv_heads, dim, dtype, bias
         # elsewhere not a bit has changed; block 0, to which the separate operations send what is void, included
         changed = (pool != before.astype(np.float32)).any(axis=(0, 3))
         assert changed.sum() == active.sum()
+
+
+@pytest.mark.parametrize(("kind", "dtype", "piece"), [("int8", "float32", 32), ("fp8", "bfloat16", 64)])
+def test_codes_are_read_and_written(kind, dtype, piece):
+    """The new key and value stand for what the pool then holds of them, also where they are not read from it."""
+    arguments = case(6, 2, dtype=dtype)
+    arguments |= {name: coded(arguments[name], kind) for name in ("k_KNPD", "v_KNPD")}
+    tiles = PagedTileSizes(16, 32, piece, 4, 2)
+    found = decode_attention(**arguments, dtype=jnp.dtype(dtype), eps=EPS, tiles=tiles, interpret=True)
+    wanted = separate(**arguments, dtype=jnp.dtype(dtype), kind=kind)
+    active = arguments["positions_R"] >= 0
+    for pool, want, name in zip(found[1:], wanted[1:], ("k_KNPD", "v_KNPD"), strict=True):
+        assert pool.codes.dtype == arguments[name].codes.dtype
+        np.testing.assert_allclose(pool.scales[:, 1:], want.scales[:, 1:], rtol=TOLERANCE[dtype] / 2)
+        codes, others = (np.asarray(x.codes[:, 1:], np.float32) for x in (pool, want))
+        # a sum in another order may make the next code of it
+        assert (codes != others).sum() <= (4 if dtype == "float32" else 40)
+        changed = (codes != np.asarray(arguments[name].codes[:, 1:], np.float32)).any(axis=(0, 3))
+        assert changed.sum() == active.sum()
+        np.testing.assert_allclose(codes, others, rtol=0.13, atol=1)
+    atol = {"float32": 2e-2, "bfloat16": 0.15}[dtype]
+    out, expected = (np.asarray(x[0][active], np.float32) for x in (found, wanted))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=atol)
+    assert np.abs(out - expected).mean() < atol / 50
 
 
 @pytest.mark.parametrize("piece", [64, 32])

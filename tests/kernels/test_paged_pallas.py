@@ -14,6 +14,7 @@ from lowering import lowered_for_cuda
 
 from jaxrl.kernels import attention, paged_pallas, reference
 from jaxrl.kernels.paged_pallas import PagedTileSizes
+from jaxrl.sharding.narrow_weights import narrowed
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 PALLAS = attention.PagedAttention("pallas")
@@ -55,6 +56,14 @@ def expect(out, arrays):
 )
 def test_decode_and_verify(heads, kv_heads, dim, size, queries, dtype):
     arrays = case(heads, kv_heads, dim, size, queries, dtype=dtype)
+    expect(run(*arrays), arrays)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("fp8", "bfloat16")])
+def test_codes_are_read(kind, dtype):
+    q, *pools, tables, positions = case(9, 3, 64, 16, 2, dtype=dtype)
+    pools = [narrowed(kind, jnp.asarray(pool), -1) for pool in pools]
+    arrays = (q, *(reference.Codes(codes, scales[..., None]) for codes, scales in pools), tables, positions)
     expect(run(*arrays), arrays)
 
 

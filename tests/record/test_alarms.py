@@ -13,13 +13,14 @@ from jaxrl.record.alarms import Alarms, non_finite
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 
-def make_alarms(limit: int = 3) -> Alarms:
+def make_alarms(limit: int = 3, quantization: str = "none", **algorithm: Any) -> Alarms:
     """A batch has 2 prompts of 2 samples: 4 rewards."""
     values = {
         "model": {"path": "m"},
         "data": {"task": "t", "train_batch_size": 2},
-        "rollout": {"n": 2},
+        "rollout": {"n": 2, "quantization": quantization},
         "trainer": {"max_bad_steps": limit},
+        "algorithm": algorithm,
     }
     return Alarms(from_mapping(values))
 
@@ -78,6 +79,30 @@ def test_steps_without_an_update_end_the_run(caplog: pytest.LogCaptureFixture):
     assert updated(alarms, 7, 2, 2) == (
         f"step 7: 2 of 2 {text}; no update in 3 steps in a row (trainer.max_bad_steps=3)"
     )
+
+
+def mismatched(alarms: Alarms, *values: float, share: float = 0.0) -> None:
+    for step, value in enumerate(values, 1):
+        measured = {"rollout_corr/k3_kl": value, "training/off_policy/share": share}
+        assert alarms.updated(step, {"actor": (1, 0)}, measured, make_batch()) is None
+
+
+def test_a_quantised_rollout_that_is_another_policy_is_told_when_it_begins_and_doubles(
+    caplog: pytest.LogCaptureFixture,
+):
+    mismatched(make_alarms(quantization="int8"), 0.009, 0.011, 0.02, 0.022, 0.03, 0.01, 0.012)
+    text = "nats a token, above 0.01: rollout.quantization=int8 makes another policy of the rollout"
+    off = "; algorithm.rollout_correction.rollout_is is none"
+    assert heard(caplog) == [
+        f"step {step}: rollout_corr/k3_kl is {value} {text}{off}"
+        for step, value in ((2, "0.011"), (4, "0.022"), (7, "0.012"))
+    ]
+    corrected = {"rollout_correction": {"rollout_is": "token"}}
+    mismatched(make_alarms(quantization="int8", **corrected), 0.011, share=0.25)
+    stale = " (earlier weights wrote 25% of the tokens, which counts as well)"
+    assert heard(caplog) == [f"step 1: rollout_corr/k3_kl is 0.011 {text}{stale}"]
+    mismatched(make_alarms(), 0.5)
+    assert heard(caplog) == [], "one that is not quantised has other reasons"
 
 
 def test_without_a_limit_it_only_warns(caplog: pytest.LogCaptureFixture):

@@ -88,6 +88,35 @@ def test_a_layer_of_each_family(shape: str, most: int):
     assert (sum(three["kernels"].values()) - sum(one["kernels"].values())) / 2 <= most
 
 
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=SLOW)])
+def test_quantised_weights_are_read_as_codes(kind: str):
+    """The kernels of a step are the same: products take codes, and factors before they round. No array of a matrix's
+    numbers is written, so a step reads a byte a number."""
+    plain, narrow = (one_layer("decode", LARGE, "--quantization", each) for each in ("none", kind))
+    assert narrow["kernels"] == plain["kernels"]
+    assert narrow["copies"] == []
+    assert narrow["memory"]["temporaries"] < plain["memory"]["temporaries"] + 4096
+    matrices = 3584 * (3584 + 2 * 512 + 3584) + 3 * 3584 * 18944  # one byte in place of two
+    factors = 4 * (3584 + 2 * 512 + 3584 + 2 * 18944 + 3584)
+    saved = plain["memory"]["arguments"] - narrow["memory"]["arguments"]
+    assert abs(saved - (matrices - factors)) < 4096
+    code = {"int8": "s8", "fp8": "f8e4m3fn"}[kind]
+    products = re.findall(r"%gemm_fusion_dot\S* \(([^)]*)\)", narrow["hlo"])
+    assert sum(f": {code}[" in each for each in products) == 4
+    written = {shape for _, shape, _ in kernels(narrow["hlo"]) if shape.startswith(("bf16", "f32"))}
+    assert max(map(size_of, written)) < matrices // 4
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=SLOW)])
+def test_a_cache_of_codes_is_read_and_written_by_the_same_kernels(kind: str):
+    plain, narrow = (one_layer("decode", LARGE, "--kv", each) for each in ("none", kind))
+    assert narrow["kernels"] == plain["kernels"]
+    assert narrow["copies"] == []
+    assert narrow["memory"]["results"] - narrow["memory"]["aliased"] < 1 << 20, "pool and scales are written in place"
+    assert narrow["memory"]["temporaries"] < plain["memory"]["temporaries"] + 4096
+    assert narrow["pool_array_bytes"] / plain["pool_array_bytes"] == (128 + 4) / 256
+
+
 def test_one_row_writes_no_product_out():
     """A product of one row with a matrix [I, O] must not exist as [I, O] terms: three times the matrix's bytes."""
     text = decode(rows=1)["hlo"]

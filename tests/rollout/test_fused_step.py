@@ -104,6 +104,26 @@ def test_it_draws_the_tokens_that_a_cpu_draws(family, tp):
     assert sum(map(len, fused)) > 60
 
 
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_it_reads_and_writes_codes_as_a_cpu_does(kind):
+    """Of weights, and of keys and values: a float32 sum in another order may make the next code of a number."""
+    gpu_form = {"fused_projections": True, "gathered": False, "attention": "pallas", "interpret": True}
+    codes = {"quantization": kind, "kv_codes": kind}
+    fused, executor = generate("qwen3", 2, **codes, **gpu_form)
+    plain, _ = generate("qwen3", 2, **codes)
+    assert executor._now.programs.fused
+    assert executor._params["layers"][0]["qkv"].dtype == {"int8": np.int8, "fp8": jax.numpy.float8_e4m3fn}[kind]
+    same = [np.array_equal(a.token_ids, b.token_ids) for a, b in zip(fused, plain, strict=True)]
+    assert same.count(False) <= 1, "near-ties are rare"
+    for a, b, equal in zip(fused, plain, same, strict=True):
+        if equal:
+            near = np.abs(a.rollout_logprobs - b.rollout_logprobs)
+            assert np.median(near) < 1e-4
+            assert near.max() < 0.05
+    whole, _ = generate("qwen3", 2)
+    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(plain, whole, strict=True))
+
+
 @pytest.mark.parametrize(
     ("options", "fused"),
     [({}, True), ({"attention": "reference"}, False), ({"gathered": True}, False), ({"dtype": "float16"}, False)],

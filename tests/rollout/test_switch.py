@@ -172,8 +172,8 @@ def drafting_walk(how: str, degrees: tuple[int, ...]) -> None:
     assert 0.3 < engine.counters.accepted_tokens / engine.counters.proposed_tokens < 1
 
 
-def walk(name: str, how: str, dtype: str, degrees: tuple[int, ...]) -> None:
-    engine, executor = start(name, dtype, degrees[0])
+def walk(name: str, how: str, dtype: str, degrees: tuple[int, ...], **options: Any) -> None:
+    engine, executor = start(name, dtype, degrees[0], **options)
     asked = requests()
     still = engine.generate(asked)
     moved = run(engine, asked, degrees[1:], how)
@@ -259,10 +259,11 @@ def _broken(module: Any, function: str) -> Any:
     return mock.patch.object(module, function, side_effect=MemoryError("no room"))
 
 
-def across(name: str, dtype: str, left_tp: int, right_tp: int, drafting: Drafting | None = None) -> None:
+def across(name: str, dtype: str, left_tp: int, right_tp: int, drafting: Drafting | None = None, **more: Any) -> None:
     """Two workers; half of the first one's requests go on in the second, beside its own, in the middle of a batch."""
     halves = jax.devices()[:4], jax.devices()[4:]
     sizes: dict[str, Any] = {"max_tp": 4, "num_slots": 12, "num_blocks": 90, "layouts": (), "proposer": drafting}
+    sizes |= more
     (left, left_executor), (right, right_executor) = (
         start(name, dtype, tp, half, **sizes) for tp, half in zip((left_tp, right_tp), halves, strict=True)
     )
@@ -321,6 +322,24 @@ def example() -> None:
 
 def test_a_chain_in_the_middle_of_a_batch():
     alone(__file__, f"walk('smollm2', 'migrate', 'float64', {CHAIN})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3_moe:1"])
+def test_quantised_weights_draw_the_same_in_every_layout(name: str, kind: str):
+    alone(__file__, f"walk({name!r}, 'recompute', 'float64', {(1, 2, 8, 4)}, quantization={kind!r})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [("smollm2", "int8"), ("qwen2", "fp8"), ("gemma2:1", "int8")])
+def test_codes_of_keys_and_values_move_with_their_scales(name: str, kind: str):
+    alone(__file__, f"walk({name!r}, 'migrate', 'float64', {(1, 2, 8, 4, 1)}, kv_codes={kind!r})")
+
+
+@pytest.mark.slow
+def test_codes_move_between_submeshes():
+    alone(__file__, "across('smollm2', 'float64', 1, 4, kv_codes='int8', quantization='int8')")
 
 
 @pytest.mark.slow

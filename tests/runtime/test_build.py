@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl.commands.explain import explain_config
-from jaxrl.config import from_mapping
+from jaxrl.config import ConfigError, from_mapping
 from jaxrl.runtime import build
 from jaxrl.runtime.build import retuning_note, share_notes, use_compilation_cache
 from jaxrl.sharding.memory import memory_share
@@ -36,6 +36,19 @@ def test_the_share_is_what_jax_was_told(variables: dict[str, str], share: float,
         monkeypatch.setenv(name, value)
     assert memory_share("gpu") == share
     assert memory_share("cpu") is None
+
+
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+def test_float8_is_refused_where_a_gpu_has_none(option: str):
+    for kind, capability in (("int8", "8.0"), ("fp8", "8.9"), ("fp8", "9.0"), ("fp8", None)):
+        device = SimpleNamespace(compute_capability=capability, device_kind="A100")
+        build.refuse_float8(from_mapping({"model": {"path": "m"}, "rollout": {option: kind}}), device)
+    config = from_mapping({"model": {"path": "m"}, "rollout": {option: "fp8"}})
+    wanted = (
+        rf"^rollout.{option}=fp8: float8 needs a GPU of compute capability 8.9 or more, and A100 has 8.0: use int8$"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        build.refuse_float8(config, SimpleNamespace(compute_capability="8.0", device_kind="A100"))
 
 
 def test_a_small_share_is_said_with_what_to_set(monkeypatch: pytest.MonkeyPatch):

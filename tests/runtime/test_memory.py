@@ -11,7 +11,10 @@ from jaxrl.commands.explain import explain, render
 from jaxrl.config.checks import check
 from jaxrl.mechanisms.speculation.build import proposer
 from jaxrl.models.shapes import SHAPES
+from jaxrl.rollout import kv_cache
 from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
 
 
 def test_the_pool_takes_what_is_left():
@@ -61,6 +64,22 @@ def test_what_is_set_is_taken():
     with pytest.raises(ValueError, match=r"rollout.num_blocks \(24, one of .*: at least 25 blocks of 16 tokens"):
         memory_plan(windowed, SMOLLM2, 1, None, "cpu")
     assert plan_num_blocks(config(rollout={"num_blocks": 99}), SMOLLM2, 1, 1 << 20) == 99
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_pool_of_codes_is_as_large_as_its_arrays(kind):
+    """A byte a number, and a scale for each position and head; what memory leaves holds almost twice as many blocks."""
+    wide, codes = (config(rollout={"dtype": "bfloat16", "kv_cache_dtype": each}) for each in ("auto", kind))
+    plan = memory_plan(codes, SMOLLM2, 1, None, "gpu")
+    layout = Layout(make_mesh(jax.devices()[:1]), 1)
+    shape = kv_cache.CacheShape(30, 3, 64, plan.num_blocks, 16, jax.numpy.dtype("bfloat16"), kind)
+    arrays = jax.tree.leaves(shape.made(layout, jax.ShapeDtypeStruct))
+    assert plan.rollout["KV pool"] == sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    many = [replace(each, rollout=replace(each.rollout, max_num_seqs=4096)) for each in (wide, codes)]
+    blocks = [plan_num_blocks(each, SMOLLM2, 1, 8 << 30) for each in many]
+    assert blocks[1] == pytest.approx(blocks[0] * 128 / (64 + 4), rel=1e-3)
+    with pytest.raises(ValueError, match=rf"rollout.kv_cache_dtype \({kind}\) must be auto on TPUs"):
+        memory_plan(codes, SMOLLM2, 1, None, "tpu")
 
 
 def test_invariant_numbers_pad_for_their_own_degree():

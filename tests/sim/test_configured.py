@@ -120,13 +120,20 @@ def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
 
 def test_cost_models_and_their_sources(tmp_path: Path):
     cost, source = cost_model(config(hardware="h800", efficiency={"compute": 0.25}))
-    assert cost == CostModel(model_sizes(config()), HARDWARE["H800"], Efficiency(compute=0.25))
+    model = model_sizes(config())
+    assert cost == CostModel(model, HARDWARE["H800"], Efficiency(compute=0.25), kv_head_bytes=2 * model.head_dim)
     assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
     assert isinstance(cost, CostModel)
     assert cost.number_bytes == 2
     wide, _ = cost_model(training(rollout__dtype="float32"))
     assert isinstance(wide, CostModel)
-    assert wide.number_bytes == 4
+    assert (wide.number_bytes, wide.layer_bytes) == (4, 0)
+    narrow, _ = cost_model(training(rollout__quantization="fp8"))
+    assert isinstance(narrow, CostModel)
+    assert (narrow.number_bytes, narrow.layer_bytes, narrow.kv_head_bytes) == (2, 1, 2 * model.head_dim)
+    narrow, _ = cost_model(training(rollout__kv_cache_dtype="int8"))
+    assert isinstance(narrow, CostModel)
+    assert (narrow.number_bytes, narrow.layer_bytes, narrow.kv_head_bytes) == (2, 0, model.head_dim + 4)
 
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
     points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))

@@ -60,6 +60,7 @@ def test_kv_bytes_and_their_split():
     assert [COST.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]  # two heads split over two at most
     assert replace(COST, number_bytes=4).kv_bytes_per_token(1) == 512
     assert QWEN.kv_bytes_per_token(1) == 196_608
+    assert replace(COST, kv_head_bytes=16 + 4).kv_bytes_per_token(1) == 2 * 2 * 2 * 20, "codes and a scale"
 
 
 def test_copied_key_value_heads_take_memory_on_every_device():
@@ -71,6 +72,19 @@ def test_larger_numbers_take_more_memory():
     wide = replace(COST, number_bytes=4)
     assert bare(wide).decode_step_s(1, 1, 1000) > 1.9 * bare(COST).decode_step_s(1, 1, 1000)
     assert wide.weight_sync_s(2, 2) - 3 == pytest.approx(2 * (COST.weight_sync_s(2, 2) - 3))
+
+
+def test_quantised_layers_take_fewer_bytes_and_nothing_else_does():
+    narrow = replace(COST, layer_bytes=1)
+    for tp in (1, 2):
+        saved = COST.device_params(tp, COST.params.layers)
+        for params in (COST.params.layers, COST.params.read, COST.params.total):
+            assert COST.device_bytes(tp, params) - narrow.device_bytes(tp, params) == saved
+        seconds = saved / (COST.hardware.memory_bytes_per_s * COST.efficiency.memory)
+        assert COST.decode_step_s(tp, 1, 9) - narrow.decode_step_s(tp, 1, 9) == pytest.approx(seconds)
+    assert narrow.kv_bytes_per_token(1) == COST.kv_bytes_per_token(1)
+    assert narrow.num_kv_blocks(1, 16, 0.5) > COST.num_kv_blocks(1, 16, 0.5)
+    assert narrow.swap_s(2) == COST.swap_s(2), "a reference is not quantised"
 
 
 # ---------------------------------------------------------------- by hand

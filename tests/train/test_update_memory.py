@@ -113,3 +113,7 @@ def test_weights_are_as_large_as_the_shardings_make_them(model, tp):
         held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(rolled))
         e = explain(config(rollout={"tensor_model_parallel_size": tp}), model, 8)
         assert e.memory.rollout["rollout weights"] == 4 * held
+        narrow = to_rollout(params, model, layout, jnp.float32, quantization="int8")
+        held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(narrow))
+        e = explain(config(rollout={"tensor_model_parallel_size": tp, "quantization": "int8"}), model, 8)
+        assert e.memory.rollout["rollout weights"] == held

@@ -31,7 +31,7 @@ class ProfileIdentity:
     Attributes:
       model: its name, for people. fingerprint: of its shape (weights of the same shape take the same time).
       device_kind, device_count: of the worker's mesh.
-      jax_version, dtype: of the programs.
+      jax_version, dtype: of the programs; with `rollout.quantization`, if there is any.
     """
 
     model: str
