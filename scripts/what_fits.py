@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
 """Prints which models of a family train on one card: in full, with adapters, and with adapters on a base in 4 bits. Or
-how long responses may be in training on several cards, where each has whole rows of tokens and where all share them.
+how long responses may be in training on several cards, where each has whole rows of tokens and where all share them;
+or in rollout and training, by number of cards and by what becomes of the optimizer's state.
 
     python scripts/what_fits.py
     python scripts/what_fits.py --devices 8
+    python scripts/what_fits.py --states
 
 The bytes are those of `jaxrl explain-config`: what is always there and what the update adds, and beside it what a
 rollout has. No device is asked and no weight is read. docs/benchmarks/adapters-2026-11-27.md has the first table, and
-docs/performance.md the second.
+docs/performance.md the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -48,13 +51,23 @@ SETTINGS: dict[str, Any] = {
 RESPONSES = (8192, 32768, 131072)
 LONG: tuple[tuple[str, bool], ...] = (("1.5B", False), ("7B", False), ("7B", True), ("32B", True))
 """Sizes, and whether the optimizer's state is in the host's memory."""
+LARGER, DEVICES = ("1.5B", "7B", "32B", "72B"), (1, 2, 8, 64)
+STATES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"optim": {"state_dtype": "bfloat16"}},
+    "int8": {"optim": {"state_dtype": "int8"}},
+    "in the host's memory": {"offload_optimizer": True},
+}
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1, help="cards of 80 GB; several: the second table (1)")
-    devices = parser.parse_args(arguments).devices
-    return on_one_card() if devices == 1 else responses_on(devices)
+    parser.add_argument("--states", action="store_true", help="the third table")
+    options = parser.parse_args(arguments)
+    if options.states:
+        return with_states()
+    return on_one_card() if options.devices == 1 else responses_on(options.devices)
 
 
 def responses_on(devices: int) -> int:
@@ -93,6 +106,40 @@ def _update_bytes(model: ModelConfig, devices: int, sharing: int, response: int,
     )
     parts = resident_parts(config, model, devices)
     return sum(parts.values()) + sum(update_parts(config, model, devices, "gpu", "full", 512).values())
+
+
+def with_states() -> int:
+    print(f"| Qwen2.5 | optimizer's state | {' | '.join(f'{devices} x 80 GB' for devices in DEVICES)} |")
+    print(f"| --- | --- |{' --- |' * len(DEVICES)}")
+    for size in LARGER:
+        for name, state in STATES.items():
+            longest = [_longest(named_shape(f"Qwen2.5-{size}"), state, devices) for devices in DEVICES]
+            print(f"| {' | '.join((size, name, *longest))} |")
+    return 0
+
+
+def _longest(model: ModelConfig, state: dict[str, Any], devices: int) -> str:
+    """Of RESPONSES, what both phases have room for, with the fewest devices that share rows and the least tp."""
+    given, inside = _given(CARDS[-1]), [degree for degree in (1, 2, 4, 8) if degree <= devices]
+    for response in reversed(RESPONSES):
+        for sharing, tp in itertools.product(inside, inside):
+            longest = SETTINGS["data"]["max_prompt_length"] + response
+            row = {"ppo_max_token_len_per_gpu": -(-longest // sharing), "context_parallel_size": sharing}
+            values = SETTINGS | {
+                "model": {"path": "unused"},
+                "data": SETTINGS["data"] | {"max_response_length": response},
+                "actor": SETTINGS["actor"] | row | state,
+                "rollout": SETTINGS["rollout"] | {"max_num_seqs": 4, "tensor_model_parallel_size": tp},
+                "hosts": {"num": max(1, devices // 8)},
+            }
+            config = from_mapping(values)
+            try:
+                plan = memory_plan(config, model, devices, given, "gpu")
+            except ValueError:  # the rollout has no room for one request
+                continue
+            if plan.update_bytes <= given and memory_problem(config, model, plan, devices, given) is None:
+                return f"{response // 1024}k (tp {tp}{f', rows on {sharing}' if sharing > 1 else ''})"
+    return "no"
 
 
 def on_one_card() -> int:
