@@ -41,6 +41,27 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "products of a decode step leave out the factors of quantised weights",
+        "jaxrl/rollout/fused_step.py",
+        "return out if scale is None else out * scale.reshape(-1)",
+        "return out",
+        "tests/rollout/test_fused_step.py",
+    ),
+    Fault(
+        "new keys and values are cut to whole codes, and not rounded",
+        "kernels/decode_pallas.py",
+        "codes_1D = _rounded(codes_1D)",
+        "codes_1D = codes_1D * 1",
+        "tests/kernels/test_decode_pallas.py",
+    ),
+    Fault(
+        "all outputs of a matrix have one factor",
+        "sharding/narrow_weights.py",
+        "magnitudes = jnp.max(jnp.abs(array), axis=axes, keepdims=True)",
+        "magnitudes = jnp.max(jnp.abs(array))[(None,) * array.ndim]",
+        "tests/sharding/test_narrow_weights.py",
+    ),
+    Fault(
         "the loss has the wrong sign",
         "jaxrl/train/losses.py",
         "plain, clipped = -advantages * ratio, -advantages * within",

@@ -36,20 +36,7 @@ device_description_str: "{KIND}"
 """
 TPUS = {"v5e": ("v5e:2x4", "TPU v5 lite"), "v5p": ("v5p:2x2x2", "TPU v5")}
 """Of each kind of TPU a machine of eight, and what JAX calls one of them."""
-_BYTES = {
-    "f64": 8,
-    "s64": 8,
-    "u64": 8,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-    "bf16": 2,
-    "f16": 2,
-    "s8": 1,
-    "u8": 1,
-    "pred": 1,
-    "f8e4m3fn": 1,
-}
+_BYTES = {"f64": 8, "s64": 8, "u64": 8, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1, "f8e4m3fn": 1}  # else 4
 _NO_KERNEL = ("kSequential", "kWhile", "kConditional", "kCommandBuffer")
 _ARITHMETIC = r"^\s*(?:@!?%p\d+ )?((?:add|sub|mul|div|fma|mad|max|ex2|tanh|mma|wgmma|atom|red)\.[\w.]+)"
 _THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)")

@@ -330,3 +330,14 @@ def test_what_learns_from_files_has_a_picture_of_its_own(command, options, seque
 def test_what_learns_from_files_and_does_not_fit():
     given = {"model": {"path": "SmolLM2-135M"}}
     assert "a run is refused: the update needs about" in str(explain_config(from_mapping(given), 1, 1 << 30, "sft"))
+
+
+def test_a_quantised_rollout_that_nothing_corrects_is_said():
+    def notes(**sections: dict) -> str:
+        made = from_mapping({"model": {"path": "SmolLM2-135M"}, "rollout": {"quantization": "fp8"}} | sections)
+        return str(explain_config(made, 1, 60 << 30))
+
+    said = "note: rollout.quantization=fp8: the loss does not correct for what that changes"
+    assert said in notes()
+    assert said not in notes(algorithm={"rollout_correction": {"rollout_is": "token"}})
+    assert said not in notes(actor={"old_logprobs": "rollout"}), "its ratio is to what the rollout recorded"

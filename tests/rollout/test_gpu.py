@@ -24,6 +24,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.narrow_weights import inputs, narrowed
 from jaxrl.train.step import Trainer
 from jaxrl.types import Prompt, SampleKey, SamplingParams, TrainBatch
 
@@ -42,8 +43,8 @@ def requests(num_prompts: int = sized(4, 2), group_size: int = sized(4, 2)) -> l
     return made
 
 
-def generate(model, params, dtype, slots=16, blocks=161, attention="auto"):
-    made = executor(model, slots, blocks, dtype, attention)
+def generate(model, params, dtype, slots=16, blocks=161, attention="auto", **codes):
+    made = executor(model, slots, blocks, dtype, attention, **codes)
     made.sync_weights(params, 0)
     made.allocate()
     samples = Engine(made, BatcherConfig(decode_steps=8)).generate(requests())
@@ -110,6 +111,28 @@ def test_engine_log_probabilities_are_those_of_a_full_forward_pass(name, dtype):
     print(f"{name} {dtype}: differences of log-probabilities: worst {off.max():.2e}, mean {off.mean():.2e}")
     assert off.max() < worst
     assert off.mean() < mean
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_codes_of_weights_and_of_keys_and_values(kind):
+    """Of weights: the numbers that codes stand for. Of keys and values as well: no more than so few bits change."""
+
+    def coded(weight, array):
+        if not (axes := inputs(weight)):
+            return array
+        each = [narrowed(kind, layer, axes) for layer in array]
+        return jnp.stack([codes.astype(jnp.float32) * jnp.expand_dims(scales, axes) for codes, scales in each])
+
+    params, table = weights(LLAMA), LLAMA.weights()["layers"]
+    whole = params | {"layers": {name: coded(table[name], array) for name, array in params["layers"].items()}}
+    for more, (worst, mean) in (({}, LIMITS["float32"]), ({"kv_codes": kind}, (0.05, 0.01))):
+        samples = generate(LLAMA, params, "float32", quantization=kind, **more)
+        with jax.default_matmul_precision("highest"):
+            expected = full_logprobs(LLAMA, whole, samples)
+            off = np.concatenate([np.abs(a - b.rollout_logprobs) for a, b in zip(expected, samples, strict=True)])
+        print(f"{kind} {more}: differences of log-probabilities: worst {off.max():.2e}, mean {off.mean():.2e}")
+        assert off.max() < worst
+        assert (1e-4 if more else 0) < off.mean() < mean
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -67,7 +67,13 @@ def weights(model: ModelConfig) -> Any:
 
 
 def executor(
-    model: ModelConfig, slots: int, blocks: int, dtype: str, attention: Any = "auto", drafting: Drafting | None = None
+    model: ModelConfig,
+    slots: int,
+    blocks: int,
+    dtype: str,
+    attention: Any = "auto",
+    drafting: Drafting | None = None,
+    **codes: Any,
 ) -> MeshExecutor:
     """On one device, in the form that a GPU's programs have."""
     as_on_a_gpu = (
@@ -83,6 +89,7 @@ def executor(
         attention=attention,
         proposer=drafting,
         **as_on_a_gpu,
+        **codes,
     )
     return MeshExecutor(model, Layout(make_mesh(jax.devices()[:1]), 1), sizes)
 

@@ -90,6 +90,13 @@ def test_the_rollout_has_the_merged_weights(x64, tp):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), with_adapters, merged)
     plain = to_rollout(without_adapters(params), MODEL.base, layout, "float64")
     assert not np.allclose(plain["layers"][0]["q"], merged["layers"][0]["q"])
+    codes, wanted = (
+        to_rollout(own, model, layout, "float64", quantization="int8")
+        for own, model in ((params, MODEL), (merged_params(MODEL, params), MODEL.base))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=a.dtype == np.int8), codes, wanted)
+    assert (np.asarray(codes["layers"][0]["q"]) != wanted["layers"][0]["q"]).mean() < 1e-3
+    assert codes["layers"][0]["q"].dtype == np.int8, "what adapters make of a matrix is quantised, and not the base"
 
 
 def test_training_moves_adapters_alone(make_config, make_batch):
