@@ -9,8 +9,10 @@ backward pass keeps of each layer, and one layer's working set. The update has p
 pass, the embedding's gradient, the optimizer), and the plan is that of the largest one. On GPUs its numbers are read
 from the buffers that XLA assigns when it compiles the gradient for an H100 (jax 0.11.2): 14.03 GB of temporaries
 planned, 14.05 compiled for the 1.5B with 8k tokens and dots, 3.45 and 3.47 for full, 7.37 and 7.35 for the 7B with full
-(`tests/train/test_compiled_for_gpu.py` holds 5 %). On CPU, compared with the temporaries that XLA reports for the
-gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
+(`tests/train/test_compiled_for_gpu.py` holds 5 %). On eight devices the gradients are there twice, and the next layer's
+weights as well: with rows of 32k tokens the 1.5B has 49.22 planned, 49.21 compiled with dots, 8.68 and 8.59 with full,
+and where all share a row of 128k 5.44 and 5.39 with full. On CPU, compared with the temporaries that XLA reports for
+the gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
 
   full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
 
@@ -230,13 +232,15 @@ def update_phases(
     tokens = full.tokens // sharing
     kept, working = _layer_bytes(m, remat, platform, wide)
     # of all devices that share rows; without remat each layer's are kept
-    others, of_keys = (full.tokens - tokens) * 2 * m.num_kv_heads * m.head_dim, 2 * wide + BYTES[actor.reduce_dtype]
+    others = (full.tokens - tokens) * 2 * m.num_kv_heads * m.head_dim * wide
     if remat == "none":
-        kept += others * wide / tokens
+        kept += others / tokens
     embeddings = m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
     weights = m.base.num_params() - embeddings - m.num_expert_params()
     is_gathered, is_cast = num_devices > 1, trains_all and wide < size
-    one_layer = weights // m.num_layers * wide * (1 + (is_gathered and trains_all))  # gathered: its gradient is, too
+    one_layer = weights // m.num_layers * wide
+    if is_gathered and trains_all:  # so is the next one, and the gradient is whole until it is reduced
+        one_layer += weights // m.num_layers * (wide + max(wide, BYTES[actor.reduce_dtype]))
     if remat == "none" and is_cast:
         kept += weights // m.num_layers * wide / tokens  # cast once, and kept
     experts = _experts_bytes(m, num_devices, num_hosts, tokens, wide, trains_all)
@@ -273,7 +277,11 @@ def update_phases(
         | {
             "one layer at work (estimate)": int(tokens * working) + one_layer,
             "experts of one layer, and tokens of all devices (estimate)": experts,
-            "keys and values of shared rows, and their gradients": others * of_keys,
+            "keys and values of shared rows, and their gradients": 2 * others,
+            # the gradient's shard waits to be added; XLA keeps a tied table from the head on
+            "vocabulary head, as it was gathered": is_gathered
+            * trains_all
+            * (vocabulary // shards * size + m.tie_word_embeddings * vocabulary * wide),
             f"attention scores ({why_scores})": scores * score_layers,
         },
         "embedding": total | {"the embedding's gradient": trains_all * table * size},

@@ -57,8 +57,8 @@ def test_rows_that_devices_share():
         keys = update_phases(c, model, 8, "gpu", "full", 512)["layers"][
             "keys and values of shared rows, and their gradients"
         ]
-        # those of other devices, of four key/value heads: in two bytes, gradients also in four
-        assert keys == 32768 * (sharing - 1) // sharing * 2 * 4 * 128 * (2 + 2 + 4)
+        # those of other devices, of four key/value heads, in two bytes; and their gradients
+        assert keys == 32768 * (sharing - 1) // sharing * 2 * 4 * 128 * (2 + 2)
     assert kept == {1: kept[1], 4: kept[1] // 4, 8: kept[1] // 8}
 
 

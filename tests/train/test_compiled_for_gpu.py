@@ -77,6 +77,15 @@ def test_what_crosses_between_devices(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "sharing"), [(16384, 1), (131072, 8)])
+def test_memory_on_several_devices_is_as_planned(tokens, sharing):
+    own = {"tokens": tokens, "cp": sharing, "devices": 8, "chunk": 512, "remat": "full"}
+    told = training("gradients", *(word for name, value in own.items() for word in (f"--{name}", str(value))))
+    planned = sum(told["plan"].values()) - told["plan"]["gradients"]
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
+
+
+@pytest.mark.slow
 def test_rows_that_devices_share():
     """Of activations each device has its part, and beside the weights nothing crosses but keys and values, once each
     way and once more where attention's inputs are recomputed, and their gradients in float32."""
