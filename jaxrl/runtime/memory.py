@@ -328,5 +328,5 @@ def _update_problem(
         f"the update needs about {in_bytes(update)} per device, most of it for: {max(parts, key=lambda n: parts[n])}, "
         f"and each of {num_devices} has {in_bytes(bytes_each)}: lower actor.ppo_max_token_len_per_gpu "
         f"({config.actor.ppo_max_token_len_per_gpu} tokens), data.max_response_length or "
-        "actor.logprob_chunk_tokens, or use more devices"
+        "actor.logprob_chunk_tokens, or use more devices, which share long rows with actor.context_parallel_size"
     )
