@@ -94,6 +94,7 @@ class PlacedCase:
             num_blocks=1 + max(sum(rooms[group::groups]) for group in range(groups)),
             prefill_tokens=BLOCK,
             is_filled=True,
+            numerics=options.numerics,
         )
         self._timed = TimedExecutor(self.executor)
         self._engine = Engine(self._timed, BatcherConfig(decode_steps=options.decode_steps))

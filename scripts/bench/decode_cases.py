@@ -59,12 +59,14 @@ def build_executor(
     prefill_tokens: int,
     num_blocks: int = 0,
     is_filled: bool = False,
+    numerics: str = "fast",
 ) -> MeshExecutor:
     """An executor with weights and a pool that holds `slots` sequences of `length` tokens per dp group.
 
     Args:
       num_blocks: of the pool instead, per dp group.
       is_filled: the pool holds random keys and values, not zeros.
+      numerics: `actor.numerics`.
     """
     options = setting.options
     executor = MeshExecutor(
@@ -80,7 +82,7 @@ def build_executor(
             dtype=dtype,
             seed=options.seed,
             max_tp=options.tp,
-            is_invariant=options.numerics == "invariant",
+            is_invariant=numerics == "invariant",
         ),
     )
     executor.sync_weights(params, 0)
@@ -106,9 +108,8 @@ class EngineCase:
         options, rows = setting.options, len(prompts)
         slots = -(-rows // setting.layout.dp)
         length, prefill_tokens = options.prompt + options.new, min(slots * options.prompt, options.prefill_tokens)
-        self.executor = build_executor(
-            setting, params, dtype, slots=slots, length=length, prefill_tokens=prefill_tokens
-        )
+        sizes = {"slots": slots, "length": length, "prefill_tokens": prefill_tokens}
+        self.executor = build_executor(setting, params, dtype, **sizes, numerics=options.numerics)
         self.engine = Engine(self.executor, BatcherConfig(decode_steps=options.decode_steps))
         self._first = requests(prompts, [1] * rows)
         self._all = requests(prompts, [options.new] * rows)
