@@ -237,6 +237,7 @@ def _add_check(command: Command) -> None:
 def _add_explanations(command: Command) -> None:
     devices, degree = device_count(0), device_count(1)
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
+    explain.add_argument("--shape", type=filled, help="a model by name (Qwen2.5-7B), as model.path")
     explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
     gib = number(0, 100_000)
     explain.add_argument("--device-gib", type=gib, default=0.0, help="GiB that JAX has of each (0: what it says)")
@@ -464,6 +465,8 @@ def _explain(options: argparse.Namespace) -> int:
     file = Path(options.config or "")
     recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None
     command = options.command or (recorded or {}).get("kind", "train")
+    if options.shape:
+        options.overrides = [*options.overrides, f"model.path={options.shape}"]
     config = _config(options, command=command)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, command))
     return 0

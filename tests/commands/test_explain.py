@@ -8,6 +8,7 @@ import jax
 import pytest
 from known_sizes import SMOLLM2, TINY, config
 
+from jaxrl.cli import main
 from jaxrl.commands.explain import Explanation, LearningExplanation, explain, explain_config, render
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
@@ -341,3 +342,13 @@ def test_a_quantised_rollout_that_nothing_corrects_is_said():
     assert said in notes()
     assert said not in notes(algorithm={"rollout_correction": {"rollout_is": "token"}})
     assert said not in notes(actor={"old_logprobs": "rollout"}), "its ratio is to what the rollout recorded"
+
+
+def test_a_shape_by_name(capsys: pytest.CaptureFixture[str]):
+    said = []
+    given = ["explain-config", "--config", "configs/gsm8k.yaml", "--devices", "8", "--device-gib", "73"]
+    for model in (["--shape", "Qwen3-4B"], ["model.path=Qwen3-4B"]):
+        assert main([*given, *model]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert said[0].startswith("4.0B parameters; 8 devices")
