@@ -26,12 +26,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels import packed, reference
@@ -111,10 +114,46 @@ class Cut(NamedTuple):
 
     Attributes:
       dim: the dim that parts are of. axes: of the mesh, over which it is split.
+      is_matrix: whether it is read by products alone, so that a kernel may take a part of it where it lies.
     """
 
     dim: int
     axes: tuple[str, ...] = ()
+    is_matrix: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Part:
+    """One of the equal parts of a matrix, not yet cut out: a kernel reads it where it lies (`ByRows.multiply`).
+
+    Attributes:
+      whole: all parts. index: of this one, int32. dim: that is cut. count: of parts.
+    """
+
+    whole: jax.Array
+    index: Any
+    dim: int = field(metadata={"static": True})
+    count: int = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n // self.count if i == self.dim else n for i, n in enumerate(self.whole.shape))
+
+    @property
+    def dtype(self) -> Any:
+        return self.whole.dtype
+
+    def astype(self, dtype: Any) -> Part:
+        return replace(self, whole=self.whole.astype(dtype))
+
+    def reshape(self, inputs: int, outputs: int) -> Part:
+        """The same as a matrix of two dims; -1 as usual."""
+        own, (first, last) = math.prod(self.shape), (inputs, outputs)
+        first, last = (own // last if first == -1 else first), (own // first if last == -1 else last)
+        dim = int(self.dim > 0)  # what is cut of several dims of outputs is the first of them
+        sizes = (first, last * self.count) if dim else (first * self.count, last)
+        return replace(self, whole=self.whole.reshape(sizes), dim=dim)
 
 
 class InTiles(NamedTuple):
@@ -203,10 +242,10 @@ class InTiles(NamedTuple):
     def _of_parts(
         self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Mapping[str, Any], join: Any, heads: bool
     ) -> Any:
-        count, cuts = self.own_parts, {name: cut.dim for name, cut in self.cuts if name in shared}
+        count, cuts = self.own_parts, {name: cut for name, cut in self.cuts if name in shared}
 
         def one(i: Any) -> Any:
-            own = {name: _part(w, cuts[name], i, count) if name in cuts else w for name, w in shared.items()}
+            own = {name: self._own(w, cuts[name], i) if name in cuts else w for name, w in shared.items()}
             first, *others = rows
             return self._tiled(
                 function, (_part(first, first.ndim - 2, i, count) if heads else first, *others), own, heads
@@ -223,15 +262,23 @@ class InTiles(NamedTuple):
         if join == "vocab":
             out = _side_by_side(out, -1)
             return lax.all_gather(out, self.axes, axis=out.ndim - 1, tiled=True) if self.axes else out
-        different = [min(shared[name].shape[cuts[name]], count) for name in join]  # key/value heads may be fewer
+        different = [min(shared[name].shape[cuts[name].dim], count) for name in join]  # key/value heads may be fewer
         return tuple(_side_by_side(x[:: count // n], -2) for x, n in zip(out, different, strict=True))
+
+    def _own(self, weight: jax.Array, cut: Cut, i: Any) -> Any:
+        """Part `i` of a weight, which is copied only where the compiler's own products are to read it."""
+        count, size = self.own_parts, weight.shape[cut.dim]
+        if self.multiply is None or not cut.is_matrix or count == 1:
+            return _part(weight, cut.dim, i, count)
+        different = min(size, count)
+        return Part(weight, jnp.int32(i) // (count // different), cut.dim, different)
 
     def _tiled(self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Any, heads: bool) -> Any:
         size, dims = self.size, rows[0].shape[: -2 if heads else -1]
         flat = jax.tree.map(lambda x: _padded(x.reshape(-1, *x.shape[len(dims) :]), size), rows)
 
         def tile(i: Any) -> Any:
-            return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size), flat)
+            return jax.tree.map(lambda x: self._rows_in_order(lax.dynamic_slice_in_dim(x, i * size, size)), flat)
 
         fenced = (lambda x: x) if self.multiply is None else lax.optimization_barrier
 
@@ -244,6 +291,11 @@ class InTiles(NamedTuple):
         empty = jax.tree.map(lambda x: jnp.zeros((count * size, *x.shape[1:]), x.dtype), shapes)
         out = lax.fori_loop(0, self._steps(count, flat[0]), body, empty)
         return jax.tree.map(lambda x: x[: math.prod(dims)].reshape(*dims, *x.shape[1:]), out)
+
+    def _rows_in_order(self, x: jax.Array) -> jax.Array:
+        """On GPUs rows lie one behind the other in memory, as XLA has them not where it has gathered their columns: it
+        would sum another way."""
+        return x if self.multiply is None else with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
 
     def _steps(self, count: int, x: jax.Array) -> Any:
         """A loop's length. On GPUs fences keep pieces apart, whether the compiler knows it or not. But XLA records only

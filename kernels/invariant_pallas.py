@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels import paged_pallas
+from jaxrl.kernels.invariant import Part
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
     WANTED_PROGRAMS,
@@ -209,61 +210,81 @@ class Product(NamedTuple):
 
     interpret: bool = False
 
-    def __call__(self, x: jax.Array, matrix: jax.Array, *, transposed: bool = False, dtype: Any = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
+    ) -> jax.Array:
         return product(x, matrix, transposed=transposed, dtype=dtype, interpret=self.interpret)
 
 
 @partial(jax.jit, static_argnames=("transposed", "dtype", "interpret"))
 def product(
-    x: jax.Array, matrix: jax.Array, *, transposed: bool = False, dtype: Any = None, interpret: bool = False
+    x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None, interpret: bool = False
 ) -> jax.Array:
     """[..., O] of x [..., I] and a matrix [I, O], or [O, I] where it is `transposed`; x's dtype unless one is given.
 
-    A row's sums have the same order whatever the other rows are: steps of a share one after the other, then shares.
+    A row's sums have the same order whatever the other rows are: steps of a share one after the other, then shares. Of
+    a part of a matrix they are those of the same numbers as a matrix of their own.
     """
     (inputs, outputs), dims = matrix.shape[::-1] if transposed else matrix.shape, x.shape[:-1]
     sizes, dtype = product_sizes(inputs, outputs, x.dtype), dtype or x.dtype
-    flat = x.reshape(-1, inputs)
-    whole = [pl.BlockSpec(each.shape, lambda *_: (0, 0)) for each in (flat, matrix)]
+    flat, dim = x.reshape(-1, inputs), None
+    operands = [flat, matrix]
+    if isinstance(matrix, Part):
+        dim, operands = matrix.dim, [flat, matrix.whole, jnp.reshape(matrix.index, (1,)).astype(jnp.int32)]
     out = (len(flat), outputs)
     parts = pl.pallas_call(
-        partial(_product_kernel, sizes=sizes, transposed=transposed),
+        partial(_product_kernel, sizes=sizes, transposed=transposed, shape=matrix.shape, dim=dim),
         grid=(pl.cdiv(outputs, sizes.outputs), pl.cdiv(len(flat), sizes.rows), sizes.shares),
-        in_specs=whole,
+        in_specs=[WHOLE] * len(operands),
         out_specs=pl.BlockSpec((None, *out), lambda o, r, s: (s, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((sizes.shares, *out), dtype if sizes.shares == 1 else jnp.float32),
         **_compiled(sizes, interpret),
-    )(flat, matrix)
+    )(*operands)
     total = parts[0]
     for each in parts[1:]:
         total += each
     return total.astype(dtype).reshape(*dims, outputs)
 
 
-def _product_kernel(x_ref: Any, matrix_ref: Any, out_ref: Any, *, sizes: ProductSizes, transposed: bool) -> None:
-    """Refs: x [N, I], matrix [I, O] or [O, I], one share's out [N, O]."""
-    (rows, inputs), outputs = x_ref.shape, out_ref.shape[1]
+def _product_kernel(
+    x_ref: Any,
+    matrix_ref: Any,
+    *refs: Any,
+    sizes: ProductSizes,
+    transposed: bool,
+    shape: tuple[int, int],
+    dim: int | None,
+) -> None:
+    """Refs: x [N, I], matrix [I, O] or [O, I], the index of its part [1] if it has parts, one share's out [N, O].
+
+    Args:
+      shape: of the matrix, or of a part. dim: which of them is cut into parts; None: neither.
+    """
+    *index_ref, out_ref = refs
+    inputs = x_ref.shape[1]
     at_O, at_N = (
         pl.program_id(axis) * size + jnp.arange(size, dtype=jnp.int32)
         for axis, size in enumerate((sizes.outputs, sizes.rows))
     )
+    begin = [plgpu.load(ref.at[jnp.int32(0)]) * shape[dim] if dim == i else 0 for i in (0, 1) for ref in index_ref] or [0, 0]
     steps = pl.cdiv(pl.cdiv(inputs, sizes.shares), sizes.inputs)
     first = pl.program_id(2) * steps
 
-    def part(ref: Any, rows: jax.Array, columns: jax.Array) -> jax.Array:
-        mask = (rows < ref.shape[0])[:, None] & (columns < ref.shape[1])[None, :]
-        at = (jnp.broadcast_to(each, mask.shape) for each in (rows[:, None], columns[None, :]))
-        return plgpu.load(ref.at[tuple(at)], mask=mask, other=0)
+    def part(ref: Any, shape: tuple[int, int], begin: list[Any], *at: jax.Array) -> jax.Array:
+        mask = (at[0] < shape[0])[:, None] & (at[1] < shape[1])[None, :]
+        rows, columns = (own + start for own, start in zip(at, begin, strict=True))
+        places = (jnp.broadcast_to(each, mask.shape) for each in (rows[:, None], columns[None, :]))
+        return plgpu.load(ref.at[tuple(places)], mask=mask, other=0)
 
     def step(i: Any, sum_NO: jax.Array) -> jax.Array:
         at_I = (first + i) * sizes.inputs + jnp.arange(sizes.inputs, dtype=jnp.int32)
-        x_NI = part(x_ref, at_N, at_I)
+        x_NI = part(x_ref, x_ref.shape, [0, 0], at_N, at_I)
         if transposed:
-            return sum_NO + dot(x_NI, part(matrix_ref, at_O, at_I), 1, 1)
-        return sum_NO + dot(x_NI, part(matrix_ref, at_I, at_O), 1, 0)
+            return sum_NO + dot(x_NI, part(matrix_ref, shape, begin, at_O, at_I), 1, 1)
+        return sum_NO + dot(x_NI, part(matrix_ref, shape, begin, at_I, at_O), 1, 0)
 
     start = jnp.zeros((sizes.rows, sizes.outputs), jnp.float32)
     sum_NO = lax.fori_loop(0, steps, step, start)
-    mask = (at_N < rows)[:, None] & (at_O < outputs)[None, :]
+    mask = (at_N < out_ref.shape[0])[:, None] & (at_O < out_ref.shape[1])[None, :]
     at = tuple(jnp.broadcast_to(each, mask.shape) for each in (at_N[:, None], at_O[None, :]))
     plgpu.store(out_ref.at[at], sum_NO.astype(out_ref.dtype), mask=mask)

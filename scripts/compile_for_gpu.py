@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--base", default="none", help="training: model.base_quantization (none)")
     made.add_argument("--attention", default="auto", help="training: actor.attention; TPUs: rollout's too (auto)")
     made.add_argument("--numerics", default="fast", choices=["fast", "invariant"], help="actor.numerics (fast)")
+    made.add_argument("--numerics-tp", type=int, default=1, help="actor.numerics_tp; the rollout's at least --tp (1)")
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
     made.add_argument("--tp", type=int, default=1, help="of the rollout: tensor parallelism, on as many devices (1)")
     made.add_argument("--devices", type=int, default=1, help="training: devices, each with so many rows (1)")
@@ -136,7 +137,7 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
         kv_codes=options.kv,
         attention=options.attention if options.chip in compiled.TPUS else "pallas",
         is_invariant=options.numerics == "invariant",
-        max_tp=options.tp,
+        max_tp=max(options.tp, options.numerics_tp),
         proposer=Drafting(8, 8 * options.context, options.width * options.rows)
         if options.program == "verify"
         else None,
@@ -231,6 +232,7 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
         "remat": options.remat,
         "attention": options.attention,
         "numerics": options.numerics,
+        "numerics_tp": options.numerics_tp,
         "ppo_max_token_len_per_gpu": options.rows * -(-options.tokens // options.cp),
         "context_parallel_size": options.cp,
         "logprob_chunk_tokens": chunk,

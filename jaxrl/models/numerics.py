@@ -56,7 +56,8 @@ def in_tiles(
         found = next((i for i, dim in enumerate(dims) if dim in TENSOR_DIMS), None)
         if found is None:
             return None
-        return Cut(found, entry_axes(rollout_spec(weight, layout, padded)[found]) if axes and layout else ())
+        split = entry_axes(rollout_spec(weight, layout, padded)[found]) if axes and layout else ()
+        return Cut(found, split, "embed" in dims)
 
     table = padded.weights()
     weights = {**table["layers"], **{name: w for name, w in table.items() if name != "layers"}}
@@ -86,7 +87,6 @@ def refuse_invariant(model: ModelConfig, platform: str, parts: int) -> None:
     """Raises ValueError where there are no pieces of one shape; `parts`: `actor.numerics_tp`."""
     for found, what in (
         (platform not in ("cpu", "gpu"), f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"),
-        (platform == "gpu" and parts > 1, f"actor.numerics_tp ({parts}) on GPUs: there it must be 1"),
         (platform == "gpu" and model.num_experts, f"a mixture of {model.num_experts} experts per layer on GPUs"),
         (platform == "gpu" and model.lora is not None, "adapters (model.lora_rank) on GPUs"),
         (

@@ -56,6 +56,28 @@ def test_all_programs_have_the_same_pieces(shape: str, dtype: str, one: str, oth
         assert not [tile for tile in tiles if not any(tile <= body for body in found)], program
 
 
+@pytest.mark.parametrize("others", [("decode", "--tp", "2"), pytest.param(("verify", "--tp", "4"), marks=SLOW)])
+def test_all_degrees_of_tensor_parallelism_have_the_same_pieces(others: tuple[str, ...]):
+    """Of parts, whichever device has them. A kernel reads its part in another array, and multiplies alike."""
+    program, *split = others
+    parts = ("--numerics-tp", split[1])
+    every = [compiled("logprobs", SMALL, "bfloat16", *parts), compiled(program, SMALL, "bfloat16", *parts)]
+    every.append(compiled(program, SMALL, "bfloat16", *split))
+    loops = bodies(every[0]["hlo"], innermost=True, kernels=False)
+    tiles = [loop for loop in loops if 0 < loop.total() <= 9]
+    assert len(tiles) == 10
+    for told in every:
+        found = bodies(told["hlo"], kernels=False)
+        assert not [tile for tile in tiles if not any(tile <= body for body in found)]
+        sums = [words for name, words in told["arithmetic"].items() if name.startswith("_product_kernel")]
+        assert len({tuple(words.items()) for words in sums}) == 1
+    packed, *paged = (alike(kernel(told, name)) for told, name in zip(every, NAMES, strict=True))
+    assert paged == [packed, packed]
+
+
+NAMES = ("_packed_kernel", "_paged_kernel", "_paged_kernel")
+
+
 def kernel(told: dict, name: str) -> Counter[str]:
     counts = {
         each: Counter(words) for each, words in told["arithmetic"].items() if re.fullmatch(rf"{name}(_\d*)?", each)
