@@ -23,10 +23,10 @@ R rows of tokens, T tokens of a row, W blocks per table, P positions per block o
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -59,8 +59,26 @@ Join = Literal["sum", "vocab"] | tuple[str, ...]
 side by side in the last dim but one, cut as the weight of that name is."""
 
 
-Multiply = Callable[..., jax.Array]
-"""`jaxrl.kernels.invariant_pallas.product`, or what has its arguments. Hashable."""
+class Multiply(Protocol):
+    """Products as kernels (`jaxrl.kernels.invariant_pallas.Product`). Hashable."""
+
+    def __call__(
+        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
+    ) -> jax.Array:
+        """As `jaxrl.kernels.invariant_pallas.product`."""
+        ...
+
+    def experts(
+        self,
+        x_TE: jax.Array,
+        own_TC: jax.Array,
+        share_TC: jax.Array,
+        weights: Mapping[str, jax.Array | Part],
+        activation: Callable[[jax.Array, jax.Array], jax.Array],
+        num_experts: int,
+    ) -> jax.Array:
+        """As `jaxrl.kernels.experts_pallas.mix`."""
+        ...
 
 
 class ByRows(Protocol):
@@ -71,6 +89,8 @@ class ByRows(Protocol):
       join: where `shared`, weights by name, may come in parts (tensor parallelism): the function is then called with
         a part of each that has one, and this is what becomes of its results; None: `shared` is whole.
       heads: whether the first of rows is [..., H, D], and comes in parts, too; its leading dims end there.
+      in_kernels: whether the function is nothing but kernels where there are any (`multiply`), whose sums are the same
+        whatever the number of rows: it then has them all at once.
 
     Attributes:
       multiply: what multiplies rows with a matrix in such a function; None: the compiler's own product.
@@ -87,6 +107,7 @@ class ByRows(Protocol):
         *,
         join: Join | None = None,
         heads: bool = False,
+        in_kernels: bool = False,
     ) -> Any: ...
 
 
@@ -101,6 +122,7 @@ class _AtOnce(NamedTuple):
         *,
         join: Join | None = None,
         heads: bool = False,
+        in_kernels: bool = False,
     ) -> Any:
         return function(shared, *rows)
 
@@ -204,15 +226,17 @@ class InTiles(NamedTuple):
         *,
         join: Join | None = None,
         heads: bool = False,
+        in_kernels: bool = False,
     ) -> Any:
+        compute = self._fenced if in_kernels and self.multiply is not None else partial(self._tiled, heads=heads)
         in_parts = join is not None and bool(self.parts)
 
         def exact(shared: Any, rows: tuple[Any, ...]) -> Any:
             if join is not None and self.prepared is not None:
                 shared = self.prepared(shared)
             if in_parts:
-                return self._of_parts(function, rows, shared, join, heads)
-            return self._tiled(function, rows, shared, heads)
+                return self._of_parts(partial(compute, function), rows, shared, join, heads)
+            return compute(function, rows, shared)
 
         own = exact
         if self.mesh is not None:
@@ -240,16 +264,14 @@ class InTiles(NamedTuple):
         return {name: one(name) for name in shared}
 
     def _of_parts(
-        self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Mapping[str, Any], join: Any, heads: bool
+        self, compute: Callable[..., Any], rows: tuple[Any, ...], shared: Mapping[str, Any], join: Any, heads: bool
     ) -> Any:
         count, cuts = self.own_parts, {name: cut for name, cut in self.cuts if name in shared}
 
         def one(i: Any) -> Any:
             own = {name: self._own(w, cuts[name], i) if name in cuts else w for name, w in shared.items()}
             first, *others = rows
-            return self._tiled(
-                function, (_part(first, first.ndim - 2, i, count) if heads else first, *others), own, heads
-            )
+            return compute((_part(first, first.ndim - 2, i, count) if heads else first, *others), own)
 
         def body(i: jax.Array, out: Any) -> Any:
             return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), out, one(i))
@@ -273,17 +295,21 @@ class InTiles(NamedTuple):
         different = min(size, count)
         return Part(weight, jnp.int32(i) // (count // different), cut.dim, different)
 
-    def _tiled(self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Any, heads: bool) -> Any:
+    def _fenced(self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Any) -> Any:
+        """With nothing else of the program: the compiler moves and fuses nothing over its ends."""
+        fence = lax.optimization_barrier
+        return fence(function(*fence((shared, *jax.tree.map(self._rows_in_order, rows)))))
+
+    def _tiled(self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Any, *, heads: bool) -> Any:
         size, dims = self.size, rows[0].shape[: -2 if heads else -1]
         flat = jax.tree.map(lambda x: _padded(x.reshape(-1, *x.shape[len(dims) :]), size), rows)
 
         def tile(i: Any) -> Any:
-            return jax.tree.map(lambda x: self._rows_in_order(lax.dynamic_slice_in_dim(x, i * size, size)), flat)
-
-        fenced = (lambda x: x) if self.multiply is None else lax.optimization_barrier
+            return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size), flat)
 
         def body(i: jax.Array, out: Any) -> Any:
-            new = fenced(function(*fenced((shared, *tile(i)))))
+            own = tile(i)
+            new = function(shared, *own) if self.multiply is None else self._fenced(function, own, shared)
             return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, i * size, 0), out, new)
 
         count = len(flat[0]) // size
@@ -315,7 +341,7 @@ class InTiles(NamedTuple):
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
-    return functools.reduce(jnp.add, [parts[i] for i in range(len(parts))])
+    return reduce(jnp.add, [parts[i] for i in range(len(parts))])
 
 
 def _part(x: jax.Array, dim: int, i: Any, count: int) -> jax.Array:

@@ -20,6 +20,7 @@ Dims: those of `paged_pallas` and `packed_pallas`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxrl.kernels import paged_pallas
+from jaxrl.kernels import experts_pallas, paged_pallas
 from jaxrl.kernels.invariant import Part
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
@@ -215,6 +216,20 @@ class Product(NamedTuple):
     ) -> jax.Array:
         return product(x, matrix, transposed=transposed, dtype=dtype, interpret=self.interpret)
 
+    def experts(
+        self,
+        x_TE: jax.Array,
+        own_TC: jax.Array,
+        share_TC: jax.Array,
+        weights: Mapping[str, jax.Array | Part],
+        activation: Callable[[jax.Array, jax.Array], jax.Array],
+        num_experts: int,
+    ) -> jax.Array:
+        down, whole = weights["down"], {n: w.whole if isinstance(w, Part) else w for n, w in weights.items()}
+        first = down.index * num_experts if isinstance(down, Part) else 0
+        arrays = x_TE, own_TC, share_TC, whole
+        return experts_pallas.mix(*arrays, activation, first, num_experts=num_experts, interpret=self.interpret)
+
 
 @partial(jax.jit, static_argnames=("transposed", "dtype", "interpret"))
 def product(
@@ -266,7 +281,8 @@ def _product_kernel(
         pl.program_id(axis) * size + jnp.arange(size, dtype=jnp.int32)
         for axis, size in enumerate((sizes.outputs, sizes.rows))
     )
-    begin = [plgpu.load(ref.at[jnp.int32(0)]) * shape[dim] if dim == i else 0 for i in (0, 1) for ref in index_ref] or [0, 0]
+    offset = 0 if dim is None else plgpu.load(index_ref[0].at[jnp.int32(0)]) * shape[dim]
+    begin = [offset if axis == dim else 0 for axis in (0, 1)]
     steps = pl.cdiv(pl.cdiv(inputs, sizes.shares), sizes.inputs)
     first = pl.program_id(2) * steps
 

@@ -250,7 +250,7 @@ def layer(
     h = run(_input_of_experts, x, of=some("mlp_norm"))
     routing = run(_routing, h, of=some("router", "router_bias"))
     own = some(*experts.WEIGHTS) | {EXPERT_IDS: jnp.arange(config.num_experts)}
-    part = run(partial(_experts_part, mix), h, routing, of=own, join="sum")
+    part = run(partial(_experts_part, mix), h, routing, of=own, join="sum", in_kernels=True)
     x = run(partial(_with_part, "", "mlp_post_norm"), x, part, of=some("mlp_post_norm"))
     return x, extra, routing
 
@@ -439,9 +439,8 @@ def _input_of_experts(weights: _LayerWeights, x: jax.Array) -> jax.Array:
 
 def _routing(weights: _LayerWeights, h: jax.Array) -> experts.Routing:
     lp, config = weights.lp, weights.config
-    return experts.route(
-        h, lp["router"], lp.get("router_bias"), config.num_experts_per_tok, normalised=config.norm_topk_prob
-    )
+    how = {"normalised": config.norm_topk_prob, "multiply": weights.multiply}
+    return experts.route(h, lp["router"], lp.get("router_bias"), config.num_experts_per_tok, **how)
 
 
 def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing: experts.Routing) -> jax.Array:
@@ -450,7 +449,9 @@ def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing
     # codes and factors stay as they are: of all experts, only those are read that have tokens
     own = found if f"down{SCALE}" in found else {name: weights.get(name) for name in found}
     shape = experts.Shape(_gated(weights.config), weights.widen)
-    if mix is None:
+    if weights.multiply is not None:
+        out = experts.mix_in_kernels(h, routing, own, shape, weights.lp[EXPERT_IDS], weights.multiply)
+    elif mix is None:
         out = experts.mix(h, routing, own, shape, weights.lp[EXPERT_IDS][0])
     else:
         out = mix(h, routing, own, shape)

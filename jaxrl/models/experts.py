@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.kernels.invariant import Multiply, with_gradient_of
 from jaxrl.kernels.reference import operands
 from jaxrl.sharding.mesh import axes_size, entry_axes
 from jaxrl.sharding.narrow_weights import SCALE
@@ -72,16 +73,27 @@ class Shape(NamedTuple):
 
 
 def route(
-    x_TE: jax.Array, router_EX: jax.Array, bias_X: jax.Array | None, num_chosen: int, *, normalised: bool
+    x_TE: jax.Array,
+    router_EX: jax.Array,
+    bias_X: jax.Array | None,
+    num_chosen: int,
+    *,
+    normalised: bool,
+    multiply: Multiply | None = None,
 ) -> Routing:
     """Chooses experts by the softmax of a router's logits, all in at least float32.
 
     Args:
       num_chosen: experts per token.
       normalised: whether a token's weights sum to one.
+      multiply: as in `jaxrl.kernels.invariant.ByRows`.
     """
     wide = jnp.promote_types(x_TE.dtype, jnp.float32)
-    logits = jnp.matmul(x_TE.astype(wide), router_EX.astype(wide), precision=lax.Precision.HIGHEST)
+
+    def plain(x: jax.Array, router: jax.Array) -> jax.Array:
+        return jnp.matmul(x, router, precision=lax.Precision.HIGHEST)
+
+    logits = (with_gradient_of(plain, multiply) if multiply else plain)(x_TE.astype(wide), router_EX.astype(wide))
     if bias_X is not None:
         logits = logits + bias_X.astype(wide)
     probabilities = jax.nn.softmax(logits)
@@ -119,6 +131,27 @@ def _mix(x_TE: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], sh
     block = min(max(1 << max(load - 1, 0).bit_length(), _SMALLEST), _LARGEST)
     own = jnp.where((own >= 0) & (own < count), own, count)
     return _in_blocks(shape, block, x_TE, routing.weights, dict(weights), own)
+
+
+def mix_in_kernels(
+    x: jax.Array,
+    routing: Routing,
+    weights: Mapping[str, Any],
+    shape: Shape,
+    ids: jax.Array,
+    multiply: Multiply,
+) -> jax.Array:
+    """`mix` of the experts with the numbers `ids`, in kernels of `multiply`, whose sums have one order; the gradient is
+    that of `mix`."""
+
+    def plain(x: jax.Array, share: jax.Array, weights: dict[str, Any], chosen: jax.Array, ids: jax.Array) -> jax.Array:
+        return mix(x, Routing(chosen, share, None), weights, shape, ids[0])
+
+    def exact(x: jax.Array, share: jax.Array, weights: dict[str, Any], chosen: jax.Array, ids: jax.Array) -> jax.Array:
+        x_TE, own_TC, share_TC = (each.reshape(-1, each.shape[-1]) for each in (x, chosen - ids[0], share))
+        return multiply.experts(x_TE, own_TC, share_TC, weights, shape.activation, len(ids)).reshape(x.shape)
+
+    return with_gradient_of(plain, exact)(x, routing.weights, dict(weights), routing.experts, ids)
 
 
 def _batched(

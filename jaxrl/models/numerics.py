@@ -51,19 +51,19 @@ def in_tiles(
         )
     padded = padded_config(model.base, parts)
 
-    def cut(weight: Weight) -> Cut | None:
+    def cut(name: str, weight: Weight) -> Cut | None:
         dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
         found = next((i for i, dim in enumerate(dims) if dim in TENSOR_DIMS), None)
         if found is None:
             return None
         split = entry_axes(rollout_spec(weight, layout, padded)[found]) if axes and layout else ()
-        return Cut(found, split, "embed" in dims)
+        return Cut(found, split, "embed" in dims and not name.endswith("_bias"))
 
     table = padded.weights()
     weights = {**table["layers"], **{name: w for name, w in table.items() if name != "layers"}}
-    cuts = {name: own for name, weight in weights.items() if (own := cut(weight)) is not None}
+    cuts = {name: own for name, weight in weights.items() if (own := cut(name, weight)) is not None}
     if model.num_experts:
-        cuts[EXPERT_IDS] = cuts["down"]
+        cuts[EXPERT_IDS] = cuts["down"]._replace(is_matrix=False)
     prepared = None if dtype is None or model.lora is None else _Merged(model.lora, dtype)
     return InTiles(mesh, PartitionSpec() if rows is None else rows, factors, axes, tuple(cuts.items()), prepared)
 
@@ -87,7 +87,6 @@ def refuse_invariant(model: ModelConfig, platform: str, parts: int) -> None:
     """Raises ValueError where there are no pieces of one shape; `parts`: `actor.numerics_tp`."""
     for found, what in (
         (platform not in ("cpu", "gpu"), f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"),
-        (platform == "gpu" and model.num_experts, f"a mixture of {model.num_experts} experts per layer on GPUs"),
         (platform == "gpu" and model.lora is not None, "adapters (model.lora_rank) on GPUs"),
         (
             model.num_experts % parts,

@@ -106,9 +106,7 @@ def in_parts(by_rows: Any, weights: Any, x: jax.Array) -> tuple[jax.Array, ...]:
         lambda w, out: product(out.reshape(len(out), -1), w["o"], wide), (out,), weights, join="sum", heads=True
     )
     x = x + a.astype(x.dtype)
-    b = by_rows(
-        lambda w, x: product(jax.nn.silu(product(x, w["up"])), w["down"], wide), (x,), weights, join="sum"
-    )
+    b = by_rows(lambda w, x: product(jax.nn.silu(product(x, w["up"])), w["down"], wide), (x,), weights, join="sum")
     x = x + b.astype(x.dtype)
     logits = by_rows(lambda w, x: product(x, w["head"], transposed=True), (x,), weights, join="vocab")
     return q, k, a, b, logits
