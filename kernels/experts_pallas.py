@@ -64,7 +64,9 @@ def blocks_of(own_TC: jax.Array, num_experts: int, size: int) -> Blocks:
     counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)[:num_experts]
     ends = jnp.cumsum(-(-counts // size))
     block = jnp.arange(flat.size // size + min(flat.size, num_experts), dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, block, side="right"), num_experts - 1).astype(jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(ends, block, side="right", method="compare_all"), num_experts - 1).astype(
+        jnp.int32
+    )
     done = (block - jnp.where(expert > 0, ends[expert - 1], 0)) * size
     count = jnp.where(block < ends[-1], jnp.minimum(counts[expert] - done, size), 0)
     start = (jnp.cumsum(counts) - counts)[expert] + done
@@ -194,7 +196,7 @@ def _kernel(*refs: Any, names: tuple[str, ...], inputs: int, sizes: Sizes, chose
         )
 
     empty = (jnp.zeros((sizes.pairs, sizes.outputs), jnp.float32),) * len(matrices)
-    sums = lax.fori_loop(0, jnp.where(count > 0, pl.cdiv(inputs, sizes.inputs), 0), step, empty)
+    sums = lax.fori_loop(0, jnp.minimum(count, 1) * pl.cdiv(inputs, sizes.inputs), step, empty)
     for i in range(len(matrices)):
         if (bias := ref.get(f"bias_{i}")) is not None:
             own_O = plgpu.load(bias.at[jnp.full(at_O.shape, expert), at_O], mask=has_O, other=0)

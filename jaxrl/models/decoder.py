@@ -317,7 +317,7 @@ class _LayerWeights(NamedTuple):
 
         def dense(x: jax.Array, name: str) -> Any:
             how = _Product(self.widen, dtype or x.dtype, self.reduce_dtype, self.multiply)
-            return _dense(how, x, self.get(name).reshape(x.shape[-1], -1))
+            return _dense(how, x, self.get(name).astype(x.dtype).reshape(x.shape[-1], -1))
 
         out = dense(x, name)
         if name + A in self.lp:

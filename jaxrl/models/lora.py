@@ -23,6 +23,8 @@ from jaxrl.models.weights import Weight
 if TYPE_CHECKING:
     import jax
 
+    from jaxrl.kernels.invariant import Multiply
+
 A, B = "_lora_a", "_lora_b"
 ALL_LINEAR = "all-linear"
 _IN_FILES = "base_model.model."
@@ -37,6 +39,7 @@ class Lora:
       alpha: divided by the rank, or by its square root with `use_rslora`, an adapter's factor.
       targets: names of matrices, as in the model's table.
       dropout: share of an adapter's inputs that a gradient's pass leaves out; all other passes have them all.
+      multiply: how A and B are multiplied where an adapter is added to its matrix; None: by the compiler.
     """
 
     rank: int
@@ -44,6 +47,7 @@ class Lora:
     targets: tuple[str, ...]
     use_rslora: bool = False
     dropout: float = 0.0
+    multiply: Multiply | None = None
 
     @property
     def scale(self) -> float:
@@ -139,9 +143,15 @@ def with_adapters(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 def merged(lora: Lora, name: str, matrix: jax.Array, layer: Mapping[str, Any]) -> jax.Array:
     """A matrix of one layer, [in..., out...], with its adapter added in at least float32, if it has one."""
     import jax.numpy as jnp  # what only looks at a model loads without
+    from jax.lax import optimization_barrier
 
     if name + A not in layer:
         return matrix
     wide = jnp.result_type(matrix, layer[name + A], jnp.float32)
-    a, b = layer[name + A].astype(wide), layer[name + B].astype(wide)
-    return matrix.astype(wide) + lora.scale * jnp.tensordot(a, b, 1, precision="highest")
+    matrix, a, b = (x.astype(wide) for x in (matrix, layer[name + A], layer[name + B]))
+    if lora.multiply is None:
+        return matrix + lora.scale * jnp.tensordot(a, b, 1, precision="highest")
+    product = lora.multiply(a.reshape(-1, lora.rank), b.reshape(lora.rank, -1)).reshape(matrix.shape)
+    # each rounded by itself: a compiler may join a product with the addition behind it, in one program of two
+    matrix, product = optimization_barrier((matrix, lora.scale * product))
+    return matrix + product

@@ -10,6 +10,7 @@ trainer, whose devices have whole weights, computes all parts, with the zeros th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
@@ -68,6 +69,15 @@ def in_tiles(
     return InTiles(mesh, PartitionSpec() if rows is None else rows, factors, axes, tuple(cuts.items()), prepared)
 
 
+def merging_exactly(model: ModelConfig, platform: str, *, interpret: bool = False) -> ModelConfig:
+    """The model, whose adapters are added to their matrices with the same bits in all programs of a platform;
+    `interpret`: as `InTiles.for_platform` takes it."""
+    if model.lora is None:
+        return model
+    multiply = InTiles().for_platform(platform, interpret=interpret).multiply
+    return replace(model, lora=replace(model.lora, multiply=multiply))
+
+
 class _Merged(NamedTuple):
     """A layer's matrices with their adapters in them, as a weight sync gives them to the rollout."""
 
@@ -87,7 +97,6 @@ def refuse_invariant(model: ModelConfig, platform: str, parts: int) -> None:
     """Raises ValueError where there are no pieces of one shape; `parts`: `actor.numerics_tp`."""
     for found, what in (
         (platform not in ("cpu", "gpu"), f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"),
-        (platform == "gpu" and model.lora is not None, "adapters (model.lora_rank) on GPUs"),
         (
             model.num_experts % parts,
             f"a mixture of {model.num_experts} experts per layer: actor.numerics_tp ({parts}) must divide their number",

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
+from jaxrl.models.numerics import merging_exactly
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
@@ -44,6 +45,7 @@ from jaxrl.scheduling.tokens.plan import (
 from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
 
 
@@ -69,7 +71,8 @@ class MeshExecutor:
         config: ExecutorConfig,
         weights: Callable[[], Any] | None = None,
     ) -> None:
-        self.model = model
+        platform = platform_of(layout.mesh.devices.flat[0])
+        self.model = merging_exactly(model, platform, interpret=config.interpret) if config.is_invariant else model
         self.config = config
         self.block_size = config.block_size
         self.max_prefill_tokens = config.max_prefill_tokens

@@ -36,7 +36,7 @@ from jaxrl.kernels.reference import Keys
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
-from jaxrl.models.numerics import in_tiles, refuse_invariant
+from jaxrl.models.numerics import in_tiles, merging_exactly, refuse_invariant
 from jaxrl.models.quantized import ABSMAX
 from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.models.weights import Weight
@@ -140,7 +140,8 @@ class TrainPrograms(CompiledPrograms):
             refuse_invariant(model_config, self.platform, parts)
         rows = PartitionSpec(mesh.axis_names)  # of a device's parts of rows
         tiles = in_tiles(model_config, parts).for_platform(self.platform, interpret=interpret)
-        all_tiles = in_tiles(model_config, parts, mesh, rows, dtype=actor.dtype)
+        exact = merging_exactly(model_config, self.platform, interpret=interpret)
+        all_tiles = in_tiles(exact, parts, mesh, rows, dtype=actor.dtype)
         self._by_rows = all_tiles.for_platform(self.platform, interpret=interpret) if self._is_invariant else at_once
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self._widen = self.packed_attention.tiling.widen
