@@ -12,7 +12,7 @@ from for_gpu import compile_for_gpu
 from loop_bodies import bodies
 
 SLOW = pytest.mark.slow
-SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
+SMALL, LARGE, MIXTURE = "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-30B-A3B"
 MOST_KERNELS_A_LAYER = 26
 ROLLOUT = ("--layers", "1", "--rows", "64", "--context", "1024")
 PROGRAMS = {
@@ -56,7 +56,8 @@ def test_all_programs_have_the_same_pieces(shape: str, dtype: str, one: str, oth
         assert not [tile for tile in tiles if not any(tile <= body for body in found)], program
 
 
-@pytest.mark.parametrize("others", [("decode", "--tp", "2"), pytest.param(("verify", "--tp", "4"), marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("others", [("decode", "--tp", "2"), ("verify", "--tp", "4")])
 def test_all_degrees_of_tensor_parallelism_have_the_same_pieces(others: tuple[str, ...]):
     """Of parts, whichever device has them. A kernel reads its part in another array, and multiplies alike."""
     program, *split = others
@@ -76,6 +77,28 @@ def test_all_degrees_of_tensor_parallelism_have_the_same_pieces(others: tuple[st
 
 
 NAMES = ("_packed_kernel", "_paged_kernel", "_paged_kernel")
+
+
+@SLOW
+@pytest.mark.parametrize("parts", [(), ("--numerics-tp", "2")])
+def test_experts_are_the_same_arithmetic_in_rollout_and_training(parts: tuple[str, ...]):
+    """All tokens are two kernels', which no piece has; pieces are what is around them."""
+    trained, drawn = (compiled(program, MIXTURE, "bfloat16", *parts) for program in ("logprobs", "decode"))
+    loops = bodies(trained["hlo"], innermost=True, kernels=False)
+    # what a chunk of training writes its numbers with is no piece
+    tiles = [loop for loop in loops if 0 < loop.total() <= 9 and not any(" scatter(" in each for each in loop)]
+    found = bodies(drawn["hlo"], kernels=False)
+    assert len(tiles) == 10 + bool(parts)
+    assert not [tile for tile in tiles if not any(tile <= body for body in found)]
+    for name in ("_experts_gate_up", "_experts_down"):
+        assert kernel(trained, name) == kernel(drawn, name)
+        assert not [word for word in kernel(drawn, name) if word.startswith(("atom", "red"))]
+    assert kernel(drawn, "_experts_down").keys() == {
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+        "mul.rn.f32",
+    }
+    assert drawn["copies"] == []  # no matrix of an expert is cut out
+    assert (drawn["graphs"], drawn["host_loops"]) == (1, [])
 
 
 def kernel(told: dict, name: str) -> Counter[str]:
@@ -127,3 +150,17 @@ def test_a_plan_is_one_graph_and_products_are_kernels():
     assert sums
     for words in sums:
         assert all(word.startswith("wgmma") for word in words)
+
+
+@SLOW
+def test_adapters_are_added_to_their_matrices_in_one_order():
+    """Each product of A and B is a kernel, and rounded before it is added."""
+    plain, adapted = (compiled("logprobs", SMALL, "bfloat16", "--lora", rank) for rank in ("0", "16"))
+    products = [
+        sum(count for name, count in told["kernels"].items() if name.startswith("_product_kernel"))
+        for told in (plain, adapted)
+    ]
+    assert products[1] - products[0] == 7
+    adds = [words for name, words in adapted["arithmetic"].items() if name not in plain["arithmetic"]]
+    assert adds
+    assert not [words for words in adds if any(word.startswith(("fma", "mad")) for word in words)]
