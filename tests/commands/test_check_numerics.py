@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path as File
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from drawn_models import runnable
@@ -15,14 +13,9 @@ from tiny import write_tiny_model
 from jaxrl.cli import main
 from jaxrl.commands import check_numerics as command
 from jaxrl.commands.check_numerics import CheckOptions, Path, _rows, compare, paths, ulp
-from jaxrl.kernels.attention import choose_packed, choose_paged
-from jaxrl.kernels.invariant import InTiles
-from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.rollout import programs
 from jaxrl.scheduling.tokens.stacks import KvStacks
-from jaxrl.train import programs as train_programs
 from jaxrl.types import SampleKey
 
 KEYS = [SampleKey(0, 4, 0), SampleKey(0, 4, 1)]
@@ -210,42 +203,3 @@ def test_a_degree_needs_its_devices(tiny_model: File, capsys: pytest.CaptureFixt
     assert "--tp (16) must be at most the devices there are (8); a CPU has more in a process with XLA_FLAGS=" in (
         capsys.readouterr().err
     )
-
-
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("more", [{}, EXPERTS, "model.lora_rank=4"], ids=["plain", "experts", "adapters"])
-def test_invariant_numbers_of_a_gpu_are_the_same_bits(
-    more: Any, dtype: str, tmp_path: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """As its kernels compute them, interpreted; what stands between kernels is XLA:CPU's."""
-    tiles = InTiles.for_platform
-    monkeypatch.setattr(InTiles, "for_platform", lambda self, platform, **_: tiles(self, platform, interpret=True))
-    for place, choose in ((programs, choose_paged), (train_programs, choose_packed)):
-        monkeypatch.setattr(place, choose.__name__, lambda *given, choose=choose, **own: choose(*given, **own | REALLY))
-    own, overrides = ((more,), {}) if isinstance(more, str) else ((), more)
-    if own:  # adapters begin as zeros, which would change nothing
-        start = decoder.init_table
-        monkeypatch.setattr(decoder, "init_table", lambda *given: jax.tree.map(lambda x: x + 0.1, start(*given)))
-    model = write_tiny_model(tmp_path / "model", head_dim=16, **overrides)
-    some = ("prompts in chunks of 24 tokens", "drafts verified", "tp 2", "trainer, packed rows")
-    every = {path.name: path for path in paths(CheckOptions(rows=(1, 4), tp=(1, 2)))}
-    monkeypatch.setattr(command, "paths", lambda options, _stacks: [every[name] for name in (_rows(1), *some)])
-    options = ("--dtype", dtype, "--tp", "1,2", "actor.numerics=invariant", "actor.numerics_tp=2", *own)
-    status, found, said = checked(model, capsys, *options)
-    assert status == 0, (said, found)
-    assert all((line["differ"], line["flips"] or 0) == (0, 0) for line in found["paths"])
-
-
-REALLY = {"interpret": True}
