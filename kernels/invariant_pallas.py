@@ -31,7 +31,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels import experts_pallas, paged_pallas
-from jaxrl.kernels.invariant import Part
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
     WANTED_PROGRAMS,
@@ -48,6 +47,7 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
+from jaxrl.kernels.part import Part
 from jaxrl.kernels.reference import PLAIN, Rule
 
 MIN_INPUTS = 256  # of a share of a product: with fewer, adding shares costs as much as cutting gains
