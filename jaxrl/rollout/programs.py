@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels.attention import Implementation, choose_paged
+from jaxrl.kernels.attention import PagedImplementation, choose_paged
 from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.kernels.invariant import at_once
 from jaxrl.kernels.reference import Rule
@@ -179,7 +179,7 @@ class Programs:
         decode_steps: int,
         *,
         max_tp: int = 1,
-        attention: Implementation = "auto",
+        attention: PagedImplementation = "auto",
         features_first: bool | None = None,
         fused_projections: bool | None = None,
         gathered: bool | None = None,
