@@ -323,7 +323,9 @@ def _merge_kernel(ref: dict[str, Any], row: Any, tile: Any, rows: int) -> None:
         pl.when(index + 1 < end)(lambda: fetch(index + 1))
         top_M, total_M = (load(ref[name].at[index, head, number], OF_QUERY) for name in ("top", "total"))
         plgpu.barrier_wait(ref["sum_here"].at[slot])
-        return added(carry, (load(ref["sum_smem"].at[slot], BY_QUERY), top_M, total_M))
+        sum_MD = load(ref["sum_smem"].at[slot], BY_QUERY)
+        plgpu.commit_smem()  # the next copy into that slot comes after this load
+        return added(carry, (sum_MD, top_M, total_M))
 
     fetch(begin)
     sink = ref["sink"].at[head, number] if "sink" in ref else None

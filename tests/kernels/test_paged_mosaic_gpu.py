@@ -30,7 +30,7 @@ SLOW = (
     *("decode", "wide_heads", "window_and_sinks", "sinks_of_one_piece", "prefill", "int8", "fp8"),
     *("blind_in_one_piece", "blind_in_pieces", "rows_by_themselves"),
 )
-LIMIT_S = 240
+LIMIT_S = 300
 MOSAIC = attention.choose_paged("mosaic_gpu", "gpu")
 
 

@@ -2,13 +2,17 @@
 
     python tests/support/mosaic_gpu_cases.py CASE...
 
-Each line printed is the JSON of a case's name and of what is wrong with it, which is empty if nothing is. The
-interpreter's callbacks come out of compiled code: on few cores one might wait for ever, and whoever starts this process
-gives it a limit of time.
+Each line printed is the JSON of a case's name and of what is wrong with it, which is empty if nothing is: an error, or
+races that the interpreter finds between asynchronous copies and other uses of shared memory (`wgmma` alone it takes for
+synchronous). Its callbacks come out of compiled code: on few cores one might wait for ever, and whoever starts this
+process gives it a limit of time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import sys
 import traceback
@@ -17,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl.kernels import paged_mosaic_gpu, reference
 from jaxrl.kernels.reference import PLAIN, Codes, Rule
@@ -142,13 +147,17 @@ CASES = {
 
 def main(names: list[str]) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # a callback must not wait for what waits for it
+    interpreter: Any = vars(plgpu)["InterpretGPUParams"]
+    vars(plgpu)["InterpretGPUParams"] = functools.partial(interpreter, detect_races=True)
     for name in names:
+        said = io.StringIO()
         try:
-            CASES[name]()
-            wrong = ""
+            with contextlib.redirect_stdout(said):  # the interpreter prints a race
+                CASES[name]()
+            error = ""
         except Exception:  # whatever it is, the test shows it
-            wrong = traceback.format_exc()
-        print(json.dumps([name, wrong]), flush=True)
+            error = traceback.format_exc()
+        print(json.dumps([name, said.getvalue() + error]), flush=True)
 
 
 if __name__ == "__main__":
