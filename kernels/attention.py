@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 Implementation = Literal["auto", "reference", "pallas"]
 PagedImplementation = Literal[Implementation, "mosaic_gpu"]
+HOPPER = "9.0"
+"""The compute capability of H100 and H200."""
 _NO_TRITON = "this JAX has no Pallas on Triton"
 _KERNEL_KEYS = 128  # two tiles of keys: the kernels skip most other tiles, so packing may count on about as much
 
@@ -129,15 +131,17 @@ def choose_paged(
     *,
     interpret: bool = False,
     invariant_parts: int = 0,
+    capability: str = HOPPER,
 ) -> PagedAttention:
     """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
       softcap: of the model's scores (`Rule`). interpret: as in `PagedAttention`.
       invariant_parts: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
+      capability: of the GPUs; the kernels on Mosaic GPU are made of Hopper's instructions.
 
     Raises:
-      ValueError: an unknown implementation; kernels on a platform that they are not made for, or with a cap, or in a
+      ValueError: an unknown implementation; kernels on devices that they are not made for, or with a cap, or in a
         language that this JAX has not.
     """
     if implementation not in get_args(PagedImplementation):
@@ -149,6 +153,9 @@ def choose_paged(
     is_mosaic, asked = implementation == "mosaic_gpu", f"rollout.attention ({implementation}) must be auto or reference"
     if is_mosaic and not runs:
         raise ValueError(f"{asked} on {platform}: the kernels on Mosaic GPU run on NVIDIA's GPUs alone")
+    is_hopper = capability.split(".")[0] == HOPPER.split(".")[0]
+    if is_mosaic and not is_hopper:
+        raise ValueError(f"{asked} on GPUs of compute capability {capability}: it is made for Hopper's ({HOPPER})")
     if implementation == "pallas" and not (runs or on_tpu):
         raise ValueError(f"{asked} on {platform}: the Pallas kernels run on NVIDIA's GPUs and on TPUs")
     if implementation in ("pallas", "mosaic_gpu") and softcap and not on_tpu:
@@ -158,6 +165,8 @@ def choose_paged(
     if runs and not (is_mosaic or has_triton()):
         if implementation == "pallas":
             raise ValueError(f"rollout.attention (pallas) must be auto, mosaic_gpu or reference: {_NO_TRITON}")
+        if not is_hopper:
+            return PagedAttention("reference", interpret)
         is_mosaic = True
     chosen = "pallas" if implementation == "mosaic_gpu" else implementation
     return PagedAttention(chosen, interpret, on_tpu=on_tpu, on_mosaic_gpu=is_mosaic)

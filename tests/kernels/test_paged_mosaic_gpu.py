@@ -99,6 +99,15 @@ def test_which_platforms_and_models_may_ask_for_it():
     assert not MOSAIC.decodes(12, 2, 128, jnp.bfloat16), "a decode step is its products, and this kernel"
 
 
+def test_other_gpus_than_hopper(monkeypatch):
+    for capability in ("8.0", "10.0"):
+        with pytest.raises(ValueError, match=rf"must be .* on GPUs of compute capability {capability}: "):
+            attention.choose_paged("mosaic_gpu", "gpu", capability=capability)
+        assert attention.choose_paged("auto", "gpu", capability=capability).implementation == "auto"
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert attention.choose_paged("auto", "gpu", capability="8.0").implementation == "reference"
+
+
 def test_a_jax_without_triton(monkeypatch):
     """`auto` is this kernel over the cache and jnp in tiles on packed rows; who asks for the Triton kernels is told."""
     heads = attention.Heads(4, 2, 64, jnp.bfloat16)
