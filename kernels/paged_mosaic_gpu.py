@@ -115,6 +115,7 @@ def paged_attention(
     begin_RT = jnp.min(begin_RTM, axis=2) if rule.window else jnp.zeros((rows, tiles), jnp.int32)
     end_RT = jnp.max(last_RTM, axis=2) + 1
     first_R = jnp.min(begin_RT, axis=1)
+    # Its window is one position: where a row's first piece is, `begin` says, windows included.
     work, programs = list_work(first_R, jnp.max(end_RT, axis=1) - 1, 1, span, piece, kv_heads * tiles)
     lists = {name: array for name, (array, _) in work.items()}
     q_RKFD = jnp.swapaxes(q_RCHD.reshape(rows, queries, kv_heads, group, dim), 1, 2).reshape(rows, kv_heads, flat, dim)
@@ -126,7 +127,6 @@ def paged_attention(
         "end": end_RT,
         **lists,
     }
-    has_codes = isinstance(k_KNPD, Codes)
     for name, cached in (("k", k_KNPD), ("v", v_KNPD)):
         inputs[name] = cached
         if isinstance(cached, Codes):
@@ -138,23 +138,7 @@ def paged_attention(
         sinks_KF = jnp.tile(sinks_H.astype(jnp.float32).reshape(kv_heads, group) * math.log2(math.e), queries)
         sinks["sink"] = tiled(sinks_KF, 0)
     out = jax.ShapeDtypeStruct((rows, kv_heads, padded, dim), q_RCHD.dtype)
-    chunk = math.gcd(size, STEP)
-    in_step = 2 * STEP * dim * (1 if has_codes else 2)  # bytes
-    stages = min(MAX_STAGES, (STAGE_BYTES - (2 * in_step if has_codes else 0)) // in_step)
-    numbers = matrix((1 if has_codes else stages, STEP, dim), jnp.bfloat16)
-    here = plgpu.Barrier(num_arrivals=STEP // chunk + has_codes, num_barriers=stages)
-    scratch = {
-        "q_smem": matrix((QUERIES, dim), jnp.bfloat16),
-        "weight_smem": matrix((QUERIES, STEP), jnp.bfloat16),
-        "shared": plgpu.RefUnion([numbers, numbers], [matrix((QUERIES, dim), jnp.float32)]),
-        "q_here": plgpu.Barrier(),
-        "k_here": here,
-        "v_here": here,
-    }
-    if has_codes:
-        for name in ("k", "v"):
-            scratch[f"{name}_code_smem"] = matrix((stages, STEP, dim), inputs[name].dtype)
-            scratch[f"{name}_scale_smem"] = plgpu.SMEM((stages, STEP), jnp.float32)
+    scratch = scratch_of(size, dim, inputs["k"].dtype if isinstance(k_KNPD, Codes) else None)
     grid = programs, kv_heads * tiles
     attend = partial(_paged_kernel, piece=piece, window=rule.window)
     if pieces == 1:
@@ -173,6 +157,27 @@ def paged_attention(
         made = call(_merge_kernel, (rows, kv_heads * tiles), inputs, {"out": out}, scratch, interpret)
     out_RKCGD = made["out"][:, :, :flat].reshape(rows, kv_heads, queries, group, dim)
     return jnp.swapaxes(out_RKCGD, 1, 2).reshape(q_RCHD.shape)
+
+
+def scratch_of(size: int, dim: int, code: Any) -> dict[str, Any]:
+    """Shared memory and barriers of the kernel over a cache in blocks of this size, of codes of that dtype, if any."""
+    copies, step_bytes = STEP // math.gcd(size, STEP), 2 * STEP * dim * (2 if code is None else 1)
+    # Codes leave room for a step of numbers, which have twice as many bytes.
+    stages = min(MAX_STAGES, (STAGE_BYTES - (0 if code is None else 2 * step_bytes)) // step_bytes)
+    numbers = matrix((stages if code is None else 1, STEP, dim), jnp.bfloat16)
+    here = plgpu.Barrier(num_arrivals=copies + (code is not None), num_barriers=stages)
+    scratch = {
+        "q_smem": matrix((QUERIES, dim), jnp.bfloat16),
+        "weight_smem": matrix((QUERIES, STEP), jnp.bfloat16),
+        "shared": plgpu.RefUnion([numbers, numbers], [matrix((QUERIES, dim), jnp.float32)]),
+        "q_here": plgpu.Barrier(),
+        "k_here": here,
+        "v_here": here,
+    }
+    for name in () if code is None else ("k", "v"):
+        scratch[f"{name}_code_smem"] = matrix((stages, STEP, dim), code)
+        scratch[f"{name}_scale_smem"] = plgpu.SMEM((stages, STEP), jnp.float32)
+    return scratch
 
 
 def matrix(dims: tuple[int, ...], dtype: Any) -> Any:
