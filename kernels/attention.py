@@ -8,10 +8,12 @@ operation: `rollout.attention` for the cache and `actor.attention` for packed ro
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
 - `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`), and over the cache on TPUs JAX's own,
   for one query a row (`paged_tpu`; the reference for several); a ValueError for shapes or dtypes that they refuse;
+- `"mosaic_gpu"`, over the cache: a second kernel for GPUs (`paged_mosaic_gpu`), which needs no Triton;
 - `"auto"`, over the cache: the kernels where the devices that the program is compiled for have some and these take the
   shapes and dtypes; the reference otherwise. On packed rows: the kernels on GPUs where they take the model's
-  heads and the dtype; jnp in tiles (`packed`) otherwise. All of this is known while tracing; nothing is tried and
-  caught.
+  heads and the dtype; jnp in tiles (`packed`) otherwise. Where JAX has no Pallas on Triton, which it deprecates from
+  0.11 on, `auto` is `mosaic_gpu` over the cache and the tiles on packed rows. All of this is known while tracing;
+  nothing is tried and caught.
 
 docs/kernels.md says what the kernels are, why these, and what has been measured.
 
@@ -21,6 +23,7 @@ W blocks per table, T tokens of a packed row. All of it is local to one device: 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
@@ -32,7 +35,16 @@ if TYPE_CHECKING:
     from jaxrl.kernels.packed_pallas import TileLists
 
 Implementation = Literal["auto", "reference", "pallas"]
+PagedImplementation = Literal[Implementation, "mosaic_gpu"]
+HOPPER = "9.0"
+"""The compute capability of H100 and H200."""
+_NO_TRITON = "this JAX has no Pallas on Triton"
 _KERNEL_KEYS = 128  # two tiles of keys: the kernels skip most other tiles, so packing may count on about as much
+
+
+def has_triton() -> bool:
+    """Whether JAX has the language of most of our GPU kernels."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 class PagedAttention(NamedTuple):
@@ -44,12 +56,14 @@ class PagedAttention(NamedTuple):
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       parts: `invariant` computes a device's heads in so many.
       on_tpu: the kernel is `jaxrl.kernels.paged_tpu`, for one query a row; with more it is the reference.
+      on_mosaic_gpu: the kernel is `jaxrl.kernels.paged_mosaic_gpu`.
     """
 
     implementation: Implementation | Literal["invariant", "invariant_pallas"]
     interpret: bool = False
     parts: int = 1
     on_tpu: bool = False
+    on_mosaic_gpu: bool = False
 
     def write(self, pool_KNPD: Cached, new_RCKD: Cached, *rows: jax.Array) -> Cached:
         """The pool with new keys or values; `rows`: as `reference.write_kv` takes them."""
@@ -91,16 +105,19 @@ class PagedAttention(NamedTuple):
         if self.implementation == "reference" or (self.implementation == "auto" and rule.softcap):
             return reference.paged_attention(*arrays, rule, sinks_H)
         # Imported here: a run on CPU need not wait for it, and works with a JAX that lacks this backend of Pallas.
-        from jaxrl.kernels import paged_pallas
+        if self.on_mosaic_gpu:
+            from jaxrl.kernels import paged_mosaic_gpu as kernels
+        else:
+            from jaxrl.kernels import paged_pallas as kernels
 
-        if self.implementation == "auto" and paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
+        if self.implementation == "auto" and kernels.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
             return reference.paged_attention(*arrays, rule, sinks_H)
-        return paged_pallas.paged_attention(*arrays, rule=rule, sinks_H=sinks_H, interpret=self.interpret)
+        return kernels.paged_attention(*arrays, rule=rule, sinks_H=sinks_H, interpret=self.interpret)
 
     def decodes(self, heads: int, kv_heads: int, dim: int, dtype: Any) -> bool:
         """Whether a decode step's attention can be the kernel that takes a layer's merged product
         (`decode_pallas.decode_attention`), for so many heads on a device."""
-        if self.on_tpu or self.implementation in ("reference", "invariant", "invariant_pallas"):
+        if self.on_tpu or self.on_mosaic_gpu or self.implementation not in ("auto", "pallas"):
             return False
         from jaxrl.kernels import decode_pallas
 
@@ -108,35 +125,51 @@ class PagedAttention(NamedTuple):
 
 
 def choose_paged(
-    implementation: Implementation,
+    implementation: PagedImplementation,
     platform: str,
     softcap: float = 0.0,
     *,
     interpret: bool = False,
     invariant_parts: int = 0,
+    capability: str = HOPPER,
 ) -> PagedAttention:
     """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
       softcap: of the model's scores (`Rule`). interpret: as in `PagedAttention`.
       invariant_parts: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
+      capability: of the GPUs; the kernels on Mosaic GPU are made of Hopper's instructions.
 
     Raises:
-      ValueError: an unknown implementation; `pallas` on a platform that the kernels are not made for, or with a cap.
+      ValueError: an unknown implementation; kernels on devices that they are not made for, or with a cap, or in a
+        language that this JAX has not.
     """
-    if implementation not in get_args(Implementation):
-        raise ValueError(f"attention: implementation ({implementation!r}) must be one of {get_args(Implementation)}")
+    if implementation not in get_args(PagedImplementation):
+        known = get_args(PagedImplementation)
+        raise ValueError(f"attention: implementation ({implementation!r}) must be one of {known}")
     runs, on_tpu = platform == "gpu" or interpret, platform == "tpu"
     if invariant_parts:
         return PagedAttention("invariant_pallas" if runs else "invariant", interpret, invariant_parts)
+    is_mosaic, asked = implementation == "mosaic_gpu", f"rollout.attention ({implementation}) must be auto or reference"
+    if is_mosaic and not runs:
+        raise ValueError(f"{asked} on {platform}: the kernels on Mosaic GPU run on NVIDIA's GPUs alone")
+    is_hopper = capability.split(".")[0] == HOPPER.split(".")[0]
+    if is_mosaic and not is_hopper:
+        raise ValueError(f"{asked} on GPUs of compute capability {capability}: it is made for Hopper's ({HOPPER})")
     if implementation == "pallas" and not (runs or on_tpu):
-        raise ValueError(
-            f"rollout.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on NVIDIA's "
-            "GPUs and on TPUs"
-        )
-    if implementation == "pallas" and softcap and not on_tpu:
-        raise ValueError("rollout.attention (pallas) must be auto or reference for a model whose scores are capped")
-    return PagedAttention(implementation if runs or on_tpu else "reference", interpret, on_tpu=on_tpu)
+        raise ValueError(f"{asked} on {platform}: the Pallas kernels run on NVIDIA's GPUs and on TPUs")
+    if implementation in ("pallas", "mosaic_gpu") and softcap and not on_tpu:
+        raise ValueError(f"{asked} for a model whose scores are capped")
+    if not (runs or on_tpu):
+        return PagedAttention("reference", interpret)
+    if runs and not (is_mosaic or has_triton()):
+        if implementation == "pallas":
+            raise ValueError(f"rollout.attention (pallas) must be auto, mosaic_gpu or reference: {_NO_TRITON}")
+        if not is_hopper:
+            return PagedAttention("reference", interpret)
+        is_mosaic = True
+    chosen = "pallas" if implementation == "mosaic_gpu" else implementation
+    return PagedAttention(chosen, interpret, on_tpu=on_tpu, on_mosaic_gpu=is_mosaic)
 
 
 class PackedAttention(NamedTuple):
@@ -308,10 +341,12 @@ def choose_packed(
         return PackedAttention("reference", tiling, softcap=heads.softcap)
     elif implementation == "auto" and platform != "gpu":
         return PackedAttention("tiles", tiling, softcap=heads.softcap)
-    from jaxrl.kernels import paged_pallas
+    reason = _NO_TRITON
+    if has_triton():
+        from jaxrl.kernels import paged_pallas
 
-    q, k = (jax.ShapeDtypeStruct((1, 1, count, heads.dim), heads.dtype) for count in heads[:2])
-    reason = paged_pallas.refusal(q, k, k, heads.key_value, heads.softcap)
+        q, k = (jax.ShapeDtypeStruct((1, 1, count, heads.dim), heads.dtype) for count in heads[:2])
+        reason = paged_pallas.refusal(q, k, k, heads.key_value, heads.softcap)
     if invariant_parts:
         if reason is not None:
             raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")

@@ -34,14 +34,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxrl.kernels.paged_pallas import (
     MAX_QUERIES,
     NEVER,
-    WHOLE,
-    Inputs,
     PagedTileSizes,
-    Piece,
     call,
     choose_tiles,
-    each_piece,
-    list_work,
     merge,
     of_head,
     of_table,
@@ -54,6 +49,7 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
+from jaxrl.kernels.pieces import WHOLE, Inputs, Piece, each_piece, list_work
 from jaxrl.kernels.reference import Cached
 
 
@@ -123,7 +119,7 @@ def decode_attention(
     tiles = tiles or choose_tiles(rows, 1, heads, kv_heads, width * size, dim, dtype)
     tiles = replace(tiles, queries=max(tiles.queries, pl.next_power_of_2(slab - 2)))
     pool = pool_inputs(k_KNPD, v_KNPD)
-    work, programs = list_work(positions_R, positions_R - 1, window, width * size, tiles, kv_heads)
+    work, programs = list_work(positions_R, positions_R - 1, window, width * size, tiles.piece, kv_heads)
     inputs = {
         **pool,
         "table": (tables_RW.astype(jnp.int32), WHOLE),
@@ -200,7 +196,7 @@ def _decode_kernel(
         load = of_table(ref, at.row, size, dtype)
         store_piece(ref, at, tile, walk(q_MD, first_M, last_M, load, tiles, at.number, carry))
 
-    each_piece(ref, visit)
+    each_piece(ref, pl.program_id(1), pl.num_programs(1), visit)
 
 
 def _stored(ref: dict[str, Any], name: str, slot: jax.Array, x_1D: jax.Array, mask: jax.Array) -> jax.Array:

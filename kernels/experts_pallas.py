@@ -26,7 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxrl.kernels.paged_pallas import WHOLE, dot
+from jaxrl.kernels.paged_pallas import dot
+from jaxrl.kernels.pieces import WHOLE
 
 MOST_TOKENS = 2048
 """That are computed at a time: what each of their experts gives exists at once, in float32."""

@@ -33,8 +33,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxrl.kernels import experts_pallas, paged_pallas
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
-    WANTED_PROGRAMS,
-    WHOLE,
     Carry,
     PagedTileSizes,
     added,
@@ -48,6 +46,7 @@ from jaxrl.kernels.paged_pallas import (
     walk,
 )
 from jaxrl.kernels.part import Part
+from jaxrl.kernels.pieces import PIECE, WANTED_PROGRAMS, WHOLE
 from jaxrl.kernels.reference import PLAIN, Rule
 
 MIN_INPUTS = 256  # of a share of a product: with fewer, adding shares costs as much as cutting gains
@@ -55,7 +54,7 @@ MIN_INPUTS = 256  # of a share of a product: with fewer, adding shares costs as 
 
 def sizes_of(dtype: Any) -> PagedTileSizes:
     """The one cut for all shapes of a dtype. A rule of thumb, not measured yet."""
-    piece = paged_pallas.PIECE
+    piece = PIECE
     is_narrow = jnp.dtype(dtype).itemsize == 2
     return PagedTileSizes(64, 64, piece, 4, 3) if is_narrow else PagedTileSizes(16, 32, piece, 4, 2)
 

@@ -8,7 +8,7 @@
 Paged: one query a row over `context` cached positions in scattered blocks of 16, several pools in turn, so that no
 cache holds the keys. Cases: `jaxrl`, what a decode step on a GPU runs (`kernels/decode_pallas.py`), rotary embedding
 and the writes of new keys and values included; and attention alone: `paged`, our kernel for any number of queries
-(`kernels/paged_pallas.py`); `jnp`, the reference; `jax-N`, JAX's own kernel
+(`kernels/paged_pallas.py`); `mosaic`, the same on Mosaic GPU; `jnp`, the reference; `jax-N`, JAX's own kernel
 (`jax.experimental.pallas.ops.gpu.paged_attention`) with N parts of a context.
 
 - of copy: bytes of keys and values / seconds / measured copy.
@@ -232,6 +232,7 @@ def paged_cases(
     made: dict[str, Callable[[], Callable[[], Values]]] = {
         "jaxrl": decode_case,
         "paged": lambda: case(_ours(place)),
+        "mosaic": lambda: case(_mosaic(place, point["dtype"])),
         "jnp": lambda: case(reference.paged_attention),
     }
     width = pools.tables.shape[1]
@@ -275,6 +276,16 @@ def _ours(place: Place) -> Paged:
     from jaxrl.kernels import paged_pallas
 
     return lambda *arrays: paged_pallas.paged_attention(*arrays, interpret=place.interpret)
+
+
+def _mosaic(place: Place, dtype: str) -> Paged:
+    if not place.on_gpu:
+        raise LeftOut("the kernel runs on GPUs alone: JAX's interpreter of it is for tests")
+    if dtype != "bfloat16":
+        raise LeftOut("the kernel takes bfloat16 alone")
+    from jaxrl.kernels import paged_mosaic_gpu
+
+    return paged_mosaic_gpu.paged_attention
 
 
 def _jax_paged(place: Place, width: int, splits: int) -> Paged:

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lora", type=int, default=0, help="training: model.lora_rank (0)")
     made.add_argument("--dropout", type=float, default=0.0, help="training: model.lora_dropout (0)")
     made.add_argument("--base", default="none", help="training: model.base_quantization (none)")
-    made.add_argument("--attention", default="auto", help="training: actor.attention; TPUs: rollout's too (auto)")
+    made.add_argument("--attention", default="auto", help="actor.attention, or rollout.attention (auto)")
     made.add_argument("--numerics", default="fast", choices=["fast", "invariant"], help="actor.numerics (fast)")
     made.add_argument("--numerics-tp", type=int, default=1, help="actor.numerics_tp; the rollout's at least --tp (1)")
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "memory": dict(found.memory),
         "collectives": compiled.collectives(found.text),
         "arithmetic": {name: dict(counts) for name, counts in found.arithmetic.items()},
+        "registers": found.registers,
         "scatters": [text.split(", metadata")[0] for text in re.findall(r"= (\S+ scatter\(.*)", found.text)],
         # of libraries' products the precision; of XLA's own what stands behind the operands, which names it
         "products": ["".join(each).split(", metadata")[0] for each in _PRODUCT.findall(found.text)],
@@ -135,7 +136,7 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
         dtype=options.dtype,
         quantization=options.quantization,
         kv_codes=options.kv,
-        attention=options.attention if options.chip in compiled.TPUS else "pallas",
+        attention="pallas" if options.chip == "H100" and options.attention == "auto" else options.attention,
         is_invariant=options.numerics == "invariant",
         max_tp=max(options.tp, options.numerics_tp),
         proposer=Drafting(8, 8 * options.context, options.width * options.rows)

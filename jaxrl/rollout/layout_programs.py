@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels.attention import Implementation
+from jaxrl.kernels.attention import PagedImplementation
 from jaxrl.kernels.gathered import WindowTiles, num_tiles, window_tiles
 from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS
 from jaxrl.models.config import ModelConfig
@@ -100,7 +100,7 @@ class ExecutorConfig:
     seed: int = 0
     truncate: bool = False
     max_tp: int = 1
-    attention: Implementation = "auto"
+    attention: PagedImplementation = "auto"
     is_invariant: bool = False
     features_first: bool | None = None
     fused_projections: bool | None = None

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels.attention import Implementation, choose_paged
+from jaxrl.kernels.attention import HOPPER, PagedImplementation, choose_paged
 from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.kernels.invariant import at_once
 from jaxrl.kernels.reference import Rule
@@ -179,7 +179,7 @@ class Programs:
         decode_steps: int,
         *,
         max_tp: int = 1,
-        attention: Implementation = "auto",
+        attention: PagedImplementation = "auto",
         features_first: bool | None = None,
         fused_projections: bool | None = None,
         gathered: bool | None = None,
@@ -191,7 +191,7 @@ class Programs:
         is_invariant: bool = False,
         quantization: Narrow = "none",
     ) -> None:
-        platform = platform_of(layout.mesh.devices.flat[0])
+        platform = platform_of(device := layout.mesh.devices.flat[0])
         self.quantization: Narrow = quantization
         if is_invariant:
             assert quantization == "none", "the trainer's weights are not quantised"
@@ -208,6 +208,8 @@ class Programs:
         self.features_first = on_cpu and not self.fused_projections if features_first is None else features_first
         self.gathered = on_cpu if gathered is None else gathered
         how = {"interpret": interpret, "invariant_parts": tiles.own_parts if tiles else 0}
+        if platform == "gpu":
+            how["capability"] = getattr(device, "compute_capability", HOPPER)
         self.attention = choose_paged(attention, platform, config.attn_logit_softcapping, **how)
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, config.head_dim, dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bench import costs
 from bench.ceilings import datasheet
 
-from jaxrl.kernels.paged_pallas import PIECE, WANTED_PROGRAMS
+from jaxrl.kernels.pieces import PIECE, WANTED_PROGRAMS
 from jaxrl.models.config import ModelConfig
 from jaxrl.sim.hardware import H100, H200, Hardware
 
@@ -103,7 +103,7 @@ def mixed_decode_seconds(card: Card, model: ModelConfig, lengths: Sequence[int],
     than all of the cache.
 
     Args:
-      most: positions that this program reads; 0: of its share of all rows' pieces (`jaxrl.kernels.paged_pallas`).
+      most: positions that this program reads; 0: of its share of all rows' pieces (`jaxrl.kernels.pieces`).
     """
     rows, mean = len(lengths), sum(lengths) / len(lengths)
     pieces = sum(-(-length // PIECE) for length in lengths)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from lowering import lowered_for_cuda
 
-from jaxrl.kernels import attention, paged_pallas, reference
+from jaxrl.kernels import attention, paged_pallas, pieces, reference
 from jaxrl.kernels.paged_pallas import PagedTileSizes
 from jaxrl.sharding.narrow_weights import narrowed
 
@@ -158,11 +158,10 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize("programs", [1, 3, 40])
 def test_programs_share_the_pieces_of_all_rows(programs, monkeypatch):
     """Each piece once, a row at least one, and no program more than its share."""
-    monkeypatch.setattr(paged_pallas, "WANTED_PROGRAMS", programs)
-    tiles = PagedTileSizes(16, 16, 32, 4, 2)
+    monkeypatch.setattr(pieces, "WANTED_PROGRAMS", programs)
     last = np.array([95, -1, 31, 32, 1023, 0, 5000])
     for window, first, count in ((0, 0, [3, 1, 1, 2, 32, 1, 32]), (40, [1, 0, 0, 0, 30, 0, 32], [2, 1, 1, 2, 2, 1, 1])):
-        work, made = paged_pallas.list_work(last, last, window, 1024, tiles, 1)
+        work, made = pieces.list_work(last, last, window, 1024, 32, 1)
         assert made == max(programs, len(last))
         bounds, row = (np.asarray(work[name][0]) for name in ("bounds", "row"))
         np.testing.assert_array_equal(np.diff(bounds), np.minimum(count, 32))
@@ -182,16 +181,16 @@ def test_tiles_fit_the_work(rows, queries, dtype):
         assert size & (size - 1) == 0
     assert tiles.queries < 2 * max(16, queries * 7), "no more than half a tile is padding"
     programs = rows * 4 * -(-queries * 7 // tiles.queries)
-    if queries == 1 or programs < paged_pallas.WANTED_PROGRAMS:
-        assert tiles.piece == paged_pallas.PIECE, "the same for all rows that decode"
+    if queries == 1 or programs < pieces.WANTED_PROGRAMS:
+        assert tiles.piece == pieces.PIECE, "the same for all rows that decode"
     else:
         assert tiles.piece in (1024, 8192), "prefill of so many tiles is not split"
 
 
 def test_sums_of_pieces_have_a_bound():
     """256 rows of 5 queries: 8 pieces of 1k would have 147 MB, 32 of them 587, 8 of 4k 147."""
-    pieces = [paged_pallas.choose_tiles(256, 5, 28, 4, span, 128, "bfloat16").piece for span in (8192, 32768)]
-    assert pieces == [1024, 4096]
+    made = [paged_pallas.choose_tiles(256, 5, 28, 4, span, 128, "bfloat16").piece for span in (8192, 32768)]
+    assert made == [1024, 4096]
 
 
 # ---------------------------------------------------------------- the interface

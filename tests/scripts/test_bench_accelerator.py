@@ -170,6 +170,7 @@ def test_attention_says_what_it_leaves_out():
     nowhere = bench_attention.Place(named_shape("tiny"), on_gpu=False, interpret=False)
     for make, arguments, words in (
         (bench_attention._ours, (nowhere,), "GPUs alone"),
+        (bench_attention._mosaic, (nowhere, "bfloat16"), "GPUs alone"),
         (bench_attention._jax_paged, (nowhere, 4, 1), "GPUs alone"),
         (bench_attention._rival, ("cudnn", "bfloat16", 2), "one sample"),
         (bench_attention._rival, ("cudnn", "float32", 1), "16 bits"),

@@ -1,0 +1,160 @@
+"""The paged kernel on Mosaic GPU: interpreted against the jnp oracle, lowered for CUDA, and when it is chosen.
+
+JAX's interpreter of Mosaic GPU runs the cases of `tests/support/mosaic_gpu_cases.py` in a process of their own.
+tests/rollout/test_compiled_for_gpu.py compiles the kernel for an H100; on a GPU, test_gpu.py runs it.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from lowering import lowered_for_cuda
+
+from jaxrl.kernels import attention, paged_mosaic_gpu
+from jaxrl.kernels.reference import PLAIN, Codes, Rule
+
+from .test_paged_pallas import shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "mosaic_gpu_cases.py"
+QUICK = ("pieces",)
+SLOW = (
+    *("decode", "wide_heads", "window_and_sinks", "sinks_of_one_piece", "prefill", "int8", "fp8"),
+    *("blind_in_one_piece", "blind_in_pieces", "rows_by_themselves"),
+)
+LIMIT_S = 300
+MOSAIC = attention.choose_paged("mosaic_gpu", "gpu")
+
+
+@functools.cache
+def answers(names: tuple[str, ...]) -> dict[str, str]:
+    """What is wrong with each case. A process that waits for itself is ended, and tried once more."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    for last in (False, True):
+        try:
+            ran = subprocess.run(
+                [sys.executable, "-W", "error", str(SCRIPT), *names],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=LIMIT_S,
+                check=True,
+            )
+        except subprocess.TimeoutExpired:
+            if last:
+                raise
+        else:
+            return dict(json.loads(line) for line in ran.stdout.splitlines())
+    raise AssertionError
+
+
+@pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"),
+    reason="this JAX's interpreter takes no transposed operand of wgmma (0.10.2: AttributeError in `to_range`)",
+)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_interpreted(name):
+    wrong = answers(QUICK if name in QUICK else SLOW)[name]
+    assert not wrong, wrong
+
+
+# ---------------------------------------------------------------- the interface
+
+
+def refused(change: Any = lambda *arrays: arrays, size: int = 16, rule: Rule = PLAIN) -> str:
+    arrays = shapes(2, 1, 4, 2, 64, size, 4, jnp.bfloat16)
+    with pytest.raises(ValueError, match="use implementation='reference'") as caught:
+        jax.eval_shape(functools.partial(paged_mosaic_gpu.paged_attention, rule=rule), *change(*arrays))
+    return str(caught.value)
+
+
+def of_type(dtype: Any, *arrays: Any) -> tuple[Any, ...]:
+    return tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in arrays)
+
+
+def test_what_the_kernel_refuses():
+    assert "scores are capped (30)" in refused(rule=Rule(0, 30.0))
+    assert "must be all bfloat16" in refused(lambda q, k, v, *rest: (*of_type(jnp.float32, q, k, v), *rest))
+    assert "rollout.block_size (12) must be a multiple of 8" in refused(size=12)
+    narrow = shapes(2, 1, 4, 2, 32, 16, 4, jnp.bfloat16)
+    assert "head_dim (32) must be one of (64, 128)" in refused(lambda *_: narrow)
+    odd = shapes(2, 1, 3, 2, 64, 16, 4, jnp.bfloat16)
+    assert "key/value heads (2) must divide query heads (3)" in refused(lambda *_: odd)
+
+
+def test_which_platforms_and_models_may_ask_for_it():
+    for platform in ("cpu", "tpu"):
+        with pytest.raises(ValueError, match=rf"rollout.attention \(mosaic_gpu\) must be .* on {platform}: "):
+            attention.choose_paged("mosaic_gpu", platform)
+    with pytest.raises(ValueError, match=r"rollout.attention \(mosaic_gpu\) must be .* whose scores are capped"):
+        attention.choose_paged("mosaic_gpu", "gpu", 50.0)
+    assert not MOSAIC.decodes(12, 2, 128, jnp.bfloat16), "a decode step is its products, and this kernel"
+
+
+def test_other_gpus_than_hopper(monkeypatch):
+    for capability in ("8.0", "10.0"):
+        with pytest.raises(ValueError, match=rf"must be .* on GPUs of compute capability {capability}: "):
+            attention.choose_paged("mosaic_gpu", "gpu", capability=capability)
+        assert attention.choose_paged("auto", "gpu", capability=capability).implementation == "auto"
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert attention.choose_paged("auto", "gpu", capability="8.0").implementation == "reference"
+
+
+def test_a_jax_without_triton(monkeypatch):
+    """`auto` is this kernel over the cache and jnp in tiles on packed rows; who asks for the Triton kernels is told."""
+    heads = attention.Heads(4, 2, 64, jnp.bfloat16)
+    assert not attention.choose_paged("auto", "gpu").on_mosaic_gpu
+    assert attention.choose_packed("auto", "gpu", heads).implementation == "pallas"
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert attention.choose_paged("auto", "gpu") == MOSAIC._replace(implementation="auto")
+    assert attention.choose_paged("auto", "cpu").implementation == "reference"
+    packed = attention.choose_packed("auto", "gpu", heads)
+    assert (packed.implementation, "no Pallas on Triton" in packed.note) == ("tiles", True)
+    with pytest.raises(ValueError, match="must be auto, mosaic_gpu or reference: this JAX has no Pallas on Triton"):
+        attention.choose_paged("pallas", "gpu")
+    with pytest.raises(ValueError, match=r"actor.attention \(pallas\) must be .*: this JAX has no Pallas on Triton"):
+        attention.choose_packed("pallas", "gpu", heads)
+
+
+# ---------------------------------------------------------------- lowering for CUDA, without a GPU
+
+
+@pytest.mark.parametrize(
+    ("rows", "queries", "heads", "kv_heads", "dim", "size", "context", "window", "expected"),
+    [(1, 1, 12, 2, 128, 16, 1024, 0, 1), (256, 1, 28, 4, 128, 16, 2048, 0, 2), (8, 9, 32, 8, 128, 32, 2048, 512, 2),
+     (64, 256, 9, 3, 64, 16, 2048, 0, 1)],
+)  # fmt: skip
+def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, context, window, expected):
+    """Attention, and the merge of pieces where rows may have several; prefill of 64 x 256 tokens has none."""
+    arrays = shapes(rows, queries, heads, kv_heads, dim, size, context // size, jnp.bfloat16)
+    attend = functools.partial(MOSAIC.attend, rule=Rule(window))
+    text, kernels = lowered_for_cuda(attend, *arrays)
+    assert kernels == expected
+    assert "gather" not in text, "the cache is never gathered"
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_codes_lower_for_cuda(dtype):
+    """Scales alone are gathered, four bytes a position and head."""
+    q, pool, _, *rows = shapes(64, 1, 28, 4, 128, 16, 128, jnp.bfloat16)
+    cached = Codes(*of_type(dtype, pool), jax.ShapeDtypeStruct((*pool.shape[:-1], 1), jnp.float32))
+    text, kernels = lowered_for_cuda(MOSAIC.attend, q, cached, cached, *rows)
+    assert kernels == 2
+    gathered = [line for line in text.splitlines() if '"stablehlo.gather"' in line]
+    assert len(gathered) == 2
+    assert all("x128x16xf32>" in line.rsplit("->", 1)[1] for line in gathered)
+
+
+def test_auto_leaves_to_jnp_what_the_kernel_refuses(monkeypatch):
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    for dim, kernels in ((64, 1), (32, 0)):
+        arrays = shapes(4, 1, 4, 2, dim, 16, 4, jnp.bfloat16)
+        assert lowered_for_cuda(attention.choose_paged("auto", "gpu").attend, *arrays)[1] == kernels
