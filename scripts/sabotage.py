@@ -273,6 +273,13 @@ FAULTS = (
         "tests/schema tests/config",
     ),
     Fault(
+        "a process drops the end of a busy period that another one of its worker has submitted",
+        "jaxrl/scheduling/tokens/synchronized.py",
+        "            while self._is_able(worker):\n",
+        "            while self._is_able(worker) and worker.may_collect:\n",
+        "tests/runtime/hosts/test_shared_workers.py",
+    ),
+    Fault(
         "a completion of another host is handled before an earlier one is known",
         "jaxrl/scheduling/tokens/event_merger.py",
         "if not heap or heap[0][0].tick > self._least():",

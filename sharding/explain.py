@@ -18,11 +18,11 @@ from annotated_types import Interval
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxrl.schema.declared import Declared, number_problem
-from jaxrl.schema.devices import MAX_DEVICES, prime_factors
+from jaxrl.schema.devices import MAX_DEVICES, mesh_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size, entry_axes
 from jaxrl.sharding.rules import Model, Weight, padded_config, rollout_spec
-from jaxrl.sharding.traffic import Traffic, update_traffic
+from jaxrl.sharding.traffic import StepTraffic, Traffic, step_traffic, update_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class LayoutExplanation:
       kv_replicas: devices of a dp group that hold the same key/value heads.
       parts: by kind of weight. devices: in the mesh's order.
       traffic: of training on these devices, and num_hosts: on which they are.
+      step_traffic: of the rollout, where a dp group spans hosts; else None.
     """
 
     name: str
@@ -95,6 +96,7 @@ class LayoutExplanation:
     devices: tuple[DevicePart, ...]
     traffic: Traffic
     num_hosts: int
+    step_traffic: StepTraffic | None
 
     @property
     def device_numbers(self) -> int:
@@ -118,7 +120,7 @@ def explain_layout(
 
     Args:
       max_tp: the largest degree that weights are padded for; default: `tp`.
-      num_hosts: on which the devices are, for what training sends.
+      num_hosts: on which the devices are, for what is sent between them.
 
     Raises:
       ValueError: no device, or a degree that is impossible on so many devices or does not divide `max_tp`.
@@ -129,11 +131,11 @@ def explain_layout(
         raise ValueError(problem)
     if tp < 1:
         raise ValueError(f"--tp must be at least 1, found {tp}")
-    layout = Layout(_mesh(num_devices), tp)
-    if max_tp < 1 or max_tp % tp:
-        raise ValueError(f"--max-tp ({max_tp}), which weights are padded for, must be a multiple of --tp ({tp})")
     if num_hosts < 1 or num_devices % num_hosts:
         raise ValueError(f"--hosts ({num_hosts}) must divide the number of devices ({num_devices})")
+    layout = Layout(_mesh(num_devices, num_hosts), tp)
+    if max_tp < 1 or max_tp % tp:
+        raise ValueError(f"--max-tp ({max_tp}), which weights are padded for, must be a multiple of --tp ({tp})")
     padded = padded_config(config, max_tp)
     heads = layout.kv_axes(padded.num_kv_heads)
     return LayoutExplanation(
@@ -158,12 +160,13 @@ def explain_layout(
         devices=tuple(_device(config, padded, layout, number) for number in range(num_devices)),
         traffic=update_traffic(config, num_devices, num_hosts),
         num_hosts=num_hosts,
+        step_traffic=step_traffic(padded, tp, spanned) if (spanned := tp * num_hosts // num_devices) > 1 else None,
     )
 
 
-def _mesh(num_devices: int) -> Mesh:
+def _mesh(num_devices: int, num_hosts: int) -> Mesh:
     """A mesh without devices, shaped as `mesh.make_mesh` shapes one: only its sizes and names are used."""
-    factors = prime_factors(num_devices) or (1,)
+    factors = mesh_factors(num_devices, num_hosts) or (1,)
     names = tuple(f"x{i}" for i in reversed(range(len(factors))))
     return cast(Mesh, AbstractMesh(factors[::-1], names))
 
@@ -248,6 +251,7 @@ def _render(e: LayoutExplanation) -> str:
         "",
         _kv_sentence(e),
         *([_traffic_sentence(e.traffic, e.num_hosts)] if len(e.devices) > 1 else []),
+        *([f"rollout in bfloat16: into each host come {e.step_traffic}"] if e.step_traffic else []),
     ]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -47,12 +47,15 @@ def platform_of(device: Any) -> str:
     return device.platform
 
 
-def submeshes(mesh: Mesh, count: int) -> tuple[Mesh, ...]:
+def submeshes(mesh: Mesh, count: int, num_hosts: int = 1) -> tuple[Mesh, ...]:
     """A factored mesh cut into `count` equal ones along its major axes, in the order of its devices.
 
     A part has the axes that were not cut, with their names; a single device has one axis `x0` of size 1. So it is the
     mesh that `make_mesh` makes of its devices, and its layouts nest in those of the whole: the dp groups of a layout
     over the whole mesh are those of the parts' layouts of the same degree, one part after another.
+
+    Args:
+      num_hosts: on which the devices of a part are.
 
     Raises:
       ValueError: `count` is no product of the first axes.
@@ -64,8 +67,10 @@ def submeshes(mesh: Mesh, count: int) -> tuple[Mesh, ...]:
             f"rollout.num_workers ({count}) must cut a mesh of {mesh.size} devices along its major axes, into one of "
             f"{', '.join(map(str, possible))} workers"
         )
+    if count == 1:
+        return (mesh,)
     devices = mesh.devices.reshape(count, -1)
-    return tuple(make_mesh(part.tolist()) for part in devices)
+    return tuple(make_mesh(part.tolist(), num_hosts) for part in devices)
 
 
 def nested_axes(mesh: Mesh) -> tuple[str, ...]:

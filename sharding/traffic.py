@@ -1,6 +1,7 @@
-"""What devices send each other in a microbatch of training, counted from how `jaxrl.sharding.rules` splits weights.
+"""What devices send each other in a microbatch of training, counted from how `jaxrl.sharding.rules` splits weights, and
+what hosts get in a step of a rollout whose tensor parallelism spans them.
 
-Purpose: `jaxrl explain-layout --hosts N`, which shows what links between hosts have to carry.
+Purpose: `jaxrl explain-layout --hosts N` and `explain-config`, which show what links between hosts have to carry.
 
 Source: rings, as NCCL has them: of an array of S bytes on n devices an all-gather or a reduce-scatter has each device
 send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding, what experts get, and the keys
@@ -21,6 +22,7 @@ from jaxrl.schema.devices import mesh_factors
 from jaxrl.sharding.rules import Model, Weight, axes_of_dims
 
 _NARROW, _WIDE = 2, 4  # weights cross in bfloat16, gradients in float32
+_BLOCK = 128  # `jaxrl.rollout.sampling.BLOCK`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,37 @@ def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traff
         into_host += (each[0] + each[1]) * (hosts - 1) / hosts
         into_host += each[2] * min(shards, per_host) * (1 - hosts / num_hosts)
     return Traffic(*map(round, (gathered, reduced, copied, into_host)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """What comes into each host that has a part of a rollout worker, at the least.
+
+    Attributes:
+      sums: over all of the worker's devices in a step, each of which waits for the one before.
+      decode_bytes, prefill_bytes: for a row of a decode step, and for a token of a prefill.
+    """
+
+    sums: int
+    decode_bytes: int
+    prefill_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.decode_bytes / 1e6:.2f} MB for each row of a decode step and {self.prefill_bytes / 1e6:.2f} MB for "
+            f"each token of a prefill, in {self.sums} sums one after another"
+        )
+
+
+def step_traffic(config: Model, tp: int, num_hosts: int, num_bytes: int = _NARROW) -> StepTraffic:
+    """Of a worker that spans so many hosts, with activations of so many bytes: it adds up parts of the hidden state
+    after the embedding, each attention and each mlp. Logits, in float32, stay where they are if a device has whole
+    blocks of them, as drawing reads them, and are gathered if not. A few numbers of each row are not counted."""
+    vocabulary, hidden = config.weights()["embed"].shape
+    sums, others = 2 * config.num_layers + 1, (num_hosts - 1) / num_hosts
+    prefill = 2 * sums * hidden * num_bytes * others
+    gathered = -(-vocabulary // _BLOCK) * _BLOCK * _WIDE if vocabulary % (tp * _BLOCK) else 0
+    return StepTraffic(sums, round(prefill + gathered * others), round(prefill))
 
 
 def _weights(table: Mapping[str, Any]) -> Iterator[tuple[Weight, int]]:

@@ -30,6 +30,7 @@ from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, update
 from jaxrl.runtime.weights import adapted
 from jaxrl.schema.declared import Declared, number_problem
 from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import (
     DEFAULT_SHARE,
     DeviceMemory,
@@ -40,6 +41,8 @@ from jaxrl.sharding.memory import (
     share_variable,
 )
 from jaxrl.sharding.mesh import platform_of
+from jaxrl.sharding.rules import padded_config
+from jaxrl.sharding.traffic import step_traffic
 from jaxrl.train.update_memory import full_microbatch, resident_parts, trained_numbers, update_parts
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
@@ -87,6 +90,7 @@ class Explanation:
     memory: MemoryPlan
     warnings: tuple[str, ...]
     rewards: tuple[str, ...] = ()  # lines of text: how each domain is scored
+    spanning: str = ""  # what a worker's hosts send each other; empty: it is inside one
     share: float | None = None  # of a GPU's memory, that JAX is given; None: all, or of devices that are not here
 
     def __str__(self) -> str:
@@ -181,7 +185,7 @@ def explain_config(
         return replace(explained, warnings=(*types, *explained.warnings))
     refuse_devices(config, num_devices)
     refuse_sharing(config, num_devices - config.rollout.num_devices)
-    rolling = config.rollout.num_devices or num_devices // config.hosts.num
+    rolling = config.rollout.num_devices or num_devices // config.num_host_groups
     config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
@@ -257,7 +261,16 @@ def explain(
         memory=memory,
         warnings=tuple(_warnings(config, counts, memory)),
         rewards=(*_table(*reward_rows(config)), *part_lines(config)),
+        spanning=_spanning(config, model_config),
     )
+
+
+def _spanning(config: Config, model_config: ModelConfig) -> str:
+    if (num_hosts := config.rollout.hosts_per_worker) == 1:
+        return ""
+    tp, num_bytes = config.rollout.tp, BYTES[config.rollout.dtype]
+    traffic = step_traffic(padded_config(model_config, tp), tp, num_hosts, num_bytes)
+    return f"a worker spans {num_hosts} hosts; into each come {traffic}"
 
 
 def _layout(config: Config, num_devices: int) -> tuple[int, int]:
@@ -390,6 +403,7 @@ def render(e: Explanation) -> str:
         f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
         f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
         *_worker_lines(e),
+        *([e.spanning] if e.spanning else []),
         *(each.line for each in m.beside if each.line),
         f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
         "",

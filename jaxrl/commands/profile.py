@@ -90,8 +90,9 @@ def profile(
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
     config = with_types(config, platform_of(devices[0]), command="")
-    mesh = submeshes(make_mesh(devices), config.workers_per_host)[0]
-    config = replace(config, rollout=replace(config.rollout, num_devices=0, num_workers=1), hosts=HostsSection())
+    mesh = submeshes(make_mesh(devices), config.workers_per_group)[0]
+    rollout = replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
+    config = replace(config, rollout=rollout, hosts=HostsSection())
     degrees = layout_degrees(config, mesh.size)
     _, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)

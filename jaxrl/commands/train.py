@@ -110,13 +110,13 @@ class Run(TrainingRun):
     def _devices(self) -> Config:
         """The mesh of the rollout; returns the configuration with the degree that the devices allow."""
         config, place = self.config, self.place
-        rollout_mesh = place.local_mesh  # of this host; the trainer's is over all
+        rollout_mesh = place.rollout_mesh(config.rollout.hosts_per_worker)  # of some hosts; the trainer's is over all
         if own := config.rollout.num_devices:
             self.mesh, rollout_mesh = make_mesh(self.devices[:-own]), make_mesh(self.devices[-own:])
         config = with_degree(config, rollout_mesh, self.said.append, self.earlier, place.memory)
-        self.said += share_notes(config, rollout_mesh.devices.ravel().tolist())
+        self.said += share_notes(config, place.local_devices)
         self.rollout_mesh = rollout_mesh
-        Layout(submeshes(rollout_mesh, config.workers_per_host)[0], config.rollout.tp)  # refused before all else
+        Layout(submeshes(rollout_mesh, config.workers_per_group)[0], config.rollout.tp)  # refused before all else
         refuse_devices(config, len(self.devices), len({device.process_index for device in self.devices}))
         return config
 

@@ -17,7 +17,7 @@ from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
 from jaxrl.schema.chat_template import template_problem
 from jaxrl.schema.declared import MAX_INT, Checked, declared, shown
-from jaxrl.schema.devices import devices_problem
+from jaxrl.schema.devices import devices_problem, possible_workers
 
 _MAX_STEP_SAMPLES = 1 << 20
 
@@ -254,11 +254,13 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
     Args:
       option: that says how many there are (`c.hosts.num`). devices_option: that says how many devices they have.
     """
+    several = f"{option} ({c.hosts.num})"
+    if c.rollout.hosts_per_worker > 1:
+        _check_spanning(c, several)
     if c.hosts.num == 1:
         return
-    several = f"{option} ({c.hosts.num})"
     workers = c.rollout.num_workers
-    if workers > 1 and workers % c.hosts.num:
+    if workers > 1 and workers % c.num_host_groups:
         raise ConfigError(
             f"rollout.num_workers ({workers}) counts the workers of all hosts, and must be a multiple of {several}, or "
             "1 for one per host"
@@ -279,6 +281,33 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
             raise ConfigError(f"{found[0]} and {several} exclude each other: {found[1]}")
 
 
+def _check_spanning(c: Config, several: str) -> None:
+    """Raises ConfigError for options that exclude workers which span hosts."""
+    rollout, num = c.rollout, c.hosts.num
+    option = f"rollout.hosts_per_worker ({rollout.hosts_per_worker})"
+    possible = [num // groups for groups in reversed(possible_workers(num))]
+    if rollout.hosts_per_worker not in possible:
+        raise ConfigError(
+            f"{option} must cut {several} along the major axes of the mesh, into groups of one of "
+            f"{', '.join(map(str, possible))} hosts"
+        )
+    if rollout.num_workers not in (1, c.num_host_groups):
+        raise ConfigError(
+            f"rollout.num_workers ({rollout.num_workers}) must be {several} / {option}, or 1 for as many: a host has a "
+            "part of one worker"
+        )
+    if c.is_tp_open:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size is auto, and with {option} there is nothing to choose: set it to "
+            "as many devices as so many hosts have"
+        )
+    if not rollout.warmup:
+        raise ConfigError(
+            f"rollout.warmup=false and {option} exclude each other: one process would wait in a program for another "
+            "that still compiles it, and collectives give up"
+        )
+
+
 def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:
     """Why the rollout is impossible on the devices of a host, as a sentence; None: it is possible.
 
@@ -287,9 +316,18 @@ def host_problem(c: Config, num_devices: int, option: str = "the number of devic
     """
     tp, own = 1 if c.is_tp_open else c.rollout.tp, c.rollout.num_devices
     if c.hosts.num == 1:
-        return devices_problem(own, num_devices, tp, option, c.workers_per_host)
-    problem = devices_problem(own, num_devices, tp, "the devices of a host", c.workers_per_host)
-    return problem and f"on each of {c.hosts.num} hosts {problem}; a worker stays inside its host"
+        return devices_problem(own, num_devices, tp, option, c.workers_per_group)
+    if (spanned := c.rollout.hosts_per_worker) > 1:
+        if not num_devices or tp == spanned * num_devices:
+            return None
+        return (
+            f"rollout.tensor_model_parallel_size ({tp}) must be all devices of a worker where it spans hosts: "
+            f"rollout.hosts_per_worker ({spanned}) × the devices of a host ({num_devices})"
+        )
+    problem = devices_problem(own, num_devices, tp, "the devices of a host", c.workers_per_group)
+    return problem and (
+        f"on each of {c.hosts.num} hosts {problem}; a worker stays inside its host, but with rollout.hosts_per_worker"
+    )
 
 
 # ---------------------------------------------------------------- options that change nothing

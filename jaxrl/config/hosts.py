@@ -46,6 +46,6 @@ class HostsSection:
     ] = 3
 
 
-def with_workers_of_hosts(num_workers: int, num_hosts: int) -> int:
-    """The workers of a run: as many as asked for, and at least one per host."""
-    return num_hosts if num_workers == 1 else num_workers
+def with_workers_of_hosts(num_workers: int, num_groups: int) -> int:
+    """The workers of a run: as many as asked for, and at least one per host, or group of hosts that a worker spans."""
+    return num_groups if num_workers == 1 else num_workers

@@ -373,12 +373,17 @@ class Config:
     @property
     def num_workers(self) -> int:
         """The rollout's workers, of all hosts."""
-        return with_workers_of_hosts(self.rollout.num_workers, self.hosts.num)
+        return with_workers_of_hosts(self.rollout.num_workers, self.num_host_groups)
 
     @property
-    def workers_per_host(self) -> int:
-        """The rollout's workers on each host, which share its devices."""
-        return self.num_workers // self.hosts.num
+    def num_host_groups(self) -> int:
+        """Groups of hosts that have workers of their own: every host, or as many together as a worker spans."""
+        return self.hosts.num // self.rollout.hosts_per_worker
+
+    @property
+    def workers_per_group(self) -> int:
+        """The rollout's workers on each group of hosts (`num_host_groups`), which share its devices."""
+        return self.num_workers // self.num_host_groups
 
     @property
     def is_tp_open(self) -> bool:

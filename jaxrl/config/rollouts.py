@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
+from jaxrl.config.hosts import MAX_HOSTS
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
@@ -53,6 +54,13 @@ class RolloutSection:
         MAX_DEVICES,
         "Workers that the rollout's devices are cut into, all of one size: each has an engine, a KV pool and a layout "
         "of its own.",
+    ] = 1
+    hosts_per_worker: Annotated[
+        int,
+        Ge(1),
+        MAX_HOSTS,
+        "Hosts that a worker spans; more than one for a model that does not fit the devices of one: tp is then all of "
+        "a worker's devices.",
     ] = 1
     deal: Annotated[
         Literal["tokens", "prompts"],

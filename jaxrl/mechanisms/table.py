@@ -107,6 +107,11 @@ def _problems(config: Config) -> Iterator[str]:
         problem = room.problem(config, racing)
         if problem is not None:
             yield problem
+        if config.rollout.hosts_per_worker > 1 and room.excludes_spanning:
+            yield (
+                f"{room.option} excludes rollout.hosts_per_worker ({config.rollout.hosts_per_worker}): "
+                f"{room.excludes_spanning}"
+            )
         for what, why in room.relies_on.items():
             for other in on:
                 if what in other.changes:

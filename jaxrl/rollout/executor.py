@@ -61,6 +61,8 @@ class MeshExecutor:
         failed halfway.
 
     Attributes:
+      is_spread: whether other processes have a part of its devices. They run the same plans, and rows and what a plan
+        returns are whole on every device.
       way_back: takes the weights of `policy_version` again, in the layout in use; None: there is no source of them.
     """
 
@@ -81,6 +83,7 @@ class MeshExecutor:
         self.host_s = 0.0
         self.reports: tuple[reshard.ReshardReport | None, kv_migration.MigrationReport | None] = (None, None)
         self._mesh = layout.mesh
+        self.is_spread = len({device.process_index for device in layout.mesh.devices.flat}) > 1
         self.way_back: Callable[[], None] | None = None if weights is None else lambda: self._sync_again(weights)
         self._layouts: dict[int, LayoutPrograms] = {}
         self._timer = PlanTimer()
@@ -213,7 +216,15 @@ class MeshExecutor:
             at = (row.dp_group, row.slot)
             self._fill(state, at, row.request, row.response)
             state.token[at], state.position[at], state.active[at] = row.token, row.position, True
-        self._state = jax.device_put(state, jax.tree.map(lambda _: self._now.programs.rows_sharding, state))
+        sharding = self._now.programs.rows_sharding
+
+        def put(x: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+        if self.is_spread:  # device_put would compare the values over all processes
+            self._state = jax.tree.map(put, state)
+        else:
+            self._state = jax.device_put(state, jax.tree.map(lambda _: sharding, state))
 
     # -- other layouts -----------------------------------------------------------------------------------------------
 

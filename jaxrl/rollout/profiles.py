@@ -61,7 +61,7 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
             "this machine; rollout.layout.allow_synthetic=true takes it all the same"
         )
     try:
-        profile.check(identity_of(config, model, submeshes(mesh, config.workers_per_host)[0]))
+        profile.check(identity_of(config, model, submeshes(mesh, config.workers_per_group)[0]))
     except ValueError as error:
         raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
     return profile

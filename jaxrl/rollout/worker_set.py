@@ -13,7 +13,8 @@ weights are read once, and no device ever holds the weights of another worker's 
 
 Over several hosts the one program runs on the devices of all of them, and every process dispatches it: in its result
 the hosts are replicas of each other as well. It makes the layout of the largest degree that the configuration allows,
-because no process knows which degrees are in use on other hosts. What comes after it, each host does for itself.
+because no process knows which degrees are in use on other hosts. What comes after it, each host does for itself, or
+each group of hosts that a worker spans.
 
 Where workers begin with the next round ahead, its weights come while others are still in use: they wait beside them,
 and each worker takes its part when it is done.
@@ -44,7 +45,7 @@ class WorkerSet:
     """Implements `jaxrl.runtime.backend.Executors`.
 
     Args:
-      mesh: of the rollout, on this host.
+      mesh: of the rollout, on this host or its group of hosts.
       executors: of one model and with the same `max_tp`, on the parts of the mesh (one may have all of it).
       whole: of all hosts, where there are several: `mesh` is one of the parts into which `submeshes` cuts it, and the
         trainer's weights are on it.
@@ -55,7 +56,7 @@ class WorkerSet:
         self, mesh: Mesh, executors: Sequence[MeshExecutor], whole: Mesh | None = None, meet: Meet = alone
     ) -> None:
         self.mesh, self._meet, self._met = mesh, meet, False
-        self._whole = mesh if whole is None else whole
+        self._whole, self._is_global = whole or mesh, whole is not None
         self.executors = tuple(executors)
         self._buffered: tuple[int, list[Any]] | None = None  # a version, and each worker's part of its weights
         if len(self.executors) > 1:
@@ -107,7 +108,7 @@ class WorkerSet:
     def _layouts(self) -> list[Layout]:
         """Of each worker, at the largest degree in use, or of several hosts at the largest that there may be."""
         tp = max(executor.tp for executor in self.executors)
-        if self._whole.size > self.mesh.size:
+        if self._is_global:
             tp = self.executors[0].config.max_tp
         return [Layout(executor.layout.mesh, tp) for executor in self.executors]
 
@@ -116,7 +117,7 @@ class WorkerSet:
         deletes them."""
         first, layouts = self.executors[0], self._layouts()
         together = Layout(self._whole, layouts[0].tp)
-        if not self._met and self._whole.size > self.mesh.size:
+        if not self._met and self._is_global:
             form = first.config.dtype, first.config.max_tp
             for program, arguments in rollout_calls(train_params, first.model, together, *form, **first.form):
                 program.lower(*arguments).compile()
@@ -165,7 +166,10 @@ class WorkerSet:
         there are. `progress` is called in this thread with (how many are ready, of how many)."""
         now = [programs for executor in self.executors for programs in executor.programs_of([executor.tp])]
         with closing(CompileAhead([*first, *now])) as ahead:
-            return ahead.wait(progress)
+            count = ahead.wait(progress)
+        if self.executors[0].is_spread:
+            self._meet("rollout")
+        return count
 
     def compile_ahead(self, degrees: Iterable[int], first: Sequence[CompiledPrograms] = ()) -> CompileAhead | None:
         """Begins to compile in the background: the programs of `first`, then those of the layouts that are not in use;

@@ -103,7 +103,8 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
 def on_one_worker(config: Config) -> Config:
     """The configuration where nothing is trained: one worker on all devices of this host, whatever the run has, and no
     drafts."""
-    rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, speculation=SpeculationSection())
+    rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
+    rollout = dataclasses.replace(rollout, speculation=SpeculationSection())
     return dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
 
 
@@ -219,12 +220,12 @@ def build_workers(
     """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`.
 
     Args:
-      mesh: of the rollout, on this host.
+      mesh: of the rollout, on this host or its group of hosts.
       weights: as in `MeshExecutor`. Read only where a single worker has all of the trainer's devices: several have each
         other, and the one of a host cannot have a global program run for itself alone.
       place: among several hosts; default: there is one. meet: as in `WorkerSet`.
     """
-    rollout, parts = config.rollout, submeshes(mesh, config.workers_per_host)
+    rollout, parts = config.rollout, submeshes(mesh, config.workers_per_group)
     is_alone = place is None or place.num_processes == 1
     reported = device_bytes(mesh.devices.ravel().tolist()) if place is None else place.memory.reported
     sizes = _executor_config(config, model, mesh, rollout.tp, reported)

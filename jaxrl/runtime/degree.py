@@ -49,7 +49,7 @@ def with_degree(
     config = with_types(config, platform_of(mesh.devices.flat[0]), say, earlier, command="")
     if not config.is_tp_open:
         return config
-    kept = config.with_tp_of(earlier, mesh.size // config.workers_per_host)
+    kept = config.with_tp_of(earlier, mesh.size // config.workers_per_group)
     if not kept.is_tp_open:
         say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")
         return kept
@@ -70,7 +70,7 @@ def planned_degree(
         return config, ""
     _require_profile(config)
     profile = load_profile(config.rollout.layout.profile)
-    of_worker = num_devices // config.workers_per_host
+    of_worker = num_devices // config.workers_per_group
     if profile.identity.device_count != of_worker:
         raise ConfigError(
             f"{OPTION} is auto, and rollout.layout.profile ({config.rollout.layout.profile}) is of "
@@ -95,7 +95,7 @@ def choose(
     rollout, data = config.rollout, config.data
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
-    of_worker = num_devices // config.workers_per_host
+    of_worker = num_devices // config.workers_per_group
     for degree in rollout.layout.possible_on(of_worker):
         if degree not in profile.degrees:
             continue

@@ -5,8 +5,8 @@ two meshes are one. A world of several refuses devices that do not fit as it ope
 the choice and the rules that are here.
 
 Source: docs/architecture.md (several processes). Training spans all devices, in the order of processes, and its minor
-axes lie inside hosts; a rollout stays inside its host. A device's id is no index: ids of a second process may begin
-anywhere, and a device may be left out.
+axes lie inside hosts; a rollout stays inside its host, or its group of hosts (`rollout.hosts_per_worker`). A device's
+id is no index: ids of a second process may begin anywhere, and a device may be left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxrl.config.checks import host_problem
 from jaxrl.config.commands import LEARNING
 from jaxrl.mechanisms.table import float_types
 from jaxrl.sharding.memory import DeviceMemory, memory_of
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, submeshes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class ProcessDevices:
         """The mesh of training, over all hosts."""
         return make_mesh(self.devices, self.num_processes)
 
-    @property
-    def local_mesh(self) -> Mesh:
-        """The mesh of this host: a part of `mesh`, with its minor axes."""
-        return make_mesh(self.local_devices)
+    def rollout_mesh(self, num_hosts: int = 1) -> Mesh:
+        """The mesh of this host, or the group of so many that it belongs to: a part of `mesh`, with its minor axes."""
+        groups = submeshes(self.mesh, self.num_processes // num_hosts, num_hosts)
+        return groups[self.process // num_hosts]
 
     def with_least(self, reported: int | None) -> ProcessDevices:
         """The same with the memory that a device has on every host, as the hosts have agreed: plans and programs must

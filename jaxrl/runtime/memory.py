@@ -102,7 +102,7 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     useful = rollout.max_num_seqs * per_request + _RESERVED_BLOCKS
     if memory_bytes is None:
         return useful
-    resident = {} if rollout.num_devices else resident_parts(config, model_config, devices * config.hosts.num)
+    resident = {} if rollout.num_devices else resident_parts(config, model_config, devices * config.num_host_groups)
     weights = _rollout_weights(config, model_config, devices)
     beside = rollout_memory(config, devices, "cpu", weights)  # bytes are the same on every platform
     taken = sum(resident.values()) + weights + sum(each.total for each in beside)
@@ -128,7 +128,7 @@ def _options(beside: Sequence[RolloutMemory]) -> str:
 
 def _wider(config: Config, num_devices: int) -> str:
     """How a copy of the weights is spread over more devices."""
-    workers = config.workers_per_host
+    workers = config.workers_per_group
     if workers > 1 and config.rollout.tp == num_devices // workers:
         return f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
     return "raise rollout.tensor_model_parallel_size"
@@ -137,7 +137,7 @@ def _wider(config: Config, num_devices: int) -> str:
 def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
     """The TP degrees that a worker's rounds may use (`LayoutSection.degrees_on`); `num_devices`: of the rollout, on one
     host."""
-    return config.rollout.layout.degrees_on(config.rollout.tp, num_devices // config.workers_per_host)
+    return config.rollout.layout.degrees_on(config.rollout.tp, num_devices // config.workers_per_group)
 
 
 def max_tp(config: Config, num_devices: int) -> int:
@@ -196,7 +196,7 @@ def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int
 
 def _logits(config: Config, model_config: ModelConfig, num_devices: int, positions: int) -> int:
     """The logits of so many positions of a dp group on one device, which has its share of the vocabulary."""
-    rolling = config.rollout.num_devices or num_devices // config.hosts.num
+    rolling = config.rollout.num_devices or num_devices // config.num_host_groups
     vocab = padded_config(model_config, max_tp(config, rolling)).vocab_size
     share = vocab // splits(vocab, config.rollout.tp)
     return _LOGITS_COPIES * positions * share * 4
@@ -217,7 +217,7 @@ def memory_plan(
         `refuse_invariant` for `actor.numerics`, and for a KV cache that the platform does not take.
     """
     own = config.rollout.num_devices
-    rolling, training = own or num_devices // config.hosts.num, num_devices - own
+    rolling, training = own or num_devices // config.num_host_groups, num_devices - own
     if config.actor.numerics == "invariant":
         refuse_invariant(model_config, platform, config.actor.numerics_tp)
     if platform == "tpu" and config.rollout.kv_codes != "none":
@@ -246,7 +246,7 @@ def memory_plan(
         pool_tokens=stacks.num_tokens(usable, block_size),
         pool_requests=usable // stacks.most_blocks(longest, block_size),
         device_bytes=device_bytes,
-        workers=WorkersPlan(config.num_workers, rolling // config.workers_per_host, config.rollout.tp, num_rows),
+        workers=WorkersPlan(config.num_workers, rolling // config.workers_per_group, config.rollout.tp, num_rows),
         shared=not own,
         remat=remat,
         chunk_tokens=chunk,

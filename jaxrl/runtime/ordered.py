@@ -78,9 +78,12 @@ class OrderedEvents:
         stream = self._stream = None if hosts is None else hosts.stream
         self._leads = stream is None or stream.process == 0
         self._process, self._num_processes = (0, 1) if stream is None else (stream.process, stream.num_processes)
-        self._workers_per_process = workers.placements.num_workers // self._num_processes
-        first = self._process * self._workers_per_process
-        assert workers.numbers == tuple(range(first, first + self._workers_per_process)), "workers of another process"
+        self._num_workers = workers.placements.num_workers
+        first = self._process * self._num_workers // self._num_processes
+        mine = range(first, first + max(self._num_workers // self._num_processes, 1))
+        assert workers.numbers == tuple(mine), "workers of another process"
+        if stream is not None:
+            workers.before_waiting = stream.pump
         self._merger = workers.new_merger() if self._leads else None
         self._stop_agreed = False
         self._stop_asked = False
@@ -142,6 +145,10 @@ class OrderedEvents:
         assert self._turn is not None, "no worker can be served"
         return self._plans.run_synchronized(self._workers, self._turn)
 
+    def _process_of(self, worker: int) -> int:
+        """The process that has a worker, or speaks for it."""
+        return worker * self._num_processes // self._num_workers
+
     def owner_of(self, key: SampleKey) -> int | None:
         """The process that drew a response of this round; None for one that was not launched in it."""
         return self._owners.get(key)
@@ -150,7 +157,7 @@ class OrderedEvents:
         assert self._decides, "a rule launches at a verdict that it does not await"
         placement = self._workers.launch(request, worker)
         self.launched[request.request_id] = request
-        self._owners[request.key] = placement.worker // self._workers_per_process
+        self._owners[request.key] = self._process_of(placement.worker)
         if self._merger is not None:
             self._merger.launched(request.request_id)
 
@@ -324,7 +331,7 @@ class OrderedEvents:
             return self._owners.get(key, number % self._num_processes)
         if slowest is None:
             raise RuntimeError(f"step {self._scoring.step}: the round waits, and nothing is running or being scored")
-        process = slowest // self._workers_per_process
+        process = self._process_of(slowest)
         assert process != self._process, f"worker {slowest} holds the low watermark and does not go on"
         return process
 

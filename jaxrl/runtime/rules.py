@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jaxrl.config import Config
-from jaxrl.config.hosts import with_workers_of_hosts
 from jaxrl.mechanisms.room import WORKERS
 from jaxrl.mechanisms.table import rooms_of
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -32,12 +31,13 @@ def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None 
 
 def lookahead(config: Config, ticks: Ticks = step_ticks) -> int | None:
     """Ticks after which what a round commands takes effect (`jaxrl.scheduling.tokens.event_merger`): those of
-    `LOOKAHEAD_PLANS` plans of the most steps and prefill tokens. None where it takes effect at once: with one worker,
-    and where requests move between workers."""
+    `LOOKAHEAD_PLANS` plans of the most steps and prefill tokens. None where it takes effect at once: with one worker in
+    one process, and where requests move between workers."""
     rollout = config.rollout
-    num_workers = with_workers_of_hosts(rollout.num_workers, config.hosts.num)
-    if num_workers == 1 or any(WORKERS in room.changes for room in rooms_of(config)):
+    if (config.num_workers, config.hosts.num) == (1, 1) or any(WORKERS in room.changes for room in rooms_of(config)):
         return None
+    if config.num_workers == 1:
+        return 1  # no other worker is to be heard of, and at a round's end none is ahead
     rows, steps, prefill = rollout.max_num_seqs, rollout.decode_steps, rollout.max_num_batched_tokens
     fullest = PlanTimes(0, steps, 0.0, prefill, rows, rows * config.max_model_length / 2, was_queued=True)
     return LOOKAHEAD_PLANS * ticks(0, fullest)
@@ -46,12 +46,17 @@ def lookahead(config: Config, ticks: Ticks = step_ticks) -> int | None:
 def workers_of(
     config: Config, engines: Sequence[Engine], ticks: Ticks = step_ticks, process: int = 0
 ) -> LocalWorkers | SynchronizedWorkers:
-    """The workers of a process; `engines`: its own, in the order of their numbers. Every process has equally many."""
+    """The workers of a process; `engines`: its own, in the order of their numbers. Every process has equally many, or
+    one with others, of which the first speaks for it."""
     rollout, ahead = config.rollout, lookahead(config, ticks)
     if ahead is None:
         return LocalWorkers(engines, rollout.deal, ticks)
-    count, first = with_workers_of_hosts(rollout.num_workers, config.hosts.num), process * len(engines)
-    return SynchronizedWorkers(dict(enumerate(engines, first)), ahead, count, rollout.deal, ticks)
+    group, member = divmod(process, rollout.hosts_per_worker)
+    numbered = dict(enumerate(engines, group * len(engines)))
+    is_shared, speaks = rollout.hosts_per_worker > 1, member == 0
+    return SynchronizedWorkers(
+        numbered, ahead, config.num_workers, rollout.deal, ticks, is_shared=is_shared, speaks=speaks
+    )
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:

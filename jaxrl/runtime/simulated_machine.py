@@ -139,7 +139,7 @@ class MachineParts:
     def _executors(self, process: int, clock: SimulatedClock, drawn: Drawn) -> SimulatedExecutorSet:
         """One for each worker of the host; their plans are drawn in tracks of their own."""
         config, cost, sizes = self._config, self._cost, self._sizes
-        num_workers = config.num_workers // self._num_processes
+        num_workers = config.workers_per_group
 
         def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
             named = {"rows": len(plan.decode), "steps": result.num_steps}

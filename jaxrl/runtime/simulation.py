@@ -107,7 +107,7 @@ def build(
     )
     own = parts.host(process, clock, phases, layout_log)
     others = parts.others(clock, phases) if hosts is None and num_processes > 1 else None
-    workers = own.workers() if num_processes == 1 else own.timed_workers(others)
+    workers = own.workers() if others is None else own.timed_workers(others)
     total = _num_devices(config, sizes)
     trainer, *critics = _trainers(config, cost, total - config.rollout.num_devices, clock)
     pieces = SimulatedParts(

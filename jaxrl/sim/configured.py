@@ -43,7 +43,12 @@ PLATFORM = "gpu"
 def with_simulated_hosts(config: Config) -> Config:
     """The configuration with the hosts of section `simulate`, and nothing else of section `hosts` but the devices of
     each. Raises ConfigError for options that exclude several hosts."""
-    num_hosts = config.simulate.num_hosts or config.hosts.num
+    num_hosts, spanned = config.simulate.num_hosts or config.hosts.num, config.rollout.hosts_per_worker
+    if spanned > 1:
+        raise ConfigError(
+            f"rollout.hosts_per_worker ({spanned}): a worker that spans hosts cannot be simulated; set 1, and "
+            "hosts of as many devices as the worker has: only that a step's sums cross hosts is left out then"
+        )
     hosts = HostsSection(num=num_hosts, devices_per_host=config.hosts.devices_per_host)
     config = replace(config, hosts=hosts)
     check_across_hosts(config, "simulate.num_hosts", "simulate.num_devices")

@@ -42,6 +42,17 @@ def test_counts():
     assert (counts.epoch_prompts, counts.epoch_steps, counts.total_steps) == (100, 12.5, 25)
 
 
+def test_a_worker_that_spans_hosts():
+    """Its memory is that of as many devices in one process, and what crosses is said."""
+    rollout = {"n": 4, "max_num_seqs": 16, "tensor_model_parallel_size": 4}
+    spanning = explain(config(rollout=rollout | {"hosts_per_worker": 2}, hosts={"num": 4}), TINY, 8)
+    inside = explain(config(rollout=rollout | {"num_workers": 2}), TINY, 8)
+    assert spanning.memory == inside.memory
+    assert spanning.memory.workers.num_devices == 4
+    assert "\na worker spans 2 hosts; into each come " in str(spanning)
+    assert "spans" not in str(inside)
+
+
 def test_rows_that_devices_share():
     """A microbatch is that of so many devices, each of which has a part of its activations, and of its row's keys."""
     data = {"max_prompt_length": 1024, "max_response_length": 31744, "train_batch_size": 64}

@@ -29,6 +29,7 @@ def build(options=None):
 
 
 TP, DRAFTS = "rollout.tensor_model_parallel_size", "rollout.speculation"
+SPANS = "rollout.hosts_per_worker"
 FILTERED = {"algorithm.filter_groups.enable": True, "rollout.n": 2}
 
 
@@ -69,6 +70,18 @@ REFUSED = [
         {**FILTERED, "algorithm.filter_groups.path": "f.py", "hosts.num": 2},  # no host has the tokens of the others
         "algorithm.filter_groups.path (f.py) and hosts.num (2) exclude each other",
     ),
+    # workers that span hosts
+    ({SPANS: 2}, f"{SPANS} (2) must cut hosts.num (1) along the major axes of the mesh, into groups of one of 1 "),
+    (
+        {SPANS: 3, "hosts.num": 12},
+        f"{SPANS} (3) must cut hosts.num (12) along the major axes of the mesh, into groups of one of 1, 2, 4, 12 ",
+    ),
+    (
+        {SPANS: 2, "hosts.num": 4, "rollout.num_workers": 4},
+        f"rollout.num_workers (4) must be hosts.num (4) / {SPANS} (2), or 1 for as many: a host has a part of one",
+    ),
+    ({SPANS: 2, "hosts.num": 2, TP: "auto"}, f"{TP} is auto, and with {SPANS} (2) there is nothing to choose"),
+    ({SPANS: 2, "hosts.num": 2, "rollout.warmup": False}, f"rollout.warmup=false and {SPANS} (2) exclude each"),
     ({"data.task": "t", "data.train_files": ["a"]}, "data.task and data.train_files exclude each other"),
     ({"reward.kind": "custom"}, "reward.path is missing: reward.kind is custom, which needs a Python file"),
     ({"reward.kind": "task"}, "reward.kind is task, which needs data.task"),

@@ -47,6 +47,21 @@ def test_settings_that_exclude_each_other(rollout: Any, others: dict[str, Any], 
     assert sentence in (composition_problem(config(rollout, **others)) or "")
 
 
+def test_what_excludes_workers_that_span_hosts():
+    def problem(**options: Any) -> str | None:
+        return composition_problem(from_mapping({"model": {"path": "m"}, "hosts": {"num": 2}, **options}))
+
+    spans: dict[str, Any] = {"hosts_per_worker": 2, "tensor_model_parallel_size": 2}
+    drafts = {"enable": True, "max_batch": 8}
+    assert problem(rollout={**spans, "tail_batching": ON, "speculation": drafts}) is None
+    assert problem(rollout={**spans, "layout": {"planner": True}}) == (
+        "rollout.layout.planner and rollout.layout.switch excludes rollout.hosts_per_worker (2): tp is all devices of "
+        "a worker, and each of its processes would measure another time"
+    )
+    judged = {"kind": "judge", "judge": {"model": "m"}}
+    assert "reward.judge.model excludes rollout.hosts_per_worker (2)" in (problem(rollout=spans, reward=judged) or "")
+
+
 @pytest.mark.parametrize("rule", [{}, {"tail_batching": ON}, {"partial_rollout": ON}, {"over_provisioning": ON}])
 def test_compositions_of_the_design_go_together(rule: Any):
     for off, filtering, score_when in product((False, True), (False, True), ("sample", "group")):

@@ -70,9 +70,22 @@ def test_minor_axes_lie_inside_hosts(hosts: int, per_host: int, shape: dict[str,
     ]
     whole = places[0].mesh
     assert dict(whole.shape) == shape
-    assert [place.local_mesh for place in places] == list(submeshes(whole, hosts))
+    assert [place.rollout_mesh() for place in places] == list(submeshes(whole, hosts))
     if hosts == 1:
-        assert whole == places[0].local_mesh == make_mesh(devices)
+        assert whole == places[0].rollout_mesh() == make_mesh(devices)
+
+
+@pytest.mark.parametrize(("hosts", "per_host", "each"), [(4, 2, 2), (2, 3, 2), (6, 1, 2), (8, 1, 4), (2, 2, 2)])
+def test_a_group_of_hosts_has_the_minor_axes_of_all(hosts: int, per_host: int, each: int):
+    devices = tuple(jax.devices()[: hosts * per_host])
+    own = [devices[i * per_host : (i + 1) * per_host] for i in range(hosts)]
+    places = [ProcessDevices(i, hosts, own[i], devices, DeviceMemory("cpu", None, 1)) for i in range(hosts)]
+    for first in range(0, hosts, each):
+        (mesh,) = {place.rollout_mesh(each) for place in places[first : first + each]}
+        assert mesh.devices.ravel().tolist() == [device for host in own[first : first + each] for device in host]
+        whole, names = places[0].mesh, mesh.axis_names
+        assert names == whole.axis_names[len(whole.axis_names) - len(names) :]
+        assert all(mesh.shape[name] == whole.shape[name] for name in names)
 
 
 def test_the_least_memory_counts():
@@ -92,12 +105,17 @@ def test_workers_stay_inside_their_hosts():
     assert problem(4, num_workers=4, tensor_model_parallel_size=2) is None
     assert problem(2, tensor_model_parallel_size=4) == (
         "on each of 2 hosts rollout.tensor_model_parallel_size (4) must divide the devices of a host (2); a worker "
-        "stays inside its host"
+        "stays inside its host, but with rollout.hosts_per_worker"
     )
     assert "must divide the devices of a host (4) / rollout.num_workers (2)" in (
         problem(4, num_workers=4, tensor_model_parallel_size=4) or ""
     )
     assert "must cut the devices of a host (2) along the major axes" in (problem(2, num_workers=8) or "")
+    assert problem(2, tensor_model_parallel_size=4, hosts_per_worker=2) is None
+    assert problem(4, tensor_model_parallel_size=4, hosts_per_worker=2) == (
+        "rollout.tensor_model_parallel_size (4) must be all devices of a worker where it spans hosts: "
+        "rollout.hosts_per_worker (2) × the devices of a host (4)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
+import re
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxrl.models.shapes import named_shape
+from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
+from jaxrl.rollout.sampling import BLOCK
 from jaxrl.sharding.explain import Range, explain_layout
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.layout_drawing import Label, Rectangle, draw, png, svg
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import padded_config, rollout_shardings
+from jaxrl.sharding.traffic import _BLOCK, step_traffic
 
 SMOLLM2, TINY = named_shape("SmolLM2-135M"), named_shape("tiny")
 
@@ -95,6 +101,37 @@ def test_pictures_stay_on_their_sheet(devices, tp):
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts == labels
     assert "a <model>" in texts[0]
+
+
+@pytest.mark.parametrize(("kind", "vocabulary"), [("decode", 256), ("decode", 320), ("prefill", 320)])
+def test_what_a_step_sends_is_what_its_program_sends(kind: str, vocabulary: int):
+    """Every sum and gather of the compiled program, on two devices as of two hosts; an all-reduce sends twice. A device
+    has one block of 256 logits, and one and a quarter of 320."""
+    rows, length, model = 4, 16, replace(TINY, vocab_size=vocabulary)
+    sizes = ExecutorConfig(rows, max_length=64, max_prefill_tokens=length, decode_steps=2, max_tp=2)
+    programs = LayoutPrograms(model, Layout(make_mesh(jax.devices()[:2]), 2), sizes)
+    shape = [each for each in programs.shapes() if each[0] == kind][-1]
+    text = programs.lower(*shape).compile().as_text()
+    sent, num_sums = 0, 0
+    for dims, name in re.findall(r"= \w32\[([\d,]+)\]\S* (all-reduce|all-gather)\(", text):
+        numbers = math.prod(map(int, dims.split(",")))
+        if numbers > 2 * rows:  # not what remains of a row's blocks
+            num_sums += name == "all-reduce"
+            sent += (2 if name == "all-reduce" else 1) * numbers * 4 // 2
+    found = step_traffic(padded_config(model, 2), 2, 2, 4)
+    assert num_sums == found.sums
+    if kind == "decode":
+        assert sent == shape[1] * found.decode_bytes
+    else:
+        assert sent == shape[1] * (shape[2] * found.prefill_bytes + found.decode_bytes - found.prefill_bytes)
+    assert BLOCK == _BLOCK
+
+
+def test_what_crosses_hosts_is_said_where_a_dp_group_is_on_several():
+    assert explain_layout(TINY, 4, 2, num_hosts=2).step_traffic is None
+    explained = explain_layout(TINY, 4, 4, num_hosts=2)
+    assert explained.step_traffic == step_traffic(padded_config(TINY, 4), 4, 2)
+    assert "\nrollout in bfloat16: into each host come " in str(explained)
 
 
 def test_pixels():

@@ -50,6 +50,10 @@ def test_how_many_hosts_and_devices():
     made = with_simulated_hosts(real)
     assert (made.hosts.num, made.hosts.launcher, num_devices_of(made)) == (2, "none", 8)
     assert with_simulated_hosts(replace(real, simulate=config(num_hosts=1).simulate)).hosts.num == 1
+    with pytest.raises(
+        ConfigError, match=r"^rollout.hosts_per_worker \(2\): a worker that spans hosts cannot be simulated"
+    ):
+        with_simulated_hosts(replace(real, rollout=replace(real.rollout, hosts_per_worker=2)))
 
 
 # ---------------------------------------------------------------- the machine and its costs

@@ -142,7 +142,7 @@ def training(world: World) -> None:
             state, host = checkpoints.restore(trainer.abstract_state())
         assert host.values == {"by": 0}
         world.keep_tree(f"restored {number}", state)
-    workers = build_workers(world.config, TRAINED, world.place.local_mesh, place=world.place, meet=world.board.meet)
+    workers = build_workers(world.config, TRAINED, world.place.rollout_mesh(), place=world.place, meet=world.board.meet)
     if degrees := world.options.get("degrees"):  # of the first workers of all hosts
         first = world.place.process * len(workers.executors)
         for executor, tp in zip(workers.executors, degrees[first:], strict=False):

@@ -15,6 +15,11 @@ and is given the completions in one order. `jaxrl.scheduling.tokens.event_merger
 
 So what a worker plans, and at which tick, follows from the commands and their ticks alone, whoever waits for whom.
 
+That is why several processes can drive one worker whose devices lie in all of them (`is_shared`): each makes the same
+plans. What does depend on a clock is how far a worker is ahead when its busy period ends. So each then makes every plan
+that the low watermark allows it, as another may have made them already, and a program runs once all have submitted it.
+One of the processes speaks for the worker; to the round the others have none.
+
 Source: conservative synchronisation, as in `jaxrl.scheduling.tokens.event_merger`. Departures:
 `jaxrl.scheduling.tokens.local_workers` is for one worker, which needs no virtual time, and for mechanisms that move
 requests between the workers of one process, whose commands take effect at once.
@@ -187,8 +192,11 @@ class SynchronizedWorkers:
       num_workers: of all processes; by default there are no others.
       deal: see `jaxrl.scheduling.tokens.event_merger.Deal`.
       ticks: what a plan costs, by the index of its engine in this process; a pure function.
+      is_shared: whether other processes drive the same workers. speaks: whether this one tells what they do.
 
     Attributes:
+      before_waiting: called before devices are waited for while the round is being told something; what was told before
+        must be on its way, for others to come as far.
       engines: those of this process. numbers: their workers' numbers.
       placements: who has which request.
       low_watermark: up to this tick everything has been delivered and handled, as this process knows.
@@ -201,6 +209,9 @@ class SynchronizedWorkers:
         num_workers: int | None = None,
         deal: Deal = "tokens",
         ticks: Ticks = step_ticks,
+        *,
+        is_shared: bool = False,
+        speaks: bool = True,
     ) -> None:
         by_number = dict(engines) if isinstance(engines, Mapping) else dict(enumerate(engines))
         count = len(by_number) if num_workers is None else num_workers
@@ -214,6 +225,8 @@ class SynchronizedWorkers:
         self._workers = {n: _Worker(engine, cost) for (n, engine), cost in zip(by_number.items(), costs, strict=True)}
         self._progress: dict[int, list[Completion]] = {}  # of the workers whose progress is to be sent
         self.low_watermark = 0
+        self._is_shared, self._speaks = is_shared, speaks
+        self.before_waiting: Callable[[], None] = lambda: None
 
     def _new_placements(self, num_workers: int, lookahead: int, deal: Deal) -> RequestPlacements:
         return RequestPlacements(num_workers, lookahead, deal)
@@ -244,7 +257,8 @@ class SynchronizedWorkers:
         return placement
 
     def abort(self, request_ids: Sequence[int], *, keep: bool) -> list[tuple[AbortResult, Sample]]:
-        """Ends live requests, wherever they are. Returns what became of those of this process, with their samples.
+        """Ends live requests, wherever they are. Returns what became of those for which this process speaks, with their
+        samples.
 
         Args:
           keep: a response that had ended by now, and was not delivered, counts as ended.
@@ -254,7 +268,8 @@ class SynchronizedWorkers:
         if unknown or len(set(ids)) < len(ids):
             raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
         where = {i: self._worker_of(i) for i in ids}
-        results = [self._abort_result(self._workers[where[i]], i, keep) for i in ids if where[i] in self._workers]
+        mine = [i for i in ids if where[i] in self._workers] if self._speaks else []
+        results = [self._abort_result(self._workers[where[i]], i, keep) for i in mine]
         for request_id in ids:
             idle, worker = self.placements.remove(request_id), self._workers.get(where[request_id])
             if worker is not None:
@@ -266,13 +281,13 @@ class SynchronizedWorkers:
         return results
 
     def deliver(self, completion: Completion) -> Finished | None:
-        """A live response has ended. Returns it if it ended in this process."""
+        """A live response has ended. Returns it if it ended in this process, which speaks for its worker."""
         tick, request_id = completion.sort_key.tick, completion.request_id
         self.placements.now = max(self.placements.now, tick)
         self.raise_low_watermark(tick - 1)
         number = self._worker_of(request_id)
         mine = self._workers.get(number)
-        found = None if mine is None else mine.ended.pop(request_id)[1]
+        found = mine.ended.pop(request_id)[1] if mine is not None and self._speaks else None
         if self.placements.remove(request_id) is not None and mine is not None:
             self._drop(number)
         return None if found is None else replace(found, dispatch=completion.sort_key.dispatch)
@@ -286,8 +301,8 @@ class SynchronizedWorkers:
                     worker.history.forget(tick)
 
     def take_progress(self) -> list[WorkerProgress]:
-        """The progress of the workers of this process since the last call."""
-        found, self._progress = self._progress, {}
+        """The progress of the workers for which this process speaks, since the last call."""
+        found, self._progress = self._progress if self._speaks else {}, {}
         return [
             WorkerProgress(number, self.placements.busy_period(number), self._workers[number].tick, tuple(completions))
             for number, completions in found.items()
@@ -308,8 +323,8 @@ class SynchronizedWorkers:
         self.drain()
 
     def counted(self) -> list[Counters]:
-        """What the workers of this process have done in the busy periods of this round."""
-        return [worker.history.counted for worker in self._workers.values()]
+        """What the workers for which this process speaks have done in the busy periods of this round."""
+        return [worker.history.counted for worker in self._workers.values()] if self._speaks else []
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -424,8 +439,14 @@ class SynchronizedWorkers:
         return AbortResult(request_id, count, "abort", worker.history.last_by(now)), cut(sample, count)
 
     def _drop(self, number: int) -> None:
-        self._progress.pop(number, None)
         worker = self._workers[number]
+        if self._is_shared:
+            self.before_waiting()
+            while self._is_able(worker):
+                if self.makes_plan(number):
+                    self.prepare(number)
+                self.step(number)
+        self._progress.pop(number, None)
         worker.drop(self._now(worker))
 
     def _now(self, worker: _Worker) -> int:
