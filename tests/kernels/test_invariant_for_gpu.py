@@ -80,25 +80,24 @@ NAMES = ("_packed_kernel", "_paged_kernel", "_paged_kernel")
 
 
 @SLOW
-@pytest.mark.parametrize("parts", [(), ("--numerics-tp", "2")])
-def test_experts_are_the_same_arithmetic_in_rollout_and_training(parts: tuple[str, ...]):
-    """All tokens are two kernels', which no piece has; pieces are what is around them."""
-    trained, drawn = (compiled(program, MIXTURE, "bfloat16", *parts) for program in ("logprobs", "decode"))
+@pytest.mark.parametrize("split", [(), ("--numerics-tp", "2"), ("--tp", "2")])
+def test_experts_are_the_same_arithmetic_in_rollout_and_training(split: tuple[str, ...]):
+    """All tokens are two kernels', which no piece has; pieces are what is around them. `split`: of the rollout."""
+    trained = compiled("logprobs", MIXTURE, "bfloat16", *(("--numerics-tp", "2") if split else ()))
+    drawn = compiled("decode", MIXTURE, "bfloat16", *split)
     loops = bodies(trained["hlo"], innermost=True, kernels=False)
     # what a chunk of training writes its numbers with is no piece
     tiles = [loop for loop in loops if 0 < loop.total() <= 9 and not any(" scatter(" in each for each in loop)]
     found = bodies(drawn["hlo"], kernels=False)
-    assert len(tiles) == 10 + bool(parts)
+    assert len(tiles) == 10 + bool(split)
     assert not [tile for tile in tiles if not any(tile <= body for body in found)]
     for name in ("_experts_gate_up", "_experts_down"):
         assert kernel(trained, name) == kernel(drawn, name)
         assert not [word for word in kernel(drawn, name) if word.startswith(("atom", "red"))]
-    assert kernel(drawn, "_experts_down").keys() == {
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
-        "mul.rn.f32",
-    }
+    assert [word.partition(".")[0] for word in sorted(kernel(drawn, "_experts_down"))] == ["mul", "wgmma"]
     assert drawn["copies"] == []  # no matrix of an expert is cut out
-    assert (drawn["graphs"], drawn["host_loops"]) == (1, [])
+    if "--tp" not in split:
+        assert (drawn["graphs"], drawn["host_loops"]) == (1, [])
 
 
 def kernel(told: dict, name: str) -> Counter[str]:
