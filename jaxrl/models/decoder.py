@@ -391,7 +391,8 @@ def _turned(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     config = weights.config
     q, k = weights.head_norm("q_norm", q, config.num_heads), weights.head_norm("k_norm", k, config.num_kv_heads)
-    if weights.multiply is not None:  # in some programs XLA would multiply by the norm's scale in the next kernel
+    if weights.multiply is not None and "q_norm" in weights.lp:
+        # in some programs XLA would multiply by the norm's scale in the next kernel
         q, k = lax.optimization_barrier((q, k))
     if clip := config.clip_qkv:
         q, k, v = (jnp.clip(each, -clip, clip) for each in (q, k, v))
