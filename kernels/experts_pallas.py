@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxrl.kernels.expert_groups import expert_groups
 from jaxrl.kernels.paged_pallas import dot
 from jaxrl.kernels.pieces import WHOLE
 
@@ -60,18 +61,14 @@ class Blocks(NamedTuple):
 
 def blocks_of(own_TC: jax.Array, num_experts: int, size: int) -> Blocks:
     """Of chosen experts 0 .. X - 1; others have no part in it."""
-    flat = own_TC.reshape(-1)
-    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)[:num_experts]
-    ends = jnp.cumsum(-(-counts // size))
-    block = jnp.arange(flat.size // size + min(flat.size, num_experts), dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, block, side="right", method="compare_all"), num_experts - 1).astype(
-        jnp.int32
-    )
-    done = (block - jnp.where(expert > 0, ends[expert - 1], 0)) * size
-    count = jnp.where(block < ends[-1], jnp.minimum(counts[expert] - done, size), 0)
-    start = (jnp.cumsum(counts) - counts)[expert] + done
-    return Blocks(jnp.argsort(flat, stable=True).astype(jnp.int32), expert, start, count)
+    groups = expert_groups(own_TC, num_experts, size)
+    block = jnp.arange(own_TC.size // size + min(own_TC.size, num_experts), dtype=jnp.int32)
+    # compared with all at once: a search is a loop of small kernels
+    found = jnp.searchsorted(groups.ends, block, side="right", method="compare_all")
+    expert = jnp.minimum(found, num_experts - 1).astype(jnp.int32)
+    done = (block - jnp.where(expert > 0, groups.ends[expert - 1], 0)) * size
+    count = jnp.where(block < groups.ends[-1], jnp.minimum(groups.counts[expert] - done, size), 0)
+    return Blocks(groups.order.astype(jnp.int32), expert, groups.starts[expert] + done, count)
 
 
 def mix(

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.kernels.expert_groups import ExpertGroups, expert_groups
 from jaxrl.kernels.invariant import Multiply, with_gradient_of
 from jaxrl.kernels.reference import operands
 from jaxrl.sharding.mesh import axes_size, entry_axes
@@ -129,7 +130,6 @@ def _mix(x_TE: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], sh
         return _batched(x_TE, own, routing.weights, weights, shape)
     load = routing.experts.size // (count * shape.parts)  # the mean
     block = min(max(1 << max(load - 1, 0).bit_length(), _SMALLEST), _LARGEST)
-    own = jnp.where((own >= 0) & (own < count), own, count)
     return _in_blocks(shape, block, x_TE, routing.weights, dict(weights), own)
 
 
@@ -225,27 +225,6 @@ def over_devices(
     return mixed
 
 
-class _Blocks(NamedTuple):
-    """Which pairs of token and chosen expert a loop's steps take.
-
-    Attributes:
-      order: the pairs by expert, and within one by token. starts, counts: of each expert's in it.
-      ends: [X], the number of blocks up to and with each expert.
-    """
-
-    order: jax.Array
-    starts: jax.Array
-    counts: jax.Array
-    ends: jax.Array
-
-
-def _blocks(own_TC: jax.Array, count: int, block: int) -> _Blocks:
-    flat = own_TC.reshape(-1)
-    counts = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)[:count]
-    ends = jnp.cumsum(-(-counts // block))
-    return _Blocks(jnp.argsort(flat, stable=True), jnp.cumsum(counts) - counts, counts, ends)
-
-
 class _Step(NamedTuple):
     """One block: its expert, the pairs and tokens (beyond the last where it is not full), and whether each is one."""
 
@@ -255,7 +234,7 @@ class _Step(NamedTuple):
     is_pair: jax.Array
 
 
-def _step(blocks: _Blocks, i: jax.Array, block: int, chosen: int) -> _Step:
+def _step(blocks: ExpertGroups, i: jax.Array, block: int, chosen: int) -> _Step:
     expert = jnp.searchsorted(blocks.ends, i, side="right").astype(jnp.int32)
     before = jnp.where(expert > 0, blocks.ends[expert - 1], 0)
     offset = (i - before) * block + jnp.arange(block)
@@ -279,7 +258,7 @@ def _of_step(step: _Step, x_TE: jax.Array, share: jax.Array, weights: dict[str, 
 def _forward(
     shape: Shape, block: int, x_TE: jax.Array, share_TC: jax.Array, weights: dict[str, jax.Array], own_TC: jax.Array
 ) -> tuple[jax.Array, Any]:
-    blocks = _blocks(own_TC, weights["down"].shape[0], block)
+    blocks = expert_groups(own_TC, weights["down"].shape[0], block)
 
     def body(i: jax.Array, out_TE: jax.Array) -> jax.Array:
         step = _step(blocks, i, block, own_TC.shape[1])
@@ -293,7 +272,7 @@ def _forward(
 
 def _backward(shape: Shape, block: int, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     x_TE, share_TC, weights, own_TC = saved
-    blocks = _blocks(own_TC, weights["down"].shape[0], block)
+    blocks = expert_groups(own_TC, weights["down"].shape[0], block)
 
     def body(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         d_x, d_share, d_weights = carry

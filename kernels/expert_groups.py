@@ -1,0 +1,31 @@
+"""Pairs of a token and an expert that it chose, by expert: the order in which a mixture's products take them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class ExpertGroups(NamedTuple):
+    """Pairs, numbered token by token, that are cut into blocks of one expert each.
+
+    Attributes:
+      order: [T * C], the pairs by expert, and within one by token. starts, counts: [X], of each expert's in it.
+      ends: [X], the number of blocks up to and with each expert.
+    """
+
+    order: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    ends: jax.Array
+
+
+def expert_groups(own_TC: jax.Array, num_experts: int, block: int) -> ExpertGroups:
+    """Of chosen experts 0 .. X - 1, in blocks of so many pairs at most; other experts have no part in them."""
+    flat = own_TC.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)[:num_experts]
+    ends = jnp.cumsum(-(-counts // block))
+    return ExpertGroups(jnp.argsort(flat, stable=True), jnp.cumsum(counts) - counts, counts, ends)
