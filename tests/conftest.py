@@ -80,10 +80,11 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
+        # names of folders are keywords, too
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         no_gpu = os.environ["JAX_PLATFORMS"] == "cpu" and not config.getoption("--interpret")
-        if "gpu" in item.keywords and no_gpu:
+        if item.get_closest_marker("gpu") and no_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with JAX_PLATFORMS=cuda"))
     day: date | None = config.getoption("--day")
     if day is not None:
@@ -105,7 +106,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s: float | None = item.config.getoption("--within")
     if limit_s is not None and time.monotonic() - item.config.stash[BEGUN] > limit_s:
         pytest.skip(f"not begun within {limit_s:g} s")
-    if "slow" in item.keywords and item.config.getoption("--slow"):  # whole runs: a file of them compiles thousands
+    if item.get_closest_marker("slow") and item.config.getoption("--slow"):
+        # whole runs: a file of them compiles thousands
         _make_room()
 
 

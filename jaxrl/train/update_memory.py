@@ -11,8 +11,10 @@ from the buffers that XLA assigns when it compiles the gradient for an H100 (jax
 planned, 14.05 compiled for the 1.5B with 8k tokens and dots, 3.45 and 3.47 for full, 7.37 and 7.35 for the 7B with full
 (`tests/train/test_compiled_for_gpu.py` holds 5 %). On eight devices the gradients are there twice, and the next layer's
 weights as well: with rows of 32k tokens the 1.5B has 49.22 planned, 49.21 compiled with dots, 8.68 and 8.59 with full,
-and where all share a row of 128k 5.44 and 5.39 with full. On CPU, compared with the temporaries that XLA reports for
-the gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
+and where all share a row of 128k 5.44 and 5.39 with full. Twelve layers of the 30B-A3B with 8k tokens have 6.53
+planned, 6.64 compiled on one device, 6.62 and 6.28 on eight (with a few layers XLA has more at work at once). On CPU,
+compared with the temporaries that XLA reports for the gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32,
+CPU, jax 0.10.2, attention in tiles)::
 
   full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
 
@@ -241,17 +243,24 @@ def update_phases(
     one_layer = weights // m.num_layers * wide
     if is_gathered and trains_all:  # so is the next one, and the gradient is whole until it is reduced
         one_layer += weights // m.num_layers * (wide + max(wide, BYTES[actor.reduce_dtype]))
+    held_experts = sum(_shard_numbers(weight, num_devices, num_hosts) for weight in _experts(m))
+    exchanged = _exchanged_numbers(m, num_devices, num_hosts, tokens)
+    if remat == "none":
+        kept += exchanged * wide / tokens
     if remat == "none" and is_cast:
-        kept += weights // m.num_layers * wide / tokens  # cast once, and kept
-    experts = _experts_bytes(m, num_devices, num_hosts, tokens, wide, trains_all)
+        kept += (weights + held_experts) // m.num_layers * wide / tokens  # cast once, and kept
+    # of a layer: weights in the type of the products, and gradients in float32
+    experts = held_experts // m.num_layers * (wide * is_cast + max(wide, 4) * trains_all)
+    # inputs, gradients, and the sums of both passes
+    experts += exchanged * (wide + 3 * max(wide, 4))
     held = _attention(config, m, platform).holds_scores(row)
     scores = rows * m.num_heads * row // sharing * row * max(wide, 4) * _SCORE_COPIES if held else 0
     score_layers = m.num_layers if remat == "none" else 1
     why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"
     vocabulary, shards = m.vocab_size * m.hidden_size, splits(m.vocab_size, num_devices, num_hosts)
     total = {"gradients": numbers * size}
-    if is_gathered:  # XLA adds to them in another order of dims, and has both at once
-        total["gradients in the order in which they are added"] = numbers * size
+    if is_gathered:  # XLA adds to them in another order of dims, and has both at once; experts' are summed nowhere
+        total["gradients in the order in which they are added"] = (numbers - trains_all * held_experts) * size
     activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
     # of the rows of a group's device, and of the tokens of all of its devices
     group = math.prod(group_of(dividing_factors(mesh_factors(num_devices, num_hosts), m.vocab_size)))
@@ -289,16 +298,17 @@ def update_phases(
     }
 
 
-def _experts_bytes(m: ModelConfig, num_devices: int, num_hosts: int, tokens: int, wide: int, trains_all: bool) -> int:
-    """What a layer's experts need in the backward pass: gradients in float32, and of the tokens of all devices that
-    share them inputs, gradients, and the sums of both passes. For an H100 XLA reports 9.56 GB for two layers of the
-    30B-A3B with 8k tokens, 9.36 planned, and 14.99 for four, 14.78 planned (`tests/train/test_compiled_for_gpu.py`)."""
+def _experts(m: ModelConfig) -> list[Weight]:
+    return [weight for weight in leaves(m.base.weights()) if weight.has_experts]
+
+
+def _exchanged_numbers(m: ModelConfig, num_devices: int, num_hosts: int, tokens: int) -> int:
+    """Features of the tokens of all devices that share a layer's experts."""
     if not m.num_experts:
         return 0
-    weights = [weight for weight in leaves(m.base.weights()) if weight.has_experts]
-    own = sum(_shard_numbers(weight, num_devices, num_hosts) for weight in weights) // m.num_layers
-    each, whole = _shard_numbers(weights[0], num_devices, num_hosts), math.prod(weights[0].shape)
-    return trains_all * own * max(wide, 4) + tokens * (whole // each) * m.hidden_size * (wide + 3 * max(wide, 4))
+    first = _experts(m)[0]
+    sharing = math.prod(first.shape) // _shard_numbers(first, num_devices, num_hosts)
+    return tokens * sharing * m.hidden_size
 
 
 def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) -> dict[str, int]:
@@ -358,7 +368,7 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
     are read from what they report (see the module), in units of the model's dims.
     """
     heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
-    if m.num_experts:  # of which the backward pass keeps nothing (`_experts_bytes`)
+    if m.num_experts:  # of which the backward pass keeps nothing
         mlp = 0
     # what adapters add, beside what it is added to; and what dropout leaves of the inputs
     added = 0 if m.lora is None else heads + mlp + embed + (mlp + embed if m.lora.dropout else 0)
@@ -370,5 +380,9 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
         return kept.get(remat, working), working
     # gate, up, its sigmoid, its product ...; of the two norms the input, its square root's share and the result
     kept["none"] = (heads + 6 * mlp + 3 * embed) * wide + 6 * embed * max(wide, 4) + normaliser
+    if m.qk_norm:
+        kept["none"] += 3 * heads // 2 * max(wide, 4)
+    if m.num_experts:  # the router's input
+        kept["none"] += embed * max(wide, 4)
     working = {"full": 6 * mlp + 6 * embed, "dots": 4 * mlp, "none": 3 * mlp}
     return kept[remat], (working[remat] + added) * wide

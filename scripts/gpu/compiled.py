@@ -8,6 +8,7 @@ product goes to cuBLAS or to Triton may differ. For TPUs libtpu is the whole com
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
@@ -259,6 +260,21 @@ _COLLECTIVE = re.compile(
 _WORK = re.compile(r" (fusion|custom-call|while|conditional)\(")
 
 
+def _group_size(line: str) -> int:
+    """How many devices a collective joins: of `{{0,1},..}`, `[4,2]<=[8]` or `mesh['a'=4,'b'=2] {'b'}`, two."""
+    group = re.search(
+        r"replica_groups=(?:\{\{(?P<members>[\d,]+)\}|\[\d+,(?P<size>\d+)\]|mesh\[(?P<mesh>.*?)\] \{(?P<axes>.*?)\})",
+        line,
+    )
+    assert group is not None, f"groups in another form than this reads: {line}"
+    if group["size"]:
+        return int(group["size"])
+    if group["members"]:
+        return len(group["members"].split(","))
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", group["mesh"])}
+    return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", group["axes"]))
+
+
 def collectives(text: str) -> list[dict[str, Any]]:
     """What devices send each other: of each kind, dtype and size the `bytes` of the whole array, how often a run of the
     program has it (`times`, in loops of a known length as often as they turn), and whether the schedule has other work
@@ -288,9 +304,7 @@ def collectives(text: str) -> list[dict[str, Any]]:
             half = len(sizes) // 2
             sizes = sizes[half:] if match["kind"] == "all-gather" else sizes[:half]
         elif match["kind"] == "reduce-scatter":
-            group = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line)
-            assert group is not None, f"groups in another form than this reads: {line}"
-            sizes = [size * (int(group[2]) if group[2] else len(group[1].split(","))) for size in sizes]
+            sizes = [size * _group_size(line) for size in sizes]
         start = calls.get(computation, match["name"])
         key = match["kind"], shapes[0][0], sum(sizes), start in overlapped
         found[key] += turns.get(place_of.get(start, computation), 1)

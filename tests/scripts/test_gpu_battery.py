@@ -311,7 +311,8 @@ NEEDS_A_GPU = {("train", "mfu_datasheet"), ("attention", "speed"), ("attention",
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("folder", "chosen"), [("kernels", ""), ("train", "float32 or embedding"), ("rollout", "share_a_device")]
+    ("folder", "chosen"),
+    [("kernels", "not on_mosaic_gpu"), ("train", "float32 or embedding"), ("rollout", "share_a_device")],
 )
 def test_tests_marked_gpu_pass_with_their_kernels_as_plain_jax(folder: str, chosen: str):
     """Nothing but the device is missing; the others of the rollout take minutes (`-m gpu --interpret`)."""

@@ -27,7 +27,9 @@ def attention_kernels(told: dict) -> dict[str, int]:
 
 
 # The plan is of jax 0.11's compiler, which GPU runs have. 0.10's schedules full otherwise: 8.7 GB, and 8.0 planned.
-LIMIT = 0.05 if jax.__version_info__ >= (0, 11) else 0.1
+IS_NEW = jax.__version_info__ >= (0, 11)
+LIMIT = 0.05 if IS_NEW else 0.1
+NEW_COMPILER = pytest.mark.skipif(not IS_NEW, reason="the plan is of jax 0.11's compiler")
 
 
 @pytest.mark.parametrize(
@@ -143,13 +145,27 @@ def test_memory_of_an_optimizers_step_is_as_planned(shape, layers, arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [2, 4])
-def test_memory_of_experts_is_as_planned(layers):
-    told = training("gradients", "--shape", "Qwen3-30B-A3B", "--layers", str(layers))
+@pytest.mark.parametrize(
+    ("devices", "remat"),
+    # of one device 0.10's compiler has 1.9 GB more at once than 0.11's
+    [pytest.param("1", remat, marks=NEW_COMPILER) for remat in ("dots", "none")] + [("8", "dots"), ("8", "none")],
+)
+def test_memory_of_experts_is_as_planned(devices, remat):
+    """With a few layers XLA unrolls their loop and has more of them at work at once."""
+    options = ("--layers", "12", "--devices", devices, "--remat", remat)
+    told = training("gradients", "--shape", "Qwen3-30B-A3B", *options)
     planned = sum(told["plan"].values()) - told["plan"]["gradients"]
-    assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=0.06)
     floats = [text for text in told["scatters"] if re.match(r"(f|bf)\d", text)]
     assert not [text for text in floats if "unique_indices=true" not in text]
+
+
+@pytest.mark.slow
+@NEW_COMPILER
+def test_memory_of_heads_with_norms_is_as_planned():
+    told = training("gradients", "--shape", "Qwen3-8B", "--layers", "12", "--remat", "none")
+    planned = sum(told["plan"].values()) - told["plan"]["gradients"]
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
 
 
 def test_nothing_is_added_in_the_order_of_chance():
