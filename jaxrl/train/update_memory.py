@@ -332,8 +332,8 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
 
     A state from the host is there twice, as it came and as it goes: of the untied 7B XLA reports 8.72 GB of temporaries
     for an H100 (jax 0.10.2), and 8.72 are planned; of two layers of the 30B-A3B 9.82 and 9.97. Moments that are codes
-    are whole beside them: 4.39 GB for the 7B, 4.36 planned. Of matrices that are orthogonalised there are five arrays:
-    4.65 and 4.66 GB (`tests/train/test_compiled_for_gpu.py`).
+    are whole beside them: 4.39 GB for the 7B, 4.36 planned. Of matrices that are orthogonalised there are five arrays,
+    and their Gram matrices: 4.76 GB (jax 0.11.2), 4.92 planned (`tests/train/test_compiled_for_gpu.py`).
     """
     optim, offload = config.actor.optim, config.actor.offload_optimizer
     weights, hosts, size = _trained_weights(m), config.hosts.num, BYTES[config.actor.param_dtype]
@@ -343,7 +343,7 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
         numbers = _shard_numbers(weight, num_devices, hosts)
         state = 2 * offload * _moments(config, optim, weight, is_matrix, num_devices, hosts)
         whole = 2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and block_of(weight) else 0
-        return state + (5 * numbers * size if is_matrix else whole)
+        return state + ((5 * numbers + _gram_numbers(weight)) * size if is_matrix else whole)
 
     layer = sum(at_work(weight, name in matrices) for name, weight in layers.items()) // m.num_layers
     others = max((at_work(weight) for name, weight in weights.items() if name != "layers"), default=0)
@@ -351,6 +351,13 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
     if others > layer or not matrices:
         return {f"{state}, a layer at a time": max(others, layer)}
     return {"orthogonalised matrices (estimate)": layer}
+
+
+def _gram_numbers(matrix: Weight) -> int:
+    """Of the products of its rows, or of its columns if those are fewer, with each other."""
+    first = matrix.num_stacked
+    split, shape = first + matrix.num_inputs, matrix.shape
+    return math.prod(shape[:first]) * min(math.prod(shape[first:split]), math.prod(shape[split:])) ** 2
 
 
 def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
