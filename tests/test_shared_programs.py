@@ -21,9 +21,9 @@ from jaxrl.train.programs import TrainPrograms
 SHAPE = ("accumulate", 1, 16)
 
 
-def update(total_updates: int = 0, **options: Any) -> TrainPrograms:
+def update(total_updates: int = 0, num_devices: int = 1, **options: Any) -> TrainPrograms:
     values = {"model": {"path": "unused"}, "actor": {"logprob_chunk_tokens": 16}}
-    config, mesh = with_options(values, options), make_mesh(jax.devices()[:1])
+    config, mesh = with_options(values, options), make_mesh(jax.devices()[:num_devices])
     return TrainPrograms(config, TRAINED, mesh, total_updates=total_updates)
 
 
@@ -71,6 +71,14 @@ def test_an_update_knows_how_many_there_will_be():
     decay = {"actor__optim": {"lr": 0.1, "lr_scheduler_type": "cosine"}}
     keys = {key_of(update(count, **decay), ("update", 0, 0)) for count in (5, 9)}
     assert len(keys) == 2
+
+
+def test_a_part_of_a_mesh_has_weights_split_as_on_all_of_it():
+    own = update(num_devices=2)
+    part = update(num_devices=4).without_updates(own.mesh)
+    assert part.shardings != own.shardings, "else nothing is shown"
+    assert key_of(part, SHAPE) != key_of(own, SHAPE)
+    assert key_of(part, SHAPE) == key_of(update(num_devices=4).without_updates(own.mesh), SHAPE)
 
 
 def test_settings_of_jax_and_every_size_of_a_layout_count():

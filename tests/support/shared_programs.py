@@ -35,7 +35,8 @@ def key_of(programs: CompiledPrograms, shape: Any) -> Any:
         if shape[0] != "update":
             del made_with["total_updates"]
         read = repr((config.actor, config.critic, config.algorithm, config.rollout.temperature))
-        return settings, read, programs.model_config, programs.mesh, *made_with.values(), shape
+        placed = tuple(jax.tree.leaves(programs.shardings))  # on a part of a larger mesh as on all of it
+        return settings, read, programs.model_config, programs.mesh, placed, *made_with.values(), shape
     return None
 
 
