@@ -27,12 +27,8 @@ autodoc_default_options = {"members": True, "ignore-module-all": True}  # each t
 autodoc_member_order = "bysource"
 toc_object_entries = False  # modules are enough for the side bar, and every page would be made twice as slowly
 autodoc_typehints_format = "short"
-autodoc_mock_imports = [
-    "jetstream",
-    "openai",
-    "openenv",
-    "verifiers",
-]  # of optional extras, and of an environment of its own
+# of optional extras, and of an environment of its own
+autodoc_mock_imports = ["jetstream", "openai", "openenv", "verifiers"]
 napoleon_numpy_docstring = False
 viewcode_follow_imported_members = False  # what is assigned (a union of types) would count as part of `builtins`
 

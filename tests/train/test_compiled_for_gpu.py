@@ -148,14 +148,14 @@ def test_memory_of_an_optimizers_step_is_as_planned(shape, layers, arguments):
 @pytest.mark.parametrize(
     ("devices", "remat"),
     # of one device 0.10's compiler has 1.9 GB more at once than 0.11's
-    [pytest.param("1", remat, marks=NEW_COMPILER) for remat in ("dots", "none")] + [("8", "dots"), ("8", "none")],
+    [pytest.param("1", "dots", marks=NEW_COMPILER), ("1", "none"), ("8", "dots"), ("8", "none")],
 )
 def test_memory_of_experts_is_as_planned(devices, remat):
-    """With a few layers XLA unrolls their loop and has more of them at work at once."""
-    options = ("--layers", "12", "--devices", devices, "--remat", remat)
+    """At the full depth: with a few layers XLA unrolls their loop and has more of them at work at once."""
+    options = ("--layers", "48", "--devices", devices, "--remat", remat)
     told = training("gradients", "--shape", "Qwen3-30B-A3B", *options)
     planned = sum(told["plan"].values()) - told["plan"]["gradients"]
-    assert planned == pytest.approx(told["memory"]["temporaries"], rel=0.06)
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=LIMIT)
     floats = [text for text in told["scatters"] if re.match(r"(f|bf)\d", text)]
     assert not [text for text in floats if "unique_indices=true" not in text]
 
