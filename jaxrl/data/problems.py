@@ -8,6 +8,7 @@ of content that are not text) is refused: left out in silence, the model would s
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -212,16 +213,27 @@ def checked_messages(value: Any, named: str) -> tuple[Mapping[str, str], ...]:
 
 
 def reference_answer(value: Any, where: str, data: DataSection) -> str:
-    """The text of a reference answer, of GSM8K's what stands behind `####`."""
+    """The text of a reference answer, of GSM8K's what stands behind the `####` of its last line."""
     named = f"{where}: {data.answer_key!r} (data.answer_key)"
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"{named} must be text or a number, found {shown(value)}")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ValueError(f"{named} must be text or a finite number, found {value}")
-    answer = str(value).rpartition("####")[2].strip()
+    answer = str(value).strip()
+    reason, mark, final = answer.rpartition("####")
+    is_last = "\n" not in final and "####" not in reason and (final[:1].isspace() or not final)
+    if mark and is_last and (not reason or reason[-1].isspace()) and not _is_json(answer):
+        answer = final.strip()
     if not answer:
         raise ValueError(f"{named} must hold an answer, found {shown(value)}")
     return answer
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), list | dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _reference_time_s(row: Mapping[str, Any], key: str, where: str) -> float | None:
