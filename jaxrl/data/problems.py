@@ -29,6 +29,8 @@ ROLES = ("system", "user", "assistant")
 _PASSED_ON = ("name", "reasoning_content")
 """Text of a message beside its role and content that goes to the chat template, which may show it."""
 
+_FINAL = re.compile(r"(?:.*\s)?####(\s.*)?")  # GSM8K's last line; a grid and a heading in Markdown are others
+
 # fields of messages that chat templates render; a message in which one of them holds something is refused
 _UNSUPPORTED = (
     "tool_calls",
@@ -220,10 +222,10 @@ def reference_answer(value: Any, where: str, data: DataSection) -> str:
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ValueError(f"{named} must be text or a finite number, found {value}")
     answer = str(value).strip()
-    reason, mark, final = answer.rpartition("####")
-    is_last = "\n" not in final and "####" not in reason and (final[:1].isspace() or not final)
-    if mark and is_last and (not reason or reason[-1].isspace()) and not _is_json(answer):
-        answer = final.strip()
+    last = answer.rpartition("\n")[2]
+    final = _FINAL.fullmatch(last)
+    if final and answer.count("####") == 1 and last != "####" and not _is_json(answer):
+        answer = (final[1] or "").strip()
     if not answer:
         raise ValueError(f"{named} must hold an answer, found {shown(value)}")
     return answer
