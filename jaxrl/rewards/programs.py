@@ -23,12 +23,18 @@ from jaxrl.rewards.request import ScoreRequest
 
 _MAX_DIGITS = 400
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_FENCE = re.compile(r"(?P<lead>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\s]*)[^`]*")
+_FENCE = re.compile(
+    r"^(?P<lead>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\s]*)[^`\n]*$", re.MULTILINE
+)
 _INLINE_FENCE = re.compile(r"(?<=[\w:>])[ \t]*(?=```(?:python|py)[ \t]*$)", re.MULTILINE | re.IGNORECASE)
+_STRING = r"""(?P<quotes>'{3}|"{3})(?:(?!(?P=quotes)|^```\w)[\s\S])*(?P=quotes)|'(?:\\.|[^'\\\n])*|"(?:\\.|[^"\\\n])*"""
+_TOKENS = re.compile(rf"{_STRING}|#.*|{_FENCE.pattern}", re.MULTILINE)
 _PYTHON = re.compile(r"\W*(?:python|py)[\d.]*\W*", re.IGNORECASE)
-_QUOTES = re.compile(r"""'''|\"{3}|#|'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?""")
-_DEFINITION = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE)
+_DEFINITION = re.compile(
+    r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
+)
 _STATEMENT = re.compile(r"^[ \t]*(?:def|class|import|from|for|while|print|return)\b|=", re.MULTILINE)
+_WRITES = re.compile(r"\bprint\b|\bwrite")
 _READS = re.compile(r"\binput\b|\bstdin\b|\bfileinput\b|\b(?:open|read)\(0")
 _ASSERTS = re.compile(r"(?:^|[;:])[ \t]*(?:assert|raise)\b|\b(?:assert|raises|fail)\w*[ \t]*\(", re.MULTILINE)
 
@@ -244,8 +250,8 @@ def program_of(request: ScoreRequest, tests: Checks) -> str:
 def chosen_block(text: str, tests: Checks) -> str | None:
     """The last of the best blocks between fences; None without a fence.
 
-    Best are those that define what the tests call, of a program for stdin those that read it: a demonstration and an
-    example's output do not. Among these (or where there are none) Python is better than no language, and that than
+    Best are those that define what the tests call, of programs for stdin those that read and write: a demonstration and
+    an example's output do not. Among these (or where there are none) Python is better than no language, and that than
     another one. A prompt may have opened the first fence: then what stands before the fence in the response is a block.
     """
     blocks = _blocks(text)
@@ -257,7 +263,7 @@ def chosen_block(text: str, tests: Checks) -> str | None:
     def rank(number: int) -> tuple[bool, int, int]:
         info, block = blocks[number]
         if tests.shape == "stdin":
-            is_meant = _READS.search(block) is not None
+            is_meant = bool(_READS.search(block) and _WRITES.search(block))
         else:
             defined = {name for found in _DEFINITION.findall(block) for name in found}
             is_meant = bool(defined & tests.names) or (bool(tests.prompt) and block[:1].isspace())
@@ -269,48 +275,21 @@ def chosen_block(text: str, tests: Checks) -> str | None:
 def _blocks(text: str) -> list[tuple[str, str]]:
     """The language and the text of each block between fences that holds something, as far to the left as its fence.
 
-    A fence inside of a string of three quotes is the program's text. A block that the response's end or the next
-    block's language cuts off counts.
+    What looks like a fence in a string of three quotes is the program's text, unless it stands at the margin and names
+    a language: then the string is broken. A block that the response's end or another opening cuts off counts.
     """
-    blocks: list[tuple[re.Match[str], list[str]]] = []
-    is_open, quote, at = False, "", 0
     text = _INLINE_FENCE.sub("\n", text)
-    last = {quote: text.rfind(quote) for quote in ("'''", '"""')}
-    for line in text.split("\n"):
-        at += len(line) + 1
-        fence = _FENCE.fullmatch(line.rstrip())
-        opening = blocks[-1][0] if is_open else None
-        if fence and opening and quote and (not fence["info"] or len(fence["lead"]) > len(opening["lead"])):
-            fence = None
-        if fence and (opening is None or fence["info"]):
-            blocks.append((fence, []))
-            is_open, quote = True, ""
-        elif fence and opening and fence["mark"].startswith(opening["mark"]):
-            is_open = False
-        elif opening:
-            blocks[-1][1].append(re.sub(rf"^[ \t]{{0,{len(opening['lead'])}}}", "", line))
-            quote = _quote_after(line, quote, {each for each in last if last[each] >= at})
-    texts = ((fence["info"], "\n".join(lines) + "\n") for fence, lines in blocks)
-    return [(info, block) for info, block in texts if block.strip()]
-
-
-def _quote_after(line: str, quote: str, again: set[str]) -> str:
-    """The three quotes of the string that a line ends in, if the one before ends in that of `quote`; empty: in none.
-
-    Args:
-      again: quotes that stand in a later line too: others open nothing that ends.
-    """
+    blocks: list[tuple[str, str]] = []
     position = 0
-    while True:
-        if quote:
-            position = line.find(quote, position) + 3
-            if position < 3:
-                return quote
-        found = _QUOTES.search(line, position)
-        if found is None or found[0] == "#":
-            return ""
-        position = found.end()
-        quote = found[0] if found[0] in again or (len(found[0]) == 3 and line.find(found[0], position) >= 0) else ""
+    while opening := _FENCE.search(text, position):
+        fences = (each for each in _TOKENS.finditer(text, opening.end()) if each["mark"])
+        end = next((each for each in fences if each["info"] or each["mark"].startswith(opening["mark"])), None)
+        block = text[opening.end() + 1 : end and end.start()]
+        position = len(text) if end is None else end.start() if end["info"] else end.end()
+        if block.strip():
+            indent = rf"^[ \t]{{0,{len(opening['lead'])}}}"
+            blocks.append((opening["info"], re.sub(indent, "", block, flags=re.MULTILINE)))
+    return blocks
 
 
 def _body(completion: str) -> str:

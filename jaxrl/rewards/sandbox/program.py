@@ -26,8 +26,10 @@ CALLS, JOB, RESULT, READY = 3, 4, 5, 6
 process says that it is locked in."""
 
 _MAX_ERROR = 500
-_CONTEST = """typing string re datetime collections heapq bisect copy math random statistics itertools functools operator
-    io sys json"""
+_CONTEST = """
+    typing string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys
+    json
+"""
 _CONTEST_DEPTH = 50_000
 
 
@@ -52,8 +54,8 @@ def _enter_contest() -> None:
     names: dict[str, Any] = {}
     for module in modules.values():
         names |= {name: vars(module)[name] for name in getattr(module, "__all__", vars(module)) if name[0] != "_"}
-    for name, value in (names | modules).items():
-        vars(builtins).setdefault(name, value)
+    for name, value in (names | modules | vars(builtins)).items():
+        setattr(builtins, name, value)
     sys.setrecursionlimit(_CONTEST_DEPTH)
 
 
