@@ -23,12 +23,11 @@ from jaxrl.rewards.request import ScoreRequest
 
 _MAX_DIGITS = 400
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_FENCE = re.compile(
-    r"^(?P<lead>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\s]*)[^`\n]*$", re.MULTILINE
-)
-_INLINE_FENCE = re.compile(r"(?<=[\w:>])[ \t]*(?=```(?:python|py)[ \t]*$)", re.MULTILINE | re.IGNORECASE)
+_LINE, _INLINE = r"^(?P<lead>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)", r"(?<=[\w:>])[ \t]*(?=```py)"
+_MARK = r"(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\s]*)[^`\n]*$"
 _STRING = r"""(?P<quotes>'{3}|"{3})(?:(?!(?P=quotes)|^```\w)[\s\S])*(?P=quotes)|'(?:\\.|[^'\\\n])*|"(?:\\.|[^"\\\n])*"""
-_TOKENS = re.compile(rf"{_STRING}|#.*|{_FENCE.pattern}", re.MULTILINE)
+_OPENING = re.compile(rf"(?:{_LINE}|{_INLINE}){_MARK}", re.MULTILINE)
+_IN_BLOCK = re.compile(rf"{_STRING}|#.*|(?:{_LINE}|(?=`)){_MARK}", re.MULTILINE)
 _PYTHON = re.compile(r"\W*(?:python|py)[\d.]*\W*", re.IGNORECASE)
 _DEFINITION = re.compile(
     r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
@@ -234,8 +233,8 @@ def program_of(request: ScoreRequest, tests: Checks) -> str:
     """
     text = after_thinking(request.response)
     tagged = last_tagged(text) or ""
-    if _FENCE.search(tagged) or not _FENCE.search(text):  # an `<answer>` that only talks about a block is not meant
-        text = tagged or text
+    if _OPENING.search(tagged) or _is_program(tagged):  # else it says something about a block
+        text = tagged
     block = chosen_block(text, tests)
     program = text if block is None else block
     if not tests.prompt:
@@ -257,7 +256,7 @@ def chosen_block(text: str, tests: Checks) -> str | None:
     blocks = _blocks(text)
     if blocks:
         (_, first), *others = _blocks(f"```python\n{text}") or [("", "")]
-        if _STATEMENT.search(first) and _parses(f"if 1:\n{first}" if first[:1].isspace() else first):
+        if _is_program(first):
             blocks = [("python", first), *others]
 
     def rank(number: int) -> tuple[bool, int, int]:
@@ -272,22 +271,26 @@ def chosen_block(text: str, tests: Checks) -> str | None:
     return blocks[max(range(len(blocks)), key=rank)][1] if blocks else None
 
 
+def _is_program(text: str) -> bool:
+    """Whether a text is Python, or the body of a function, and no word or two that happen to be."""
+    return bool(_STATEMENT.search(text)) and _parses(f"if 1:\n{text}" if text[:1] in (" ", "\t") else text)
+
+
 def _blocks(text: str) -> list[tuple[str, str]]:
     """The language and the text of each block between fences that holds something, as far to the left as its fence.
 
     What looks like a fence in a string of three quotes is the program's text, unless it stands at the margin and names
     a language: then the string is broken. A block that the response's end or another opening cuts off counts.
     """
-    text = _INLINE_FENCE.sub("\n", text)
     blocks: list[tuple[str, str]] = []
     position = 0
-    while opening := _FENCE.search(text, position):
-        fences = (each for each in _TOKENS.finditer(text, opening.end()) if each["mark"])
+    while opening := _OPENING.search(text, position):
+        fences = (each for each in _IN_BLOCK.finditer(text, opening.end()) if each["mark"])
         end = next((each for each in fences if each["info"] or each["mark"].startswith(opening["mark"])), None)
         block = text[opening.end() + 1 : end and end.start()]
         position = len(text) if end is None else end.start() if end["info"] else end.end()
         if block.strip():
-            indent = rf"^[ \t]{{0,{len(opening['lead'])}}}"
+            indent = rf"^[ \t]{{0,{len(opening['lead'] or '')}}}"
             blocks.append((opening["info"], re.sub(indent, "", block, flags=re.MULTILINE)))
     return blocks
 
