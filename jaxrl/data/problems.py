@@ -28,7 +28,7 @@ ROLES = ("system", "user", "assistant")
 _PASSED_ON = ("name", "reasoning_content")
 """Text of a message beside its role and content that goes to the chat template, which may show it."""
 
-_FINAL = re.compile(r"(?:.*\s)?####(\s.*)?")  # GSM8K's last line; a grid and a heading in Markdown are others
+_FINAL = re.compile(r"(?:[^#]*\s)?####(?:\s+(.*\w.*))?")  # GSM8K's last line; one of a grid has more # or no word
 
 # fields of messages that chat templates render; a message in which one of them holds something is refused
 _UNSUPPORTED = (
@@ -224,8 +224,8 @@ def reference_answer(value: Any, where: str, data: DataSection) -> str:
     last = answer.rpartition("\n")[2]
     final = _FINAL.fullmatch(last)
     is_json = answer[:1] in ("[", "{") and answer[-1:] in ("]", "}")
-    if final and answer.count("####") == 1 and last != "####" and not is_json:
-        answer = (final[1] or "").strip()
+    if final and (final[1] or last == answer) and not is_json:
+        answer = final[1] or ""
     if not answer:
         raise ValueError(f"{named} must hold an answer, found {shown(value)}")
     return answer
