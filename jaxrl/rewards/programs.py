@@ -15,14 +15,14 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from jaxrl.rewards.answers import after_thinking, last_tagged
 from jaxrl.rewards.request import ScoreRequest
 
 _MAX_DIGITS = 400
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
 _LINE, _INLINE = r"^(?P<lead>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)", r"(?<=[\w:>])[ \t]*(?=```py)"
 _MARK = r"(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\s]*)[^`\n]*$"
 _STRING = r"""(?P<quotes>'{3}|"{3})(?:(?!(?P=quotes)|^```\w)[\s\S])*(?P=quotes)|'(?:\\.|[^'\\\n])*|"(?:\\.|[^"\\\n])*"""
@@ -178,15 +178,12 @@ def _parses(text: str) -> bool:
 
 
 def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str, *, are_items: bool = False) -> Checks:
-    """Inputs with their outputs. Of a function, as the graders of the data sets read them:
+    """Inputs with their outputs. Of a function, lists of arguments come with values, and lines of JSON with JSON.
 
-    - Lists of arguments (APPS, TACO) come with values, and text with an argument a line as JSON comes with JSON.
-    - Keys of an argument that are whole numbers are those, as JSON has none but text.
-    - If every value of a problem is a list of one, it may be wrapped: both 4 and [4] are right for [4]. These graders
-      decide so for each case, and take the first of any list: then a program that is wrong where it returns 4, as other
-      cases show, would pass.
-
-    The last two do not hold for LiveCodeBench, whose grader compares text in items (`are_items`) as it is.
+    Whether values are wrapped is decided per problem: if each is a list of one, both 4 and [4] are right for [4]. The
+    graders of APPS and verl decide per case, and take the first of any list: there a program passes that returns 4
+    where other cases show that a list is wanted. As with them, whole numbers as the keys of an argument are numbers.
+    LiveCodeBench's grader does neither: it compares the text in items (`are_items`) as it stands.
     """
     if not name:
         texts = [(_as_text(given), _as_text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
@@ -259,10 +256,10 @@ def chosen_block(text: str, tests: Checks) -> str | None:
         if _is_program(first):
             blocks = [("python", first), *others]
 
-    def rank(number: int) -> tuple[bool, int, int]:
+    def rank(number: int) -> tuple[int, int, int]:
         info, block = blocks[number]
         if tests.shape == "stdin":
-            is_meant = bool(_READS.search(block) and _WRITES.search(block))
+            is_meant = bool(_READS.search(block)) + bool(_WRITES.search(block))
         else:
             defined = {name for found in _DEFINITION.findall(block) for name in found}
             is_meant = bool(defined & tests.names) or (bool(tests.prompt) and block[:1].isspace())
@@ -320,8 +317,5 @@ def _same_words(ours: list[str], theirs: list[str]) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    try:  # Decimal takes 0_9 and digits of all scripts for 9
-        number = Decimal(word) if len(word) <= _MAX_DIGITS and _NUMBER.fullmatch(word) else None
-    except InvalidOperation:
-        return None
-    return number if number is not None and number.is_finite() else None
+    """Decimal itself also takes 0_9 and digits of other scripts, of which no grader does."""
+    return Decimal(word) if len(word) <= _MAX_DIGITS and _NUMBER.fullmatch(word) else None

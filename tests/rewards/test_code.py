@@ -212,6 +212,14 @@ CROSSES = [
         ("def sqrt(x): return 'mine'", "assert sqrt(4) == 'mine'", True),
         ("class copy:\n  def paper(): return 'A4'", "assert copy.paper() == 'A4'", True),
         ("def f(x) return 1", "assert True", False),
+        ("class Own: pass\ndef f(x): return x.n", "class Own: pass\nv = Own(); v.n = Own(); v.n.n = 3\nassert f(v).n == 3",
+         True),
+        ("class Own: __slots__ = ()\ndef f(x): raise ValueError",
+         "import pytest\nclass Own: pass\nv = Own(); v.n = 1\nwith pytest.raises(Exception): f(v)\nassert True", False),
+        ("class Own: pass\ndef f(x): raise ValueError",
+         "import pytest\nclass Own: pass\nv = Own(); v.n = v\nwith pytest.raises(Exception): f(v)\nassert True", False),
+        ("def f(x): raise ValueError",
+         "import pytest\nclass Own: pass\nwith pytest.raises(Exception): f(Own())\nassert True", False),
     ]  # fmt: skip
 
 

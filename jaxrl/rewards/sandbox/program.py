@@ -26,11 +26,6 @@ CALLS, JOB, RESULT, READY = 3, 4, 5, 6
 process says that it is locked in."""
 
 _MAX_ERROR = 500
-_CONTEST = """
-    typing string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys
-    json
-"""
-_CONTEST_DEPTH = 50_000
 
 
 def read_job() -> bytes:
@@ -47,7 +42,8 @@ def fresh_streams() -> None:
 
 
 def _contest_names() -> dict[str, Any]:
-    modules = {name: importlib.import_module(name) for name in _CONTEST.split()}
+    common = "typing string re datetime collections heapq bisect copy math random statistics itertools functools"
+    modules = {name: importlib.import_module(name) for name in f"{common} operator io sys json".split()}
     names: dict[str, Any] = {}
     for module in modules.values():
         names |= {name: vars(module)[name] for name in getattr(module, "__all__", vars(module)) if name[0] != "_"}
@@ -63,7 +59,7 @@ def _enter_contest(names: dict[str, Any]) -> None:
     """
     _BUILTINS.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
     names["__builtins__"] = _BUILTINS
-    sys.setrecursionlimit(_CONTEST_DEPTH)
+    sys.setrecursionlimit(50_000)
 
 
 def run_script(text: str) -> NoReturn:
