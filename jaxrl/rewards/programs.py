@@ -251,10 +251,10 @@ def chosen_block(text: str, tests: Checks) -> str | None:
     another one. A prompt may have opened the first fence: then what stands before the fence in the response is a block.
     """
     blocks = _blocks(text)
-    if blocks:
-        (_, first), *others = _blocks(f"```python\n{text}") or [("", "")]
-        if _is_program(first):
-            blocks = [("python", first), *others]
+    if _OPENING.search(text):
+        is_named = text.partition("\n")[0] in ("python", "py")  # behind the fence's own characters
+        opened = _blocks(f"```{text}" if is_named else f"```python\n{text}")
+        blocks = opened if opened and _is_program(opened[0][1]) else blocks
 
     def rank(number: int) -> tuple[int, int, int]:
         info, block = blocks[number]
@@ -287,8 +287,9 @@ def _blocks(text: str) -> list[tuple[str, str]]:
         block = text[opening.end() + 1 : end and end.start()]
         position = len(text) if end is None else end.start() if end["info"] else end.end()
         if block.strip():
-            indent = rf"^[ \t]{{0,{len(opening['lead'] or '')}}}"
-            blocks.append((opening["info"], re.sub(indent, "", block, flags=re.MULTILINE)))
+            first = re.search(r"^[ \t]*(?=\S)", block, re.MULTILINE)
+            width = min(len(first[0] if first else ""), len(opening["lead"] or ""))
+            blocks.append((opening["info"], re.sub(rf"^[ \t]{{0,{width}}}", "", block, flags=re.MULTILINE)))
     return blocks
 
 
