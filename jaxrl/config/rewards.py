@@ -66,8 +66,9 @@ class CodeSection:
 
     tests_key: Annotated[
         str,
-        "Column with the tests: assertions or a test program as text, a list of them, or a mapping with `inputs`, "
-        "`outputs` and perhaps `fn_name`; empty: as the columns of HumanEval, MBPP, LiveCodeBench or KodCode say.",
+        "Column with the tests (with dots: what is nested in one): assertions or a test program as text, a list of "
+        "them, or a mapping with `inputs`, `outputs` and perhaps `fn_name`; empty: as the columns of HumanEval, MBPP, "
+        "LiveCodeBench or KodCode say.",
     ] = ""
     command: Annotated[
         list[str],

@@ -28,6 +28,8 @@ ROLES = ("system", "user", "assistant")
 _PASSED_ON = ("name", "reasoning_content")
 """Text of a message beside its role and content that goes to the chat template, which may show it."""
 
+_FINAL = re.compile(r"(?:[^#]*\s)?####(?:\s+(.*\w.*))?")  # GSM8K's last line; one of a grid has more # or no word
+
 # fields of messages that chat templates render; a message in which one of them holds something is refused
 _UNSUPPORTED = (
     "tool_calls",
@@ -212,13 +214,18 @@ def checked_messages(value: Any, named: str) -> tuple[Mapping[str, str], ...]:
 
 
 def reference_answer(value: Any, where: str, data: DataSection) -> str:
-    """The text of a reference answer, of GSM8K's what stands behind `####`."""
+    """The text of a reference answer, of GSM8K's what stands behind the `####` of its last line."""
     named = f"{where}: {data.answer_key!r} (data.answer_key)"
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"{named} must be text or a number, found {shown(value)}")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ValueError(f"{named} must be text or a finite number, found {value}")
-    answer = str(value).rpartition("####")[2].strip()
+    answer = str(value).strip()
+    last = answer.rpartition("\n")[2]
+    final = _FINAL.fullmatch(last)
+    is_json = answer[:1] in ("[", "{") and answer[-1:] in ("]", "}")
+    if final and (final[1] or last == answer) and not is_json:
+        answer = final[1] or ""
     if not answer:
         raise ValueError(f"{named} must hold an answer, found {shown(value)}")
     return answer

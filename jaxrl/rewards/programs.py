@@ -3,7 +3,7 @@
 Tests have one of three forms, whatever column they come from:
 
 - `stdin`: inputs and what a program must write for each (LiveCodeBench, APPS);
-- `calls`: arguments and what a function must return for each (LiveCodeBench with `fn_name`);
+- `calls`: arguments and what a function must return for each (LiveCodeBench, APPS, TACO and Eurus-2 with `fn_name`);
 - `tests`: a test program: HumanEval's `test` with `entry_point`, MBPP's `test_list`, KodCode's pytest functions.
 """
 
@@ -12,15 +12,29 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
+from jaxrl.rewards.answers import after_thinking, last_tagged
 from jaxrl.rewards.request import ScoreRequest
 
 _MAX_DIGITS = 400
-_LANGUAGES = ("", "python", "python3", "py")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
+_LINE, _INLINE = r"^(?P<lead>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)", r"(?<=[\w:>])[ \t]*(?=```py)"
+_MARK = r"(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\s]*)[^`\n]*$"
+_STRING = r"""(?P<quotes>'{3}|"{3})(?:(?!(?P=quotes)|^```\w)[\s\S])*(?P=quotes)|'(?:\\.|[^'\\\n])*|"(?:\\.|[^"\\\n])*"""
+_OPENING = re.compile(rf"(?:{_LINE}|{_INLINE}){_MARK}", re.MULTILINE)
+_IN_BLOCK = re.compile(rf"{_STRING}|#.*|(?:{_LINE}|(?=`)){_MARK}", re.MULTILINE)
+_PYTHON = re.compile(r"\W*(?:python|py)[\d.]*\W*", re.IGNORECASE)
+_DEFINITION = re.compile(
+    r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
+)
+_STATEMENT = re.compile(r"^[ \t]*(?:def|class|import|from|for|while|print|return)\b|=", re.MULTILINE)
+_WRITES = re.compile(r"\bprint\b|\bwrite")
+_READS = re.compile(r"\binput\b|\bstdin\b|\bfileinput\b|\b(?:open|read)\(0")
 _ASSERTS = re.compile(r"(?:^|[;:])[ \t]*(?:assert|raise)\b|\b(?:assert|raises|fail)\w*[ \t]*\(", re.MULTILINE)
 
 
@@ -36,6 +50,7 @@ class Checks:
       entry_point: the function that a completion continues (HumanEval).
       prompt: the text that it continues; empty: there is none, and a response is the whole program.
       before: what stands in that text before the function: imports and helpers.
+      names: what the tests call and do not define: one of them is defined by the program. Empty of stdin.
     """
 
     shape: str
@@ -45,6 +60,7 @@ class Checks:
     entry_point: str = ""
     prompt: str = ""
     before: str = ""
+    names: frozenset[str] = frozenset()
 
 
 def checks_of(request: ScoreRequest, key: str = "") -> Checks:
@@ -58,9 +74,10 @@ def checks_of(request: ScoreRequest, key: str = "") -> Checks:
     """
     extra = request.extra
     if key:
-        if key not in extra:
+        value = _column(extra, key)
+        if value is None:
             raise ValueError(f"{request.source}: the prompt has no column {key!r} (reward.code.tests_key)")
-        return _read(extra[key], extra, f"{request.source}: column {key!r}")
+        return _read(value, extra, f"{request.source}: column {key!r}")
     for name in ("test_list", "test", "input_output", "public_test_cases"):
         if extra.get(name):
             return _read(extra[name], extra, f"{request.source}: column {name!r}")
@@ -74,6 +91,15 @@ def checks_of(request: ScoreRequest, key: str = "") -> Checks:
     )
 
 
+def _column(extra: Mapping[str, Any], key: str) -> Any:
+    """A column, or what a dotted name reaches in one, also through JSON text; None without it."""
+    value: Any = extra
+    for part in (key,) if key in extra else key.split("."):
+        value = _json(value) if isinstance(value, str) else value
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def _read(value: Any, extra: Mapping[str, Any], where: str) -> Checks:
     if isinstance(value, str):
         read = _json(value)
@@ -84,20 +110,26 @@ def _read(value: Any, extra: Mapping[str, Any], where: str) -> Checks:
         inputs, outputs = _list(value.get("inputs")), _list(value.get("outputs"))
         if inputs is None or outputs is None or len(inputs) != len(outputs) or not inputs:
             raise ValueError(f"{where}: a mapping of tests needs as many `inputs` as `outputs`, and at least one")
-        return _pairs(inputs, outputs, str(value.get("fn_name") or ""), where)
+        return _pairs(inputs, outputs, _function(value, extra), where)
     if isinstance(value, Sequence) and value and all(isinstance(item, str) for item in value):
         return _program("\n".join(value), extra, where)
     if isinstance(value, Sequence) and value and all(isinstance(i, Mapping) and "input" in i for i in value):
-        name = next((str(item[k]) for item in value for k in ("fn_name", "func_name") if item.get(k)), "")
-        return _pairs([i["input"] for i in value], [i.get("output") for i in value], name or _function(extra), where)
+        name = _function(*value, extra)
+        if not name and any("function" in f"{item.get('testtype')} {item.get('type')}" for item in value):
+            raise ValueError(f"{where}: tests of a function name it: fn_name, func_name or metadata.func_name")
+        return _pairs([i["input"] for i in value], [i.get("output") for i in value], name, where, are_items=True)
     raise ValueError(f"{where}: tests are text, a list of assertions, or a mapping with `inputs` and `outputs`")
 
 
-def _function(extra: Mapping[str, Any]) -> str:
-    """The function of LiveCodeBench's `metadata`."""
-    metadata = extra.get("metadata")
-    read = _json(metadata) if isinstance(metadata, str) else metadata
-    return str(read.get("func_name") or "") if isinstance(read, Mapping) else ""
+def _function(*places: Mapping[str, Any]) -> str:
+    """The function that tests call, which a test, its `metadata` (LiveCodeBench) or the row names; empty: none does."""
+    for place in places:
+        metadata = place.get("metadata")
+        read = _json(metadata) if isinstance(metadata, str) else metadata
+        for each in (place, read if isinstance(read, Mapping) else {}):
+            if name := each.get("fn_name") or each.get("func_name"):
+                return str(name)
+    return ""
 
 
 def _program(text: str, extra: Mapping[str, Any], where: str) -> Checks:
@@ -107,15 +139,21 @@ def _program(text: str, extra: Mapping[str, Any], where: str) -> Checks:
     entry = str(extra.get("entry_point") or "")
     prompt, before = _continued(extra, entry) if entry else ("", "")
     job = {"shape": "tests", "text": f"{setup}\n{text}", "entry_point": entry, "before": before}
-    return Checks("tests", job=job, entry_point=entry, prompt=prompt, before=before)
+    own = {name for found in _DEFINITION.findall(text) for name in found}
+    names = frozenset(re.findall(r"\w+", entry)[:1] or {*re.findall(r"\b(\w+)[ \t]*\(", text)} - own)
+    return Checks("tests", job=job, entry_point=entry, prompt=prompt, before=before, names=names)
 
 
 def _continued(extra: Mapping[str, Any], entry: str) -> tuple[str, str]:
     """The text that a response may continue, and what stands in it before the function `entry`; empty without one.
 
     It is the question as the data has it, or else the column `prompt`, which is the whole text that the model saw
-    (special tokens and instructions among it) unless the data has a column of that name.
+    (special tokens and instructions among it) unless the data has a column of that name. An entry like `Solution().f`
+    (LeetCodeDataset) continues nothing, and the column `prompt` is what stands before it.
     """
+    if not entry.isidentifier():
+        before = str(extra.get("prompt") or "")
+        return "", before if _parses(before) else ""
     for text in (str(extra.get(name) or "") for name in ("question", "prompt")):
         *_, last = (None, *re.finditer(rf"^(async[ \t]+)?def[ \t]+{re.escape(entry)}\b", text, re.MULTILINE))
         if last is None:
@@ -124,30 +162,48 @@ def _continued(extra: Mapping[str, Any], entry: str) -> tuple[str, str]:
         while lines and lines[-1].startswith("@"):
             lines.pop()
         before = "".join(lines)
-        try:
-            ast.parse(before)
-        except (SyntaxError, ValueError, RecursionError):  # instructions to the model
-            continue
-        return text, before
+        if _parses(before):  # else there are instructions to the model in it
+            return text, before
     return "", ""
 
 
-def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str) -> Checks:
+def _parses(text: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in a model's strings
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True
+
+
+def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str, *, are_items: bool = False) -> Checks:
+    """Inputs with their outputs. Of a function, lists of arguments come with values, and lines of JSON with JSON.
+
+    Whether values are wrapped is decided per problem: if each is a list of one, both 4 and [4] are right for [4]. The
+    graders of APPS and verl decide per case, and take the first of any list: there a program passes that returns 4
+    where other cases show that a list is wanted. As with them, whole numbers as the keys of an argument are numbers.
+    LiveCodeBench's grader does neither: it compares the text in items (`are_items`) as it stands.
+    """
     if not name:
         texts = [(_as_text(given), _as_text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
         return Checks("stdin", pairs=tuple(texts), count=len(texts))
+    is_exact = are_items and isinstance(inputs[0], str)
     cases: list[list[Any]] = []
     for given, wanted in zip(inputs, outputs, strict=True):
-        if isinstance(given, str):  # an argument a line, each as JSON
+        if isinstance(given, str):
             arguments = [_json(line, line) for line in given.split("\n") if line.strip()]
+            wanted = _json(wanted, wanted) if isinstance(wanted, str) else wanted
         elif isinstance(given, list):
             arguments = given
         else:
             raise ValueError(
                 f"{where}: the input of a function is a list of arguments or lines of JSON, not {given!r:.80}"
             )
-        cases.append([arguments, _json(wanted, wanted) if isinstance(wanted, str) else wanted])
-    return Checks("calls", job={"shape": "calls", "name": name, "cases": cases}, count=len(cases))
+        cases.append([arguments, wanted])
+    is_wrapped = not is_exact and all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in cases)
+    job = {"shape": "calls", "name": name, "cases": cases, "is_wrapped": is_wrapped, "has_number_keys": not is_exact}
+    return Checks("calls", job=job, count=len(cases), names=frozenset((name,)))
 
 
 def _as_text(value: Any) -> str:
@@ -168,11 +224,18 @@ def _json(text: str, otherwise: Any = None) -> Any:
 
 
 def program_of(request: ScoreRequest, tests: Checks) -> str:
-    """The program in a response: its last fenced block, or all of it; what continues the prompt, behind the prompt."""
-    block = last_block(request.response)
-    program = request.response if block is None else block
-    if not tests.entry_point or not tests.prompt:
-        return program
+    """The program in a response: a fenced block, or all of it; what continues the prompt, behind the prompt.
+
+    What stands before `</think>` is none, unless nothing follows it.
+    """
+    text = after_thinking(request.response)
+    tagged = last_tagged(text) or ""
+    if _OPENING.search(tagged) or _is_program(tagged):  # else it says something about a block
+        text = tagged
+    block = chosen_block(text, tests)
+    program = text if block is None else block
+    if not tests.prompt:
+        return f"{tests.before}\n{program}" if tests.before else program
     if re.search(rf"^[ \t]*(async[ \t]+)?def[ \t]+{re.escape(tests.entry_point)}\b", program, re.MULTILINE):
         return tests.before + "\n" + program  # it may rely on the prompt's imports and helpers
     if block is None:
@@ -180,26 +243,54 @@ def program_of(request: ScoreRequest, tests: Checks) -> str:
     return tests.prompt + ("" if tests.prompt.endswith("\n") else "\n") + program
 
 
-def last_block(response: str) -> str | None:
-    """The last block of Python between fences, or of any language if there is none of Python; None without a fence.
+def chosen_block(text: str, tests: Checks) -> str | None:
+    """The last of the best blocks between fences; None without a fence.
 
-    A block that the response's end cuts off counts.
+    Best are those that define what the tests call, of programs for stdin those that read and write: a demonstration and
+    an example's output do not. Among these (or where there are none) Python is better than no language, and that than
+    another one. A prompt may have opened the first fence: then what stands before the fence in the response is a block.
     """
-    found: dict[bool, str] = {}
-    lines: list[str] | None = None
-    is_python = False
-    for line in response.splitlines():
-        if not line.lstrip().startswith("```"):
-            if lines is not None:
-                lines.append(line)
-        elif lines is None:
-            lines, is_python = [], line.strip().strip("`").strip().lower() in _LANGUAGES
+    blocks = _blocks(text)
+    if _OPENING.search(text):
+        is_named = text.partition("\n")[0] in ("python", "py")  # behind the fence's own characters
+        opened = _blocks(f"```{text}" if is_named else f"```python\n{text}")
+        blocks = opened if opened and _is_program(opened[0][1]) else blocks
+
+    def rank(number: int) -> tuple[int, int, int]:
+        info, block = blocks[number]
+        if tests.shape == "stdin":
+            is_meant = bool(_READS.search(block)) + bool(_WRITES.search(block))
         else:
-            found[is_python] = "\n".join(lines) + "\n"
-            lines = None
-    if lines:
-        found[is_python] = "\n".join(lines) + "\n"
-    return found.get(True, found.get(False))
+            defined = {name for found in _DEFINITION.findall(block) for name in found}
+            is_meant = bool(defined & tests.names) or (bool(tests.prompt) and block[:1].isspace())
+        return is_meant, 2 if _PYTHON.fullmatch(info) else not info, number
+
+    return blocks[max(range(len(blocks)), key=rank)][1] if blocks else None
+
+
+def _is_program(text: str) -> bool:
+    """Whether a text is Python, or the body of a function, and no word or two that happen to be."""
+    return bool(_STATEMENT.search(text)) and _parses(f"if 1:\n{text}" if text[:1] in (" ", "\t") else text)
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """The language and the text of each block between fences that holds something, as far to the left as its fence.
+
+    What looks like a fence in a string of three quotes is the program's text, unless it stands at the margin and names
+    a language: then the string is broken. A block that the response's end or another opening cuts off counts.
+    """
+    blocks: list[tuple[str, str]] = []
+    position = 0
+    while opening := _OPENING.search(text, position):
+        fences = (each for each in _IN_BLOCK.finditer(text, opening.end()) if each["mark"])
+        end = next((each for each in fences if each["info"] or each["mark"].startswith(opening["mark"])), None)
+        block = text[opening.end() + 1 : end and end.start()]
+        position = len(text) if end is None else end.start() if end["info"] else end.end()
+        if block.strip():
+            first = re.search(r"^[ \t]*(?=\S)", block, re.MULTILINE)
+            width = min(len(first[0] if first else ""), len(opening["lead"] or ""))
+            blocks.append((opening["info"], re.sub(rf"^[ \t]{{0,{width}}}", "", block, flags=re.MULTILINE)))
+    return blocks
 
 
 def _body(completion: str) -> str:
@@ -227,8 +318,5 @@ def _same_words(ours: list[str], theirs: list[str]) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    try:
-        number = Decimal(word) if len(word) <= _MAX_DIGITS else None
-    except InvalidOperation:
-        return None
-    return number if number is not None and number.is_finite() else None
+    """Decimal itself also takes 0_9 and digits of other scripts, of which no grader does."""
+    return Decimal(word) if len(word) <= _MAX_DIGITS and _NUMBER.fullmatch(word) else None

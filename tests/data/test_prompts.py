@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 from data_files import config, write
 
-from jaxrl.config import Config, ConfigError
+from jaxrl.config import Config, ConfigError, DataSection
+from jaxrl.data.problems import reference_answer
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, validation_prompts
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -269,3 +270,25 @@ def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
     for index in (2, 6):
         with pytest.raises(ValueError, match=f"prompt {index}: the training data holds no such problem"):
             source.get(0, index)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("48 + 24 = 72\n#### 72", "72"),
+        ("48 + 24 = 72 #### 72 ", "72"),
+        ("#### Step 1\nadd\n#### -1,234.5\n", "-1,234.5"),
+        ("#### x = 5", "x = 5"),
+        ("#####\n#...#\n#####", "#####\n#...#\n#####"),
+        ("#..#\n####", "#..#\n####"),
+        ("#  ## #\n#### ##\n", "#  ## #\n#### ##"),
+        ("# ####\n.. ####", "# ####\n.. ####"),
+        ("#### Top\ntext\n#### End\nlast line", "#### Top\ntext\n#### End\nlast line"),
+        ('{"inputs": ["a #### b"], "outputs": ["c"]}', '{"inputs": ["a #### b"], "outputs": ["c"]}'),
+        ('["2\\n####\\n#..#", " #### 1"]', '["2\\n####\\n#..#", " #### 1"]'),
+        ("a####b", "a####b"),
+        (72, "72"),
+    ],
+)
+def test_only_gsm8ks_last_line_is_cut_from_a_reference(given: str | int, read: str):
+    assert reference_answer(given, "a.jsonl, line 1", DataSection()) == read

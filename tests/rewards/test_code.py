@@ -18,7 +18,7 @@ from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
-from jaxrl.rewards.programs import checks_of, last_block, program_of, same_output
+from jaxrl.rewards.programs import Checks, checks_of, chosen_block, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -78,6 +78,15 @@ def test_scripts(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer):
     assert scorer(ask(MAIN.format("a + b") + "raise SystemExit(1)", tests))[0] == 0.0
 
 
+def test_tests_in_a_nested_column(scorer: CodeScorer):
+    nested = replace(scorer, code=replace(scorer.code, tests_key="info.tests"))
+    for info in ({"tests": CALLS}, json.dumps({"tests": json.dumps(CALLS)})):
+        assert [nested(ask(program, {"info": info}))[0] for program in (RIGHT, HALF)] == [1.0, 0.0]
+    for extra in ({"info": {"other": CALLS}}, {"info": "text"}, {"tests": CALLS}):
+        with pytest.raises(ValueError, match=r"the prompt has no column 'info\.tests'"):
+            nested(ask(RIGHT, extra))
+
+
 def test_tests_in_the_reference_answer(scorer: CodeScorer):
     assert scorer(ask(RIGHT, {}, answer=json.dumps(CALLS)))[0] == 1.0
 
@@ -91,6 +100,14 @@ def test_tests_in_the_reference_answer(scorer: CodeScorer):
         ({"test": "def (\nassert x"}, "the tests cannot be read"),
         ({"test": "42"}, "column 'test' asserts nothing, so that any program would pass: '42'"),
         ({"test_list": ["add(1, 2)", "print(add(4, 4))"]}, "column 'test_list' asserts nothing"),
+        (
+            {"public_test_cases": [{"input": "1", "output": "1", "testtype": "functional"}]},
+            "tests of a function name it",
+        ),
+        (
+            {"public_test_cases": [{"input": [1], "output": [1], "type": "function_call"}]},
+            "tests of a function name it",
+        ),
     ],
 )
 def test_tests_that_are_none(extra: dict[str, Any], words: str, scorer: CodeScorer):
@@ -195,6 +212,14 @@ CROSSES = [
         ("def sqrt(x): return 'mine'", "assert sqrt(4) == 'mine'", True),
         ("class copy:\n  def paper(): return 'A4'", "assert copy.paper() == 'A4'", True),
         ("def f(x) return 1", "assert True", False),
+        ("class Own: pass\ndef f(x): return x.n",
+         "class Own: pass\nv = Own(); v.n = Own(); v.n.m = 3\nassert f(v).m == 3", True),
+        ("class Own: __slots__ = ()\ndef f(x): raise ValueError",
+         "import pytest\nclass Own: pass\nv = Own(); v.n = 1\nwith pytest.raises(Exception): f(v)\nassert True", False),
+        ("class Own: pass\ndef f(x): raise ValueError",
+         "import pytest\nclass Own: pass\nv = Own(); v.n = v\nwith pytest.raises(Exception): f(v)\nassert True", False),
+        ("def f(x): raise ValueError",
+         "import pytest\nclass Own: pass\nwith pytest.raises(Exception): f(Own())\nassert True", False),
     ]  # fmt: skip
 
 
@@ -220,11 +245,11 @@ def test_calls_compare_as_json(value: str, wanted: str, right: bool, scorer: Cod
         ("a\n```python\nx = 1\n```\nb\n```py\ny = 2\n```\nend", "y = 2\n"),
         ("```python\nx = 1\n```\n```text\noutput\n```", "x = 1\n"),
         ("```cpp\nint x;\n```", "int x;\n"),
-        ("```\nx = 1\ny = 2", "x = 1\ny = 2\n"),
+        ("```\nx = 1\ny = 2", "x = 1\ny = 2"),
     ],
 )
-def test_last_block(response: str, block: str | None):
-    assert last_block(response) == block
+def test_the_last_block(response: str, block: str | None):
+    assert chosen_block(response, Checks("tests")) == block
 
 
 def test_a_completion_continues_the_prompt(scorer: CodeScorer):
@@ -277,8 +302,8 @@ def test_what_the_model_saw_around_a_question_is_not_part_of_the_program(scorer:
 
 
 def test_long_responses_are_read_in_linear_time():
-    response = "```\n" * 200_000 + "x = 1"
-    assert last_block(response) is not None
+    for response in ("```\n" * 199_999 + "x = 1", "```python\n'''\n" + "```\n" * 50_000, "```python\n" * 50_000 + "x"):
+        assert chosen_block(response, Checks("stdin")) is not None
 
 
 @pytest.mark.parametrize(

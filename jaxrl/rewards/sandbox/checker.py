@@ -130,6 +130,12 @@ class Link:
         if callable(value):
             self._callbacks.append(value)
             return ["k", len(self._callbacks) - 1]
+        with contextlib.suppress(Exception):  # LeetCode's ListNode: the prompt defines it in the program too
+            kind = self.named(type(value).__name__ if type(value).__module__ == "tests" else "")
+            made = Remote._ask(kind, "getattr", "__new__")(kind)
+            for name, item in vars(value).items():
+                setattr(made, name, item)
+            return ["o", _number(made)]
         raise CannotCross(f"a test hands a {type(value).__name__} to the program, which cannot cross to its process")
 
     def _ours(self, message: list[Any]) -> Any:

@@ -119,9 +119,8 @@ class Sandbox:
 
     def tests(self, text: str, job: dict[str, Any], limits_s: Sequence[float], default_limit_s: float) -> Execution:
         """Runs tests against a program (`jaxrl.rewards.sandbox.suites.run_tests` says what a job is)."""
-        return self._run(
-            "tests", text.encode("utf-8", "replace"), json.dumps(job).encode(), limits_s, default_limit_s, ()
-        )
+        mode = "calls" if job["shape"] == "calls" else "names"
+        return self._run(mode, text.encode("utf-8", "replace"), json.dumps(job).encode(), limits_s, default_limit_s, ())
 
     def _run(
         self,

@@ -22,7 +22,8 @@ class Entry:
     """How a process is locked in, and what it then is.
 
     Attributes:
-      role: "script": a program with standard streams; "calls": a program that is called; "tests": what calls it.
+      role: "script": a program with standard streams; "calls": a program that is called; "names": one whose names a
+        test program uses; "tests": what calls either.
       command: what runs a script, in place of Python.
       mapped: bytes that are mapped before the program has begun.
     """
@@ -58,7 +59,7 @@ def enter(entry: Entry, user: int, parent: int) -> NoReturn:
             program.run_command(entry.command)
         case "script":
             program.run_script(program.read_job().decode("utf-8", "replace"))
-        case "calls":
-            program.serve_calls(program.read_job().decode("utf-8", "replace"))
+        case "calls" | "names" as role:
+            program.serve_calls(program.read_job().decode("utf-8", "replace"), in_contest=role == "calls")
         case _:
             suites.run_tests(json.loads(program.read_job()))

@@ -2,7 +2,7 @@
 
 Tests come in these forms:
 
-- calls: a name, and arguments with the expected value of each call (LiveCodeBench);
+- calls: a name, and arguments with the expected value of each call (LiveCodeBench, APPS);
 - a function `check(candidate)` (HumanEval): each statement of its body that holds an assertion is a case, with the
   statements before it;
 - statements (MBPP): each statement that holds an assertion is a case, with those before it;
@@ -44,8 +44,10 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
 
     Args:
       job: `shape`: "calls", with `name` and `cases` of [arguments, expected value]; or "tests", with `text`, and for
-        HumanEval `entry_point` and `before` (what the prompt defines before that function). `first`: the case to begin
-        with. `max_failing_s`: what wrong cases may take together, after which none is run; None: no limit.
+        HumanEval `entry_point` and `before` (what the prompt defines before that function). Of calls also `is_wrapped`
+        (expected values are lists of one, whose element is right too) and `has_number_keys` (of dicts as arguments).
+        `first`: the case to begin with. `max_failing_s`: what wrong cases may take together, after which none is run;
+        None: no limit.
     """
     fresh_streams()
     link = Link(socket.socket(fileno=CALLS))
@@ -98,13 +100,21 @@ def _describe(error: BaseException) -> str:
 def _calls(link: Link, job: dict[str, Any]) -> list[Case]:
     def case(arguments: list[Any], expected: Any) -> Case:
         def work() -> None:
-            value = link.named(job["name"])(*arguments)
-            if not same(value, expected):
+            value = link.named(job["name"])(*map(_with_numbers, arguments) if job["has_number_keys"] else arguments)
+            if not same(value, expected) and not (job["is_wrapped"] and same(value, expected[0])):
                 raise AssertionError(f"{job['name']} returned {value!r:.100}")
 
         return work
 
     return [case(arguments, expected) for arguments, expected in job["cases"]]
+
+
+def _with_numbers(argument: Any) -> Any:
+    """A dict with numbers for keys, if all of them are written so."""
+    try:
+        return {int(key): value for key, value in argument.items()}
+    except (AttributeError, ValueError):
+        return argument
 
 
 def same(value: Any, expected: Any) -> bool:

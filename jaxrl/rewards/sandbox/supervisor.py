@@ -39,7 +39,8 @@ class Order:
     """What is to be executed.
 
     Attributes:
-      mode: "script": the program reads and writes the standard streams; "tests": a checker calls into it.
+      mode: "script": the program reads and writes the standard streams; "calls": a checker calls a function of it;
+        "names": a test program of the checker's uses its names.
       limits_s: of each case; of a script, the first.
       default_limit_s: of loading, and of all cases where there are none of those; else the last is of cases beyond.
       command: what runs the program's text, in place of Python.
@@ -138,7 +139,7 @@ class Supervisor:
             self._report, report = os.pipe()
             calls = program.CALLS
             self._program = self._fork(
-                {0: null, 1: out, 2: err, calls: theirs.fileno(), program.JOB: code_fd}, user, "calls"
+                {0: null, 1: out, 2: err, calls: theirs.fileno(), program.JOB: code_fd}, user, order.mode
             )
             fds = {0: null, 1: null, 2: err, calls: ours.fileno(), program.JOB: data_fd, program.RESULT: report}
             self._checker = self._fork(fds, user + 1 if user else 0, "tests")
