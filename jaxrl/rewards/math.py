@@ -25,11 +25,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
-from jaxrl.rewards.answers import Extract, extract_answer, last_stated, marked_answer
-from jaxrl.rewards.quantities import Quantity, clean, quantity, same_quantity, to_number, unwrapped
-from jaxrl.rewards.sizes import is_small
+from jaxrl.rewards.answers import Extract, extract_answer, last_line, last_stated, marked_answer
+from jaxrl.rewards.quantities import NAMED, Quantity, clean, quantity, same_quantity, to_number, unwrapped
+from jaxrl.rewards.sizes import digits
 
 __all__ = ["Extract", "equal", "extract_answer", "load", "marked_answer", "score", "to_number"]
 
@@ -51,16 +52,28 @@ _SIDE = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z_,]{1,20}\))?(?:=|\\in(?![A-Za-z]))(?P<right>[^=]+)"
 )
 _MIXED = re.compile(r"(?<![\w.}\\^])(\d+) ?\\[dt]?frac ?(?:\{(\d+)\}\{(\d+)\}|(\d)(\d)(?!\d))")
+_BASE = re.compile(
+    r"\(?(?P<what>-?\d[\d.]*|-?[\dA-F]+(?=_\{1[1-6]\}))\)?(?:_| ?\(?(?:in )?base ?)[{(]*(?P<of>\w+)[)}]*"
+)
+_MODULUS = re.compile(r"(?P<what>.+?)[, ]?\(?(?:\\[pb]?mod|mod(?:ulo)?)(?![a-z]) ?\{?(?P<of>\w+)\}?\)?")
+_VECTOR = re.compile(r"\\begin\{[pbB]?matrix\}([^&]*?|(?:(?!\\\\).)*?)\\end\{[pbB]?matrix\}")
+_NEXT = re.compile(r"\\\\|&")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 def score(response: str, reference: str, extract: Extract = "auto") -> tuple[float, dict[str, Any]]:
-    """1.0 if the response's final answer equals the reference, else 0.0; with the answer, and how it was compared."""
+    """1.0 if the response's final answer equals the reference, else 0.0; with the answer, and how it was compared.
+
+    A reference may be marked as responses are ("The answer is 42.", a whole solution with a box).
+    """
+    reference = marked_answer(reference)[0] or last_stated(reference) or reference
     answer, mark = extract_answer(response, extract)
-    if extract == "auto" and mark == "last_number" and quantity(clean(reference)) is None:
-        stated = last_stated(response)
-        if stated is not None:  # "The answer is (C)." has no number that could be the answer
-            answer, mark = stated, "stated"
+    if extract == "auto" and mark == "last_number":
+        line = last_line(response) or ""
+        if quantity(clean(reference)) is None:  # "The answer is (C)." has no number that could be the answer
+            answer, mark = last_stated(response) or line or None, "stated"
+        elif quantity(clean(line)) is not None:  # "12 cm^2" is not 2
+            answer, mark = line, "stated"
     if answer is None:
         return 0.0, {"extracted": None, "extracted_by": mark}
     correct, compared_by = equal(answer, reference)
@@ -83,6 +96,10 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
     a, b = unwrapped(answer), unwrapped(reference)
     if a == b:
         return True, "text"
+    ours, theirs = _qualified(a), _qualified(b)
+    if ours or theirs:
+        is_other = bool(ours and theirs) and ours[1] != theirs[1]
+        return (False, "number") if is_other else _equal((ours or (a,))[0], (theirs or (b,))[0], depth)
     choice = _choice(b) if len(b) <= 3 and not b[:1].islower() else None
     if choice is not None and (chosen := _choice(a)) is not None:
         return chosen == choice, "choice"
@@ -105,9 +122,24 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
             return decided, "elements"
     if max(len(answer), len(reference)) > _MAX_SYMPY_CHARS:
         return False, "length"
-    if not (is_small(answer) and is_small(reference)):
+    if digits(answer) is None or digits(reference) is None:
         return False, "size"
     return _math_verify(answer, reference), "math_verify"
+
+
+def _qualified(text: str) -> tuple[str, str] | None:
+    r"""A number without its base or modulus, and that; `-2 \pmod 7` is 5. None where it has neither.
+
+    One may leave them out, but numbers in two bases are never the same: the question has one of them itself.
+    """
+    found = _BASE.fullmatch(text) or _MODULUS.fullmatch(text)
+    if found is None:
+        return None
+    what, of = found["what"].replace(r"\equiv", "=").strip(), str(NAMED.get(found["of"], found["of"]))
+    residue = re.fullmatch(r"(.*=)?(-\d{1,18})", what)
+    if found.re is _MODULUS and residue and len(of) < 19 and of.isdecimal() and int(of) + int(residue[2]) > 0:
+        what = f"{residue[1] or ''}{int(of) + int(residue[2])}"
+    return what, of
 
 
 def _choice(text: str) -> str | None:
@@ -158,6 +190,8 @@ class _Elements:
 
 def _by_elements(a: str, b: str, depth: int) -> bool | None:
     """Whether two lists, tuples, intervals or sets are equal element by element; None where they are no such things."""
+    if (r"\begin" in a) != (r"\begin" in b):
+        a, b = (_VECTOR.sub(lambda vector: f"({re.sub(_NEXT, ',', vector[1])})", text) for text in (a, b))
     x, y = _elements(a), _elements(b)
     if x is None or y is None:
         several, one = (x, b) if y is None else (y, a)
@@ -272,12 +306,38 @@ def _same_value(answer: str, reference: str) -> bool:
         x, y = x or _constant(ours), y or _constant(theirs)
         if x is not None and y is not None:
             return same_quantity(x, y)
-    if verify(theirs, ours, timeout_seconds=None, allow_set_relation_comp=True):
+    places = 15 + (digits(answer) or 0) + (digits(reference) or 0)  # two fractions of this size differ there
+
+    def agree(ours: list[Any], theirs: list[Any]) -> bool:
+        return verify(theirs, ours, numeric_precision=places, timeout_seconds=None, allow_set_relation_comp=True)
+
+    if agree(ours, theirs) or (r"\sqrt" in answer + reference and _agree_where_real(ours, theirs, agree)):
         return True
     if _IMAGINARY.search(answer + reference):
         with suppress(TypeError, ValueError):  # sympy's: i stands where only real numbers can, as in i < 2
-            return verify(with_i(theirs), with_i(ours), timeout_seconds=None)
+            return agree(with_i(ours), with_i(theirs))
     return False
+
+
+def _agree_where_real(ours: list[Any], theirs: list[Any], agree: Callable[[list[Any], list[Any]], bool]) -> bool:
+    r"""Whether expressions agree wherever one is real: neither `\sqrt{1/n}` nor `1/\sqrt{n}` is where n is negative."""
+    from sympy import Expr, Symbol
+
+    if not (ours and theirs and isinstance(ours[0], Expr) and isinstance(theirs[0], Expr)):
+        return False
+    letters = sorted(ours[0].free_symbols | theirs[0].free_symbols, key=str)
+    if not 0 < len(letters) <= 3:
+        return False
+    compared = False
+    for signs in product((1, -1), repeat=len(letters)):
+        real = {x: sign * Symbol(str(x), positive=True) for x, sign in zip(letters, signs, strict=True)}
+        x, y = (each[0].xreplace(real).doit() for each in (ours, theirs))
+        if x.is_real is False and y.is_real is False:
+            continue
+        if not agree([x], [y]):
+            return False
+        compared = True
+    return compared
 
 
 def _constant(parsed: list[Any]) -> Quantity | None:

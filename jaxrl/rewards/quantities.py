@@ -65,8 +65,8 @@ _OTHER_WORDS = """and or plus minus times over half halves third thirds quarter 
     perhaps if for choose wrong incorrect false"""
 _NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
-_NAMED: dict[str, int] = dict(zip(_NUMBER_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
-_NO_UNITS = frozenset(_OTHER_WORDS.split()) | set(_SCALES) | set(_NAMED)  # they make a number part of something else
+NAMED: dict[str, int] = dict(zip(_NUMBER_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+_NO_UNITS = frozenset(_OTHER_WORDS.split()) | set(_SCALES) | set(NAMED)  # they make a number part of something else
 _TIGHT = re.compile(  # brackets without spaces or more brackets in them
     r"(?:[(\[]|\\\{) ?(?:[^\s()\[\]\\]|\\[A-Za-z])*+ ?(?:[)\]]|\\\})"
 )
@@ -115,6 +115,8 @@ def clean(text: str) -> str:
     text = re.sub(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"\\degree ", text)
     text = re.sub(r"(?<=\d) ?(?:degrees?\b|\\text\{ ?degrees? ?\})", r"\\degree ", text)
     text = re.sub(r"(?<=\d)\\(?:mathrm|text)\{[eE]\}\{?([-+]?\d+)\}?", r"e\1", text)
+    text = re.sub(r"\\(?:mathrm|mathit|operatorname)\{([ei])\}", r" \1 ", text)
+    text = re.sub(r"(?:\\langle(?![A-Za-z])|^<(?=.+,.+>$))(.+?)(?:\\rangle(?![A-Za-z])|(?<=.)>$)", r"(\1)", text)
     text = re.sub(r"(?<=[\w)}])\*\* ?(-?\w+)", r"^{\1}", text)
     text = re.sub(r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}", r"\\emptyset", text)
     text = re.sub(r"(?<![\d,.])([1-9]\d{0,2}(?:,\d{3})+)(?!\d|,\d)", lambda m: m[1].replace(",", ""), text)
@@ -158,7 +160,7 @@ def quantity(cleaned: str) -> Quantity | None:
         value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
         places = None if places is None else places - round(log10(_SCALES[scale[1].lower()]))
     named = re.match(r" ?\(([A-Za-z]{3,9})(?:[- ]([A-Za-z]{3,5}))?\)", rest)
-    if named is not None and value == sum(_NAMED.get(word.lower(), 1000) for word in named.groups() if word):
+    if named is not None and value == sum(NAMED.get(word.lower(), 1000) for word in named.groups() if word):
         rest = rest[named.end() :]  # 7 (seven) days
     unit = _unit(rest)
     return None if unit is None else Quantity(value, unit, places)

@@ -1,7 +1,7 @@
 r"""How large the numbers in an expression may become, told from its text before anything evaluates it.
 
 A computer algebra system takes minutes and gigabytes for `9^{9^{9}}`, `(10!)!` or `\prod_{k=1}^{10^{12}} k`, since it
-computes with all digits. `is_small` reads the LaTeX (or plain) text once, roughly, and bounds from above the digits of
+computes with all digits. `digits` reads the LaTeX (or plain) text once, roughly, and bounds from above the digits of
 every part that holds nothing but numbers, and the terms of every power that would be multiplied out.
 
 A part is a fraction p / q with at most 2^over for p and 2^under for q, both at least 1 in size; or unknown, if there
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import comb, log2
+from math import ceil, comb, log2, log10
 
 _MAX_BITS = 2.0**17  # of a number: 39,000 digits
 _MAX_FLOAT_BITS = 2.0**20  # of the exponent of a power of e or pi
@@ -64,16 +64,19 @@ _ONE = _Part()
 _VARIABLE = _Part(terms=1)
 
 
-def is_small(text: str) -> bool:
-    """Whether evaluating an expression keeps to numbers of 39,000 digits and to sums of 500 terms."""
+def digits(text: str) -> int | None:
+    """Digits, at most, of the numbers that evaluating an expression takes; None if that takes more than 39,000 of them
+    (315,000 behind the point of a power of e or pi), or sums of more than 500 terms."""
+    most = 0.0
     reader = _Reader([match[0] for match in _TOKEN.finditer(text)])
     try:
         while reader.has_more:
-            reader.sum(0)
+            part = reader.sum(0)
+            most = max(most, part.over + part.under)
             reader.skip()  # a bracket without its partner, a relation, a comma
     except _TooLarge:
-        return False
-    return True
+        return None
+    return ceil(most * log10(2))
 
 
 class _Reader:
