@@ -56,7 +56,11 @@ class JudgeSection(EndpointOptions):
     )
     score_pattern: Annotated[
         str, "A regular expression whose last match in a verdict holds the score in its first group."
-    ] = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
+    ] = (
+        r"(?i)\bscore(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"  # a heading, a label, a tag
+        r"[\s*_`\"'<(\[{$]*+(?:\\boxed\{)?((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
+        r"(?![a-z\d%]|,\d|\s*+(?:to|or|[-–—])\s*+\d)"  # no percentage, and no range such as the prompt's own
+    )
     min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
     max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
     num_samples: Annotated[
