@@ -26,7 +26,7 @@ _HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _LEAD = re.compile(r"(?:the\s)?(?:final\s)?answer(?:\sis)?\s?:?\s", re.IGNORECASE)
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _STATED = re.compile(
-    r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:)[\s*]*+(?:\\\[|\$\$)?\s*+([^\n]+)", re.IGNORECASE
+    r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:)[\s*]*+(?:\\\[|\$\$)?\s*+", re.IGNORECASE
 )
 _NUMBER = re.compile(
     r"""
@@ -130,10 +130,12 @@ def last_tagged(text: str) -> str | None:
 
 def last_stated(text: str) -> str | None:
     """The line, or its rest, that follows the last "answer is" or "Answer:", without a full stop."""
+    text = after_thinking(text)
     last = None
-    for last in _STATED.finditer(after_thinking(text)):  # noqa: B007  (of the matches, the last)
+    for last in _STATED.finditer(text):  # noqa: B007  (of the matches, the last)
         pass
-    return (last[1].strip().rstrip(".").strip("* \t") or None) if last else None
+    stated = text[last.end() :].partition("\n")[0] if last else ""
+    return stated.strip().rstrip(".").strip("* \t") or None
 
 
 def last_line(text: str) -> str | None:

@@ -57,7 +57,7 @@ class JudgeSection(EndpointOptions):
     score_pattern: Annotated[
         str, "A regular expression whose last match in a verdict holds the score in its first group."
     ] = (
-        r"(?i)\bscore(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"  # a heading, a label, a tag
+        r"(?i)(?<![a-z])score(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"  # a heading, a label, a tag
         r"[\s*_`\"'<(\[{$]*+(?:\\boxed\{)?((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
         r"(?![a-z\d%]|,\d|\s*+(?:to|or|[-–—])\s*+\d)"  # no percentage, and no range such as the prompt's own
     )
