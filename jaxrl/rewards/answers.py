@@ -25,9 +25,7 @@ _JOINS = frozenset((",", ";", "and", "or", ",and", ",or"))
 _HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _LEAD = re.compile(r"(?:the\s)?(?:final\s)?answer(?:\sis)?\s?:?\s", re.IGNORECASE)
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_STATED = re.compile(
-    r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:)[\s*]*+(?:\\\[|\$\$)?\s*+", re.IGNORECASE
-)
+_STATED = re.compile(r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:)[\s*]*+(?:\\\[|\$\$)?\s*+", re.IGNORECASE)
 _NUMBER = re.compile(
     r"""
     (?P<sign>(?<![\w)\]}.])[-+])?              # a sign, unless it stands between two operands

@@ -40,6 +40,7 @@ _MAX_UNORDERED = 30  # elements of a list that is compared in any order
 _MAX_DEPTH = 3  # of lists in each other
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z '\-]*")
+_TALK = re.compile(r"[A-Za-z]{2,},? [a-z]{2,}")  # a parser may pick a formula out of a sentence
 _CHOICE = re.compile(r"(?:(?i:option|choice|answer) )?[\[(]?([A-Ja-j])(?:[\])][.:]?(?P<what>.*)|[.:](?P<this>.*))?")
 _SECOND_CHOICE = re.compile(r"(?<![A-Za-z])(?:[A-HJ]|or|and)(?![A-Za-z])")
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))? ?(?:([ap])\.?m\.?)?", re.IGNORECASE)
@@ -71,7 +72,10 @@ def score(response: str, reference: str, extract: Extract = "auto") -> tuple[flo
     if extract == "auto" and mark == "last_number":
         line = last_line(response) or ""
         if quantity(clean(reference)) is None:  # "The answer is (C)." has no number that could be the answer
-            answer, mark = last_stated(response) or line or None, "stated"
+            is_talk = (
+                _TALK.search(line) and not _TALK.search(reference) and not _WORDS.fullmatch(unwrapped(clean(reference)))
+            )
+            answer, mark = last_stated(response) or ("" if is_talk else line) or None, "stated"
         elif quantity(clean(line)) is not None:  # "12 cm^2" is not 2
             answer, mark = line, "stated"
     if answer is None:
