@@ -28,7 +28,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from jaxrl.rewards.answers import Extract, extract_answer, last_line, last_stated, marked_answer
+from jaxrl.rewards.answers import Extract, after_thinking, extract_answer, last_line, last_stated, marked_answer
 from jaxrl.rewards.quantities import NAMED, Quantity, clean, quantity, same_quantity, to_number, unwrapped
 from jaxrl.rewards.sizes import digits
 
@@ -54,10 +54,13 @@ _SIDE = re.compile(
 )
 _MIXED = re.compile(r"(?<![\w.}\\^])(\d+) ?\\[dt]?frac ?(?:\{(\d+)\}\{(\d+)\}|(\d)(\d)(?!\d))")
 _BASE = re.compile(
-    r"\(?(?P<what>-?\d[\d.]*|-?[\dA-F]+(?=_\{1[1-6]\}))\)?(?:_| ?\(?(?:in )?base ?)[{(]*(?P<of>\w+)[)}]*"
+    r"[({]?(?P<what>-?\d[\d.]*|-?[\dA-F]+(?=_\{1[1-6]\}))[)}]?(?:_| ?\(?(?:in )?base ?)[{(]*(?:base ?)?(?P<of>\w+)[)}]*"
 )
 _MODULUS = re.compile(r"(?P<what>.+?)[, ]?\(?(?:\\[pb]?mod|mod(?:ulo)?)(?![a-z]) ?\{?(?P<of>\w+)\}?\)?")
-_VECTOR = re.compile(r"\\begin\{[pbB]?matrix\}([^&]*?|(?:(?!\\\\).)*?)\\end\{[pbB]?matrix\}")
+_VECTOR = re.compile(  # one column, or one row
+    r"(?:\\begin\{[pbB]?matrix\}|[(\[]\\begin\{array\}\{[clr]+\})((?:(?!\\begin|\\end|&).)*+|(?:(?!\\begin|\\end|\\\\).)*+)"
+    r"(?:\\end\{[pbB]?matrix\}|\\end\{array\}[)\]])"
+)
 _NEXT = re.compile(r"\\\\|&")
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -70,7 +73,9 @@ def score(response: str, reference: str, extract: Extract = "auto") -> tuple[flo
     reference = marked_answer(reference)[0] or last_stated(reference) or reference
     answer, mark = extract_answer(response, extract)
     if extract == "auto" and mark == "last_number":
-        line = last_line(response) or ""
+        whole = after_thinking(response).strip()
+        is_reference = len(whole) <= 2 * len(reference) and clean(whole) == clean(reference)  # of several lines, too
+        line = whole if is_reference else last_line(response) or ""
         if quantity(clean(reference)) is None:  # "The answer is (C)." has no number that could be the answer
             is_talk = (
                 _TALK.search(line) and not _TALK.search(reference) and not _WORDS.fullmatch(unwrapped(clean(reference)))

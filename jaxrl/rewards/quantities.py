@@ -24,7 +24,7 @@ _MAX_EXPONENT = 5000
 
 _FRACTIONS = "½12 ⅓13 ⅔23 ¼14 ¾34 ⅕15 ⅖25 ⅗35 ⅘45 ⅙16 ⅚56 ⅛18 ⅜38 ⅝58 ⅞78"
 _SIGNS = r"""×\times ·\cdot ⋅\cdot ÷/ ⁄/ ∕/ π\pi ∞\infty ≤\le ≥\ge ≠\ne ±\pm ∪\cup ∩\cap ∅\emptyset ∈\in √\sqrt °^\circ
-    ，, 。. ：:"""
+    ，, 。. ：: ⟨\langle ⟩\rangle"""
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CHARACTERS = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII

@@ -1,4 +1,4 @@
-"""What a judge says, and the reward that the options as they are by default make of it; null: its text holds no score."""
+"""What a judge says, and the reward that the default options make of it; null: its text holds no score."""
 
 import json
 from pathlib import Path
