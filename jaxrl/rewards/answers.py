@@ -1,7 +1,8 @@
 r"""The final answer in a response: the last one that is marked, or else the last number.
 
 Marks, the most deliberate kind first: `\boxed{...}`, `#### ...` (GSM8K's own), `<answer>...</answer>`. In a response
-without any the last number is taken, with which small chatty models end ("... so the answer is 12."). Where thinking
+without any the last number is taken, with which small chatty models end ("... so the answer is 12."), or, where the
+answer is no number, what is stated ("The answer is ...", "Answer:"), or the last line. Where thinking
 ends with `</think>`, what follows counts, unless nothing does.
 
 Everything here takes time in proportion to the response's length, whatever stands in it.
@@ -25,7 +26,9 @@ _JOINS = frozenset((",", ";", "and", "or", ",and", ",or"))
 _HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _LEAD = re.compile(r"(?:the\s)?(?:final\s)?answer(?:\sis)?\s?:?\s", re.IGNORECASE)
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_STATED = re.compile(r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:)[\s*]*+(?:\\\[|\$\$)?\s*+", re.IGNORECASE)
+_STATED = re.compile(
+    r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:|\s(?=\*\*))[\s*]*+(?:\\\[|\$\$)?\s*+", re.IGNORECASE
+)
 _NUMBER = re.compile(
     r"""
     (?P<sign>(?<![\w)\]}.])[-+])?              # a sign, unless it stands between two operands

@@ -40,7 +40,7 @@ _MAX_UNORDERED = 30  # elements of a list that is compared in any order
 _MAX_DEPTH = 3  # of lists in each other
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z '\-]*")
-_TALK = re.compile(r"[A-Za-z]{2,},? [a-z]{2,}")  # a parser may pick a formula out of a sentence
+_TALK = re.compile(r"[A-Za-z]{2},? [a-z]{2}")  # a parser may pick a formula out of a sentence
 _CHOICE = re.compile(r"(?:(?i:option|choice|answer) )?[\[(]?([A-Ja-j])(?:[\])][.:]?(?P<what>.*)|[.:](?P<this>.*))?")
 _SECOND_CHOICE = re.compile(r"(?<![A-Za-z])(?:[A-HJ]|or|and)(?![A-Za-z])")
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))? ?(?:([ap])\.?m\.?)?", re.IGNORECASE)
@@ -56,7 +56,10 @@ _MIXED = re.compile(r"(?<![\w.}\\^])(\d+) ?\\[dt]?frac ?(?:\{(\d+)\}\{(\d+)\}|(\
 _BASE = re.compile(
     r"[({]?(?P<what>-?\d[\d.]*|-?[\dA-F]+(?=_\{1[1-6]\}))[)}]?(?:_| ?\(?(?:in )?base ?)[{(]*(?:base ?)?(?P<of>\w+)[)}]*"
 )
-_MODULUS = re.compile(r"(?P<what>.+?)[, ]?\(?(?:\\[pb]?mod|mod(?:ulo)?)(?![a-z]) ?\{?(?P<of>\w+)\}?\)?")
+_MODULUS = re.compile(
+    r"(?:[A-Za-z](?:=|\\equiv ?))?(?P<what>(?:[-+\d,./^{}() ]|\\pm)+?)[, ]?"
+    r"\(?(?:\\[pb]?mod|mod(?:ulo)?)(?![a-z]) ?\{?(?P<of>\w+)\}?\)?"
+)
 _VECTOR = re.compile(  # one column, or one row
     r"(?:\\begin\{[pbB]?matrix\}|[(\[]\\begin\{array\}\{[clr]+\})((?:(?!\\begin|\\end|&).)*+|(?:(?!\\begin|\\end|\\\\).)*+)"
     r"(?:\\end\{[pbB]?matrix\}|\\end\{array\}[)\]])"
@@ -72,21 +75,24 @@ def score(response: str, reference: str, extract: Extract = "auto") -> tuple[flo
     """
     reference = marked_answer(reference)[0] or last_stated(reference) or reference
     answer, mark = extract_answer(response, extract)
-    if extract == "auto" and mark == "last_number":
-        whole = after_thinking(response).strip()
-        is_reference = len(whole) <= 2 * len(reference) and clean(whole) == clean(reference)  # of several lines, too
-        line = whole if is_reference else last_line(response) or ""
-        if quantity(clean(reference)) is None:  # "The answer is (C)." has no number that could be the answer
-            is_talk = (
-                _TALK.search(line) and not _TALK.search(reference) and not _WORDS.fullmatch(unwrapped(clean(reference)))
-            )
-            answer, mark = last_stated(response) or ("" if is_talk else line) or None, "stated"
-        elif quantity(clean(line)) is not None:  # "12 cm^2" is not 2
-            answer, mark = line, "stated"
+    if extract == "auto" and mark == "last_number" and (unmarked := _unmarked(response, reference)):
+        answer, mark = unmarked, "stated"
     if answer is None:
         return 0.0, {"extracted": None, "extracted_by": mark}
     correct, compared_by = equal(answer, reference)
     return float(correct), {"extracted": answer, "extracted_by": mark, "compared_by": compared_by}
+
+
+def _unmarked(response: str, reference: str) -> str | None:
+    """The answer of a response without marks, where it is not the last number."""
+    whole = after_thinking(response).strip()
+    if len(whole) <= 2 * len(reference) and clean(whole) == clean(reference):
+        return whole  # of several lines, perhaps
+    line = last_line(response) or ""
+    if quantity(clean(reference)) is not None:
+        return line if quantity(clean(line)) is not None else None  # "12 cm^2" is not 2
+    has_words = _TALK.search(reference) or _WORDS.fullmatch(unwrapped(clean(reference)))
+    return last_stated(response) or (line if has_words or not _TALK.search(line) else None)
 
 
 def equal(answer: str, reference: str) -> tuple[bool, str]:
@@ -106,9 +112,10 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
     if a == b:
         return True, "text"
     ours, theirs = _qualified(a), _qualified(b)
+    if ours and theirs and ours[1] != theirs[1]:
+        return False, "number"
     if ours or theirs:
-        is_other = bool(ours and theirs) and ours[1] != theirs[1]
-        return (False, "number") if is_other else _equal((ours or (a,))[0], (theirs or (b,))[0], depth)
+        return _equal(ours[0] if ours else a, theirs[0] if theirs else b, depth)
     choice = _choice(b) if len(b) <= 3 and not b[:1].islower() else None
     if choice is not None and (chosen := _choice(a)) is not None:
         return chosen == choice, "choice"
@@ -144,10 +151,9 @@ def _qualified(text: str) -> tuple[str, str] | None:
     found = _BASE.fullmatch(text) or _MODULUS.fullmatch(text)
     if found is None:
         return None
-    what, of = found["what"].replace(r"\equiv", "=").strip(), str(NAMED.get(found["of"], found["of"]))
-    residue = re.fullmatch(r"(.*=)?(-\d{1,18})", what)
-    if found.re is _MODULUS and residue and len(of) < 19 and of.isdecimal() and int(of) + int(residue[2]) > 0:
-        what = f"{residue[1] or ''}{int(of) + int(residue[2])}"
+    what, of = found["what"], str(NAMED.get(found["of"], found["of"]))
+    if found.re is _MODULUS and re.fullmatch(r"-\d{1,18}", what) and re.fullmatch(r"\d{1,18}", of):
+        what = str(int(what) + int(of)) if int(what) + int(of) > 0 else what
     return what, of
 
 

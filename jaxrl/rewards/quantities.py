@@ -24,7 +24,7 @@ _MAX_EXPONENT = 5000
 
 _FRACTIONS = "½12 ⅓13 ⅔23 ¼14 ¾34 ⅕15 ⅖25 ⅗35 ⅘45 ⅙16 ⅚56 ⅛18 ⅜38 ⅝58 ⅞78"
 _SIGNS = r"""×\times ·\cdot ⋅\cdot ÷/ ⁄/ ∕/ π\pi ∞\infty ≤\le ≥\ge ≠\ne ±\pm ∪\cup ∩\cap ∅\emptyset ∈\in √\sqrt °^\circ
-    ，, 。. ：: ⟨\langle ⟩\rangle"""
+    ，, 。. ：: ≡\equiv ⟨\langle ⟩\rangle"""
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CHARACTERS = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII
@@ -105,6 +105,9 @@ def clean(text: str) -> str:
     text = re.sub(r"\\([lr])brace(?![A-Za-z])", lambda m: r"\{" if m[1] == "l" else r"\}", text)
     text = re.sub(r",(?:\\[,;: ]|~)", ", ", text.replace(r",\!", "{,}"))
     text = re.sub(r"(?<!\\)\\[()\[\],;:!]|\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])|\\?\$", "", text)
+    text = re.sub(r"\\([lr])angle(?![A-Za-z])", lambda m: "(" if m[1] == "l" else ")", text)
+    if text.startswith("<") and text.endswith(">") and "," in text:
+        text = f"({text[1:-1]})"
     text = re.sub(r"\\(?:quad|qquad|ldots|dots)(?![A-Za-z])|(?<!\\)\\(?: |$)|~", " ", text)
     text = _TIGHT.sub(lambda m: re.sub(r"(?<!\{),(?!\})", ", ", m[0]), text)  # (1,234) is a pair
     text = re.sub(r"\\[cdt]frac(?![A-Za-z])", r"\\frac", text).replace(r"\%", "%").replace("{,}", ",")
@@ -116,7 +119,6 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<=\d) ?(?:degrees?\b|\\text\{ ?degrees? ?\})", r"\\degree ", text)
     text = re.sub(r"(?<=\d)\\(?:mathrm|text)\{[eE]\}\{?([-+]?\d+)\}?", r"e\1", text)
     text = re.sub(r"\\(?:mathrm|mathit|operatorname)\{([ei])\}", r" \1 ", text)
-    text = re.sub(r"(?:\\langle(?![A-Za-z])|^<(?=.+,.+>$))(.+?)(?:\\rangle(?![A-Za-z])|(?<=.)>$)", r"(\1)", text)
     text = re.sub(r"(?<=[\w)}])\*\* ?(-?\w+)", r"^{\1}", text)
     text = re.sub(r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}", r"\\emptyset", text)
     text = re.sub(r"(?<![\d,.])([1-9]\d{0,2}(?:,\d{3})+)(?!\d|,\d)", lambda m: m[1].replace(",", ""), text)
