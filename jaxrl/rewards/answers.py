@@ -1,9 +1,9 @@
 r"""The final answer in a response: the last one that is marked, or else the last number.
 
 Marks, the most deliberate kind first: `\boxed{...}`, `#### ...` (GSM8K's own), `<answer>...</answer>`. In a response
-without any the last number is taken, with which small chatty models end ("... so the answer is 12."), or, where the
-answer is no number, what is stated ("The answer is ...", "Answer:"), or the last line. Where thinking
-ends with `</think>`, what follows counts, unless nothing does.
+without any the last number is taken, with which small chatty models end ("... so the answer is 12."); an answer that is
+no number is what the response states ("The answer is ...", "Answer:"), or its last line. Where thinking ends with
+`</think>`, what follows counts, unless nothing does.
 
 Everything here takes time in proportion to the response's length, whatever stands in it.
 """
