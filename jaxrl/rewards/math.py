@@ -76,7 +76,7 @@ def score(response: str, reference: str, extract: Extract = "auto") -> tuple[flo
     """
     reference = marked_answer(reference)[0] or last_stated(reference) or reference
     answer, mark = extract_answer(response, extract)
-    if extract == "auto" and mark == "last_number" and (unmarked := _unmarked(response, reference)):
+    if extract == "auto" and mark == "last_number" and (unmarked := _unmarked(response, reference, answer)):
         answer, mark = unmarked, "stated"
     if answer is None:
         return 0.0, {"extracted": None, "extracted_by": mark}
@@ -84,14 +84,14 @@ def score(response: str, reference: str, extract: Extract = "auto") -> tuple[flo
     return float(correct), {"extracted": answer, "extracted_by": mark, "compared_by": compared_by}
 
 
-def _unmarked(response: str, reference: str) -> str | None:
-    """The answer of a response without marks, where it is not the last number."""
+def _unmarked(response: str, reference: str, number: str | None) -> str | None:
+    """The answer of a response without marks, where it is not the last number; None where it is."""
     whole = after_thinking(response).strip()
     if len(whole) <= 2 * len(reference) and clean(whole) == clean(reference):
         return whole  # of several lines, perhaps
     line = last_line(response) or ""
     if quantity(clean(reference)) is not None:
-        return line if quantity(clean(line)) is not None else None  # "12 cm^2" is not 2
+        return line if quantity(clean(line)) not in (None, quantity(number or "")) else None  # "12 cm^2" is not 2
     has_words = _TALK.search(reference) or _WORDS.fullmatch(unwrapped(clean(reference)))
     return last_stated(response) or (line if has_words or not _TALK.search(line) else None)
 
