@@ -133,7 +133,8 @@ class RewardSection:
     extract: Annotated[
         Extract,
         "Which part of a response is the answer; none: all of it, last_number: its last number, boxed: what stands in "
-        "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
+        "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last line or "
+        "number.",
     ] = "auto"
     timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
     math_timeout_s: Annotated[

@@ -1,8 +1,9 @@
 r"""The final answer in a response: the last one that is marked, or else the last number.
 
 Marks, the most deliberate kind first: `\boxed{...}`, `#### ...` (GSM8K's own), `<answer>...</answer>`. In a response
-without any the last number is taken, with which small chatty models end ("... so the answer is 12."). Where thinking
-ends with `</think>`, what follows counts, unless nothing does.
+without any the last number is taken, with which small chatty models end ("... so the answer is 12."); an answer that is
+no number is what the response states ("The answer is ...", "Answer:"), or its last line. Where thinking ends with
+`</think>`, what follows counts, unless nothing does.
 
 Everything here takes time in proportion to the response's length, whatever stands in it.
 """
@@ -15,13 +16,19 @@ from typing import Literal
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
 
 _BOXED = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(  # not "a \boxed answer"
+    r"\\boxed(?![A-Za-z])[ \t]*+(?=[-\d.(\\]|[A-Za-z](?![A-Za-z]))"
+    r"((?:[^\s{}$\\.,;]|[.,](?=\d)|\\(?!f?box)[A-Za-z]+|(?<!\s)\{[^{}]*\})++)"
+)
 _JOIN = 40  # characters between two boxes that make one answer
 _BESIDE_JOIN = re.compile(r"\\(?:text|q?quad|[][(), ])|[\s${}]|[A-Za-z]\s*=")
 _JOINS = frozenset((",", ";", "and", "or", ",and", ",or"))
 _HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _LEAD = re.compile(r"(?:the\s)?(?:final\s)?answer(?:\sis)?\s?:?\s", re.IGNORECASE)
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_STATED = re.compile(r"\banswer(?:\sis)?(?:\*\*)?:?(?:\*\*)?[ \t]([^\n]+)", re.IGNORECASE)
+_STATED = re.compile(
+    r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:|\s(?=\*\*))[\s*]*+(?:\\\[|\$\$)?\s*+", re.IGNORECASE
+)
 _NUMBER = re.compile(
     r"""
     (?P<sign>(?<![\w)\]}.])[-+])?              # a sign, unless it stands between two operands
@@ -76,8 +83,9 @@ def after_thinking(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last complete `\boxed{...}` (braces balanced) that holds something; those of both of
-    `\boxed{3}, \boxed{5}`."""
+    r"""The contents of the last complete `\boxed{...}` (braces balanced), or `\boxed 7`, that holds something; those of
+    both of `\boxed{3}, \boxed{5}`."""
+    text = _BARE_BOX.sub(r"\\boxed{\1}", text)
     boxes: list[tuple[int, int, int]] = []  # where one begins; start and end of its contents
     opened: list[tuple[int, int]] = []  # the same of boxes that are open; -1 for other braces
     for token in _BOXED.finditer(text):
@@ -122,11 +130,19 @@ def last_tagged(text: str) -> str | None:
 
 
 def last_stated(text: str) -> str | None:
-    """What follows the last "answer is" or "Answer:" on its line, without a full stop; for answers in words."""
+    """The line, or its rest, that follows the last "answer is" or "Answer:", without a full stop."""
+    text = after_thinking(text)
     last = None
-    for last in _STATED.finditer(after_thinking(text)):  # noqa: B007  (of the matches, the last)
+    for last in _STATED.finditer(text):  # noqa: B007  (of the matches, the last)
         pass
-    return (last[1].strip().rstrip(".").strip("* \t") or None) if last else None
+    stated = text[last.end() :].partition("\n")[0] if last else ""
+    return stated.strip().rstrip(".").strip("* \t") or None
+
+
+def last_line(text: str) -> str | None:
+    """The last line that holds more than math delimiters or a fence: of the line, what it states as the answer."""
+    lines = [line for line in after_thinking(text).splitlines() if line.strip(" \t$\\[]`*")]
+    return (last_stated(lines[-1]) or lines[-1].strip()) if lines else None
 
 
 def last_number(text: str) -> str | None:

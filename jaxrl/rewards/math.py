@@ -10,11 +10,12 @@ What reaches it has been bounded before (`jaxrl.rewards.sizes`): towers of power
 How exact an answer must be is said in `jaxrl.rewards.quantities`, and holds for expressions too: a decimal in one is
 an exact fraction, and a decimal for an expression such as `\sqrt{2}` must be that number rounded or cut.
 
-Departures: math-verify compares floats to six places. It reads i as a letter, which here may be the imaginary unit too,
-and drops degrees, which here are radians, or, where no function is taken of them, a unit that may be left out. Its own
-timeouts are switched off: they are SIGALRM handlers, which raise outside the main thread and replace whatever alarm the
-process had. A comparison that takes too long is ended by the reward pool (`reward.math_timeout_s`), with the process it
-runs in. So `score` must run in a pool, not in the trainer.
+Departures: math-verify compares floats to six places, and constants to fifteen, where here their numbers' digits say
+how many decide. It takes letters for complex numbers, which here are real in an expression with a root. It reads i as a
+letter, which here may be the imaginary unit too, and drops degrees, which here are radians, or, where no function is
+taken of them, a unit that may be left out. Its own timeouts are switched off: they are SIGALRM handlers, which raise
+outside the main thread and replace whatever alarm the process had. A comparison that takes too long is ended by the
+reward pool (`reward.math_timeout_s`), with the process it runs in. So `score` must run in a pool, not in the trainer.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
-from jaxrl.rewards.answers import Extract, extract_answer, last_stated, marked_answer
-from jaxrl.rewards.quantities import Quantity, clean, quantity, same_quantity, to_number, unwrapped
-from jaxrl.rewards.sizes import is_small
+from jaxrl.rewards.answers import Extract, after_thinking, extract_answer, last_line, last_stated, marked_answer
+from jaxrl.rewards.quantities import NAMED, Quantity, clean, quantity, same_quantity, to_number, unwrapped
+from jaxrl.rewards.sizes import digits
 
 __all__ = ["Extract", "equal", "extract_answer", "load", "marked_answer", "score", "to_number"]
 
@@ -39,6 +41,7 @@ _MAX_UNORDERED = 30  # elements of a list that is compared in any order
 _MAX_DEPTH = 3  # of lists in each other
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z '\-]*")
+_TALK = re.compile(r"[A-Za-z]{2},? [a-z]{2}")  # a parser may pick a formula out of a sentence
 _CHOICE = re.compile(r"(?:(?i:option|choice|answer) )?[\[(]?([A-Ja-j])(?:[\])][.:]?(?P<what>.*)|[.:](?P<this>.*))?")
 _SECOND_CHOICE = re.compile(r"(?<![A-Za-z])(?:[A-HJ]|or|and)(?![A-Za-z])")
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))? ?(?:([ap])\.?m\.?)?", re.IGNORECASE)
@@ -51,20 +54,46 @@ _SIDE = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z_,]{1,20}\))?(?:=|\\in(?![A-Za-z]))(?P<right>[^=]+)"
 )
 _MIXED = re.compile(r"(?<![\w.}\\^])(\d+) ?\\[dt]?frac ?(?:\{(\d+)\}\{(\d+)\}|(\d)(\d)(?!\d))")
+_BASE = re.compile(
+    r"[({]?(?P<what>-?\d[\d.]*|-?[\dA-F]+(?=_\{1[1-6]\}))[)}]?(?:_| ?\(?(?:in )?base ?)[{(]*(?:base ?)?(?P<of>\w+)[)}]*"
+)
+_MODULUS = re.compile(
+    r"(?:[A-Za-z](?:=|\\equiv ?))?(?P<what>(?:[-+\d,./^{}() ]|\\pm)+?)[, ]?"
+    r"\(?(?:\\[pb]?mod|mod(?:ulo)?)(?![a-z]) ?\{?(?P<of>\w+)\}?\)?"
+)
+_VECTOR = re.compile(  # one column, or one row
+    r"(?:\\begin\{[pbB]?matrix\}|[(\[]\\begin\{array\}\{[clr]+\})((?:(?!\\begin|\\end|&).)*+|(?:(?!\\begin|\\end|\\\\).)*+)"
+    r"(?:\\end\{[pbB]?matrix\}|\\end\{array\}[)\]])"
+)
+_NEXT = re.compile(r"\\\\|&")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 def score(response: str, reference: str, extract: Extract = "auto") -> tuple[float, dict[str, Any]]:
-    """1.0 if the response's final answer equals the reference, else 0.0; with the answer, and how it was compared."""
+    """1.0 if the response's final answer equals the reference, else 0.0; with the answer, and how it was compared.
+
+    A reference may be marked as responses are ("The answer is 42.", a whole solution with a box).
+    """
+    reference = marked_answer(reference)[0] or last_stated(reference) or reference
     answer, mark = extract_answer(response, extract)
-    if extract == "auto" and mark == "last_number" and quantity(clean(reference)) is None:
-        stated = last_stated(response)
-        if stated is not None:  # "The answer is (C)." has no number that could be the answer
-            answer, mark = stated, "stated"
+    if extract == "auto" and mark == "last_number" and (unmarked := _unmarked(response, reference, answer)):
+        answer, mark = unmarked, "stated"
     if answer is None:
         return 0.0, {"extracted": None, "extracted_by": mark}
     correct, compared_by = equal(answer, reference)
     return float(correct), {"extracted": answer, "extracted_by": mark, "compared_by": compared_by}
+
+
+def _unmarked(response: str, reference: str, number: str | None) -> str | None:
+    """The answer of a response without marks, where it is not the last number; None where it is."""
+    whole = after_thinking(response).strip()
+    if len(whole) <= 2 * len(reference) and clean(whole) == clean(reference):
+        return whole  # of several lines, perhaps
+    line = last_line(response) or ""
+    if quantity(clean(reference)) is not None:
+        return line if quantity(clean(line)) not in (None, quantity(number or "")) else None  # "12 cm^2" is not 2
+    has_words = _TALK.search(reference) or _WORDS.fullmatch(unwrapped(clean(reference)))
+    return last_stated(response) or (line if has_words or not _TALK.search(line) else None)
 
 
 def equal(answer: str, reference: str) -> tuple[bool, str]:
@@ -83,6 +112,11 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
     a, b = unwrapped(answer), unwrapped(reference)
     if a == b:
         return True, "text"
+    ours, theirs = _qualified(a), _qualified(b)
+    if ours and theirs and ours[1] != theirs[1]:
+        return False, "number"
+    if ours or theirs:
+        return _equal(ours[0] if ours else a, theirs[0] if theirs else b, depth)
     choice = _choice(b) if len(b) <= 3 and not b[:1].islower() else None
     if choice is not None and (chosen := _choice(a)) is not None:
         return chosen == choice, "choice"
@@ -93,7 +127,7 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
         return same, "time"
     if _UNSURE.search(a) and not _UNSURE.search(b):
         return False, "words"
-    if _WORDS.fullmatch(b):
+    if _WORDS.fullmatch(b) and b != "i":
         # "Yes" is a word, while a LaTeX parser reads e * y * s, which equals "sey"
         return _same_words(a, b), "words"
     right = _right_sides(a, b)
@@ -105,9 +139,23 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
             return decided, "elements"
     if max(len(answer), len(reference)) > _MAX_SYMPY_CHARS:
         return False, "length"
-    if not (is_small(answer) and is_small(reference)):
+    if digits(answer) is None or digits(reference) is None:
         return False, "size"
     return _math_verify(answer, reference), "math_verify"
+
+
+def _qualified(text: str) -> tuple[str, str] | None:
+    r"""A number without its base or modulus, and that; `-2 \pmod 7` is 5. None where it has neither.
+
+    One may leave them out, but numbers in two bases are never the same: the question has one of them itself.
+    """
+    found = _BASE.fullmatch(text) or _MODULUS.fullmatch(text)
+    if found is None:
+        return None
+    what, of = found["what"], str(NAMED.get(found["of"], found["of"]))
+    if found.re is _MODULUS and re.fullmatch(r"-\d{1,18}", what) and re.fullmatch(r"\d{1,18}", of):
+        what = str(int(what) + int(of)) if int(what) + int(of) > 0 else what
+    return what, of
 
 
 def _choice(text: str) -> str | None:
@@ -158,6 +206,8 @@ class _Elements:
 
 def _by_elements(a: str, b: str, depth: int) -> bool | None:
     """Whether two lists, tuples, intervals or sets are equal element by element; None where they are no such things."""
+    if (r"\begin" in a) != (r"\begin" in b):
+        a, b = (_VECTOR.sub(lambda vector: f"({re.sub(_NEXT, ',', vector[1])})", text) for text in (a, b))
     x, y = _elements(a), _elements(b)
     if x is None or y is None:
         several, one = (x, b) if y is None else (y, a)
@@ -272,12 +322,38 @@ def _same_value(answer: str, reference: str) -> bool:
         x, y = x or _constant(ours), y or _constant(theirs)
         if x is not None and y is not None:
             return same_quantity(x, y)
-    if verify(theirs, ours, timeout_seconds=None, allow_set_relation_comp=True):
+    places = 15 + (digits(answer) or 0) + (digits(reference) or 0)  # two fractions of this size differ there
+
+    def agree(ours: list[Any], theirs: list[Any]) -> bool:
+        return verify(theirs, ours, numeric_precision=places, timeout_seconds=None, allow_set_relation_comp=True)
+
+    if agree(ours, theirs) or (r"\sqrt" in answer + reference and _agree_where_real(ours, theirs, agree)):
         return True
     if _IMAGINARY.search(answer + reference):
         with suppress(TypeError, ValueError):  # sympy's: i stands where only real numbers can, as in i < 2
-            return verify(with_i(theirs), with_i(ours), timeout_seconds=None)
+            return agree(with_i(ours), with_i(theirs))
     return False
+
+
+def _agree_where_real(ours: list[Any], theirs: list[Any], agree: Callable[[list[Any], list[Any]], bool]) -> bool:
+    r"""Whether expressions agree wherever one is real: neither `\sqrt{1/n}` nor `1/\sqrt{n}` is where n is negative."""
+    from sympy import Expr, Symbol
+
+    if not (ours and theirs and isinstance(ours[0], Expr) and isinstance(theirs[0], Expr)):
+        return False
+    letters = sorted(ours[0].free_symbols | theirs[0].free_symbols, key=str)
+    if not 0 < len(letters) <= 3:
+        return False
+    compared = False
+    for signs in product((1, -1), repeat=len(letters)):
+        real = {x: sign * Symbol(str(x), positive=True) for x, sign in zip(letters, signs, strict=True)}
+        x, y = (each[0].xreplace(real).doit() for each in (ours, theirs))
+        if x.is_real is False and y.is_real is False:
+            continue
+        if not agree([x], [y]):
+            return False
+        compared = True
+    return compared
 
 
 def _constant(parsed: list[Any]) -> Quantity | None:

@@ -24,7 +24,7 @@ _MAX_EXPONENT = 5000
 
 _FRACTIONS = "½12 ⅓13 ⅔23 ¼14 ¾34 ⅕15 ⅖25 ⅗35 ⅘45 ⅙16 ⅚56 ⅛18 ⅜38 ⅝58 ⅞78"
 _SIGNS = r"""×\times ·\cdot ⋅\cdot ÷/ ⁄/ ∕/ π\pi ∞\infty ≤\le ≥\ge ≠\ne ±\pm ∪\cup ∩\cap ∅\emptyset ∈\in √\sqrt °^\circ
-    ，, 。. ：:"""
+    ，, 。. ：: ≡\equiv ⟨\langle ⟩\rangle"""
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CHARACTERS = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII
@@ -65,8 +65,8 @@ _OTHER_WORDS = """and or plus minus times over half halves third thirds quarter 
     perhaps if for choose wrong incorrect false"""
 _NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
-_NAMED: dict[str, int] = dict(zip(_NUMBER_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
-_NO_UNITS = frozenset(_OTHER_WORDS.split()) | set(_SCALES) | set(_NAMED)  # they make a number part of something else
+NAMED: dict[str, int] = dict(zip(_NUMBER_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+_NO_UNITS = frozenset(_OTHER_WORDS.split()) | set(_SCALES) | set(NAMED)  # they make a number part of something else
 _TIGHT = re.compile(  # brackets without spaces or more brackets in them
     r"(?:[(\[]|\\\{) ?(?:[^\s()\[\]\\]|\\[A-Za-z])*+ ?(?:[)\]]|\\\})"
 )
@@ -105,6 +105,9 @@ def clean(text: str) -> str:
     text = re.sub(r"\\([lr])brace(?![A-Za-z])", lambda m: r"\{" if m[1] == "l" else r"\}", text)
     text = re.sub(r",(?:\\[,;: ]|~)", ", ", text.replace(r",\!", "{,}"))
     text = re.sub(r"(?<!\\)\\[()\[\],;:!]|\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])|\\?\$", "", text)
+    text = re.sub(r"\\([lr])angle(?![A-Za-z])", lambda m: "(" if m[1] == "l" else ")", text)
+    if text.startswith("<") and text.endswith(">") and "," in text:
+        text = f"({text[1:-1]})"
     text = re.sub(r"\\(?:quad|qquad|ldots|dots)(?![A-Za-z])|(?<!\\)\\(?: |$)|~", " ", text)
     text = _TIGHT.sub(lambda m: re.sub(r"(?<!\{),(?!\})", ", ", m[0]), text)  # (1,234) is a pair
     text = re.sub(r"\\[cdt]frac(?![A-Za-z])", r"\\frac", text).replace(r"\%", "%").replace("{,}", ",")
@@ -115,6 +118,7 @@ def clean(text: str) -> str:
     text = re.sub(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"\\degree ", text)
     text = re.sub(r"(?<=\d) ?(?:degrees?\b|\\text\{ ?degrees? ?\})", r"\\degree ", text)
     text = re.sub(r"(?<=\d)\\(?:mathrm|text)\{[eE]\}\{?([-+]?\d+)\}?", r"e\1", text)
+    text = re.sub(r"\\(?:mathrm|mathit|operatorname)\{([ei])\}", r" \1 ", text)
     text = re.sub(r"(?<=[\w)}])\*\* ?(-?\w+)", r"^{\1}", text)
     text = re.sub(r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}", r"\\emptyset", text)
     text = re.sub(r"(?<![\d,.])([1-9]\d{0,2}(?:,\d{3})+)(?!\d|,\d)", lambda m: m[1].replace(",", ""), text)
@@ -158,7 +162,7 @@ def quantity(cleaned: str) -> Quantity | None:
         value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
         places = None if places is None else places - round(log10(_SCALES[scale[1].lower()]))
     named = re.match(r" ?\(([A-Za-z]{3,9})(?:[- ]([A-Za-z]{3,5}))?\)", rest)
-    if named is not None and value == sum(_NAMED.get(word.lower(), 1000) for word in named.groups() if word):
+    if named is not None and value == sum(NAMED.get(word.lower(), 1000) for word in named.groups() if word):
         rest = rest[named.end() :]  # 7 (seven) days
     unit = _unit(rest)
     return None if unit is None else Quantity(value, unit, places)

@@ -1,22 +1,20 @@
 r"""How large the numbers in an expression may become, told from its text before anything evaluates it.
 
 A computer algebra system takes minutes and gigabytes for `9^{9^{9}}`, `(10!)!` or `\prod_{k=1}^{10^{12}} k`, since it
-computes with all digits. `is_small` reads the LaTeX (or plain) text once, roughly, and bounds from above the digits of
+computes with all digits. `digits` reads the LaTeX (or plain) text once, roughly, and bounds from above the digits of
 every part that holds nothing but numbers, and the terms of every power that would be multiplied out.
 
 A part is a fraction p / q with at most 2^over for p and 2^under for q, both at least 1 in size; or unknown, if there
-are variables in it. Constants such as `\pi` and `e` count as numbers below 4 whose powers have no digits to write down,
-only an exponent.
+are variables in it. Constants such as `\pi` and `e` count as numbers below 4.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import comb, log2
+from math import ceil, comb, log2, log10
 
 _MAX_BITS = 2.0**17  # of a number: 39,000 digits
-_MAX_FLOAT_BITS = 2.0**20  # of the exponent of a power of e or pi
 _MAX_TERMS = 500  # of a power of a sum with variables
 _MAX_DEGREE = 10_000  # of a power of one variable
 _MAX_DEPTH = 40
@@ -44,18 +42,15 @@ class _Part:
     """log2 of what p and q of a part are at most.
 
     Attributes:
-      is_float: a power of a constant, of which only the exponent is stored.
       terms: that a part with variables is the sum of; 0: it has no variables.
     """
 
     over: float = 0.0
     under: float = 0.0
-    is_float: bool = False
     terms: int = 0
 
     def checked(self) -> _Part:
-        most = _MAX_FLOAT_BITS if self.is_float else _MAX_BITS
-        if self.over + self.under > most or self.terms > _MAX_TERMS:
+        if self.over + self.under > _MAX_BITS or self.terms > _MAX_TERMS:
             raise _TooLarge
         return self
 
@@ -64,16 +59,19 @@ _ONE = _Part()
 _VARIABLE = _Part(terms=1)
 
 
-def is_small(text: str) -> bool:
-    """Whether evaluating an expression keeps to numbers of 39,000 digits and to sums of 500 terms."""
+def digits(text: str) -> int | None:
+    """How many digits the numbers of an expression have at most; None if evaluating it would take more than 39,000 of
+    them, or sums of more than 500 terms."""
+    most = 0.0
     reader = _Reader([match[0] for match in _TOKEN.finditer(text)])
     try:
         while reader.has_more:
-            reader.sum(0)
+            part = reader.sum(0)
+            most = max(most, part.over + part.under)
             reader.skip()  # a bracket without its partner, a relation, a comma
     except _TooLarge:
-        return False
-    return True
+        return None
+    return ceil(most * log10(2))
 
 
 class _Reader:
@@ -159,7 +157,7 @@ class _Reader:
         if token in _FACTORIALS:
             return _factorial(self._operand(depth + 1))
         if token in _CONSTANTS:
-            constant = _Part(2.0, is_float=True)
+            constant = _Part(2.0)
             return _power(constant, self._operand(depth + 1)) if token in (r"\exp", r"\cosh", r"\sinh") else constant
         if token.startswith("\\") and len(token) > 2 and self._peek() in ("{", "("):
             return self._operand(depth + 1)  # a function whose value is no larger than its argument's
@@ -184,18 +182,17 @@ def _added(total: _Part | None, term: _Part | None) -> _Part | None:
     if total is None or term is None:
         return term if total is None else total
     over = max(total.over + term.under, term.over + total.under) + 1
-    is_float = total.is_float or term.is_float
     terms = total.terms + term.terms + bool(total.terms) * (not term.terms) + bool(term.terms) * (not total.terms)
-    return _Part(over, total.under + term.under, is_float, terms).checked()
+    return _Part(over, total.under + term.under, terms).checked()
 
 
 def _multiplied(a: _Part, b: _Part) -> _Part:
     terms = max(a.terms, 1) * max(b.terms, 1) if a.terms or b.terms else 0
-    return _Part(a.over + b.over, a.under + b.under, a.is_float or b.is_float, terms).checked()
+    return _Part(a.over + b.over, a.under + b.under, terms).checked()
 
 
 def _inverse(a: _Part) -> _Part:
-    return _Part(a.under, a.over, a.is_float, a.terms)
+    return _Part(a.under, a.over, a.terms)
 
 
 def _power(base: _Part, exponent: _Part) -> _Part:
@@ -208,8 +205,7 @@ def _power(base: _Part, exponent: _Part) -> _Part:
         if most > (_MAX_DEGREE if base.terms == 1 else _MAX_TERMS):
             raise _TooLarge
         return _Part(terms=comb(int(most) + base.terms - 1, base.terms - 1)).checked()
-    is_float = base.is_float or exponent.is_float
-    return _Part(max(base.over, base.under) * most, base.under * most, is_float).checked()
+    return _Part(max(base.over, base.under) * most, base.under * most).checked()
 
 
 def _factorial(part: _Part) -> _Part:
@@ -217,7 +213,7 @@ def _factorial(part: _Part) -> _Part:
         return _VARIABLE
     if part.over > 14:
         raise _TooLarge
-    return _Part(part.over * 2.0**part.over, 0.0, part.is_float).checked()
+    return _Part(part.over * 2.0**part.over, 0.0).checked()
 
 
 def _binomial(n: _Part, k: _Part) -> _Part:

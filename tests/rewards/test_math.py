@@ -101,7 +101,8 @@ PIECES = (
     "1/", "1,111", "111 ", "\\frac{", "\\frac{1}{2", "\\frac 1", "\\text{", "**", "**a ", "_", " ", "\n", "$", "-",
     "--1", "1e", ".", "1.", ",", "\\", "\\,", "(", "(1,", "\\{1,", "±", "=", "x=", "12 a", "½", "⁰", "inf", "10^",
     "!", "\\boxed{1},", "</think>", "(1,2)", "\\{1", "\\lbrace", "**2", "7 (seven", "8:30 AM", "30^\\circ", "1.5",
-    ",\\,", "12=", " or ",
+    ",\\,", "12=", " or ", "\\boxed 1", "\\boxed 1{", "\\langle 1,", "<1,", "5 mod ", "5 (mod ", "1_", "base ",
+    "answer: \n", "a", "a, b", "<", "≡", "mod ", "\\begin{pmatrix}", "\\begin{pmatrix}1\\\\", "\n\n", "$$\n",
 )  # fmt: skip
 
 
@@ -113,6 +114,8 @@ def test_time_grows_with_the_length_alone():
         for how in ("auto", "boxed", "answer_tag", "last_number"):
             extract_answer(text, how)
         assert equal(text, "12")[0] is False
+        for reference in ("12", "x+1"):
+            score(text, reference)
         short = text[: LONG // 10]
         equal(short, f"{short}1")  # a reference as long is compared
         assert time.process_time() - began_s < 3, piece

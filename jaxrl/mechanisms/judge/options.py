@@ -56,7 +56,11 @@ class JudgeSection(EndpointOptions):
     )
     score_pattern: Annotated[
         str, "A regular expression whose last match in a verdict holds the score in its first group."
-    ] = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
+    ] = (  # a tag, a heading or a label; marks around the number; what makes it no score: a percentage, a range
+        r"(?i)(?<![a-z])score(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
+        r"[\s*_`\"'<(\[{$]*+(?:\\boxed\{)?((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
+        r"(?![a-z\d%]|,\d|\s*+(?:to|or|[-–—])\s*+\d)"
+    )
     min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
     max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
     num_samples: Annotated[
