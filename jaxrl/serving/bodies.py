@@ -347,6 +347,7 @@ def first_mistake(error: ValidationError, sent: Any) -> tuple[str, str]:
         if path and isinstance(each["input"], str | int | float):
             said += f", found {shortened(each['input'])}"
         progress = [step if isinstance(step, int) else 0 for step in path]
+        progress += [len(value)] if each["type"] == "too_long" else []  # its items are right
         return (progress, has_kind), ".".join(map(str, path)), said
 
     return max(map(found, error.errors(include_url=False, include_context=False)), key=lambda each: each[0])[1:]
