@@ -12,6 +12,7 @@ Source: OpenAI's API reference; vLLM's names for what it adds (`top_k`, `min_p`,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -57,11 +58,10 @@ class Sent(BaseModel):
     def _asked_for(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError("Input should be an object")
-        given = {name: each for name, each in value.items() if each is not None}
-        fields = cls.model_fields if cls.model_config.get("extra") == "forbid" else given
-        for name in [name for name in given if name not in fields][1:]:
-            del given[name]  # one is enough for a refusal
-        return given
+        known = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
+        unknown = (name for name, each in value.items() if each is not None and name not in known)
+        asked = [*known, *itertools.islice(unknown, 1)]  # one is enough for a refusal
+        return {name: value[name] for name in asked if value.get(name) is not None}
 
 
 class Strict(Sent):
@@ -336,7 +336,8 @@ def first_mistake(error: ValidationError, sent: Any) -> tuple[str, str]:
     and among those one whose kind is that of what was sent."""
 
     def found(each: Any) -> tuple[tuple[list[int], bool], str, str]:
-        path, value = [], sent
+        path: list[Any] = []
+        value: Any = sent
         for step in each["loc"]:  # names of a union's alternatives are among them
             if isinstance(value, dict) and (step in value or each["type"] == "missing"):
                 path, value = [*path, step], value.get(step)

@@ -17,12 +17,14 @@ import pytest
 from tiny import write_tiny_model
 from tokenizers import Tokenizer as FastTokenizer
 
+from jaxrl.config import from_mapping
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.data.conversations import ConversationTokens
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import call_id
 from jaxrl.data.turns import Between
+from jaxrl.mechanisms.turns.build import _between
 from jaxrl.models.config import ModelConfig
 
 from .test_conversations import config_of
@@ -236,6 +238,14 @@ def test_answers_of_tools_are_appended(name, tokenizers):
     found = Between(tokenizer).answer(messages[2:], end)
     before = tokenizer.encode(tokenizer.apply_chat_template(messages[:1]) + TALK[1]["content"])
     assert shown(tokenizer, [*before, end, *found]) == tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tool])
+def test_a_run_with_tools_starts(name, tokenizers):
+    """It tries whether the template writes an answer, which Mistral's does for ids of nine letters and digits alone."""
+    section = {"kind": "tools", "path": "tools.py"}
+    config = from_mapping({"model": {"path": "m"}, "data": {"train_files": ["x"]}, "environment": section})
+    _between(config, tokenizers[name])
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "mistral"])
