@@ -54,6 +54,7 @@ _TRIED: tuple[list[dict[str, str]], ...] = (
         {"role": "user", "content": "2 + 2 = ?"},
     ],
 )
+_TRIED_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,9 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
       ValueError: the template is no template, or exceeds a limit.
       RefusedMessages: it refuses these messages, or fails with them.
     """
-    return _rendered_or_refused(
-        _usable(source, place, json.dumps(dict(context), default=str)), place, messages, context
-    )
+    # what tools say is no more tried than what messages say: each new list would be another trial
+    tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context
+    return _rendered_or_refused(_usable(source, place, json.dumps(dict(tried), default=str)), place, messages, context)
 
 
 @lru_cache(maxsize=16)

@@ -14,12 +14,16 @@
   response; what is more of a program than that is text.
 - Gemma and Phi-4 have no form of their own: they call as the prompt has it.
 
-What cannot be read is text: a model that writes half a call has called nothing.
+What cannot be read is text: a model that writes half a call has called nothing. A call of a function that does not
+exist is a call all the same, so that whoever answers can say so, and the calls beside it count. Where a model's marks
+are special tokens, which text leaves out, an object is a call if its function exists or it has a call's names alone,
+and `name{...}` and what stands in `<code>` are calls if one of their functions exists.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 from collections.abc import Collection
@@ -33,25 +37,48 @@ LISTS = (NAMED, "<|tool_call|>")
 FUNCTION_CALLS, CODE, CODE_CLOSES = "<function_calls>", "<code>", "</code>"
 _MARKS = (OPENS, *LISTS, FUNCTION_CALLS)
 _LIST_CLOSES, _FUNCTION_CALLS_CLOSE, _FUNCTOOLS = "<|/tool_call|>", "</function_calls>", "functools["
-_NAMED_CALL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED_CALL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+_BARE_NAME = re.compile(r"([\w.-]{1,64})(\{|\Z)")
+_NAME, _ID = re.compile(r"[\w.:/-]{1,64}"), re.compile(r"[A-Za-z0-9]{9}")
+_OF_A_CALL = {"name", "arguments", "parameters", "id", "type"}
 _BACKSLASH, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN0\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function's name, and its arguments as JSON text."""
+    """A function's name, its arguments as JSON text, and the id that the model gave it, if any."""
 
     name: str
     arguments: str
+    id: str = ""
+
+
+def call_id(*of: Any) -> str:
+    """An id that follows from the arguments: nine letters and digits, since Mistral's templates refuse any other."""
+    return hashlib.sha256(repr(of).encode()).hexdigest()[:9]
+
+
+def arguments_of(given: Any) -> dict[str, Any]:
+    """A call's arguments: an object, as JSON text or as it is. Blank text and null are no arguments.
+
+    Raises ValueError for anything else."""
+    try:
+        if isinstance(given, str):
+            given = json.loads(given, parse_constant=_no_number) if given.strip() else None
+    except (ValueError, RecursionError):
+        given = ""
+    if not isinstance(given, dict | None):
+        raise ValueError("must be a JSON object")
+    return given or {}
 
 
 def calls_in(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    """(what stands around the calls, the calls); (text, []) where there is none, or one that cannot be read, or one of
-    a function that is not among `names`."""
+    """(what stands around the calls, the calls); (text, []) where there is none, or one that cannot be read. `names`:
+    of the functions that exist."""
     found = _read(text, names)
-    if found is None or not found[1] or any(call.name not in names for call in found[1]):
-        return text, []
-    return found
+    if found and found[1] and all(call.name in names or _NAME.fullmatch(call.name) for call in found[1]):
+        return found
+    return text, []
 
 
 def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
@@ -60,7 +87,8 @@ def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
     _, mark = min(((text.find(mark), mark) for mark in _MARKS if mark in text), default=(0, CODE))
     if mark == CODE:
         before, opened, rest = text.rstrip().rpartition(CODE)
-        return _python(before, rest, CODE_CLOSES) if opened and rest.endswith(CODE_CLOSES) else None
+        found = _python(before, rest, CODE_CLOSES) if opened and rest.endswith(CODE_CLOSES) else None
+        return found if found and any(call.name in names for call in found[1]) else None
     before, rest = text.split(mark, 1)
     if mark == OPENS:
         return _tagged(before, rest)
@@ -75,11 +103,11 @@ def seems_to_call(text: str) -> bool:
     return marked or text.lstrip().startswith(('{"name"', '[{"name"', _FUNCTOOLS))
 
 
-def may_begin(text: str, names: Collection[str]) -> int:
+def may_begin(text: str) -> int:
     """How much of a growing response is certainly no part of a call: what may be handed out already."""
-    stripped = text.lstrip()
-    begins = (PYTHON_TAG, _FUNCTOOLS, *(f"{name}{{" for name in names))
-    if stripped.startswith(("{", "[")) or any(x.startswith(stripped) or stripped.startswith(x) for x in begins):
+    stripped, begins = text.lstrip(), (PYTHON_TAG, _FUNCTOOLS)
+    begun = any(begin.startswith(stripped) or stripped.startswith(begin) for begin in begins)
+    if begun or stripped.startswith(("{", "[")) or _BARE_NAME.match(stripped):
         return 0
     marks = (*_MARKS, CODE)
     if places := [place for mark in marks if (place := text.find(mark)) >= 0]:
@@ -102,12 +130,12 @@ def _tagged(before: str, text: str) -> tuple[str, list[Call]] | None:
             return before.rstrip(), calls
 
 
-def _listed(before: str, text: str) -> tuple[str, list[Call]] | None:
+def _listed(before: str, text: str, names: Collection[str] | None = None) -> tuple[str, list[Call]] | None:
     try:
         values = json.loads(text.strip().removesuffix(_LIST_CLOSES), parse_constant=_no_number)
     except (ValueError, RecursionError):
         return None
-    calls = [_of_object(value) for value in values] if isinstance(values, list) else []
+    calls = [_of_object(value, names) for value in values] if isinstance(values, list) else []
     return (before.rstrip(), [call for call in calls if call is not None]) if calls and all(calls) else None
 
 
@@ -115,7 +143,7 @@ def _named(before: str, text: str) -> tuple[str, list[Call]] | None:
     calls: list[Call] = []
     while match := _NAMED_CALL.match(text):
         value, rest = _first(text[match.end() :])
-        call = _of_object({"name": match[1], "arguments": value})
+        call = None if value is None else _made(match[1], value, match[2])
         if call is None or (rest and not rest.startswith(NAMED)):
             return None
         calls.append(call)
@@ -164,21 +192,17 @@ def _value(node: ast.expr | None) -> Any:
 def _bare(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
     rest, calls = text.strip().removeprefix(PYTHON_TAG).strip(), []
     if rest.startswith(("[", _FUNCTOOLS)):
-        return _listed("", rest.removeprefix(_FUNCTOOLS[:-1]))
+        return _listed("", rest.removeprefix(_FUNCTOOLS[:-1]), names)
+    is_named = _BARE_NAME.match(rest) is not None
     while rest:
-        name = next((name for name in names if rest.startswith(f"{name}{{")), "")
-        rest = rest[len(name) :]
-        if not rest.startswith("{"):
-            return None
-        value, rest = _first(rest)
-        call = _of_object({"name": name, "arguments": value} if name else value)
-        if call is None:
+        match = _BARE_NAME.match(rest) if is_named else None
+        value, rest = _first(rest[match.end(1) if match else 0 :])
+        call = _made(match[1], value) if match and value is not None else _of_object(value, names)
+        if call is None or (rest and not is_named and not rest.startswith(";")):
             return None
         calls.append(call)
-        if rest and not name and not rest.startswith(";"):
-            return None
         rest = rest.removeprefix(";").strip()
-    return "", calls
+    return ("", calls) if not is_named or any(call.name in names for call in calls) else None
 
 
 def _no_number(name: str) -> None:
@@ -198,23 +222,22 @@ def _first(text: str) -> tuple[Any, str]:
     return value, text[end:].lstrip()
 
 
-def _of_object(value: Any) -> Call | None:
+def _of_object(value: Any, names: Collection[str] | None = None) -> Call | None:
+    """`names`: None where marks say that it is a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    given = value.get("arguments", value.get("parameters", {}))
-    if isinstance(given, str):  # written as text, as OpenAI hands it out
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            return None
-    return _made(value["name"], given) if isinstance(given, dict) else None
+    given = value.get("arguments", value.get("parameters"))
+    if names is not None and value["name"] not in names and (given is None or not value.keys() <= _OF_A_CALL):
+        return None
+    return _made(value["name"], given, value.get("id"))
 
 
-def _made(name: str, given: dict[str, Any]) -> Call | None:
-    """None where the arguments hold a number too large for JSON, or half a character, or are nested too deep."""
+def _made(name: str, given: Any, own_id: Any = None) -> Call | None:
+    """None where the arguments are no object, hold a number too large for JSON, or half a character, or are nested too
+    deep."""
     try:
-        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        arguments = json.dumps(arguments_of(given), ensure_ascii=False, allow_nan=False)
         arguments.encode()
     except (ValueError, RecursionError):
         return None
-    return Call(name, arguments)
+    return Call(name, arguments, own_id if isinstance(own_id, str) and _ID.fullmatch(own_id) else "")

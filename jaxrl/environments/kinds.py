@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from jaxrl.data.tool_calls import Call
+from jaxrl.data.tool_calls import Call, call_id
 from jaxrl.environments import program_server
 from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
 from jaxrl.environments.schemas import tool_schema
@@ -255,14 +255,14 @@ def answers(
     wrong. Returns whether all have ended."""
     if action.is_unread:
         text = f"Error: this call cannot be read. Tools are: {', '.join(functions)}"
-        return StepResult(next_observation=[_message("", text)], metrics={"tool_calls": 1, "tool_errors": 1}), True
+        return StepResult(next_observation=[tool_message(text)], metrics={"tool_calls": 1, "tool_errors": 1}), True
     threads = ThreadPoolExecutor(min(at_once, len(action.calls)))
     room = MAX_ANSWER // len(action.calls)
     running = [threads.submit(_answer, functions.get(call.name), call, room) for call in action.calls]
     done, late = wait(running, timeout_s or None)
     threads.shutdown(wait=False, cancel_futures=True)
     found = [each.result() if each in done else (f"Error: no answer within {timeout_s:g} s", False) for each in running]
-    messages = [_message(call.name, text) for call, (text, _) in zip(action.calls, found, strict=True)]
+    messages = [tool_message(text, *each) for (text, _), each in zip(found, enumerate(action.calls), strict=True)]
     counts = {
         "tool_calls": len(found),
         "tool_errors": sum(not is_well for _, is_well in found),
@@ -271,8 +271,10 @@ def answers(
     return StepResult(next_observation=messages, metrics=counts), not late
 
 
-def _message(name: str, text: str) -> Message:
-    return {"role": "tool", "content": text} | ({"name": name} if name else {})
+def tool_message(text: str, number: int = 0, call: Call | None = None) -> Message:
+    """The answer to a call, by its number in the turn; None: to one that cannot be read."""
+    message = {"role": "tool", "content": text, "tool_call_id": call_id(number)}
+    return message if call is None else message | {"name": call.name, "tool_call_id": call.id or call_id(number)}
 
 
 def _answer(function: Callable[..., Any] | None, call: Call, room: int) -> tuple[str, bool]:

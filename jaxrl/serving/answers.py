@@ -90,7 +90,7 @@ class Chat:
     """An answer of `/v1/chat/completions`.
 
     Args:
-      names: functions that may be called; a call of another one is text.
+      names: functions that may be called; none: calls are text.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Chat:
         text = choice.text.text
         if not self._names:
             return text, []
-        return calls_in(text, self._names) if choice.finish_reason else (text[: may_begin(text, self._names)], [])
+        return calls_in(text, self._names) if choice.finish_reason else (text[: may_begin(text)], [])
 
     def _rest(self, choice: Choice, calls: list[Call], start: int) -> dict[str, Any]:
         """What a choice has beside its message; of the tokens from `start` on."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -29,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.serving import openapi
 from jaxrl.serving.answers import DONE, Answer, Chat, Completion, TokenTexts, event, generated
-from jaxrl.serving.bodies import Asked, ChatBody, CompletionBody, GenerateBody, Strict
+from jaxrl.serving.bodies import Asked, ChatBody, CompletionBody, GenerateBody, Strict, first_mistake
 from jaxrl.serving.drawing import Drawing, Growth
 from jaxrl.serving.driver import Busy, Closing, Failed
 from jaxrl.serving.objects import error_object
@@ -39,6 +38,7 @@ MAX_SESSION = 200
 DEFAULT_TOKENS = 16
 """Of a completion; a message of a chat may fill what is left, as OpenAI's API has both."""
 Body = TypeVar("Body", bound=Strict)
+Handler = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger(__name__)
 
 
@@ -77,14 +77,15 @@ class Routes:
             "/v1/chat/completions": self.chat,
             "/inference/v1/generate": self.generate,
         }
-        routes = [Route(path, self._answered(answer), methods=["POST"]) for path, answer in post.items()]
-        routes += [
-            Route("/v1/models", self._answered(self.models), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._answered(self.one_model), methods=["GET"]),
-            Route("/metrics", self._answered(self.metrics), methods=["GET"]),
-            Route("/openapi.json", self._answered(self.openapi), methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-        ]
+        get = {
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.one_model,
+            "/metrics": self.metrics,
+            "/openapi.json": self.openapi,
+        }
+        routes = [Route(path, self._answered(path, answer), methods=["POST"]) for path, answer in post.items()]
+        routes += [Route(path, self._answered(path, answer), methods=["GET"]) for path, answer in get.items()]
+        routes.append(Route("/health", self.health, methods=["GET"]))
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     # -- routes --------------------------------------------------------------------------------------------------------
@@ -107,10 +108,7 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
-        encode = partial(self.drawing.encode, add_special_tokens=True)
-        prompts = [encode(each) if isinstance(each, str) else each for each in body.prompts]
-        if not all(prompts):
-            raise Refused(400, "the prompt has no tokens", "prompt")
+        prompts = await asyncio.to_thread(lambda: [*self._encoded(body)])
         growth = self._begun(request, body, prompts, body.max_tokens, DEFAULT_TOKENS)
         answer = Completion(body, growth, self.drawing.tokenizer, self.face.model)
         return await self._whole_or_streamed(request, body, growth, answer)
@@ -138,12 +136,7 @@ class Routes:
             found += piece
             if len(found) > self.face.max_body_bytes:
                 raise Refused(413, f"a body may have {self.face.max_body_bytes} bytes")
-        try:
-            body = kind.model_validate_json(bytes(found))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise Refused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from None
+        body = await asyncio.to_thread(_checked, found, kind)
         self._check_model(getattr(body, "model", None))
         return body
 
@@ -171,13 +164,21 @@ class Routes:
         params = body.params(self.drawing.max_tokens(prompts, asked, default), self.drawing.stop_token_ids)
         return self.drawing.begin(self.drawing.requests(prompts, params, body.n or 1, body.seed, session))
 
+    def _encoded(self, body: CompletionBody) -> Iterator[list[int]]:
+        """The prompts' tokens. The first prompt that is refused spares reading the others."""
+        for each in body.prompts:
+            prompt = self.drawing.encode(each, add_special_tokens=True) if isinstance(each, str) else each
+            if not prompt:
+                raise Refused(400, "the prompt has no tokens", "prompt")
+            self.drawing.max_tokens([prompt], body.max_tokens)
+            yield prompt
+
     def _rendered(self, body: ChatBody) -> list[int]:
         """The conversation's tokens, in the model's own template."""
         variables = dict(body.chat_template_kwargs or {})
         if body.callable_tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
-        messages = [_as_template_has_it(message) for message in body.messages]
-        text = self.drawing.tokenizer.apply_chat_template(messages, **variables)
+        text = self.drawing.tokenizer.apply_chat_template([each.given for each in body.messages], **variables)
         return self.drawing.encode(text)
 
     async def _whole_or_streamed(self, request: Request, body: Asked, growth: Growth, answer: Answer) -> Response:
@@ -209,10 +210,10 @@ class Routes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _answered(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _answered(self, route: str, answer: Handler) -> Handler:
         async def answered(request: Request) -> Response:
             response = await tried(request)
-            self.drawing.figures.requests.labels(request.url.path, response.status_code).inc()
+            self.drawing.figures.requests.labels(route, response.status_code).inc()
             return response
 
         async def tried(request: Request) -> Response:
@@ -278,29 +279,16 @@ async def _events(growth: Growth, answer: Answer, includes_usage: bool) -> Async
     yield DONE
 
 
-def _as_template_has_it(message: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        # templates write the arguments as JSON themselves
-        found["tool_calls"] = [
-            {
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _object(text: str) -> Any:
+def _checked(content: bytearray, kind: type[Body]) -> Body:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+        sent = from_json(content, cache_strings="none")  # a cache costs where a million names differ
+    except ValueError as error:
+        raise Refused(400, f"Invalid JSON: {error}") from None
+    try:
+        return kind.model_validate(sent)
+    except ValidationError as error:
+        place, said = first_mistake(error, sent)
+        raise Refused(400, f"{place}: {said}" if place else said, place or None) from None
 
 
 def _without_place(message: str) -> str:

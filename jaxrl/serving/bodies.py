@@ -2,7 +2,9 @@
 
 A name that is not listed is refused, and so is a value that would change what is drawn and that this server does not
 know: a client is never answered as if it had asked for something else. What changes nothing here (`user`, `metadata`)
-is taken and ignored.
+is taken and ignored, and null asks for nothing, whatever its name.
+
+A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
 
 Source: OpenAI's API reference; vLLM's names for what it adds (`top_k`, `min_p`, `return_token_ids`,
 `chat_template_kwargs`) and its route `/inference/v1/generate`.
@@ -10,10 +12,23 @@ Source: OpenAI's API reference; vLLM's names for what it adds (`top_k`, `min_p`,
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import itertools
+from collections.abc import Mapping
+from reprlib import repr as shortened
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from jaxrl.data.tool_calls import arguments_of
 from jaxrl.types import SamplingParams
 
 MAX_CHOICES = 128
@@ -22,14 +37,34 @@ MAX_TOP_LOGPROBS = 20
 """As OpenAI's API has it."""
 MIN_TEMPERATURE = 1e-4
 MAX_SEED = 2**63 - 1
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of an assistant's thoughts in messages; chat templates differ in the one that they read."""
 
-Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Item = TypeVar("Item")
+Many = Annotated[list[Item], Field(fail_fast=True)]
+Token = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=1 << 22)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Neutral = Literal[0] | None
 
 
-class Strict(BaseModel):
+class Sent(BaseModel):
+    """A mapping; a name whose value is null counts as left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked_for(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError("Input should be an object")
+        known = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
+        unknown = (name for name, each in value.items() if each is not None and name not in known)
+        asked = [*known, *itertools.islice(unknown, 1)]  # one is enough for a refusal
+        return {name: value[name] for name in asked if value.get(name) is not None}
+
+
+class Strict(Sent):
     """A mapping with these names and no others."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -50,8 +85,8 @@ class Sampling(Strict):
     top_k: int | None = Field(default=0, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(default=0.0, ge=0, lt=1)
     seed: int | None = Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[Many[Token], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     # of a distribution that is not the model's: known, and not done
     frequency_penalty: Neutral = None
@@ -117,7 +152,7 @@ class Asked(Sampling):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[Many[Token], Field(min_length=1, max_length=1 << 20)]
 
 
 class CompletionBody(Asked):
@@ -126,8 +161,8 @@ class CompletionBody(Asked):
     prompt: (
         Text
         | Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[Many[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[Many[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
     )
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: Literal[False] | None = None
@@ -173,40 +208,58 @@ class Part(Strict):
     type: Literal["text"]
     text: Text
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "text":
+            raise ValueError("must be 'text': this server takes no images, sound or files")
+        return value
 
-class Called(BaseModel):
-    """A function that the model has called, in an earlier turn."""
 
-    model_config = ConfigDict(extra="ignore")
+Arguments = Annotated[dict[str, Any], BeforeValidator(arguments_of, json_schema_input_type=str | dict[str, Any])]
+
+
+class Called(Sent):
+    """A function that the model has called, in an earlier turn. Templates write the arguments as JSON themselves."""
 
     name: str
-    arguments: str = "{}"
+    arguments: Arguments = {}
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
+class ToolCall(Sent):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Called
 
 
-class Message(BaseModel):
+class Message(Sent):
     """A turn of the conversation."""
 
-    model_config = ConfigDict(extra="allow")
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[Part] | None = None
+    content: Text | Many[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: Text | None = Field(default=None, validation_alias=AliasChoices(*REASONING))
+    function_call: None = None
 
     @property
     def text(self) -> str:
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The message, as chat templates take it. They ask what is defined, so what is None is left out."""
+        calls = [
+            ({} if call.id is None else {"id": call.id}) | {"type": call.type, "function": dict(call.function)}
+            for call in self.tool_calls or ()
+        ]
+        beside = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None}
+        beside |= dict.fromkeys(REASONING, self.reasoning)
+        found = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        return found | {name: value for name, value in beside.items() if value is not None}
 
 
 class ResponseFormat(Strict):
@@ -218,17 +271,17 @@ class ResponseFormat(Strict):
 class ChatBody(Asked):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_CHOICES)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
 
     @property
     def num_top(self) -> int:
@@ -276,3 +329,26 @@ class GenerateBody(Strict):
     cache_salt: str | None = None
     priority: Literal[0] | None = None
     stream: Literal[False] | None = None
+
+
+def first_mistake(error: ValidationError, sent: Any) -> tuple[str, str]:
+    """(a place in what was sent, or "", and what is wrong there). Of a union, the alternative that got furthest counts,
+    and among those one whose kind is that of what was sent."""
+
+    def found(each: Any) -> tuple[tuple[list[int], bool], str, str]:
+        path: list[Any] = []
+        value: Any = sent
+        for step in each["loc"]:  # names of a union's alternatives are among them
+            if isinstance(value, dict) and (step in value or each["type"] == "missing"):
+                path, value = [*path, step], value.get(step)
+            elif isinstance(value, list) and isinstance(step, int):
+                path, value = [*path, step], value[step]
+        has_kind = not each["type"].endswith("_type")
+        said = each["msg"].removeprefix("Value error, ")
+        if path and isinstance(each["input"], str | int | float):
+            said += f", found {shortened(each['input'])}"
+        progress = [step if isinstance(step, int) else 0 for step in path]
+        progress += [len(value)] if each["type"] == "too_long" else []  # its items are right
+        return (progress, has_kind), ".".join(map(str, path)), said
+
+    return max(map(found, error.errors(include_url=False, include_context=False)), key=lambda each: each[0])[1:]

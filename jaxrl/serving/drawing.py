@@ -73,7 +73,7 @@ class Drawing:
             raise ValueError(
                 f"the prompt has {len(text)} characters, which are more than {self.max_length} tokens: shorten it"
             )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]  # other threads run on
 
     def max_tokens(self, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
         """Tokens that each response may have: as many as are asked for; or `default`, or as there is room for.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.data.tool_calls import Call
+from jaxrl.data.tool_calls import Call, call_id
 
 
-def tool_calls(calls: Sequence[Call], answer_id: str, index: int) -> list[dict[str, Any]]:
-    """As an assistant's message has them."""
+def tool_calls(calls: Sequence[Call], *message: Any) -> list[dict[str, Any]]:
+    """As an assistant's message has them; `message` says which one it is, as ids of calls differ."""
     return [
         {
-            "id": f"call_{answer_id}_{index}_{number}",
+            "id": call.id or call_id(*message, number),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }

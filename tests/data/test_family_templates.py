@@ -17,11 +17,14 @@ import pytest
 from tiny import write_tiny_model
 from tokenizers import Tokenizer as FastTokenizer
 
+from jaxrl.config import from_mapping
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.data.conversations import ConversationTokens
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tool_calls import call_id
 from jaxrl.data.turns import Between
+from jaxrl.mechanisms.turns.build import _between
 from jaxrl.models.config import ModelConfig
 
 from .test_conversations import config_of
@@ -60,7 +63,9 @@ MISTRAL = (
 {%- if m.role == 'user' %}
 {%- if tools and m == asked[-1] %}{{ '[AVAILABLE_TOOLS]' ~ tools | tojson ~ '[/AVAILABLE_TOOLS]' }}{% endif %}
 {{- '[INST]' ~ (messages[0].content ~ '\n\n' if has and loop.last else '') ~ m.content ~ '[/INST]' }}
-{%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' ~ {'content': m.content} | tojson ~ '[/TOOL_RESULTS]' }}
+{%- elif m.role == 'tool' %}
+{%- if m.tool_call_id is undefined or m.tool_call_id | length != 9 %}{{ raise_exception('no id of 9') }}{% endif %}
+{{- '[TOOL_RESULTS]' ~ {'content': m.content, 'call_id': m.tool_call_id} | tojson ~ '[/TOOL_RESULTS]' }}
 {%- else %}{{ m.content ~ eos_token }}{% endif %}
 {%- endfor %}"""
 )
@@ -228,11 +233,19 @@ def test_a_family_without_tools_refuses_their_answers(name, tokenizers):
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tool])
 def test_answers_of_tools_are_appended(name, tokenizers):
     tokenizer, family = tokenizers[name], FAMILIES[name]
-    messages = [*TALK[:2], {"role": "tool", "content": "4"}]
+    messages = [*TALK[:2], {"role": "tool", "content": "4", "tool_call_id": call_id(0)}]
     end = tokenizer.encode(family.end)[0]
     found = Between(tokenizer).answer(messages[2:], end)
     before = tokenizer.encode(tokenizer.apply_chat_template(messages[:1]) + TALK[1]["content"])
     assert shown(tokenizer, [*before, end, *found]) == tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tool])
+def test_a_run_with_tools_starts(name, tokenizers):
+    """It tries whether the template writes an answer, which Mistral's does for ids of nine letters and digits alone."""
+    section = {"kind": "tools", "path": "tools.py"}
+    config = from_mapping({"model": {"path": "m"}, "data": {"train_files": ["x"]}, "environment": section})
+    _between(config, tokenizers[name])
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "mistral"])

@@ -127,8 +127,8 @@ def test_a_call_that_takes_too_long_leaves_the_others_their_answers(tools: Funct
     [
         '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>',
         "<tool_call>add(1)</tool_call>",
-        '<tool_call>{"name": "subtract", "arguments": {}}</tool_call>',
-        '{"name": "subtract", "parameters": {}}',
+        '{"name": "subtract"}',
+        '<tool_call>{"name": "<|im_end|>", "arguments": {}}</tool_call>',
     ],
 )
 def test_a_call_that_cannot_be_read_is_answered_so(tools: FunctionTools, text: str):
@@ -137,6 +137,33 @@ def test_a_call_that_cannot_be_read_is_answered_so(tools: FunctionTools, text: s
     assert content.startswith("Error: this call cannot be read. Tools are: add, meet, ")
     assert result.metrics == {"tool_calls": 1, "tool_errors": 1}
     assert not Action.of(text, []).is_unread, "there is nothing to call"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "subtract"}</tool_call><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        '{"name": "subtract", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}',
+        '[{"name": "subtract", "arguments": {}}, {"name": "add", "arguments": {"a": 1}}]',
+        'subtract{}add{"a": 1}',
+        "<function_calls>subtract()\nadd(a=1)</function_calls>",
+    ],
+)
+def test_a_tool_that_does_not_exist_leaves_the_one_beside_it_its_answer(tools: FunctionTools, text: str):
+    result, _ = tools.step({}, None, Action.of(text, tools.schemas))
+    assert contents(result) == ["Error: subtract is no tool of this conversation", "2"]
+    assert [message["name"] for message in result.messages] == ["subtract", "add"]
+    assert result.metrics == COUNTS | {"tool_calls": 2, "tool_errors": 1}
+
+
+def test_answers_have_the_ids_of_their_calls(tools: FunctionTools):
+    """Nine letters and digits, as Mistral's templates want them: the model's own, or others that do not change from run
+    to run."""
+    text = '[{"name": "add", "arguments": {"a": 1}, "id": "a1B2c3D4e"}, {"name": "add", "arguments": {"a": 1}}]'
+    first, _ = tools.step({}, None, Action.of(text, tools.schemas))
+    unread, _ = tools.step({}, None, Action.of("<tool_call>{", tools.schemas))
+    own, made, of_unread = (message["tool_call_id"] for message in (*first.messages, *unread.messages))
+    assert (own, made, of_unread) == ("a1B2c3D4e", "28cb03b06", "91d6039a0")
 
 
 def test_a_file_without_tools():

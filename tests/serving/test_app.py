@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import httpx2
 import jax
 import numpy as np
 import pytest
+from pydantic import ValidationError
+from pydantic_core import from_json
 from served import LENGTH, ROWS, WAITING, Client, Talk, talk_to
 from starlette.requests import ClientDisconnect
 
 from jaxrl.serving.answers import Completion
 from jaxrl.serving.app import Face, Routes, Streamed
-from jaxrl.serving.bodies import CompletionBody
+from jaxrl.serving.bodies import ChatBody, CompletionBody
 from jaxrl.serving.drawing import Drawing
 from jaxrl.serving.driver import Driver
 from jaxrl.text import TextEngine
@@ -250,9 +253,56 @@ REFUSED = [
     ),
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids: List should have at least 1 item"),
     ("/inference/v1/generate", {"token_ids": [-1]}, 400, "token_ids.0"),
+    # what was sent decides which alternative of a union is spoken of
+    ("/v1/completions", {"prompt": [-1]}, 400, "prompt.0: Input should be greater than or equal to 0, found -1"),
+    ("/v1/completions", {"prompt": [[1, 2], [3, -1]]}, 400, "prompt.1.1: Input should be greater than or equal to 0"),
+    ("/v1/completions", {"prompt": ["a", 5]}, 400, "prompt.1: Input should be a valid string, found 5"),
+    ("/v1/completions", {"prompt": [5, "a"]}, 400, "prompt.1: Input should be a valid integer, found 'a'"),
+    ("/v1/completions", {"prompt": ["5", 5]}, 400, "prompt.1: Input should be a valid string, found 5"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt: List should have at least 1 item"),
+    ("/v1/completions", {"prompt": ["x"] * 129}, 400, "prompt: List should have at most 128 items"),
+    ("/v1/completions", {"prompt": None}, 400, "prompt: Field required"),
+    ("/v1/completions", {"prompt": "x", "stop": ["y"] * 17}, 400, "stop: List should have at most 16 items"),
+    ("/v1/completions", {"prompt": "x", "stop": ["y", ""]}, 400, "stop.1: String should have at least 1 character"),
+    ("/v1/completions", {"prompt": "x", "stop": ["y", 3]}, 400, "stop.1: Input should be a valid string, found 3"),
+    *(
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}, 400, f"messages.0.content{said}")
+        for parts, said in (
+            (
+                [{"type": "image_url", "image_url": {"url": "u"}}],
+                ".0.type: must be 'text': this server takes no images",
+            ),
+            ([{"type": "text", "text": "a"}, {"type": "input_audio"}], ".1.type: must be 'text': this server takes no"),
+            ([{"type": "text"}], ".0.text: Field required"),
+            ([{"type": "text", "text": 3}], ".0.text: Input should be a valid string, found 3"),
+            (["a"], ".0: Input should be"),
+            (3, ": Input should be a valid string, found 3"),
+        )
+    ),
+    *(
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    *CHAT,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": each}}]},
+                ]
+            },
+            400,
+            "messages.1.tool_calls.0.function.arguments: must be a JSON object, found ",
+        )
+        for each in ("[1]", "[]", "3", '"{}"', "{", "x", '{"a": NaN}', "[" * 100_000, 3, True)
+    ),
     ("/nowhere", {}, 404, "POST /nowhere: Not Found"),
     ("/v1/models", {}, 405, "Method Not Allowed"),
 ]
+
+
+def path_leads(body: Any, path: str) -> bool:
+    """Whether a client has sent something there."""
+    for step in path.split("."):
+        body = body[int(step)] if isinstance(body, list) else body.get(step) if isinstance(body, dict) else None
+    return body is not None
 
 
 def test_what_is_refused(talk: Talk, tiny_model: Path):
@@ -262,6 +312,7 @@ def test_what_is_refused(talk: Talk, tiny_model: Path):
             error = response.json()["error"]
             assert (response.status_code, said in error["message"]) == (status, True), (path, body, error)
             assert error.keys() == {"message", "type", "param", "code"}
+            assert error["param"] is None or path_leads(body, error["param"]) or "required" in error["message"]
             assert str(tiny_model) not in response.text
         broken = await client.post("/v1/completions", content=b'{"prompt": ')
         assert (broken.status_code, "Invalid JSON" in broken.text) == (400, True)
@@ -274,7 +325,10 @@ def test_what_is_refused(talk: Talk, tiny_model: Path):
 def test_what_clients_leave_open(talk: Talk):
     """Nulls are defaults, a completion has 16 tokens, a model has its name, and half a character has no bytes."""
     nulls = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "stop", "seed", "logprobs"))
-    deep = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+    deep = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": '{"a": ' * 900 + "1" + "}" * 900}}],
+    }
 
     async def conversation(client: Client) -> None:
         found = (await client.post("/v1/completions", json={"prompt": "p", **nulls, "seed": 3})).json()
@@ -288,6 +342,93 @@ def test_what_clients_leave_open(talk: Talk):
         assert all((each["bytes"] is None) == ("\ufffd" in each["token"]) for each in told)
 
     talk(conversation)
+
+
+NULLS = [
+    ("/v1/completions", {"prompt": "x", "beam": None, "suffix": None, "stream_options": None}),
+    ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": None, "other": None}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "audio": None, "refusal": None}]}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "more": None}]}]},
+    ),
+    ("/v1/chat/completions", {"messages": CHAT, "tools": None, "reasoning_effort": None, "function_call": None}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": None, "features": None}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"best_of": None}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NULLS)
+def test_null_asks_for_nothing_whatever_its_name(talk: Talk, path: str, body: dict[str, Any]):
+    async def conversation(client: Client) -> None:
+        response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
+
+    talk(conversation)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [-1] * 100_000},
+        {"prompt": [["x"] * 100_000]},
+        {"prompt": [[]] * 100},
+        {"prompt": ["x"], "stop": [""] * 100_000},
+        {"prompt": "x", "stop_token_ids": ["x"] * 100_000},
+        {"prompt": "x", **dict.fromkeys(map(str, range(100_000)), 1)},
+        {"messages": [0] * 10_000},
+        {"messages": [{"role": "user", "content": [0] * 100_000}]},
+        {"messages": [{"role": "assistant", "tool_calls": [0] * 100_000}]},
+        {"messages": CHAT, "tools": [{**dict.fromkeys(map(str, range(100_000)), 1)}] * 100},
+        {"messages": CHAT, "modalities": [0] * 100_000},
+    ],
+    ids=lambda body: next(reversed(body)),
+)
+def test_mistakes_are_counted_no_further_than_the_first(body: dict[str, Any]):
+    """An alternative of a union, or a field, has one each: a million of them cost gigabytes."""
+    with pytest.raises(ValidationError) as found:
+        (ChatBody if "messages" in body else CompletionBody).model_validate(body)
+    assert found.value.error_count() <= 8
+
+
+def test_others_do_not_wait_for_bodies_and_prompts(talk: Talk, engine: TextEngine, monkeypatch: pytest.MonkeyPatch):
+    """Which are read in other threads than the one that answers; the first prompt that is too long is the last read."""
+    read: list[threading.Thread] = []
+
+    def noted(inner: Any) -> Any:
+        return lambda *given, **named: (read.append(threading.current_thread()), inner(*given, **named))[1]
+
+    async def conversation(client: Client) -> None:
+        response = await client.post("/v1/completions", json={"prompt": ["x", "y" * 999, *"abcdefg"], "max_tokens": 3})
+        assert "the longest sequence has 256 tokens; the prompt has 999" in response.json()["error"]["message"]
+        assert len(read) == 3, "the body, and two prompts"
+        response = await client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 3})
+        assert (response.status_code, len(read)) == (200, 5)
+        assert threading.current_thread() not in read
+
+    monkeypatch.setattr("jaxrl.serving.app.from_json", noted(from_json))
+    monkeypatch.setattr(Drawing, "encode", noted(Drawing.encode))
+    talk(conversation)
+
+
+def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):
+    async def conversation(client: Client) -> None:
+        async def rows() -> list[str]:
+            found = (await client.get("/metrics", headers={"Authorization": "Bearer k"})).text.splitlines()
+            return [line.split(" ")[0] for line in found if line.startswith("jaxrl_requests_total")]
+
+        for key in ("k", "other"):
+            await client.get("/v1/models/none", headers={"Authorization": f"Bearer {key}"})
+        await rows()
+        before = await rows()
+        for i in range(50):
+            for key in ("k", "other"):
+                await client.get(f"/v1/models/{i}", headers={"Authorization": f"Bearer {key}"})
+                await client.get(f"/{i}", headers={"Authorization": f"Bearer {key}"})
+        assert await rows() == before
+        assert 'jaxrl_requests_total{route="/v1/models/{name:path}",status="404"}' in before
+
+    talk(conversation, Face("tiny", "k"))
 
 
 def test_an_empty_session_is_none(talk: Talk, engine: TextEngine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from jaxrl.data.tool_calls import Call, calls_in, may_begin, seems_to_call
 
 NAMES = {"look", "add"}
 ONE = '{"name": "look", "arguments": {"at": "é"}}'
+OTHER = Call("other", "{}")
 LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
 
 
@@ -44,7 +46,24 @@ LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
         (f"functools[{ONE}]", "", [LOOK]),
         ('[TOOL_CALLS]look[ARGS]{"at": "é"}', "", [LOOK]),
         ('I look.[TOOL_CALLS]look{"at": "é"}[TOOL_CALLS]add[ARGS]{"a":1,"b":[2]}', "I look.", [LOOK, ADD]),
-        ('[TOOL_CALLS]look[CALL_ID]a1B2c3D4e[ARGS] {"at": "é"}', "", [LOOK]),
+        ('[TOOL_CALLS]look[CALL_ID]a1B2c3D4e[ARGS] {"at": "é"}', "", [replace(LOOK, id="a1B2c3D4e")]),
+        ('[{"name": "look", "arguments": {"at": "é"}, "id": "a1B2c3D4e"}]', "", [replace(LOOK, id="a1B2c3D4e")]),
+        ('[{"name": "look", "arguments": {"at": "é"}, "id": "call_1"}]', "", [LOOK]),
+        # of a function that does not exist: where marks, or the names in an object, say that it is a call
+        ('<tool_call>{"name": "other"}</tool_call>', "", [OTHER]),
+        (f'<tool_call>{{"name": "other"}}</tool_call><tool_call>{ONE}</tool_call>', "", [OTHER, LOOK]),
+        (f"[TOOL_CALLS]other{{}}[TOOL_CALLS]look{LOOK.arguments}", "", [OTHER, LOOK]),
+        ("[TOOL_CALLS]other[ARGS]{}", "", [OTHER]),
+        ('{"name": "other", "parameters": {}}', "", [OTHER]),
+        ('{"type": "function", "name": "other", "parameters": {}}', "", [OTHER]),
+        (f'{ONE}; {{"name": "other", "parameters": {{}}}}', "", [LOOK, OTHER]),
+        (f'[{ONE}, {{"name": "other", "arguments": {{}}}}]', "", [LOOK, OTHER]),
+        (f"look{LOOK.arguments}other{{}}", "", [LOOK, OTHER]),
+        (f"other{{}}look{LOOK.arguments}", "", [OTHER, LOOK]),
+        ("<function_calls>other()</function_calls>", "", [OTHER]),
+        ("<code>other()\nlook(at='é')</code>", "", [OTHER, LOOK]),
+        # without arguments
+        *((f'{{"name": "look", "arguments": {each}}}', "", [Call("look", "{}")]) for each in ("null", '""', '" "')),
         ('look{"at": "é"}add{"a":1,"b":[2]}', "", [LOOK, ADD]),
         ('look{"at": "é"}\nlook{"at": "é"}', "", [LOOK, LOOK]),
         ("<function_calls>\nlook(at='é')\nadd(a=1, b=[2])\n</function_calls>", "", [LOOK, ADD]),
@@ -72,7 +91,17 @@ def test_calls_are_read(text: str, before: str, calls: list[Call]):
     [
         "",
         "no call",
-        '{"name": "other", "parameters": {}}',
+        '{"name": "other"}',
+        '{"name": "other", "age": 3}',
+        '{"name": "other", "description": "", "parameters": {}}',
+        '[{"name": "other", "age": 3}]',
+        f'[{ONE}, {{"name": "other", "age": 3}}]',
+        '<tool_call>{"name": "<|im_end|>", "arguments": {}}</tool_call>',
+        f'<tool_call>{{"name": "{"o" * 65}", "arguments": {{}}}}</tool_call>',
+        '{"name": "look", "arguments": "[1]"}',
+        '{"name": "look", "arguments": []}',
+        '{"name": "look", "arguments": "{"}',
+        "<code>other()</code>",
         '<tool_call>{"name": "look", "arguments": {"at": NaN}}</tool_call>',
         '{"name": "look", "parameters": {"at": Infinity}}',
         f"<tool_call>{ONE[:-1]}</tool_call>",
@@ -95,7 +124,6 @@ def test_calls_are_read(text: str, before: str, calls: list[Call]):
         '[TOOL_CALLS]look[ARGS]{"at": "é"} then',
         '[TOOL_CALLS]look[ARGS]{"at": "é"}[TOOL_CALLS]',
         '[TOOL_CALLS]look at[ARGS]{"at": "é"}',
-        '[TOOL_CALLS]other[ARGS]{"at": "é"}',
         '[TOOL_CALLS]look[ARGS]{"at": NaN}',
         'look{"at": "é"} then',
         'other{"at": "é"}',
@@ -123,7 +151,6 @@ def test_calls_are_read(text: str, before: str, calls: list[Call]):
         "<function_calls>look(at=1); import os</function_calls>",
         "<function_calls>x = look(at=1)</function_calls>",
         "<function_calls>self.look(at=1)</function_calls>",
-        "<function_calls>other(at=1)</function_calls>",
         f"<function_calls>look(at={'[' * 10_000})</function_calls>",
         f"<function_calls>look(at={'9' * 5_000})</function_calls>",
         "<function_calls>look(at='\0')</function_calls>",
@@ -160,9 +187,10 @@ look(a=None, b=[true, False, null], c={'x': -1.5, "y": {}}, d='it\\'s \\n "', e=
 @given(st.text(alphabet="<tool_cal>|[TOLCAS]{}()='\n xfunid", max_size=30), st.integers(0, 30))
 def test_what_is_handed_out_early_is_before_every_call(text: str, cut: int):
     """Whatever follows: text that was handed out stays the beginning of what the response says in the end."""
-    early = text[: may_begin(text, NAMES)]
+    early = text[: may_begin(text)]
     rests = (f"[TOOL_CALLS][{ONE}]", f"TOOL_CALLS][{ONE}]", f"tool_call|>[{ONE}]")
     rests += ('[TOOL_CALLS]look[ARGS]{"at": 1}', 'look{"at": 1}', 'ok{"at": 1}', '{"at": 1}', f"tools[{ONE}]")
+    rests += ('other{}look{"at": 1}', '{}look{"at": 1}', '<tool_call>{"name": "other"}</tool_call>')
     rests += ("<function_calls>look(at=1)", "function_calls>look(at=1)", "code>look(at=1)</code>")
     for rest in (f"<tool_call>{ONE}</tool_call>", "", text[cut:], f"tool_call>{ONE}", f"{ONE}", *rests):
         said, calls = calls_in(text + rest, NAMES)

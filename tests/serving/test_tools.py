@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,12 +13,16 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from served import Client, Talk, talk_to
 from tiny import write_tiny_model
+from turn_templates import renders
 
+from jaxrl.data import chat_template
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tool_calls import Call
 from jaxrl.serving.answers import Chat
-from jaxrl.serving.bodies import ChatBody
+from jaxrl.serving.bodies import ChatBody, Message
 from jaxrl.serving.drawing import Choice, Growth
 from jaxrl.serving.driver import Piece
+from jaxrl.serving.objects import tool_calls
 from jaxrl.serving.texts import GrowingText
 from jaxrl.text import TextEngine
 from jaxrl.types import FinishReason
@@ -55,6 +60,45 @@ def test_tools_calls_and_results_are_in_the_prompt(talk: Talk, tiny_model: Path)
     talk(conversation)
 
 
+def test_a_new_list_of_tools_costs_no_trial_of_the_template(talk: Talk, monkeypatch: pytest.MonkeyPatch):
+    """A trial is a process of its own."""
+    tried: list[str] = []
+    inner = chat_template._try
+    monkeypatch.setattr(chat_template, "_try", lambda *given: (tried.append(given[2]), inner(*given)))
+
+    async def conversation(client: Client) -> None:
+        for number in range(20):
+            tool = {"type": "function", "function": {"name": f"look{number}"}}
+            answer = await client.post("/v1/chat/completions", json=ASKED | {"tools": [tool], "max_tokens": 1})
+            assert answer.status_code == 200
+
+    talk(conversation)
+    assert len(tried) <= 1
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_reach_the_template_by_the_name_that_it_reads(name: str, read: str):
+    body = {"role": "assistant", "content": "x", "reasoning_content": None, "reasoning": None, name: "WHY"}
+    assert Message.model_validate(body).given[read] == "WHY"
+
+
+def test_an_answer_sent_back_has_ids_that_mistrals_templates_take(talk: Talk, tiny_model: Path):
+    tokenizer = Tokenizer.from_path(str(tiny_model))
+    calls = [Call("look", "{}"), Call("look", "{}"), Call("look", "{}", "a1B2c3D4e")]
+    listed = tool_calls(calls, "answer", 0)
+    ids = [call["id"] for call in listed]
+    assert len({*ids, *(call["id"] for call in tool_calls(calls, "answer", 1))}) == 5
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    assert ids[2] == "a1B2c3D4e"
+    history = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": listed}]
+    history += [{"role": "tool", "tool_call_id": each, "content": "x"} for each in ids]
+    template = """{% for m in messages %}{{ m.content if m.role == 'user' }}{{ '=' ~ m.tool_call_id if m.tool_call_id }}
+{%- for call in m.tool_calls or [] %}{{ call.id }}{% endfor %}{% endfor %}"""
+    given = [each.given for each in ChatBody.model_validate({"messages": history}).messages]
+    assert renders(tokenizer, template).apply_chat_template(given) == f"hi{''.join(ids)}={'='.join(ids)}"
+
+
 def test_a_template_without_tools_says_so(talk: Talk, tiny_model: Path):
     plain = talk_to(TextEngine.from_path(f"random:{tiny_model}", max_length=256, num_slots=2, decode_steps=4))
 
@@ -70,7 +114,9 @@ def test_a_template_without_tools_says_so(talk: Talk, tiny_model: Path):
     [
         ('I look.<tool_call>{"name": "look", "arguments": {}}</tool_call>', "stop", "I look.", ["look"], "tool_calls"),
         ('<tool_call>{"name": "look"}</tool_call>' * 2, "stop", None, ["look", "look"], "tool_calls"),
-        ('<tool_call>{"name": "other"}</tool_call>', "stop", '<tool_call>{"name": "other"}</tool_call>', [], "stop"),
+        ('<tool_call>{"name": "other"}</tool_call>', "stop", None, ["other"], "tool_calls"),
+        ('{"name": "Bob", "age": 3}', "stop", '{"name": "Bob", "age": 3}', [], "stop"),
+        ("look at this", "stop", "look at this", [], "stop"),
         ('<tool_call>{"name": "lo', "length", '<tool_call>{"name": "lo', [], "length"),
         ("a < b, <tool", "stop", "a < b, <tool", [], "stop"),
     ],

@@ -44,6 +44,7 @@ MODEL = "policy"
 _ROUTE = "/chat/completions"
 _MAX_BODY = 16 << 20  # bytes
 _SHOWN = 200  # characters of a message in an error
+_BESIDE = ("name", "tool_call_id")  # the content of a message
 
 
 class Refused(Exception):
@@ -217,7 +218,7 @@ class AgentPool:
             if session.is_over:
                 return None
             session.asked_s = time.monotonic()
-            return _completion(session.replies[number], names)
+            return _completion(session.replies[number], names, number)
 
     def started(self, secret: str) -> None:
         """A program begins to run."""
@@ -245,13 +246,14 @@ def _outcome(session: Session, scored: Scored) -> Observed:
     return Observed(session.key, True, reward=reward, state=state, metrics=metrics, seconds=session.waited_s)
 
 
-def _completion(text: str, names: frozenset[str]) -> dict[str, Any]:
-    """What a client of OpenAI's chat completions gets."""
+def _completion(text: str, names: frozenset[str], number: int) -> dict[str, Any]:
+    """What a client of OpenAI's chat completions gets. Ids of calls reach the prompt, so they follow from the number of
+    the request in its conversation, and not from chance."""
     answer_id = secrets.token_hex(12)
     said, calls = calls_in(text, names) if names else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None}
     if calls:
-        message["tool_calls"] = tool_calls(calls, answer_id, 0)
+        message["tool_calls"] = tool_calls(calls, number)
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop", "logprobs": None}
     head = {"id": f"chatcmpl-{answer_id}", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
     return head | {"choices": [choice]}
@@ -266,11 +268,11 @@ def _plain(message: Any) -> dict[str, Any]:
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
             raise Refused(f"parts of a message must be text, found {json.dumps(message)[:_SHOWN]}")
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str | None) or not isinstance(message.get("name"), str | None):
-        raise Refused(f"content and name of a message must be text, found {json.dumps(message)[:_SHOWN]}")
+    if not all(isinstance(each, str | None) for each in (content, *map(message.get, _BESIDE))):
+        raise Refused(f"content, {', '.join(_BESIDE)} of a message must be text, found {json.dumps(message)[:_SHOWN]}")
     role = "system" if message["role"] == "developer" else message["role"]  # its name in newer clients
     found: dict[str, Any] = {"role": role, "content": content or ""}
-    return found | ({"name": message["name"]} if message.get("name") else {})
+    return found | {name: message[name] for name in _BESIDE if message.get(name)}
 
 
 class _Server(ThreadingHTTPServer):

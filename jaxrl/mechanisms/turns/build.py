@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tool_calls import call_id
 from jaxrl.data.turns import Between
 from jaxrl.mechanisms.turns.group_session import GroupSession
 from jaxrl.mechanisms.turns.pool import EnvironmentPool, has_turns
@@ -53,7 +54,8 @@ def build(
 def _between(config: Config, tokenizer: Tokenizer) -> Between:
     try:
         between = Between(tokenizer, config.data.apply_chat_template_kwargs)
-        between.answer([{"role": "tool" if config.environment.kind != "native" else "user", "content": "an answer"}])
+        role = "tool" if config.environment.kind != "native" else "user"
+        between.answer([{"role": role, "content": "an answer", "tool_call_id": call_id(0)}])
     except ValueError as error:
         raise ConfigError(f"environment.kind: {error}") from None
     return between

@@ -23,6 +23,7 @@ from jaxrl.config import Config
 from jaxrl.config.functions import UserFile, read_user_file
 from jaxrl.environments import worker
 from jaxrl.environments.env import Action, Schema, Trajectory, is_answer
+from jaxrl.environments.kinds import tool_message
 from jaxrl.mechanisms.turns.agents import AgentPool
 from jaxrl.mechanisms.turns.options import EnvironmentSection
 from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Observed
@@ -213,9 +214,9 @@ class EnvironmentPool:
         action = Action.of(request.text, self._schemas.get(request.row.get("environment") or "", ()))
         if self._kind == "native" or not (action.calls or action.is_unread):
             return Observed(key, True, status=status, error=error)
-        names = [call.name for call in action.calls] or [""]
-        messages = tuple({"role": "tool", "name": name, "content": f"Error: {error}"} for name in names)
-        counts = {"tool_calls": len(names), "tool_errors": len(names), f"tool_{_PLURAL[status]}": len(names)}
+        messages = tuple(tool_message(f"Error: {error}", *each) for each in enumerate(action.calls or [None]))
+        number = len(messages)
+        counts = {"tool_calls": number, "tool_errors": number, f"tool_{_PLURAL[status]}": number}
         # nothing has changed but what it did outside
         return Observed(key, False, messages, state=request.state, metrics=counts)
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.data.tool_calls import call_id
 from jaxrl.mechanisms.turns.agents import AgentPool
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import Observed
@@ -130,7 +131,8 @@ def test_a_conversation_from_its_first_request_to_its_reward(agents: AgentPool, 
     called = 'So\n<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
     agents.submit(key, prompt_of(how), called, first.state)
     second = observed(agents)
-    assert second.messages == ({"role": "tool", "content": 'seen {"at": "it"}'},)
+    (answer,) = second.messages
+    assert answer == {"role": "tool", "content": 'seen {"at": "it"}', "tool_call_id": call_id(1, 0)}
     agents.submit(key, prompt_of(how), "stop", second.state)
     last = observed(agents)
     assert (last.done, last.reward, last.metrics, last.status) == (True, 3.0, {"depth": 3.0}, "ok")
@@ -209,7 +211,7 @@ def test_many_at_once(agents: AgentPool):
         ("rewrites", "error", "what was answered, as it was"),
         ("shortens", "error", "what was answered, as it was"),
         ("picture", "error", "parts of a message must be text"),
-        ("not text", "error", "content and name of a message must be text"),
+        ("not text", "error", "content, name, tool_call_id of a message must be text"),
         ("never asks", "timeout", "no request within environment.timeout_s"),
         ("two at once", "error", "one request at a time"),
         ("dies", "crash", "ended with exit code 1"),
@@ -263,7 +265,8 @@ def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch):
             key = SampleKey(0, index, 0)
             agents.submit(key, prompt, f"Well.\n{call}", None)
             told = observed(agents)
-            assert (told.messages, told.status) == (({"role": "tool", "content": "42"},), "ok")
+            answers = [(each["role"], each["content"]) for each in told.messages]
+            assert (answers, told.status) == ([("tool", "42")], "ok")
             agents.submit(key, prompt, text, told.state)
             last = observed(agents)
             assert (last.done, last.reward, last.metrics) == (True, reward, {"calls": 1.0})

@@ -158,7 +158,7 @@ def test_whatever_a_tool_does_the_others_have_their_answers(pool_of: Callable[..
     assert said["memory"].startswith("Error: MemoryError")
     assert said["halves"] == "?", "half a character is none"
     assert [answer.done for answer in found] == [False] * 14 + [True, False]
-    assert content(found[-1]) == "Error: this call cannot be read. Tools are: act"
+    assert content(found[-1]) == "Error: nothing is no tool of this conversation"
     assert {found[0].status, *(each.status for each in found)} == {"ok"}
 
 
