@@ -31,8 +31,8 @@ from jaxrl.sharding.rules import map_weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OTHER_FUNCTIONS = (  # of peft 0.21: each makes a layer compute something else, and is null, false or empty here
-    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora"),
-    *("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters", "use_bdlora"),
+    *("target_parameters", "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora"),
+    *("layers_to_transform", "layer_replication", "trainable_token_indices", "use_bdlora"),
     *("alora_invocation_tokens", "monteclora_config", "arrow_config", "kasa_config", "velora_config"),
 )
 _STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights
@@ -55,7 +55,7 @@ def read_lora(folder: Path, model: ModelConfig) -> Lora:
             fields.refuse(f"{name} {shown(found)}", f"it must be {wanted!r}")
     for name in _OTHER_FUNCTIONS:
         if fields.get(name):
-            fields.refuse(f"{name} {shown(fields.get(name))}", "adapters must be plain ones (LoRA)")
+            fields.refuse(f"{name} {shown(fields.get(name))}", "adapters must be plain ones (LoRA) of linear modules")
     if (start := fields.get("init_lora_weights", True)) not in _STARTS:
         fields.refuse(f"init_lora_weights {shown(start)}", "the base must be as its own files have it")
     return Lora(

@@ -182,7 +182,7 @@ def build(
 
     scale = kept(optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps))
     if optim.name == "muon":
-        matrices = {name: each for name, each in declared.items() if name.startswith("layers/") and each.transpose}
+        matrices = {name: each for name, each in declared.items() if name.startswith("layers/") and each.is_matrix}
         scale = _muon(optim.momentum, matrices, scale, kept)
     chain = optax.chain(
         scale,
