@@ -8,7 +8,6 @@ biases, other ranks for some matrices, other modules) is refused when the folder
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +71,7 @@ def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
     found = []
     for name in matrices(layers).values():
         modules = [each.removesuffix(".weight") for each in layers[name].names()]
-        hits = [_fits(wanted, module) and not _fits(excluded, module) for module in modules]
+        hits = [of and not out for of, out in zip(_fits(wanted, modules), _fits(excluded, modules), strict=True)]
         if any(hits) != all(hits):
             missed = modules[hits.index(False)]
             fields.refuse(f"target_modules without {missed}", "a matrix has an adapter in all layers or in none")
@@ -93,18 +92,24 @@ def _rule(fields: Fields, name: str) -> str | list[str]:
     rule = fields.get(name, [])
     if isinstance(rule, str):
         try:
-            re.compile(rule)
-        except re.error as error:
-            fields.wrong(name, f"a list of names or a regular expression ({error})")
+            _fits(rule, [""])
+        except ValueError as error:
+            rule = "a list of names or a regular expression as RE2 reads it, without looking around or back"
+            fields.wrong(name, f"{rule} ({error})")
     elif not isinstance(rule, list) or not all(isinstance(each, str) for each in rule):
         fields.wrong(name, "a list of names or a regular expression")
     return rule
 
 
-def _fits(rule: str | list[str], module: str) -> bool:
+def _fits(rule: str | list[str], modules: list[str]) -> list[bool]:
+    """Which modules a rule names. RE2's time is bounded by the name's length."""
+    if rule == ALL_LINEAR:
+        return [True] * len(modules)
     if isinstance(rule, str):
-        return rule == ALL_LINEAR or re.fullmatch(rule, module) is not None
-    return any(module == each or module.endswith(f".{each}") for each in rule)
+        from pyarrow import array, compute
+
+        return compute.match_substring_regex(array(modules), f"\\A(?:{rule})\\z").to_pylist()
+    return [any(module == each or module.endswith(f".{each}") for each in rule) for module in modules]
 
 
 def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any) -> dict[str, Any]:
