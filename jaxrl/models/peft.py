@@ -30,8 +30,8 @@ from jaxrl.sharding.rules import map_weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OTHER_FUNCTIONS = (  # of peft 0.21: each makes a layer compute something else, and is null, false or empty here
-    *("target_parameters", "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora"),
-    *("layers_to_transform", "layer_replication", "trainable_token_indices", "use_bdlora"),
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "use_qalora", "use_bdlora", "layer_replication"),
+    *("target_parameters", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices"),
     *("alora_invocation_tokens", "monteclora_config", "arrow_config", "kasa_config", "velora_config"),
 )
 _STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights
@@ -108,7 +108,8 @@ def _fits(rule: str | list[str], modules: list[str]) -> list[bool]:
     if isinstance(rule, str):
         from pyarrow import array, compute
 
-        return compute.match_substring_regex(array(modules), f"\\A(?:{rule})\\z").to_pylist()
+        match = compute.match_substring_regex  # pyright: ignore[reportAttributeAccessIssue]
+        return match(array(modules), f"\\A(?:{rule})\\z").to_pylist()
     return [any(module == each or module.endswith(f".{each}") for each in rule) for module in modules]
 
 

@@ -280,7 +280,10 @@ def test_modules_of_a_folder(tmp_path: Path, wanted: object, excluded: object, f
         ({"layers_to_transform": [0]}, "layers_to_transform [0] is not supported"),
         ({"target_modules": ["layers.0.mlp.up_proj"], "exclude_modules": []}, "without model.layers.1.mlp.up_proj"),
         ({"target_modules": ["lm_head"]}, "target_modules (['lm_head']) must be names of matrices in this model's"),
-        ({"target_modules": "(q"}, "target_modules ('(q') must be a list of names or a regular expression as RE2 reads"),
+        (
+            {"target_modules": "(q"},
+            "target_modules ('(q') must be a list of names or a regular expression as RE2 reads",
+        ),
         ({"target_modules": r"(?!x).*q_proj"}, "without looking around or back (Invalid regular expression: invalid"),
         ({"target_modules": r"(([a-z._0-9]+)+)+!"}, "must be names of matrices in this model's layers"),
         ({"target_modules": r"(.*)*(.*)*(.*)*(.*)*!", "exclude_modules": r"(.*.*)*x"}, "must be names of matrices in"),

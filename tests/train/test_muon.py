@@ -25,7 +25,16 @@ from jaxrl.train.update_memory import resident_parts, update_phases
 BIASED = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", tie_word_embeddings=False)
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__optim": {"name": "muon", "lr": 1e-2}}
 LONG = (Shape(1, row_length(96)),)
-MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "router": 1, "gate": 1, "up": 1, "down": 1}  # by how many dims a product sums over
+MATRICES = {
+    "q": 1,
+    "k": 1,
+    "v": 1,
+    "o": 2,
+    "router": 1,
+    "gate": 1,
+    "up": 1,
+    "down": 1,
+}  # by how many dims a product sums over
 
 
 def orthogonalised(matrix: np.ndarray) -> np.ndarray:
