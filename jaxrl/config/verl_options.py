@@ -156,8 +156,8 @@ ABSENT: Mapping[str, str] = {
     "trainer.rollout_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.validation_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.resume_mode": "a run goes on by itself where trainer.run_dir holds one",
-    "trainer.resume_from_path": "a run goes on where trainer.run_dir holds one (trainer.init_from begins a new run with "
-    "the weights of another)",
+    "trainer.resume_from_path": "trainer.run_dir names the run that goes on (trainer.init_from gives its weights to a "
+    "new one)",
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.run_dir alone",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept (trainer.max_ckpt_to_keep)",
     "trainer.device": "devices are those of the JAX that is installed (trainer.num_devices)",

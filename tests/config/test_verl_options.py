@@ -74,10 +74,10 @@ def test_sections_of_a_file():
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (f"{PREFIX}.rollout.multi_turn.enable=True", "environment.kind says what answers the model, and environment.max_t"),
+        (f"{PREFIX}.rollout.multi_turn.enable=True", "environment.kind says what answers .* environment.max_turns how"),
         (f"{PREFIX}.rollout.multi_turn.max_assistant_turns=5", "environment.kind says what .* environment.max_turns"),
         (f"{PREFIX}.rollout.agent.num_workers=2", "environment.kind says what .* environment.max_turns how often"),
-        ("trainer.resume_from_path=x", r"a run goes on where trainer.run_dir holds one \(trainer.init_from begins a new"),
+        ("trainer.resume_from_path=x", r"trainer.run_dir names the run that goes on \(trainer.init_from gives"),
         ("defaults=[ppo_trainer, _self_]", "there is no Hydra: one file has all options, and others stand behind it"),
         ("hydra.run.dir=x", "there is no Hydra: one file"),
     ],
@@ -90,6 +90,6 @@ def test_what_is_done_otherwise(option: str, words: str):
 @pytest.mark.parametrize("option", ["actor.loss_mode", "algorithm.adv_estimator"])
 @pytest.mark.parametrize("name", ["gspo", "GSPO"])
 def test_gspo_is_a_level_of_the_ratio(option: str, name: str):
-    with pytest.raises(ConfigError, match=rf"^{option} must be one of .*, found '{name}'; here it is actor.ratio_level=s"):
+    with pytest.raises(ConfigError, match=rf"^{option} must be one of .*, found '{name}'; here it is actor.ratio_l"):
         load(None, ["model.path=m", f"{option}={name}"])
     assert load(None, ["model.path=m", VALUES["gspo"]]).actor.ratio_level == "sequence"
