@@ -28,6 +28,7 @@ from jaxrl.schema.limits import Narrow
 
 SCALE = "_scale"
 _CODES: Mapping[str, tuple[Any, float]] = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
+_SMALLEST = 1e-35  # of magnitudes: neither the factor nor its inverse leaves the range of float32
 _SPLIT = {"heads", "kv_heads", "mlp"}  # a side of each matrix; routers, norms and biases have none beside `embed`
 
 
@@ -68,8 +69,8 @@ def codes_of(kind: Narrow, array: jax.Array, axes: int | tuple[int, ...]) -> tup
     The array is in at least float32. A code times its magnitude, divided by `largest(kind)`, is what it stands for.
     """
     dtype, most = _CODES[kind]
-    magnitudes = jnp.max(jnp.abs(array), axis=axes, keepdims=True)
-    scaled = array * (most / jnp.where(magnitudes == 0, 1, magnitudes))
+    magnitudes = jnp.max(jnp.abs(array), axis=axes, keepdims=True, initial=_SMALLEST)
+    scaled = array * (most / magnitudes)
     codes = (jnp.round(scaled) if kind == "int8" else scaled).astype(dtype)
     return codes, jnp.squeeze(magnitudes, axes)
 

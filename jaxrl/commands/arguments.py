@@ -66,6 +66,8 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
             following = [*arguments, "-"][list(arguments).index(unknown) + 1]
             value = value or ("VALUE" if following.startswith("-") else following)
             raise ValueError(f"{sub.command}: unknown option {shown(name)}: write {name.lstrip('-')}={value}")
+        if name in ("--config-path", "--config-name", "--config-dir"):  # of Hydra
+            raise ValueError(f"{sub.command}: unknown option {shown(name)}: --config takes a file's whole path")
         known = [text for action in sub._actions for text in action.option_strings]
         raise ValueError(f"{sub.command}: unknown option {shown(name)}{nearest(name, known)}")
     many = next((action.dest for action in sub._actions if action.nargs == "*"), None)

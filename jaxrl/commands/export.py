@@ -77,6 +77,11 @@ def export(
             model = model.base
         else:
             params = trained_weights(place, config, model, mesh)
+            if model.lora is not None and path.endswith(".gguf"):
+                said.append(
+                    f"peft cannot load the adapters' base, the GGUF file {path}, by itself: load it with transformers "
+                    "(gguf_file=) and give it to PeftModel.from_pretrained, or export the merged model (--merge)"
+                )
     else:
         path = resolve_path(source, weights=True)
         if not os.path.lexists(path.removeprefix(RANDOM)):

@@ -155,7 +155,8 @@ def _name(allowed: tuple[str, ...], value: Any, path: str) -> str:
     if isinstance(value, str) and value in allowed:
         return value
     near = difflib.get_close_matches(value[:100].lower(), allowed, n=1) if isinstance(value, str) else []
-    hint = f"; did you mean {near[0]}?" if near else ""
+    ours = verl_options.VALUES.get(value.lower()) if isinstance(value, str) else None
+    hint = f"; here it is {ours}" if ours else f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"{path} must be one of {', '.join(allowed)}, found {shown(value)}{hint}")
 
 

@@ -74,7 +74,6 @@ RENAMED: Mapping[str, str] = {
     "trainer.default_local_dir": "trainer.run_dir",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
-    "trainer.resume_from_path": "trainer.init_from",
     "model_name_or_path": "model.path",
     "num_generations": "rollout.n",
     "max_completion_length": "data.max_response_length",
@@ -101,6 +100,8 @@ RENAMED: Mapping[str, str] = {
 
 ABSENT: Mapping[str, str] = {
     PREFIX: "its sections model, actor and rollout stand by themselves here",
+    "defaults": "there is no Hydra: one file has all options, and others stand behind it as section.option=value",
+    "hydra": "there is no Hydra: one file has all options, and others stand behind it as section.option=value",
     "hybrid_engine": "rollout and update always share the weights, unless rollout.num_devices parts the devices",
     "ref": "the reference model is the policy as it began, and is computed with the actor's options",
     "ray_init": "jaxrl needs no Ray: hosts.launcher says what starts the processes of several hosts",
@@ -142,8 +143,8 @@ ABSENT: Mapping[str, str] = {
     "rollout.ignore_eos": "a response ends with the model's end token or at data.max_response_length",
     "rollout.log_prob_use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
     "rollout.calculate_log_probs": "the engine's log-probabilities are always kept (actor.old_logprobs)",
-    "rollout.multi_turn": "a prompt has one response: there are no tools and no further turns",
-    "rollout.agent": "a prompt has one response: there are no tools and no further turns",
+    "rollout.multi_turn": "environment.kind says what answers the model, and environment.max_turns how often",
+    "rollout.agent": "environment.kind says what answers the model, and environment.max_turns how often",
     "algorithm.kl_ctrl": "the coefficient of KL stays as it is (algorithm.kl_coef)",
     "lmbda": "all responses are the policy's, as with a lmbda of 1 (algorithm.teacher.top_k)",
     "algorithm.rollout_correction.rollout_is_batch_normalize": "a weight needs its own sample alone, so that gradients "
@@ -155,12 +156,17 @@ ABSENT: Mapping[str, str] = {
     "trainer.rollout_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.validation_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.resume_mode": "a run goes on by itself where trainer.run_dir holds one",
+    "trainer.resume_from_path": "trainer.run_dir names the run that goes on (trainer.init_from gives its weights to a "
+    "new one)",
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.run_dir alone",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept (trainer.max_ckpt_to_keep)",
     "trainer.device": "devices are those of the JAX that is installed (trainer.num_devices)",
     "trainer.val_only": "jaxrl eval scores a model without training",
 }
 """Options and whole sections of verl, without `PREFIX`, that have no counterpart, each with a sentence."""
+
+VALUES: Mapping[str, str] = {"gspo": "actor.ratio_level=sequence"}
+"""Names of verl's that are no value of the same option here, and what they are."""
 
 _OURS = frozenset(path for path, _ in walk(Config))
 _VERLS_LAST_NAMES = frozenset(path.rpartition(".")[2] for path in (*RENAMED, *ABSENT))

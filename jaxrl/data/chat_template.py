@@ -3,8 +3,8 @@
 A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory
 (`{{ 9 ** (9 ** 9) }}` is computed while it is compiled). So each template is first tried, on three short conversations,
 in a process of its own with limits of the operating system. One that writes the same whatever the user says is refused:
-the model would never see a prompt. Only then is it compiled here; each conversation that it
-renders has a limit of time, which is looked at between two pieces of the output, and one of size.
+the model would never see a prompt. Only then is it compiled here; each conversation that it renders has a limit of
+size, and one of time, which every turn of a loop and every call of a macro looks at.
 
 A tokenizer may have several, by name (`default`, `tool_use`, `rag`). Which one renders a conversation is decided as in
 transformers: the one that is named, or else `tool_use` where tools are given and there is one, or else `default`.
@@ -15,6 +15,7 @@ This file is also the program of that process, so it imports nothing large of ja
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -32,6 +33,7 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxrl.data.limits import limit
@@ -44,6 +46,7 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names that templates have on the Hub; the only one of a tokenizer is the default."""
 _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 _MEMORY_LIMIT_BYTES = 2**30
+_LOOK, _UNTIL = "_jaxrl_look_at_time", "_jaxrl_until"
 _TOO_LARGE, _NO_MEMORY, _IGNORES = 3, 4, 5  # statuses of the trial
 _TRIED: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "1 + 1 = ?"}],
@@ -159,14 +162,12 @@ class _Limit(Exception):
 def _rendered(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
     conversation = [dict(message) for message in messages]
     most = MAX_CHARACTERS + 16 * sum(len(part) for m in conversation for part in m.values() if isinstance(part, str))
-    began, size, pieces = time.thread_time(), 0, []
-    for piece in template.generate(messages=conversation, **context):
+    size, pieces, until = 0, [], {_UNTIL: time.thread_time() + TIME_LIMIT_S}
+    for piece in template.generate(messages=conversation, **context, **until):
         pieces.append(piece)
         size += len(piece)
         if size > most:
             raise _Limit(f"writes more than {most} characters")
-        if time.thread_time() - began > TIME_LIMIT_S:
-            raise _Limit(f"takes more than {TIME_LIMIT_S} s")
     return "".join(pieces)
 
 
@@ -243,6 +244,21 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@jinja2.pass_context
+def _look_at_time(context: Context, _: None) -> None:
+    if time.thread_time() > context.get(_UNTIL, math.inf):
+        raise _Limit(f"takes more than {TIME_LIMIT_S} s")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for part in tree.find_all((nodes.For, nodes.Macro)):
+            look = nodes.Filter(nodes.Const(None), _LOOK, [], [], None, None)
+            part.body.insert(0, nodes.ExprStmt(look, lineno=part.lineno))
+        return tree
+
+
 def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
@@ -258,10 +274,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def strftime_now(format: str) -> str:
         return datetime.now().strftime(format)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = tojson
+    environment.filters |= {"tojson": tojson, _LOOK: _look_at_time}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment
 

@@ -3,21 +3,26 @@
 Reading and tokenising a million problems takes minutes and gigabytes. What that gives is kept in a folder of
 `data.cache_dir` whose name is the digest of all that it follows from: the contents and names of the files, the options
 by which rows become problems, and this version of jaxrl (`jaxrl.data.rendered` adds tokenizer and templates). A later
-start maps the files, and reads a problem when it is asked for. A folder that was cut off while it was written has
-another name, and one whose files have other sizes than when it was whole is made anew.
+start compares the files with their checksums, maps them, and reads a problem when it is asked for. A folder that was
+cut off while it was written has another name, and a damaged one is made anew. Problems are JSON, and only a folder that
+nobody else can write to is read.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import logging
-import pickle
+import os
 import shutil
 import tempfile
+import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, overload
 
@@ -33,7 +38,18 @@ _log = logging.getLogger(__name__)
 CACHED_BYTES = 2**25
 """Of data files that are kept: fewer are read and tokenised in a few seconds."""
 
-_SIZES = "sizes.json"
+_SUMS = "sums.json"
+_LEFT_OVER_S = 3600
+"""Without a write to it, a folder that is being made is what a killed start has left."""
+_KIND = "\0kind"
+_KINDS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    **{kind.__name__: (str, kind.fromisoformat) for kind in (datetime.date, datetime.datetime, datetime.time)},
+    "timedelta": (lambda v: [v.days, v.seconds, v.microseconds], lambda parts: datetime.timedelta(*parts)),
+    "Decimal": (str, Decimal),
+    "bytes": (bytes.hex, bytes.fromhex),
+    "tuple": (list, tuple),
+}
+"""Values that Parquet has and JSON has not: to JSON, and back."""
 _COLUMNS = ("prompt_key", "messages_key", "answer_key", "source_key", "reference_time_key", "prompt_template")
 """Options of `data` that rows are read by."""
 
@@ -49,7 +65,7 @@ class ProblemStore(Sequence[Problem]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._content = np.memmap(folder / "problems.pickle", np.uint8, "r")
+        self._content = np.memmap(folder / "problems.jsonl", np.uint8, "r")
         self._ends = mapped(folder, "ends")
         self.sources: list[str] = json.loads((folder / "sources.json").read_text(encoding="utf-8"))
         self.source_ids, self.identities = mapped(folder, "source_ids"), mapped(folder, "identities")
@@ -65,7 +81,8 @@ class ProblemStore(Sequence[Problem]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         at = range(len(self))[at]
-        return pickle.loads(self._content[self._ends[at - 1] if at else 0 : self._ends[at]].tobytes())
+        line = self._content[self._ends[at - 1] if at else 0 : self._ends[at]].tobytes()
+        return Problem(*json.loads(line, object_hook=_restored))
 
 
 def stored(read: Callable[[], Iterable[Problem]], files: Sequence[Path], data: DataSection) -> Sequence[Problem]:
@@ -101,15 +118,23 @@ def identities(problems: Sequence[Problem]) -> np.ndarray:
 
 def kept(folder: Path, write: Callable[[Path], None]) -> Path:
     """`folder`, whose files `write` writes into an empty one where it is not there or not whole; several processes may
-    do so at once. Raises OSError where it cannot be written."""
+    do so at once. Raises OSError where it cannot be written, or others can write to it."""
     if _is_whole(folder):
         return folder
+    if folder.exists():
+        _log.warning("data.cache_dir: %s is damaged and is made anew", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob("*-new-*"):
+        with suppress(OSError):
+            if max(file.stat().st_mtime for file in (old, *old.iterdir())) < time.time() - _LEFT_OVER_S:
+                shutil.rmtree(old)
     new = Path(tempfile.mkdtemp(prefix=f"{folder.name}-new-", dir=folder.parent))
     try:
         write(new)
-        sizes = {file.name: file.stat().st_size for file in new.iterdir()}
-        (new / _SIZES).write_text(json.dumps(sizes), encoding="utf-8")
+        (new / _SUMS).write_text(json.dumps(_sums(new)), encoding="utf-8")
+        for file in new.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
         if not _is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(FileExistsError):
@@ -142,20 +167,47 @@ def _identity(problem: Problem) -> int:
     return int.from_bytes(hashlib.blake2b(problem.identity.encode(), digest_size=8).digest(), "little")
 
 
+def _sums(folder: Path) -> dict[str, str]:
+    return {file.name: _content(file) for file in folder.iterdir() if file.is_file() and file.name != _SUMS}
+
+
 def _is_whole(folder: Path) -> bool:
+    if not folder.exists():
+        return False
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is another user's, or others can write to it, so that its data is not trusted")
     try:
-        sizes = json.loads((folder / _SIZES).read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+        return json.loads((folder / _SUMS).read_text(encoding="utf-8")) == _sums(folder)
     except (OSError, ValueError):
         return False
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON that `_restored` makes equal again, types included."""
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
+        return value
+    if kind is list:
+        return [_plain(each) for each in value]
+    if kind is dict and _KIND not in value:
+        return {name: _plain(each) for name, each in value.items()}
+    if kind.__name__ not in _KINDS:
+        raise OSError(f"a column has a value of the type {kind.__name__}, which cannot be kept")
+    return {_KIND: kind.__name__, "value": _plain(_KINDS[kind.__name__][0](value))}
+
+
+def _restored(found: dict[str, Any]) -> Any:
+    return _KINDS[found[_KIND]][1](found["value"]) if _KIND in found else found
 
 
 def _write(folder: Path, problems: Iterable[Problem]) -> None:
     ends, source_ids, found = array("q"), array("i"), array("Q")
     sources: dict[str, int] = {}
-    with (folder / "problems.pickle").open("wb") as file:
+    with (folder / "problems.jsonl").open("wb") as file:
         for problem in problems:
-            file.write(pickle.dumps(problem, protocol=pickle.HIGHEST_PROTOCOL))
+            row = [getattr(problem, each.name) for each in fields(problem)]
+            file.write(json.dumps(_plain(row)).encode() + b"\n")
             ends.append(file.tell())
             source_ids.append(sources.setdefault(problem.source, len(sources)))
             found.append(_identity(problem))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,24 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written in the text always become their ids. Raises ValueError for half characters,
         as they come from a command line that is not UTF-8."""
-        return self._fast.encode(_whole(text), add_special_tokens=add_special_tokens).ids
+        with self._named():
+            return self._fast.encode(_whole(text), add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         """`encode` of each text, on all cores."""
-        found = self._fast.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=add_special_tokens)
+        with self._named():
+            found = self._fast.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=add_special_tokens)
         return [each.ids for each in found]
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """A panic of the library, as of an expression that takes too many steps, becomes a ValueError."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # which has no place to import it from
+                raise
+            raise ValueError(f"{self._name}: the tokenizer fails with a text ({error})") from None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -6,7 +6,8 @@ than its documentation says is refused with the file's name, and so is a special
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from jaxrl.data.chat_template import DEFAULT, ChatTemplate, check_template_name
 DEFAULT_TEMPLATE, ADDITIONAL_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 """The file of the default chat template, and the folder in which the others have files named after them."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+MAX_GROWTH = 1000
 
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
@@ -93,11 +96,33 @@ def _fast(folder: Path) -> FastTokenizer:
         fast = FastTokenizer.from_str(source)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{file}: not a tokenizer of the tokenizers library ({error})") from None
+    for part in (fast.normalizer, fast.decoder):
+        if part is not None and (most := _growth(_replacements(json.loads(part.__getstate__())))) > MAX_GROWTH:
+            raise ValueError(f"{file}: Replace steps make one character up to {most:.3g}, more than {MAX_GROWTH}")
     if not fast.get_vocab_size(with_added_tokens=True):
         raise ValueError(f"{file}: the vocabulary holds no tokens")
     fast.no_padding()
     fast.no_truncation()
     return fast
+
+
+def _replacements(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the steps of a normalizer or decoder replace (empty: an expression), and by what."""
+    if part["type"] == "Replace":
+        yield part["pattern"].get("String", ""), part["content"]
+    for inner in part.get("normalizers") or part.get("decoders") or ():
+        yield from _replacements(inner)
+
+
+def _growth(steps: Iterable[tuple[str, str]]) -> float:
+    """The most characters that one becomes; what an expression replaces may be any."""
+    own, others = dict[str, float](), 1.0
+    for text, content in reversed(list(steps)):
+        size = sum(own.get(each, others) for each in content) / max(len(text), 1)
+        if not text:
+            others = max(others, size)
+        own |= {each: max(own.get(each, others), size) for each in text or own}
+    return max(others, *own.values(), 1.0)
 
 
 def _object(file: Path) -> dict[str, Any]:

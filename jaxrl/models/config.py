@@ -604,6 +604,8 @@ def _family(fields: Fields) -> tuple[str, bool]:
         fields.refuse(
             f"architectures {shown(named)} with model_type {shown(kind)}", f"the model_type of {named[0]} is {family!r}"
         )
+    if family == "mistral" and fields.get("layer_types") is not None:
+        family = "ministral"  # as transformers reads it
     return family, scalar_head
 
 
@@ -613,6 +615,7 @@ def _check(fields: Fields, family: str, row: Row) -> None:
         fields.refuse(f"attention_bias true with model_type {family!r}", "models of this type have none")
     if fields.flag("mlp_bias") and "mlp_bias" not in row.biases:
         fields.refuse(f"mlp_bias true with model_type {family!r}", "models of this type have none")
-    if fields.get("use_bidirectional_attention"):
-        fields.refuse("use_bidirectional_attention true", "attention must be causal")
+    for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if fields.flag(key, causal) is not causal:
+            fields.refuse(f"{key} {str(not causal).lower()}", "attention must be causal")
     read_blocks(fields)

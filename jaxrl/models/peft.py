@@ -8,7 +8,6 @@ biases, other ranks for some matrices, other modules) is refused when the folder
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +30,8 @@ from jaxrl.sharding.rules import map_weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OTHER_FUNCTIONS = (  # of peft 0.21: each makes a layer compute something else, and is null, false or empty here
-    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora"),
-    *("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters", "use_bdlora"),
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "use_qalora", "use_bdlora", "layer_replication"),
+    *("target_parameters", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices"),
     *("alora_invocation_tokens", "monteclora_config", "arrow_config", "kasa_config", "velora_config"),
 )
 _STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights
@@ -55,7 +54,7 @@ def read_lora(folder: Path, model: ModelConfig) -> Lora:
             fields.refuse(f"{name} {shown(found)}", f"it must be {wanted!r}")
     for name in _OTHER_FUNCTIONS:
         if fields.get(name):
-            fields.refuse(f"{name} {shown(fields.get(name))}", "adapters must be plain ones (LoRA)")
+            fields.refuse(f"{name} {shown(fields.get(name))}", "adapters must be plain ones (LoRA) of linear modules")
     if (start := fields.get("init_lora_weights", True)) not in _STARTS:
         fields.refuse(f"init_lora_weights {shown(start)}", "the base must be as its own files have it")
     return Lora(
@@ -72,7 +71,7 @@ def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
     found = []
     for name in matrices(layers).values():
         modules = [each.removesuffix(".weight") for each in layers[name].names()]
-        hits = [_fits(wanted, module) and not _fits(excluded, module) for module in modules]
+        hits = [of and not out for of, out in zip(_fits(wanted, modules), _fits(excluded, modules), strict=True)]
         if any(hits) != all(hits):
             missed = modules[hits.index(False)]
             fields.refuse(f"target_modules without {missed}", "a matrix has an adapter in all layers or in none")
@@ -93,18 +92,25 @@ def _rule(fields: Fields, name: str) -> str | list[str]:
     rule = fields.get(name, [])
     if isinstance(rule, str):
         try:
-            re.compile(rule)
-        except re.error as error:
-            fields.wrong(name, f"a list of names or a regular expression ({error})")
+            _fits(rule, [""])
+        except ValueError as error:
+            rule = "a list of names or a regular expression as RE2 reads it, without looking around or back"
+            fields.wrong(name, f"{rule} ({error})")
     elif not isinstance(rule, list) or not all(isinstance(each, str) for each in rule):
         fields.wrong(name, "a list of names or a regular expression")
     return rule
 
 
-def _fits(rule: str | list[str], module: str) -> bool:
+def _fits(rule: str | list[str], modules: list[str]) -> list[bool]:
+    """Which modules a rule names. RE2's time is bounded by the name's length."""
+    if rule == ALL_LINEAR:
+        return [True] * len(modules)
     if isinstance(rule, str):
-        return rule == ALL_LINEAR or re.fullmatch(rule, module) is not None
-    return any(module == each or module.endswith(f".{each}") for each in rule)
+        from pyarrow import array, compute
+
+        match = compute.match_substring_regex  # pyright: ignore[reportAttributeAccessIssue]
+        return match(array(modules), f"\\A(?:{rule})\\z").to_pylist()
+    return [any(module == each or module.endswith(f".{each}") for each in rule) for module in modules]
 
 
 def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any) -> dict[str, Any]:

@@ -68,6 +68,11 @@ class Weight:
         return self.init in ("ones", "less_one")
 
     @property
+    def is_matrix(self) -> bool:
+        """True for what multiplies vectors: of layers all but norms, biases and sinks, and heads."""
+        return self.transpose or (self.has_experts and len(self.unit_shape) == 2)
+
+    @property
     def is_linear(self) -> bool:
         """True for a matrix that all tokens are multiplied with, so that it may have an adapter or be quantised."""
         return self.transpose and not {"experts", "routes"} & {*self.dims}
@@ -99,10 +104,10 @@ class Weight:
     @property
     def num_inputs(self) -> int:
         """The number of leading dims of a layer's matrix that a product sums over; else 0 (norms, embedding)."""
-        if not self.transpose:
+        if not self.is_matrix:
             return 0
         sizes = self.unit_shape
-        return next(n for n in range(1, len(sizes)) if prod(sizes[:n]) == self.hf_shape[1])
+        return next(n for n in range(1, len(sizes)) if prod(sizes[:n]) == self.hf_shape[int(self.transpose)])
 
     @property
     def outputs_first(self) -> tuple[int, ...]:

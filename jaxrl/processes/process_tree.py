@@ -97,9 +97,11 @@ def _children(pid: int) -> list[int]:
 
 
 def _is_zombie(pid: int) -> bool:
+    """A process whose first thread is a zombie lives as long as others of its threads do."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] in (b"Z", b"X") and int(fields[17]) < 2
     except (OSError, IndexError):
         return True
 
@@ -116,13 +118,15 @@ def kill_descendants(apart_from: Collection[int], below: Collection[int] = ()) -
       apart_from: processes that live on, with all that is below them.
     """
     deadline = time.monotonic() + PATIENCE_S
-    roots = (os.getpid(), *below)
-    while found := [pid for root in roots for pid in descendants(root, {*apart_from, *below})]:
+    kept, roots = {*apart_from, *below}, (os.getpid(), *below)
+    while True:
+        found = [pid for root in roots for pid in descendants(root, kept)]
         for pid in found:
             kill(pid)
-        if time.monotonic() > deadline:
+        for pid in _children(os.getpid()):  # also those that had ended before: nobody else waits for orphans
+            if pid not in kept:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        if not found or time.monotonic() > deadline:
             return
-        for pid in found:
-            with contextlib.suppress(ChildProcessError):  # a child of another, which reaps it, or leaves it to us
-                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.0005)

@@ -66,17 +66,17 @@ def schedule(optim: OptimSection, total_updates: int = 0, model: str = "actor") 
 
     Args:
       optim: its `lr*` and `min_lr_ratio` options.
-      total_updates: where cosine and linear schedules end; they stay there afterwards.
+      total_updates: where cosine and linear schedules end; they stay there afterwards. A warm-up may be longer.
       model: whose section `optim` is in, for the error.
 
     Raises:
       ConfigError: a decaying schedule without a known end.
     """
-    warmup, decay = optim.lr_warmup_steps, total_updates - optim.lr_warmup_steps
-    if optim.lr_scheduler_type != "constant" and decay <= 0:
+    warmup, decay = optim.lr_warmup_steps, max(total_updates - optim.lr_warmup_steps, 1)
+    if optim.lr_scheduler_type != "constant" and not total_updates:
         raise ConfigError(
-            f"{model}.optim.lr_scheduler_type={optim.lr_scheduler_type} needs more optimizer updates in all "
-            f"({total_updates}) than {model}.optim.lr_warmup_steps ({warmup}): set trainer.total_training_steps"
+            f"{model}.optim.lr_scheduler_type={optim.lr_scheduler_type} needs the number of updates in all: set "
+            "trainer.total_training_steps"
         )
     match optim.lr_scheduler_type:
         case "constant":
@@ -182,7 +182,7 @@ def build(
 
     scale = kept(optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps))
     if optim.name == "muon":
-        matrices = {name: each for name, each in declared.items() if name.startswith("layers/") and each.transpose}
+        matrices = {name: each for name, each in declared.items() if name.startswith("layers/") and each.is_matrix}
         scale = _muon(optim.momentum, matrices, scale, kept)
     chain = optax.chain(
         scale,

@@ -1,8 +1,9 @@
 """What a microbatch's routers did: how evenly experts were loaded, and the loss that evens it out.
 
 Source: Fedus et al. 2021 (arXiv:2101.03961, §2.2): the number of experts times the sum over them of the share of tokens
-that chose one and its mean probability, divided here by the experts per token, so that an even load has 1. Departure:
-means over a microbatch's tokens, so how a batch is cut has a small influence.
+that chose one and its mean probability, so that an even load has as much as experts per token: transformers' scale.
+Departures: means over a microbatch's tokens, so how a batch is cut has a small influence; each layer's loss is its own,
+where transformers multiplies means over all layers, in which uneven layers can make up for each other.
 
 Dims: L layers, X experts, C experts per token.
 """
@@ -43,11 +44,10 @@ def with_load(terms: LossTerms, load: Load, coef: float) -> LossTerms:
     """The loss with the mean over layers of the load's loss times `coef` (`actor.router_aux_loss_coef`), and the
     metrics."""
     shares, means = load.chosen / load.tokens[:, None], load.probabilities / load.tokens[:, None]
-    chosen = jax.lax.stop_gradient(jnp.sum(shares, axis=-1, keepdims=True))  # C: nothing is dropped
     own = {LOAD: Fraction(load.chosen, jnp.sum(load.tokens) / load.tokens.size)}
     total = terms.total
     if coef:
-        uneven = jnp.mean(jnp.sum(shares * means / chosen, axis=-1)) * shares.shape[-1]
+        uneven = jnp.mean(jnp.sum(shares * means, axis=-1)) * shares.shape[-1]
         total += coef * uneven * terms.denominator
         own["moe/aux_loss"] = Fraction(uneven * terms.denominator, terms.denominator)
     return terms._replace(total=total, means=terms.means | jax.lax.stop_gradient(own))

@@ -135,7 +135,7 @@ def _moments(config: Config, optim: OptimSection, weight: Weight, is_matrix: boo
 
 
 def _muon_matrices(optim: OptimSection, layers: Mapping[str, Weight]) -> dict[str, Weight]:
-    return {name: weight for name, weight in layers.items() if weight.transpose and optim.name == "muon"}
+    return {name: weight for name, weight in layers.items() if weight.is_matrix and optim.name == "muon"}
 
 
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:

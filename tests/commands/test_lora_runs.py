@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
+from jaxrl.commands import export
+from jaxrl.models.loading import config_of
 from jaxrl.models.peft import CONFIG, TENSORS
 
 STEPS, KL = 4, "actor.use_kl_loss=true"
@@ -108,6 +110,20 @@ def test_exports(ran, tmp_path: Path):
     assert base.std() == pytest.approx(0.02, rel=0.1), "what random weights are drawn with"
     assert merged[f"{name}.weight"].std() > 0.03
     assert not any("lora" in each for each in merged)
+
+
+def test_an_export_says_that_peft_cannot_load_a_gguf_base(ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once for adapters, and not for a merged model."""
+    _, whole, _ = ran
+    model = tmp_path / "model.gguf"
+    model.symlink_to(json.loads((whole / "run.json").read_text())["config"]["model"]["path"], target_is_directory=True)
+    monkeypatch.setattr(export, "resolve_path", lambda path, **_: str(model))
+    monkeypatch.setattr(export, "_tokenizer", lambda path, say: None)
+    monkeypatch.setattr(export, "config_of", lambda path: config_of(model.resolve()))
+    said: list[str] = []
+    export.export(str(whole), str(tmp_path / "adapter"), "float32", said.append)
+    (note,) = [line for line in said if "peft" in line]
+    assert note.startswith(f"peft cannot load the adapters' base, the GGUF file {model}, by itself: load it with")
 
 
 def test_a_run_begins_from_a_folder_of_pefts(ran, tmp_path: Path):

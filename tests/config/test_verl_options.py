@@ -9,7 +9,7 @@ import pytest
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.config.files import load
 from jaxrl.config.options import Config
-from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, advice
+from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, VALUES, advice
 from jaxrl.schema.declared import walk
 
 OURS = {path for path, _ in walk(Config)}
@@ -21,7 +21,7 @@ def test_what_is_named_exists():
     for verl, ours in RENAMED.items():
         assert set(ours.split(" and ")) <= OURS, verl
     for verl, sentence in ABSENT.items():
-        sections = "data|rollout|actor|critic|algorithm|reward|trainer|hosts"
+        sections = "data|rollout|actor|critic|algorithm|reward|trainer|hosts|environment"
         assert set(re.findall(rf"\b(?:{sections})\.\w+(?:\.\w+)*", sentence)) <= OURS, verl
         assert sentence[-1] != ".", verl
     assert {*RENAMED, *ABSENT}.isdisjoint(OURS | SECTIONS)
@@ -69,3 +69,27 @@ def test_sections_of_a_file():
         from_mapping({PREFIX: {"actor": {"optim": {"lr": 1e-6}}}})
     with pytest.raises(ConfigError, match=rf"^unknown option {PREFIX}: {ABSENT[PREFIX]}$"):
         from_mapping({PREFIX: {}})
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (f"{PREFIX}.rollout.multi_turn.enable=True", "environment.kind says what answers .* environment.max_turns how"),
+        (f"{PREFIX}.rollout.multi_turn.max_assistant_turns=5", "environment.kind says what .* environment.max_turns"),
+        (f"{PREFIX}.rollout.agent.num_workers=2", "environment.kind says what .* environment.max_turns how often"),
+        ("trainer.resume_from_path=x", r"trainer.run_dir names the run that goes on \(trainer.init_from gives"),
+        ("defaults=[ppo_trainer, _self_]", "there is no Hydra: one file has all options, and others stand behind it"),
+        ("hydra.run.dir=x", "there is no Hydra: one file"),
+    ],
+)
+def test_what_is_done_otherwise(option: str, words: str):
+    with pytest.raises(ConfigError, match=rf"^unknown option {re.escape(option.partition('=')[0])}: {words}"):
+        load(None, ["model.path=m", option])
+
+
+@pytest.mark.parametrize("option", ["actor.loss_mode", "algorithm.adv_estimator"])
+@pytest.mark.parametrize("name", ["gspo", "GSPO"])
+def test_gspo_is_a_level_of_the_ratio(option: str, name: str):
+    with pytest.raises(ConfigError, match=rf"^{option} must be one of .*, found '{name}'; here it is actor.ratio_l"):
+        load(None, ["model.path=m", f"{option}={name}"])
+    assert load(None, ["model.path=m", VALUES["gspo"]]).actor.ratio_level == "sequence"

@@ -57,12 +57,29 @@ def test_messages_that_a_template_does_not_take(source: str, words: str):
         render(source, "file", ASK, {})
 
 
-def test_the_time_of_one_conversation(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOPS.replace("{% endfor %}{%", "{% endfor %} {%"),
+        LOOPS,
+        f"{{% set kept %}}{LOOPS}{{% endset %}}",
+        f"{{% macro f() %}}{LOOPS}{{% endmacro %}}{{{{ f() }}}}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for n in [60] recursive %}{% if n %}{% set a = loop([n - 1]) %}{% set b = loop([n - 1]) %}{% endif %}"
+        "{% endfor %}",
+        "{% for i in range(9999) %}{% for j in range(9999) if false %}{% else %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_the_time_of_one_conversation(source: str, monkeypatch: pytest.MonkeyPatch):
+    """Looked at also where nothing is written."""
     monkeypatch.setattr(chat_template, "TIME_LIMIT_S", 0.05)
-    source = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %} {% endfor %}"
     template = chat_template._compiled(source)
     with pytest.raises(RefusedMessages, match=r"takes more than 0\.05 s with these messages"):
         chat_template._rendered_or_refused(template, "file", ASK, {})
+
+
+def test_what_looks_at_the_time_is_no_variable():
+    assert chat_template.variables_of(SAID + "{% for i in range(n) %}{% endfor %}", "file") == {"messages", "n"}
 
 
 def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch):

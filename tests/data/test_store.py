@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -123,13 +126,91 @@ def test_a_template_with_the_date_is_of_a_day(kept: Config, tokenizer: Tokenizer
     assert len(folders(kept, "*/tokens-*")) == 3, "two days of one template, and one of the other"
 
 
-@pytest.mark.parametrize("file", ["problems.pickle", "ends.npy", "sizes.json", "tokens-*/tokens", "tokens-*/ends.npy"])
-def test_what_is_not_whole_is_made_anew(file: str, kept: Config, tokenizer: Tokenizer):
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: content[:-3], flipped, lambda content: bytes(len(content)), lambda _: b"", lambda _: b"[]"],
+    ids=["cut", "one bit", "zeros", "empty", "another file"],
+)
+@pytest.mark.parametrize(
+    "file", ["problems.jsonl", "ends.npy", "identities.npy", "sums.json", "tokens-*/tokens", "tokens-*/ends.npy"]
+)
+def test_what_is_not_whole_is_made_anew(
+    file: str, damage: Any, kept: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+):
     first = source_of(kept, tokenizer).next(20)
+    assert not caplog.text.count("damaged")
     (damaged,) = folders(kept, f"*/{file}")
-    damaged.write_bytes(damaged.read_bytes()[:-3])
+    damaged.write_bytes(damage(damaged.read_bytes()))
     assert source_of(kept, tokenizer).next(20) == first
+    assert f"data.cache_dir: {damaged.parent} is damaged and is made anew" in caplog.text
     assert len(folders(kept)) == 1, "nothing is left over"
+
+
+def test_a_missing_and_a_foreign_file_are_damage(kept: Config, tokenizer: Tokenizer):
+    first = source_of(kept, tokenizer).next(20)
+    (folder,) = folders(kept)
+    for change in (folder.joinpath("ends.npy").unlink, folder.joinpath("more.npy").touch):
+        change()
+        assert source_of(kept, tokenizer).next(20) == first
+        assert {f.name for f in folder.iterdir() if f.is_file()} == {
+            *("problems.jsonl", "ends.npy", "identities.npy", "source_ids.npy", "sources.json", "sums.json")
+        }
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_can_write_to_is_not_read(
+    mode: int, kept: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+):
+    first = source_of(kept, tokenizer).next(20)
+    (folder,) = folders(kept)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    assert source_of(kept, tokenizer).next(20) == first
+    assert f"data.cache_dir ({kept.data.cache_dir}): {folder} is another user's, or others can write" in caplog.text
+
+
+def test_values_that_only_parquet_has(tmp_path: Path, kept: Config, caplog: pytest.LogCaptureFixture):
+    """Each comes back equal and of its type, as from a list."""
+    moment = datetime(2026, 1, 2, 3, 4, 5, 678901)
+    row = {
+        **{"question": "q", "answer": "1", "source": "a", "cost": Decimal("1.50"), "image": b"\x00\xff"},
+        **{"day": moment.date(), "moment": moment, "clock": moment.time(), "zoned": moment.replace(tzinfo=UTC)},
+        **{"took": timedelta(-1, 5, 7), "nested": [{"costs": [Decimal("0.1"), None]}], "half": 0.1, "big": 2**62},
+    }
+    mapping = pyarrow.array([[(3, "x")]], pyarrow.map_(pyarrow.int64(), pyarrow.string()))
+    table = pyarrow.Table.from_pylist([row]).append_column("mapping", mapping)
+    pyarrow.parquet.write_table(table, tmp_path / "v.parquet")
+    c = replace(kept, data=replace(kept.data, train_files=[str(tmp_path / "v.parquet")]))
+    assert list(load_train(c)) == load_train(without(c))
+    (problem,) = load_train(c)
+    assert (problem.extra["mapping"], problem.extra["took"]) == ([(3, "x")], row["took"])
+    assert not caplog.text
+
+
+def test_a_value_that_cannot_be_kept(tmp_path: Path, kept: Config, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "k.jsonl").write_text('{"question": "q", "answer": "1", "source": "a", "x": {"\\u0000kind": 1}}\n')
+    c = replace(kept, data=replace(kept.data, train_files=[str(tmp_path / "k.jsonl")]))
+    assert load_train(c) == load_train(without(c))
+    assert "a value of the type dict, which cannot be kept; the data is read anew" in caplog.text
+    assert not folders(c), "nothing is left over"
+
+
+def test_what_killed_starts_left_is_removed(kept: Config, tokenizer: Tokenizer):
+    """A folder that was written to within the hour may be another start's."""
+    cache = Path(kept.data.cache_dir)
+    for name, age_s in (("old-new-1", 4000), ("busy-new-2", 4000), ("young-new-3", 0)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "problems.jsonl").write_text("x")
+        for file in (cache / name / "problems.jsonl", cache / name):
+            if file.name != "problems.jsonl" or name != "busy-new-2":
+                os.utime(file, (time.time() - age_s,) * 2)
+    source_of(kept, tokenizer)
+    assert {folder.name for folder in folders(kept, "*-new-*")} == {"busy-new-2", "young-new-3"}
 
 
 def test_another_process_was_first(tmp_path: Path):
@@ -140,7 +221,7 @@ def test_another_process_was_first(tmp_path: Path):
         store.kept(folder, lambda other: (other / "theirs").write_text("y"))
 
     assert store.kept(folder, write_late) == folder
-    assert {file.name for file in folder.iterdir()} == {"theirs", "sizes.json"}
+    assert {file.name for file in folder.iterdir()} == {"theirs", "sums.json"}
     assert list(folder.parent.iterdir()) == [folder]
 
 

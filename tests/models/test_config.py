@@ -85,6 +85,24 @@ def test_an_idle_sliding_window_is_accepted():
 
 
 @pytest.mark.parametrize(
+    ("types", "windows"),
+    [
+        (["full_attention", "sliding_attention"] * 15, (0, 8) * 15),
+        (["full_attention"] * 30, (0,) * 30),
+        (["sliding_attention"] * 30, (8,) * 30),
+        (None, (8,) * 30),
+    ],
+)
+def test_mistral_with_layer_types_is_ministral(types, windows):
+    """As in transformers 5: `layer_types` says which layers have the window; without it all have."""
+    mistral = raw(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8, layer_types=types)
+    config = ModelConfig.from_hf(mistral)
+    assert tuple(config.kind(i).window for i in range(30)) == windows
+    assert config.to_hf()["model_type"] == ("mistral" if types is None else "ministral")
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": None, "model_type": "phi"}, r"model_type 'phi' is not supported; supported are Llama"),
@@ -96,6 +114,8 @@ def test_an_idle_sliding_window_is_accepted():
         ),
         (PHI3 | {"mlp_bias": True}, r"mlp_bias true with model_type 'phi3' is not supported; models of this type have"),
         ({"use_bidirectional_attention": True}, r"use_bidirectional_attention true is not supported; attention must"),
+        ({"is_causal": False}, r"is_causal false is not supported; attention must be causal"),
+        ({"is_causal": 0}, r"is_causal \(0\) must be true or false"),
         ({"quantization_config": {}}, r"quantization_config: quant_method None is not supported; it must be 'fp8'"),
         ({"hidden_size": None}, r"hidden_size \(None\) must be a whole number from 1 to 1048576"),
     ],

@@ -268,6 +268,10 @@ def test_modules_of_a_folder(tmp_path: Path, wanted: object, excluded: object, f
     ("changes", "words"),
     [
         ({"peft_type": "ADALORA"}, "peft_type 'ADALORA' is not supported; it must be 'LORA'"),
+        (
+            {"target_parameters": ["down_proj"], "rank_pattern": {"x": 4}},  # all-linear of a mixture
+            "target_parameters ['down_proj'] is not supported; adapters must be plain ones (LoRA) of linear modules",
+        ),
         ({"use_dora": True}, "use_dora True is not supported; adapters must be plain ones"),
         ({"bias": "all"}, "bias 'all' is not supported; it must be 'none'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
@@ -276,7 +280,13 @@ def test_modules_of_a_folder(tmp_path: Path, wanted: object, excluded: object, f
         ({"layers_to_transform": [0]}, "layers_to_transform [0] is not supported"),
         ({"target_modules": ["layers.0.mlp.up_proj"], "exclude_modules": []}, "without model.layers.1.mlp.up_proj"),
         ({"target_modules": ["lm_head"]}, "target_modules (['lm_head']) must be names of matrices in this model's"),
-        ({"target_modules": "(q"}, "target_modules ('(q') must be a list of names or a regular expression (missing )"),
+        (
+            {"target_modules": "(q"},
+            "target_modules ('(q') must be a list of names or a regular expression as RE2 reads",
+        ),
+        ({"target_modules": r"(?!x).*q_proj"}, "without looking around or back (Invalid regular expression: invalid"),
+        ({"target_modules": r"(([a-z._0-9]+)+)+!"}, "must be names of matrices in this model's layers"),
+        ({"target_modules": r"(.*)*(.*)*(.*)*(.*)*!", "exclude_modules": r"(.*.*)*x"}, "must be names of matrices in"),
         ({"target_modules": [1]}, "target_modules ([1]) must be a list of names or a regular expression"),
         ({"r": 0}, "r (0) must be a whole number from 1 to 4096"),
         ({"lora_alpha": -1}, "lora_alpha (-1) must be a number above 0"),

@@ -29,6 +29,9 @@ REFUSED = {
     "config.yaml": "'config.yaml' is not a command: did you mean train --config config.yaml?",
     "'tra\nin'": "unknown command 'tra\\nin': did you mean train?",
     "x" * 500: f"unknown command '{'x' * 60}…': give one of {COMMANDS}",
+    "train --config-path=conf --config-name=x": (
+        "train: unknown option '--config-path': --config takes a file's whole path"
+    ),
     "train --confg x.yaml": "train: unknown option '--confg': did you mean --config?",
     "train --overrides=a.b=1": "train: unknown option '--overrides'",
     "train --trainer.run_dir runs/z": "train: unknown option '--trainer.run_dir': write trainer.run_dir=runs/z",

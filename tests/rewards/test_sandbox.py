@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,53 @@ os.kill(os.getpid(), 9)
     pids = list(map(int, done.stdout.split()))
     assert len(pids) >= 3
     assert have_ended(pids, 20.0)
+
+
+THREADS = {
+    "its first thread ends": """
+import ctypes, threading, time
+for _ in range(4):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+""",
+    "killed at its limit": """
+import threading
+def work():
+    own = bytearray(20 << 20)
+    while True:
+        own[::4096] = own[::4096]
+for _ in range(8):
+    threading.Thread(target=work).start()
+""",
+    "an orphan has them": """
+import os, threading, time
+if os.fork() == 0:
+    for _ in range(8):
+        threading.Thread(target=time.sleep, args=(60,)).start()
+else:
+    time.sleep(0.05)
+    os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_programs_with_threads_leave_no_zombies(namespaces: bool):
+    sandbox = Sandbox(Limits(256, 32, 16, 64))
+    means = sandbox.start()
+    sandbox.means = replace(means, namespaces=namespaces and means.namespaces)
+    before = _below(sandbox.pid)
+    for text in THREADS.values():
+        for _ in range(3):
+            sandbox.script(text, "", 0.2)
+    assert _below(sandbox.pid) == before
+    sandbox.close()
+
+
+def _below(pid: int) -> set[int]:
+    """All processes below one, zombies among them."""
+    found = {int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()}
+    return found.union(*map(_below, found))
 
 
 ORPHANS = """

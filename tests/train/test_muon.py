@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from drawn_models import draw
 from small_models import TRAINED
 from trainer_fixtures import programs_of
 
 from jaxrl.config import OptimSection
 from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import Lora
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import optimizer as optimizers
@@ -23,7 +25,16 @@ from jaxrl.train.update_memory import resident_parts, update_phases
 BIASED = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", tie_word_embeddings=False)
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__optim": {"name": "muon", "lr": 1e-2}}
 LONG = (Shape(1, row_length(96)),)
-MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}  # by how many dims a product sums over
+MATRICES = {
+    "q": 1,
+    "k": 1,
+    "v": 1,
+    "o": 2,
+    "router": 1,
+    "gate": 1,
+    "up": 1,
+    "down": 1,
+}  # by how many dims a product sums over
 
 
 def orthogonalised(matrix: np.ndarray) -> np.ndarray:
@@ -36,12 +47,16 @@ def orthogonalised(matrix: np.ndarray) -> np.ndarray:
     return x if wide else x.T
 
 
-def test_muon_by_hand(x64):
-    """Every matrix of a layer is orthogonalised for itself, over all its inputs and outputs; biases, norms, embedding
-    and head have AdamW."""
+MIXTURES = [ModelConfig.from_hf(draw(family, 2) | {"vocab_size": 64}) for family in ("gpt_oss", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("model", [BIASED, *MIXTURES], ids=lambda model: model.family)
+def test_muon_by_hand(model, x64):
+    """Every matrix of a layer, or of an expert, is orthogonalised for itself, over all its inputs and outputs; biases,
+    norms, embedding and head have AdamW."""
     optim = OptimSection(name="muon", lr=0.1, weight_decay=0.02, momentum=0.9, beta1=0.8, beta2=0.99)
-    optimizer = optimizers.build(optim, 0.0, weights=BIASED.weights())
-    params = jax.tree.map(np.asarray, decoder.init(BIASED, jax.random.key(0), "float64"))
+    optimizer = optimizers.build(optim, 0.0, weights=model.weights())
+    params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
     state, random = optimizer.init(params), np.random.default_rng(0)
     paths = {optimizers.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     expected = {name: x.copy() for name, x in paths.items()}
@@ -63,12 +78,14 @@ def test_muon_by_hand(x64):
                 first[name] = 0.9 * first[name] + 0.1 * g
                 ahead = 0.9 * first[name] / (1 - 0.9 ** (t + 1)) + 0.1 * g / (1 - 0.9**t)
                 step = np.zeros_like(g)
-                for layer, matrix in enumerate(ahead):
+                lead = 1 + (model.num_experts > 0 and name in ("layers/gate", "layers/up", "layers/down"))
+                for at in np.ndindex(ahead.shape[:lead]):
+                    matrix = ahead[at]
                     rows = int(np.prod(matrix.shape[:inputs]))
                     flat = orthogonalised(matrix.reshape(rows, -1))
-                    step[layer] = (0.2 * np.sqrt(max(flat.shape)) * flat).reshape(matrix.shape)
+                    step[at] = (0.2 * np.sqrt(max(flat.shape)) * flat).reshape(matrix.shape)
             expected[name] = expected[name] - 0.1 * (step + 0.02 * expected[name])
-    assert seen == {f"layers/{name}" for name in MATRICES}
+    assert seen == {f"layers/{name}" for name in MATRICES if name != "router" or model.num_experts}
     for path, found in jax.tree_util.tree_leaves_with_path(params):
         # optax keeps the coefficients of the steps as they were at the start, in float32 or better
         np.testing.assert_allclose(found, expected[optimizers.path_name(path)], rtol=1e-9, atol=1e-12)
@@ -85,7 +102,7 @@ def trainer_of(config: Any, devices: int, model: Any = TRAINED) -> Trainer:
     return Trainer(config, model, weights, make_mesh(jax.devices()[:devices]), programs=programs)
 
 
-@pytest.mark.parametrize("model", [BIASED, dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])
+@pytest.mark.parametrize("model", [BIASED, MIXTURES[0], dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])
 def test_what_is_kept(make_config, model):
     """Of a matrix the momentum alone, split as its weight is; as many numbers as the plan of the memory says."""
     config = make_config(actor__optim={"name": "muon"}).with_types("cpu")
@@ -95,7 +112,7 @@ def test_what_is_kept(make_config, model):
         if (name := jax.tree_util.keystr(path, simple=True, separator=".")).split(".")[-1] in model.weights()["layers"]:
             kept.setdefault(name.rpartition(".")[2], []).append(x)
     weights = {name: x for name, x in programs.trainable["layers"].items() if x is not None}
-    two = {name for name, weight in model.weights()["layers"].items() if not weight.transpose}
+    two = {name for name, weight in model.weights()["layers"].items() if not weight.is_matrix}
     assert {name: len(found) for name, found in kept.items()} == {name: 1 + (name in two) for name in weights}
     for name, found in kept.items():
         assert all(x.sharding == weights[name].sharding for x in found), name

@@ -38,14 +38,16 @@ def terms_of(logits: jax.Array, is_token: np.ndarray, coef: float) -> LossTerms:
     return routing.with_load(empty, of_layers(logits, is_token), coef)
 
 
-def test_the_loss_is_that_of_switch_transformers(x64):
+def test_the_loss_is_that_of_transformers_for_each_layer(x64):
+    """The share of tokens that chose an expert at each of the k places, times its mean probability, summed over both,
+    times the number of experts; averaged over layers."""
     logits, is_token = case()
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = np.argsort(-logits, -1)[..., :CHOSEN]
     expected = []
     for layer in range(LAYERS):
         own = [np.mean((chosen[layer] == i).any(-1)[is_token]) for i in range(EXPERTS)]
-        expected.append(EXPERTS / CHOSEN * np.dot(own, shares[layer][is_token].mean(0)))
+        expected.append(EXPERTS * np.dot(own, shares[layer][is_token].mean(0)))
     found = terms_of(jnp.asarray(logits), is_token, 0.5)
     assert float(found.total) == pytest.approx(0.5 * np.mean(expected) * 11)
     total, count = found.means["moe/aux_loss"]
@@ -58,14 +60,15 @@ def test_the_loss_is_that_of_switch_transformers(x64):
     assert "moe/aux_loss" not in off.means
 
 
-def test_an_even_load_has_a_loss_of_one(x64):
-    logits = np.tile(np.eye(4)[None, None], (1, 1, 1, 1)) * 1e-9
-    experts, probabilities = np.arange(4)[None, :, None], jax.nn.softmax(jnp.asarray(logits))[0]
+@pytest.mark.parametrize("chosen", [1, 2, 3])
+def test_an_even_load_has_a_loss_of_the_experts_per_token(chosen, x64):
+    experts = (np.arange(4)[None, :, None] + np.arange(chosen)) % 4
+    probabilities = jnp.full((1, 4, 4), 0.25)
     load = routing.load_of(Routing(jnp.asarray(experts), probabilities, probabilities), jnp.ones((1, 4), bool))
     terms = routing.with_load(
         LossTerms(jnp.float64(0), jnp.float64(1), {}, {}), jax.tree.map(lambda x: x[None], load), 1.0
     )
-    assert float(terms.total) == pytest.approx(1)
+    assert float(terms.total) == pytest.approx(chosen)
 
 
 def test_metrics(x64):

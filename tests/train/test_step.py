@@ -503,6 +503,9 @@ def test_a_warm_up_is_that_of_verl_without_its_empty_update():
 def test_schedules():
     linear = optimizers.schedule(OptimSection(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="linear"), 6)
     assert [float(linear(i)) for i in range(7)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
+    for kind in ("linear", "cosine"):  # a run that ends in its warm-up, as one of two steps to try a configuration
+        short = optimizers.schedule(OptimSection(lr=1.0, lr_warmup_steps=4, lr_scheduler_type=kind), 2)
+        assert [float(short(i)) for i in range(4)] == [0.25, 0.5, 0.75, 1]
     cosine = optimizers.schedule(OptimSection(lr=1.0, min_lr_ratio=0.1, lr_scheduler_type="cosine"), 10)
     np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(20)], [1, 0.55, 0.1, 0.1], rtol=1e-6)
     with pytest.raises(ConfigError, match="total_training_steps"):
