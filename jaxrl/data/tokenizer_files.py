@@ -93,8 +93,8 @@ def _fast(folder: Path) -> FastTokenizer:
         fast = FastTokenizer.from_str(source)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{file}: not a tokenizer of the tokenizers library ({error})") from None
-    if not fast.get_vocab_size(with_added_tokens=True):
-        raise ValueError(f"{file}: the vocabulary holds no tokens")
+    if not fast.get_vocab().keys() - {token.content for token in fast.get_added_tokens_decoder().values()}:
+        raise ValueError(f"{file}: the vocabulary holds no tokens of text, so that no text has tokens")
     fast.no_padding()
     fast.no_truncation()
     return fast

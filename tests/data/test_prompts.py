@@ -253,7 +253,7 @@ def test_deepmath(data_folder: Path):
     assert [m["role"] for m in problem.messages] == ["system", "user"]
     assert (problem.answer, problem.source) == (r"\dfrac{11}{16}", "deepmath_103k")
     by_text = config(train_files=files, prompt_key="prompt", answer_key="ground_truth")
-    assert [p.identity for p in load_train(by_text)] == [p.identity for p in (problem, *rest)]
+    assert [p.question for p in load_train(by_text)] == [p.question for p in (problem, *rest)]
 
 
 def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):

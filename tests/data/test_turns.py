@@ -66,7 +66,7 @@ def in_turns(
     drawn = [False] * len(ids)
     for place, following in zip(places, [*places[1:], len(messages)], strict=True):
         said = [*tokenizer.encode(messages[place]["content"]), *end]
-        answer = between.answer(messages[place + 1 : following], said[-1])
+        answer = between.answer(messages[place + 1 : following], said)
         ids += [*said, *answer]
         drawn += [True] * len(said) + [False] * len(answer)
     return ids, drawn
@@ -110,7 +110,7 @@ def test_another_end_than_the_templates_is_kept(tokenizer: Tokenizer):
     tokenizer = renders(tokenizer, CHATML)
     end, other = (tokenizer.encode(token)[0] for token in ("<|im_end|>", "<|endoftext|>"))
     between, asked = Between(tokenizer), [{"role": "user", "content": "So?"}]
-    assert between.answer(asked, other) == (end, *between.answer(asked, end))
+    assert between.answer(asked, [other]) == (end, *between.answer(asked, [end]))
 
 
 def test_templates_that_cannot_go_on(tokenizer: Tokenizer):
