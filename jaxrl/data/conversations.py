@@ -34,11 +34,11 @@ from jaxrl.schema.declared import shown
 _log = logging.getLogger(__name__)
 _ROLES = ("system", "user", "assistant", "tool")
 _CALLS = "tool_calls"
-_PASSED_ON = ("name", *THINKING, _CALLS, "tool_call_id")
+_THOUGHT = THINKING[0]
+_PASSED_ON = ("name", _CALLS, "tool_call_id")
 _WEIGHT = "weight"
-_MASKS = {_WEIGHT: True, "train": True, "training": True, "trainable": True, "loss": True, "loss_mask": True} | {
-    name: False for name in ("mask", "masked")
-}
+_MASKS = dict.fromkeys((_WEIGHT, "train", "training", "trainable", "loss", "loss_mask"), True)
+_MASKS |= {"mask": False, "masked": False}
 """Fields of messages by which data sets say whether a turn is learnt, and the value with which it is."""
 _UNSUPPORTED = ("function_call", "tool_responses", "train_detail", "training_detail")
 """Fields of messages that would be lost in silence."""
@@ -151,7 +151,7 @@ class ConversationTokens:
             if answer:
                 yield Span(answer, is_said=False)
             whole += [*turn, *answer]
-        at_once = self._tokenizer.encode(self._rendered(messages, tools, begins=False))
+        at_once = self._tokenizer.encode(self._rendered(messages, tools, begins=False)) if len(said) > 1 else whole
         if not self._text(at_once).startswith(self._text(whole)):
             rewritten = between.rewritten() or "the chat template writes earlier turns otherwise than the last one"
             self._note(f"{rewritten}: each turn is learnt behind those before it as they were said")
@@ -178,7 +178,7 @@ class ConversationTokens:
             ends.pop()  # behind a turn's end comes the text's (Phi)
         if not ids:
             raise RefusedMessages(f"the chat template leaves out message {len(messages)}")
-        for field in (_CALLS, *THINKING):
+        for field in (_CALLS, _THOUGHT):
             without = {name: value for name, value in messages[-1].items() if name != field}
             if field in messages[-1] and after == self._rendered((*messages[:-1], without), tools, begins=False):
                 raise RefusedMessages(f"the chat template leaves out the {field} of message {len(messages)}")
@@ -544,10 +544,11 @@ def _messages(value: Any, named: str) -> Messages:
         for name in _UNSUPPORTED:
             if message.get(name):
                 raise ValueError(f"{named}: message {number} has {name!r}, which is not supported")
-        thoughts = {json.dumps(message[name]): name for name in THINKING if message.get(name)}
-        if len(thoughts) > 1 or not all(isinstance(message[name], str) for name in thoughts.values()):
-            raise ValueError(f"{named}: message {number} must have one text in {', '.join(thoughts.values())}")
-        more = {name: message[name] for name in _PASSED_ON if message.get(name)}
+        thoughts = {name: message[name] for name in THINKING if message.get(name)}
+        one = next(iter(thoughts.values()), "")
+        if not isinstance(one, str) or any(each != one for each in thoughts.values()):
+            raise ValueError(f"{named}: message {number} must have one text in {', '.join(thoughts)}")
+        more = {name: message[name] for name in _PASSED_ON if message.get(name)} | ({_THOUGHT: one} if one else {})
         weight = {} if _is_learnt(message, f"{named}: message {number}") else {_WEIGHT: 0}
         found.append({"role": message["role"], "content": content or "", **more, **weight})
     return tuple(found)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tokenizers import Encoding
 
-from jaxrl.data.chat_template import DEFAULT, ChatTemplate, choose, render, variables_of
+from jaxrl.data.chat_template import DEFAULT, ChatTemplate, RefusedMessages, choose, render, variables_of
 from jaxrl.data.tokenizer_files import ADDITIONAL_TEMPLATES, DEFAULT_TEMPLATE, TokenizerFiles, read_folder
 from jaxrl.data.tokenizer_gguf import read_gguf
 
@@ -96,7 +96,7 @@ class Tokenizer:
     def _open(self, found: Encoding) -> list[int]:
         """The ids without an end that the tokenizer has put behind them."""
         ids = found.ids
-        while ids and ids[-1] in self.eos_token_ids and found.special_tokens_mask[len(ids) - 1]:
+        while len(ids) > 1 and ids[-1] in self.eos_token_ids and found.special_tokens_mask[len(ids) - 1]:
             ids.pop()
         return ids
 

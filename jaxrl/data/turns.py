@@ -42,8 +42,11 @@ class Between:
             raise ValueError(
                 "the chat template leaves out what an assistant has said: with it there can be no second turn"
             )
-        self._first = tokenizer.encode(after)[:1]
         self.end = self._render([_user(_ASKED), _said(_SAID)], begins=False).rpartition(_SAID)[2]
+        last, stops = tokenizer.encode(self.end), tokenizer.stop_token_ids
+        stop = next((place for place, i in enumerate(last) if i in stops), -1)
+        earlier = tokenizer.encode(after)[: stop + 1]
+        self._ends_otherwise = earlier != last[: stop + 1] and not set(earlier).intersection(stops)
         self._closes = self.end.rstrip() if after.startswith(self.end.rstrip()) else ""
 
     def answer(self, messages: Sequence[Message], drawn: Sequence[int] = ()) -> tuple[int, ...]:
@@ -83,10 +86,7 @@ class Between:
         for turn in (thinking, thought) if shows else (thinking,):
             if _THOUGHT not in self._render([_user(_ASKED), turn, _user(_ASKED)]):
                 return "the chat template drops the thinking of earlier turns"
-        first = self._tokenizer.encode(self.end)[:1]
-        if self.end.strip() and first != self._first and self._first[0] not in self._tokenizer.stop_token_ids:
-            return "the chat template ends the last turn otherwise than earlier ones"
-        return ""
+        return "the chat template ends the last turn otherwise than earlier ones" if self._ends_otherwise else ""
 
     def _after(self, messages: Sequence[Message]) -> str | None:
         before, said, after = self._render([_user(_ASKED), _said(_SAID), *messages]).rpartition(_SAID)

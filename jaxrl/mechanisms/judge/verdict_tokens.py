@@ -4,7 +4,7 @@ Two kinds: a model that writes verdicts (`WrittenVerdicts`, over `jaxrl.mechanis
 model with a scalar head (`Scalars`), which reads the question and the response as a conversation and writes nothing.
 
 A text that is too long loses the middle of its response: its beginning and its end, where the answer is, stay. Special
-tokens that a response spells out are broken up, so that it cannot end its own turn and write the judge's.
+tokens that a response spells out stay text, so that it cannot end its own turn and write the judge's.
 
 Source: RollPacker §4.3. The scalar is read as transformers' `...ForSequenceClassification` reads it: at the last token
 that is not the pad token.
