@@ -154,9 +154,8 @@ class DataSection:
     ] = field(default_factory=dict)
     special_tokens_in_content: Annotated[
         Literal["text", "tokens"],
-        "What special tokens become that a message of a user, a tool or the system spells (`<|im_end|>`); text: the "
-        "tokens of their letters, so that no such text can end its turn or open another one, tokens: themselves, as in "
-        "transformers and vLLM. The assistant's are tokens in either case.",
+        "What special tokens become that messages of users, tools and the system spell; text: their letters, so that "
+        "no text ends its own message or opens another one, tokens: themselves, as in transformers and vLLM.",
     ] = "text"
     max_prompt_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest prompt, in tokens."] = 256
     max_response_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest response, in tokens."] = 128

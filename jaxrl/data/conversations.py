@@ -36,18 +36,15 @@ _ROLES = ("system", "user", "assistant", "tool")
 _CALLS = "tool_calls"
 _THOUGHT = THINKING[0]
 _PASSED_ON = ("name", _CALLS, "tool_call_id")
-_WEIGHT = "weight"
-_MASKS = dict.fromkeys((_WEIGHT, "train", "training", "trainable", "loss", "loss_mask"), True)
+_MASKS: dict[str, bool] = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_mask"), True)
 _MASKS |= {"mask": False, "masked": False}
 """Fields of messages by which data sets say whether a turn is learnt, and the value with which it is."""
-_UNSUPPORTED = ("function_call", "tool_responses", "train_detail", "training_detail")
-"""Fields of messages that would be lost in silence."""
+_UNSUPPORTED = ("function_call", "tool_responses", "train_detail", "training_detail")  # lost in silence otherwise
 TOOLS = "tools"
 """Column of what the assistant may call, as chat templates take it."""
 
 _NEVER_STOPS = (
-    "nothing teaches the model to stop; name such a token as eos_token_id in the model's generation_config.json, write "
-    "it in the template, or stop at a text (rollout.stop)"
+    "nothing teaches the model to stop: add one to eos_token_id in generation_config.json, or use rollout.stop"
 )
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -97,13 +94,13 @@ class ConversationTokens:
       config: `data` is read.
 
     Attributes:
-      notes: what a user should know of how turns were written, as sentences.
+      notes: what a user should know of how turns were written, as sentences, each once.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[int], config: Config) -> None:
         self._tokenizer, self._stops, self._data = tokenizer, frozenset(stops), config.data
         self._between = lru_cache(maxsize=64)(self._made_between)
-        self.notes: list[str] = []
+        self.notes: dict[str, None] = {}
 
     def example(self, context: Messages, said: Messages, tools: Any, train_on: Turns = "all") -> Example:
         """What follows `context`: the assistant's turns, and all that was said between them.
@@ -128,7 +125,7 @@ class ConversationTokens:
         ids = self._tokenizer.encode(prompt, add_special_tokens=True)
         said = [*self._tokenizer.encode(completion), *self._tokenizer.eos_token_ids[:1]]
         if not self._tokenizer.eos_token_ids:
-            self._note(f"the tokenizer names no eos_token: {_NEVER_STOPS}")
+            self.notes[f"the tokenizer names no eos_token: {_NEVER_STOPS}"] = None
         return _example(ids, [Span(said, is_said=True)])
 
     def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[Span]:
@@ -137,7 +134,7 @@ class ConversationTokens:
         whole = self._tokenizer.encode(self._rendered(context, tools, begins=True))
         yield Span([*whole], is_said=False)
         while asked < len(messages):
-            is_learnt = messages[asked].get(_WEIGHT, 1) != 0
+            is_learnt = messages[asked].get("weight") != 0
             turn, answer = self._turn(messages[: asked + 1], tools, between.end), list[int]()
             answers = _answers(messages, asked + 1)
             asked += 1 + len(answers)
@@ -154,15 +151,10 @@ class ConversationTokens:
         at_once = self._tokenizer.encode(self._rendered(messages, tools, begins=False)) if len(said) > 1 else whole
         if not self._text(at_once).startswith(self._text(whole)):
             rewritten = between.rewritten() or "the chat template writes earlier turns otherwise than the last one"
-            self._note(f"{rewritten}: each turn is learnt behind those before it as they were said")
-
-    def _note(self, sentence: str) -> None:
-        if sentence not in self.notes:
-            self.notes.append(sentence)
+            self.notes[f"{rewritten}: each turn is learnt behind those before it as they were said"] = None
 
     def _turn(self, messages: Messages, tools: Any, end: str) -> list[int]:
-        """The tokens of the last message, up to the one that ends it, or else to the white space in the template's
-        `end`."""
+        """The tokens of the last message, up to the one that ends it, or the white space that `end` closes with."""
         before, after = self._around(messages, tools)
         if not after.startswith(before):  # a system message may have moved to another question (Mistral's of 2024)
             messages = tuple(message for message in messages if message["role"] != "system")
@@ -184,8 +176,9 @@ class ConversationTokens:
                 raise RefusedMessages(f"the chat template leaves out the {field} of message {len(messages)}")
         if ends:
             return ids[: ends[-1] + 1]
-        said = f"ends a turn with {end.strip()!r}, which is" if end.strip() else "ends a turn with"
-        self._note(f"the chat template {said} no token that stops a response: {_NEVER_STOPS}")
+        self.notes[f"the chat template ends a turn ({end!r}) with no token that stops a response: {_NEVER_STOPS}"] = (
+            None
+        )
         return self._tokenizer.encode(after[len(before) :].removesuffix(end[len(end.rstrip()) :]))
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -333,6 +326,7 @@ def read_pairs(names: Sequence[str], option: str, config: Config, tokens: Conver
 def _rows_of(names: Sequence[str], option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for path in data_files(names, option):
         for where, row in rows(path):
+            refuse_media(row, where)
             yield where, _without_nulls(row) if path.suffix == ".parquet" else row
 
 
@@ -345,7 +339,6 @@ def _without_nulls(value: Any) -> Any:
 
 def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
     sft = config.sft
-    refuse_media(row, where)
     if row.get(sft.messages_key) is not None:
         named = f"{where}: {sft.messages_key!r} (sft.messages_key)"
         if not config.data.apply_chat_template:
@@ -373,7 +366,6 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
 
 def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
     dpo = config.dpo
-    refuse_media(row, where)
     named = {
         key: f"{where}: {key!r} (dpo.{name})"
         for key, name in (
@@ -549,7 +541,7 @@ def _messages(value: Any, named: str) -> Messages:
         if not isinstance(one, str) or any(each != one for each in thoughts.values()):
             raise ValueError(f"{named}: message {number} must have one text in {', '.join(thoughts)}")
         more = {name: message[name] for name in _PASSED_ON if message.get(name)} | ({_THOUGHT: one} if one else {})
-        weight = {} if _is_learnt(message, f"{named}: message {number}") else {_WEIGHT: 0}
+        weight = {} if _is_learnt(message, f"{named}: message {number}") else {"weight": 0}
         found.append({"role": message["role"], "content": content or "", **more, **weight})
     return tuple(found)
 

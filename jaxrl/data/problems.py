@@ -36,8 +36,6 @@ _UNSUPPORTED = (
     "tool_responses",
     "function_call",
 )
-MEDIA = ("images", "image", "videos", "audios")
-"""Columns in which data sets have what a text alone does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def source_name(path: Path) -> str:
 
 def refuse_media(row: Mapping[str, Any], where: str) -> None:
     """Raises ValueError for a row with images, videos or sounds: the model would be asked about what it cannot see."""
-    for name in MEDIA:
+    for name in ("images", "image", "videos", "audios"):
         if row.get(name):
             raise ValueError(
                 f"{where}: column {name!r} holds {shown(row[name])}, and models are given text alone: leave the row "

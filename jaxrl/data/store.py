@@ -34,15 +34,8 @@ CACHED_BYTES = 2**25
 """Of data files that are kept: fewer are read and tokenised in a few seconds."""
 
 _SIZES = "sizes.json"
-_COLUMNS = (
-    "prompt_key",
-    "messages_key",
-    "answer_key",
-    "source_key",
-    "reference_time_key",
-    "prompt_template",
-    "system_prompt",
-)
+_COLUMNS = ("prompt_key", "messages_key", "answer_key", "source_key", "reference_time_key")
+_COLUMNS += ("prompt_template", "system_prompt")
 """Options of `data` that rows are read by."""
 
 

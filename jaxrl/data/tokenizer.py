@@ -72,15 +72,9 @@ class Tokenizer:
         raise ValueError(f"{path}: a tokenizer must be a Hugging Face folder or a .gguf file")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids; special tokens written in the text become their ids, but not those that `as_text` has marked.
-
-        Args:
-          add_special_tokens: with those that the tokenizer puts around a text; an end behind it is left out, since a
-            prompt is to be continued.
-
-        Raises:
-          ValueError: the text holds half a character, as from a command line that is not UTF-8.
-        """
+        """Token ids; special tokens written in the text become their ids, but for those that `as_text` has marked. An
+        end that the tokenizer adds to a text is left out: a prompt is to be continued. Raises ValueError for half
+        characters, as they come from a command line that is not UTF-8."""
         first, *rest = _whole(text).split(JOINT)
         ids = self._open(self._fast.encode(first, add_special_tokens=add_special_tokens))
         return ids + [i for part in rest for i in self._fast.encode(part, add_special_tokens=False).ids]
@@ -94,7 +88,7 @@ class Tokenizer:
         ]
 
     def _open(self, found: Encoding) -> list[int]:
-        """The ids without an end that the tokenizer has put behind them."""
+        """The ids without an added end."""
         ids = found.ids
         while len(ids) > 1 and ids[-1] in self.eos_token_ids and found.special_tokens_mask[len(ids) - 1]:
             ids.pop()
@@ -151,8 +145,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The rendered conversation, for `encode`; `as_text` has marked what messages spell, unless
-        `special_tokens_in_content` is `tokens`.
+        """The rendered conversation, with the marks of `as_text` in what others than the assistant say.
 
         Args:
           chat_template: the name of one of `chat_templates`; None: `tool_use` where that exists and `tools` are given,
@@ -164,7 +157,8 @@ class Tokenizer:
           RefusedMessages: it refuses these messages; or they have to do with tools, and the model speaks harmony.
         """
         template = self._template(variables, chat_template)
-        if self.speaks_harmony and (variables.get("tools") or any(map(_has_calls, messages))):
+        has_tools = variables.get("tools") or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+        if has_tools and self.speaks_harmony:
             raise RefusedMessages(f"{template.place}: gpt-oss's format (harmony) is read in plain chats, without tools")
         messages = [
             {**message, "content": self.as_content(content)}
@@ -202,11 +196,6 @@ class Tokenizer:
         ends = set(self.special_texts).intersection((*END_TOKENS, *_HARMONY) if self.speaks_harmony else END_TOKENS)
         found = map(self._fast.token_to_id, ends - {"<|end|>"} if self.speaks_harmony else ends)
         return tuple(dict.fromkeys([*self.eos_token_ids, *sorted(i for i in found if i is not None)]))
-
-    @property
-    def harmony_end(self) -> list[int]:
-        """What ends a message in harmony, and so stands in for the end of an earlier turn; else nothing."""
-        return self.encode("<|end|>") if self.speaks_harmony else []
 
     @property
     def speaks_harmony(self) -> bool:
@@ -263,10 +252,6 @@ class Tokenizer:
     def _id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._fast.token_to_id(token)
-
-
-def _has_calls(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def _whole(text: str) -> str:

@@ -43,10 +43,13 @@ class Between:
                 "the chat template leaves out what an assistant has said: with it there can be no second turn"
             )
         self.end = self._render([_user(_ASKED), _said(_SAID)], begins=False).rpartition(_SAID)[2]
+        self._ends_message = (
+            tokenizer.encode("<|end|>") if tokenizer.speaks_harmony else []
+        )  # which a turn's end replaces
         last, stops = tokenizer.encode(self.end), tokenizer.stop_token_ids
-        stop = next((place for place, i in enumerate(last) if i in stops), -1)
-        earlier = tokenizer.encode(after)[: stop + 1]
-        self._ends_otherwise = earlier != last[: stop + 1] and not set(earlier).intersection(stops)
+        last = last[: next((place for place, i in enumerate(last, 1) if i in stops), 0)]
+        earlier = tokenizer.encode(after)[: len(last)]
+        self._ends_otherwise = earlier != last and not set(earlier).intersection(stops)
         self._closes = self.end.rstrip() if after.startswith(self.end.rstrip()) else ""
 
     def answer(self, messages: Sequence[Message], drawn: Sequence[int] = ()) -> tuple[int, ...]:
@@ -66,8 +69,7 @@ class Between:
         if self._closes and self._tokenizer.decode(tail, skip_special_tokens=False).endswith(self._closes):
             return tuple(self._tokenizer.encode(after.removeprefix(self._closes)))
         ids = self._tokenizer.encode(after)
-        is_closed = len(drawn) > 0 and ids[:1] in ([drawn[-1]], self._tokenizer.harmony_end)
-        return tuple(ids[1:] if is_closed else ids)
+        return tuple(ids[1:] if drawn and ids[:1] in ([drawn[-1]], self._ends_message) else ids)
 
     def rewritten(self) -> str:
         """What the template makes of earlier turns, in a sentence; empty: it only appends."""
@@ -80,12 +82,11 @@ class Between:
                 continue
             if not second.startswith(first + _AGAIN):
                 return "the chat template writes earlier turns otherwise than the last one"
-        thinking = _said(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}")
-        thought = _said(_SAID) | {THINKING[0]: _THOUGHT}
-        shows = _THOUGHT in self._render([_user(_ASKED), thought], begins=False)
-        for turn in (thinking, thought) if shows else (thinking,):
-            if _THOUGHT not in self._render([_user(_ASKED), turn, _user(_ASKED)]):
-                return "the chat template drops the thinking of earlier turns"
+        thinking = [_said(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"), _said(_SAID) | {THINKING[0]: _THOUGHT}]
+        if _THOUGHT not in self._render([_user(_ASKED), thinking[1]], begins=False):
+            thinking.pop()
+        if any(_THOUGHT not in self._render([_user(_ASKED), turn, _user(_ASKED)]) for turn in thinking):
+            return "the chat template drops the thinking of earlier turns"
         return "the chat template ends the last turn otherwise than earlier ones" if self._ends_otherwise else ""
 
     def _after(self, messages: Sequence[Message]) -> str | None:
