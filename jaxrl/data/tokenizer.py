@@ -23,8 +23,7 @@ from jaxrl.data.tokenizer_gguf import read_gguf
 
 _HARMONY = ("<|return|>", "<|call|>")
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-"""Special tokens that end a turn or a text in one family or another; those that a vocabulary has stop generation. In
-gpt-oss's harmony `<|end|>` ends one message of a turn, and others (`_HARMONY`) end the turn."""
+"""Special tokens that end a turn or a text in some family. In harmony `<|end|>` ends a message, `_HARMONY` a turn."""
 
 JOINT = "\ufdd0"
 """A character that Unicode leaves to programs. No token reaches across it, and it becomes no token itself."""
@@ -47,8 +46,7 @@ class Tokenizer:
       special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
       eos_token_ids: ids that end a response: the eos token and what generation_config.json adds.
       chat_templates: by name; most tokenizers have one, which is the `default`, or none.
-      special_tokens_in_content: what becomes of special tokens that a message of a user, a tool or the system spells:
-        `text`, or as in transformers `tokens`.
+      special_tokens_in_content: as the option `data.special_tokens_in_content`.
       named_ids: ids that other files of the model name, by file and entry.
     """
 
