@@ -109,7 +109,7 @@ class SupervisedRun(TrainingRun):
             rows = self._method.read(config.data.val_files, "data.val_files", config, tokens)
             self._held_out = [*rows.batches(config.data.val_size, config.data.train_batch_size)]
             self._held_out_rows = rows.fingerprint
-        self.said += [tokens.note] if tokens.note else []
+        self.said += tokens.notes
         self._known: dict[str, np.ndarray] = {}  # by `Method.reference`: of the training rows, and of the held-out ones
 
     def _look_ahead(self) -> None:

@@ -387,7 +387,8 @@ def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | Non
     if not c.data.task:
         yield "data", frozenset({"task_config"}), "data.task is empty"
     if not c.data.apply_chat_template:
-        yield "data", frozenset({"apply_chat_template_kwargs"}), "data.apply_chat_template is off"
+        unread = frozenset({"apply_chat_template_kwargs", "special_tokens_in_content"})
+        yield "data", unread, "data.apply_chat_template is off"
     if c.simulate.workload != "recorded":
         yield "simulate", frozenset({"recorded_run"}), f"simulate.workload is {c.simulate.workload}"
     yield from unread_rewards(c)

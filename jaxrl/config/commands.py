@@ -21,8 +21,8 @@ _READ: Mapping[str, str] = {  # "": all of a section; `serve`: what a run has le
     "hosts": "",
     "serve": "",
     "data": "train_files val_files val_size system_prompt prompt_template apply_chat_template "
-    "apply_chat_template_kwargs max_prompt_length max_response_length filter_overlong_prompts train_batch_size shuffle "
-    "seed",
+    "apply_chat_template_kwargs special_tokens_in_content max_prompt_length max_response_length "
+    "filter_overlong_prompts train_batch_size shuffle seed",
     "actor": "optim dtype param_dtype ppo_max_token_len_per_gpu context_parallel_size grad_clip remat "
     "logprob_chunk_tokens attention offload_optimizer router_aux_loss_coef reduce_dtype",
     "trainer": "run_dir total_training_steps total_epochs save_freq max_ckpt_to_keep test_freq val_before_train seed "

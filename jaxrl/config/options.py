@@ -152,6 +152,11 @@ class DataSection:
         dict[str, Any],
         "Variables for the chat template, such as `{enable_thinking: false}`; `tools` is a list of JSON schemas.",
     ] = field(default_factory=dict)
+    special_tokens_in_content: Annotated[
+        Literal["text", "tokens"],
+        "What special tokens become that messages of users, tools and the system spell; text: their letters, so that "
+        "no text ends its own message or opens another one, tokens: themselves, as in transformers and vLLM.",
+    ] = "text"
     max_prompt_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest prompt, in tokens."] = 256
     max_response_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest response, in tokens."] = 128
     filter_overlong_prompts: Annotated[

@@ -44,6 +44,8 @@ MAX_CHARACTERS = 2**20
 """The longest template, and the most that it may write around the messages."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names that templates have on the Hub; the only one of a tokenizer is the default."""
+THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Names of what an assistant has thought: data has one of them, and a template reads another."""
 _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 _MEMORY_LIMIT_BYTES = 2**30
 _LOOK, _UNTIL = "_jaxrl_look_at_time", "_jaxrl_until"
@@ -132,7 +134,44 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
     """
     # what tools say is no more tried than what messages say: each new list would be another trial
     tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context
-    return _rendered_or_refused(_usable(source, place, json.dumps(dict(tried), default=str)), place, messages, context)
+    template = _usable(source, place, json.dumps(dict(tried), default=str))
+    given = [_as_templates_read(message, f"{place}: message {number}") for number, message in enumerate(messages, 1)]
+    return _rendered_or_refused(template, place, given, context)
+
+
+class _Arguments(dict[str, Any]):
+    """What a call gives: an object for templates that write JSON, and as text its JSON for those that take text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return f"{self}{text}"
+
+    def __radd__(self, text: str) -> str:
+        return f"{text}{self}"
+
+
+def _as_templates_read(message: Mapping[str, Any], named: str) -> dict[str, Any]:
+    """With its thinking under each name, and the arguments of calls as objects."""
+    thought = next((message[name] for name in THINKING if message.get(name)), None)
+    found = {**message, **(dict.fromkeys(THINKING, thought) if thought else {})}
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [_call(call, named) for call in calls]
+    return found
+
+
+def _call(call: Mapping[str, Any], named: str) -> dict[str, Any]:
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _call(function, named)}
+    given = call.get("arguments")
+    try:
+        value = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        value = given
+    if value is not None and not isinstance(value, Mapping):
+        raise RefusedMessages(f"{named}: the arguments of a call must be a JSON object, found {given!r:.80}")
+    return {**call, **({"arguments": _Arguments(value or {})} if "arguments" in call else {})}
 
 
 @lru_cache(maxsize=16)

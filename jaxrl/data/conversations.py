@@ -23,9 +23,10 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.inputs import reading, strict_json
-from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.chat_template import THINKING, RefusedMessages
 from jaxrl.data.files import data_files, rows
 from jaxrl.data.order import nth
+from jaxrl.data.problems import refuse_media
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.turns import Between
 from jaxrl.schema.declared import shown
@@ -33,9 +34,18 @@ from jaxrl.schema.declared import shown
 _log = logging.getLogger(__name__)
 _ROLES = ("system", "user", "assistant", "tool")
 _CALLS = "tool_calls"
-_PASSED_ON = ("name", "reasoning_content", _CALLS, "tool_call_id")
+_THOUGHT = THINKING[0]
+_PASSED_ON = ("name", _CALLS, "tool_call_id")
+_MASKS: dict[str, bool] = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_mask"), True)
+_MASKS |= {"mask": False, "masked": False}
+"""Fields of messages by which data sets say whether a turn is learnt, and the value with which it is."""
+_UNSUPPORTED = ("function_call", "tool_responses", "train_detail", "training_detail")  # lost in silence otherwise
 TOOLS = "tools"
 """Column of what the assistant may call, as chat templates take it."""
+
+_NEVER_STOPS = (
+    "nothing teaches the model to stop: add one to eos_token_id in generation_config.json, or use rollout.stop"
+)
 
 Messages = tuple[Mapping[str, Any], ...]
 Turns = Literal["all", "last"]
@@ -43,7 +53,7 @@ Turns = Literal["all", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens of a conversation, one behind the other; `is_said`: by the assistant, its end of the turn with them."""
+    """Tokens of a conversation, one behind the other; `is_said`: they are learnt, a turn's with its end."""
 
     token_ids: list[int]
     is_said: bool
@@ -54,9 +64,9 @@ class Example:
     """A context and what follows it.
 
     Attributes:
-      prompt: int32 [P], up to the first turn that is learnt from.
+      prompt: int32 [P], up to the first turn, or to the last one that is learnt.
       response: int32 [T], all that follows.
-      is_said: bool [T], the assistant's tokens.
+      is_said: bool [T], the assistant's tokens that are learnt.
     """
 
     prompt: np.ndarray
@@ -84,13 +94,13 @@ class ConversationTokens:
       config: `data` is read.
 
     Attributes:
-      note: what a user should know of how turns were written, as a sentence; empty: nothing.
+      notes: what a user should know of how turns were written, as sentences, each once.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[int], config: Config) -> None:
         self._tokenizer, self._stops, self._data = tokenizer, frozenset(stops), config.data
         self._between = lru_cache(maxsize=64)(self._made_between)
-        self.note = ""
+        self.notes: dict[str, None] = {}
 
     def example(self, context: Messages, said: Messages, tools: Any, train_on: Turns = "all") -> Example:
         """What follows `context`: the assistant's turns, and all that was said between them.
@@ -104,6 +114,8 @@ class ConversationTokens:
           ValueError: there is no template.
         """
         spans = list(self._spans(context, said, tools))
+        if not any(span.is_said for span in spans):
+            raise RefusedMessages("the data masks every turn of the assistant, so there is nothing to learn")
         first = max(i for i, span in enumerate(spans) if span.is_said) if train_on == "last" else 1
         before, after = spans[:first], spans[first:]
         return _example([i for span in before for i in span.token_ids], after)
@@ -112,28 +124,37 @@ class ConversationTokens:
         """Two texts, without a template; the end of the text is learnt, too."""
         ids = self._tokenizer.encode(prompt, add_special_tokens=True)
         said = [*self._tokenizer.encode(completion), *self._tokenizer.eos_token_ids[:1]]
+        if not self._tokenizer.eos_token_ids:
+            self.notes[f"the tokenizer names no eos_token: {_NEVER_STOPS}"] = None
         return _example(ids, [Span(said, is_said=True)])
 
     def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[Span]:
         messages, asked = (*context, *said), len(context)
         between = self._between(json.dumps(tools) if tools else "")
-        yield Span(self._tokenizer.encode(self._rendered(context, tools, begins=True)), is_said=False)
+        whole = self._tokenizer.encode(self._rendered(context, tools, begins=True))
+        yield Span([*whole], is_said=False)
         while asked < len(messages):
-            turn, answer = self._turn(messages[: asked + 1], tools), list[int]()
+            is_learnt = messages[asked].get("weight") != 0
+            turn, answer = self._turn(messages[: asked + 1], tools, between.end), list[int]()
             answers = _answers(messages, asked + 1)
             asked += 1 + len(answers)
             if asked < len(messages):
-                if not self.note and (rewritten := between.rewritten()):
-                    self.note = f"{rewritten}: each turn is learnt behind those before it as they were said"
-                answer = [*between.answer(answers, turn[-1])]
+                answer = [*between.answer(answers)]
                 if answer and {turn[-1], answer[0]} <= self._stops:  # the last turn of all ends otherwise (OLMo 3)
                     turn[-1] = answer.pop(0)
-            yield Span(turn, is_said=True)
+                else:
+                    answer = [*between.answer(answers, turn)]
+            yield Span(turn, is_learnt)
             if answer:
                 yield Span(answer, is_said=False)
+            whole += [*turn, *answer]
+        at_once = self._tokenizer.encode(self._rendered(messages, tools, begins=False)) if len(said) > 1 else whole
+        if not self._text(at_once).startswith(self._text(whole)):
+            rewritten = between.rewritten() or "the chat template writes earlier turns otherwise than the last one"
+            self.notes[f"{rewritten}: each turn is learnt behind those before it as they were said"] = None
 
-    def _turn(self, messages: Messages, tools: Any) -> list[int]:
-        """The tokens of the last message, up to the one that ends it."""
+    def _turn(self, messages: Messages, tools: Any, end: str) -> list[int]:
+        """The tokens of the last message, up to the one that ends it, or the white space that `end` closes with."""
         before, after = self._around(messages, tools)
         if not after.startswith(before):  # a system message may have moved to another question (Mistral's of 2024)
             messages = tuple(message for message in messages if message["role"] != "system")
@@ -149,11 +170,16 @@ class ConversationTokens:
             ends.pop()  # behind a turn's end comes the text's (Phi)
         if not ids:
             raise RefusedMessages(f"the chat template leaves out message {len(messages)}")
-        if _CALLS in (last := messages[-1]):
-            without = {name: value for name, value in last.items() if name != _CALLS}
-            if after == self._rendered((*messages[:-1], without), tools, begins=False):
-                raise RefusedMessages(f"the chat template leaves out the {_CALLS} of message {len(messages)}")
-        return ids[: ends[-1] + 1] if ends else ids
+        for field in (_CALLS, _THOUGHT):
+            without = {name: value for name, value in messages[-1].items() if name != field}
+            if field in messages[-1] and after == self._rendered((*messages[:-1], without), tools, begins=False):
+                raise RefusedMessages(f"the chat template leaves out the {field} of message {len(messages)}")
+        if ends:
+            return ids[: ends[-1] + 1]
+        self.notes[f"the chat template ends a turn ({end!r}) with no token that stops a response: {_NEVER_STOPS}"] = (
+            None
+        )
+        return self._tokenizer.encode(after[len(before) :].removesuffix(end[len(end.rstrip()) :]))
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -300,6 +326,7 @@ def read_pairs(names: Sequence[str], option: str, config: Config, tokens: Conver
 def _rows_of(names: Sequence[str], option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for path in data_files(names, option):
         for where, row in rows(path):
+            refuse_media(row, where)
             yield where, _without_nulls(row) if path.suffix == ".parquet" else row
 
 
@@ -506,6 +533,23 @@ def _messages(value: Any, named: str) -> Messages:
         if not isinstance(content, str) and not (content is None and message.get(_CALLS)):
             raise ValueError(f"{named}: message {number} must have text in 'content', found {shown(content)}")
         _check_objects(message.get(_CALLS) or None, f"{named}: {_CALLS!r} of message {number}")
-        more = {name: message[name] for name in _PASSED_ON if message.get(name)}
-        found.append({"role": message["role"], "content": content or "", **more})
+        for name in _UNSUPPORTED:
+            if message.get(name):
+                raise ValueError(f"{named}: message {number} has {name!r}, which is not supported")
+        thoughts = {name: message[name] for name in THINKING if message.get(name)}
+        one = next(iter(thoughts.values()), "")
+        if not isinstance(one, str) or any(each != one for each in thoughts.values()):
+            raise ValueError(f"{named}: message {number} must have one text in {', '.join(thoughts)}")
+        more = {name: message[name] for name in _PASSED_ON if message.get(name)} | ({_THOUGHT: one} if one else {})
+        weight = {} if _is_learnt(message, f"{named}: message {number}") else {"weight": 0}
+        found.append({"role": message["role"], "content": content or "", **more, **weight})
     return tuple(found)
+
+
+def _is_learnt(message: Mapping[str, Any], named: str) -> bool:
+    """Whether no field of a message masks it; ValueError for one that says neither yes nor no."""
+    given = {name: message[name] for name in _MASKS if message.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise ValueError(f"{named}: {name!r} must be 0 or 1, true or false, found {shown(value)}")
+    return all(bool(value) is _MASKS[name] for name, value in given.items())

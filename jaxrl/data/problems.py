@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxrl.config import ConfigError, DataSection
 from jaxrl.config.inputs import one_line, reading, strict_json
+from jaxrl.data.chat_template import THINKING
 from jaxrl.data.files import data_files, rows
 from jaxrl.data.hub import data_set_name
 from jaxrl.schema.declared import shown
@@ -25,7 +26,7 @@ from jaxrl.schema.declared import shown
 ROLES = ("system", "user", "assistant")
 """What the author of a message may be."""
 
-_PASSED_ON = ("name", "reasoning_content")
+_PASSED_ON = ("name", *THINKING)
 """Text of a message beside its role and content that goes to the chat template, which may show it."""
 
 _FINAL = re.compile(r"(?:[^#]*\s)?####(?:\s+(.*\w.*))?")  # GSM8K's last line; one of a grid has more # or no word
@@ -36,7 +37,6 @@ _UNSUPPORTED = (
     "tool_call_id",
     "tool_responses",
     "function_call",
-    "thinking",
 )
 
 
@@ -68,8 +68,8 @@ class Problem:
 
     @property
     def identity(self) -> str:
-        """What tells problems apart: the user's text, white space aside."""
-        return " ".join(" ".join(m["content"] for m in self.messages if m["role"] != "system").split())
+        """What tells problems apart: the text of their messages, white space aside."""
+        return " ".join(" ".join(m["content"] for m in self.messages).split())
 
 
 def read_problems(names: Sequence[str], option: str, data: DataSection) -> Iterator[Problem]:
@@ -96,10 +96,23 @@ def source_name(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
 
 
+def refuse_media(row: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for a row with images, videos or sounds: the model would be asked about what it cannot see."""
+    for name in ("images", "image", "videos", "audios"):
+        if row.get(name):
+            raise ValueError(
+                f"{where}: column {name!r} holds {shown(row[name])}, and models are given text alone: leave the row "
+                "out, or the column where the text does without it"
+            )
+
+
 def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: DataSection) -> Problem:
+    refuse_media(row, where)
     used = [data.messages_key or data.prompt_key, data.answer_key, data.source_key, data.reference_time_key]
     if data.messages_key:
         messages = _messages(column(row, data.messages_key, "data.messages_key", where), data.messages_key, where)
+        if data.system_prompt:  # which replaces the row's own
+            messages = tuple(message for message in messages if message["role"] != "system")
     else:
         question = column(row, data.prompt_key, "data.prompt_key", where)
         if isinstance(question, list) and question and all(isinstance(each, Mapping) for each in question):

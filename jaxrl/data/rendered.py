@@ -20,7 +20,7 @@ from jaxrl.config import DataSection
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.data.problems import Problem
 from jaxrl.data.store import ProblemStore, digest, kept, mapped
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer import JOINT, Tokenizer
 from jaxrl.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _LONG_TOKEN = 256  # characters: longer than the tokens of any text are on avera
 _TOGETHER = 1024  # prompts that the tokenizer's threads share
 _OPTIONS = (
     *("system_prompt", "prompt_template", "apply_chat_template", "apply_chat_template_kwargs"),
-    *("max_prompt_length", "filter_overlong_prompts"),
+    *("special_tokens_in_content", "max_prompt_length", "filter_overlong_prompts"),
 )
 """Options of `data` by which problems become prompts."""
 
@@ -186,7 +186,7 @@ class Rendered:
             epoch=epoch,
             index=problem.index,
             token_ids=tuple(self._tokens.tokens[ends[row - 1] if row else 0 : ends[row]].tolist()),
-            text=self._text(problem),
+            text=self._text(problem).replace(JOINT, ""),
             source=problem.source,
             answer=problem.answer,
             extra=self._extra(problem),

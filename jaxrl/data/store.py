@@ -50,7 +50,8 @@ _KINDS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (list, tuple),
 }
 """Values that Parquet has and JSON has not: to JSON, and back."""
-_COLUMNS = ("prompt_key", "messages_key", "answer_key", "source_key", "reference_time_key", "prompt_template")
+_COLUMNS = ("prompt_key", "messages_key", "answer_key", "source_key", "reference_time_key")
+_COLUMNS += ("prompt_template", "system_prompt")
 """Options of `data` that rows are read by."""
 
 

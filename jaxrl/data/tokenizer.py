@@ -9,18 +9,25 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from jaxrl.data.chat_template import DEFAULT, ChatTemplate, choose, render, variables_of
+from tokenizers import Encoding
+
+from jaxrl.data.chat_template import DEFAULT, ChatTemplate, RefusedMessages, choose, render, variables_of
 from jaxrl.data.tokenizer_files import ADDITIONAL_TEMPLATES, DEFAULT_TEMPLATE, TokenizerFiles, read_folder
 from jaxrl.data.tokenizer_gguf import read_gguf
 
+_HARMONY = ("<|return|>", "<|call|>")
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-"""Special tokens that end a turn or a text in one family or another; those that a vocabulary has stop generation."""
+"""Special tokens that end a turn or a text in some family. In harmony `<|end|>` ends a message, `_HARMONY` a turn."""
+
+JOINT = "\ufdd0"
+"""A character that Unicode leaves to programs. No token reaches across it, and it becomes no token itself."""
 
 _OWN_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 
@@ -40,6 +47,7 @@ class Tokenizer:
       special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
       eos_token_ids: ids that end a response: the eos token and what generation_config.json adds.
       chat_templates: by name; most tokenizers have one, which is the `default`, or none.
+      special_tokens_in_content: as the option `data.special_tokens_in_content`.
       named_ids: ids that other files of the model name, by file and entry.
     """
 
@@ -48,6 +56,7 @@ class Tokenizer:
         self.special_tokens = files.special_tokens
         self.chat_templates = files.chat_templates
         self.named_ids = files.named_ids
+        self.special_tokens_in_content: Literal["text", "tokens"] = "text"
         eos = [self._id("eos_token"), *files.eos_token_ids]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in eos if i is not None))
 
@@ -62,16 +71,43 @@ class Tokenizer:
         raise ValueError(f"{path}: a tokenizer must be a Hugging Face folder or a .gguf file")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids; special tokens written in the text always become their ids. Raises ValueError for half characters,
-        as they come from a command line that is not UTF-8."""
+        """Token ids; special tokens written in the text become their ids, but for those that `as_text` has marked. An
+        end that the tokenizer adds to a text is left out: a prompt is to be continued. Raises ValueError for half
+        characters, as they come from a command line that is not UTF-8."""
+        first, *rest = _whole(text).split(JOINT)
         with self._named():
-            return self._fast.encode(_whole(text), add_special_tokens=add_special_tokens).ids
+            ids = self._open(self._fast.encode(first, add_special_tokens=add_special_tokens))
+            return ids + [i for part in rest for i in self._fast.encode(part, add_special_tokens=False).ids]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         """`encode` of each text, on all cores."""
         with self._named():
             found = self._fast.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=add_special_tokens)
-        return [each.ids for each in found]
+        return [
+            self.encode(text, add_special_tokens) if JOINT in text else self._open(each)
+            for text, each in zip(texts, found, strict=True)
+        ]
+
+    def _open(self, found: Encoding) -> list[int]:
+        """The ids without an added end."""
+        ids = found.ids
+        while len(ids) > 1 and ids[-1] in self.eos_token_ids and found.special_tokens_mask[len(ids) - 1]:
+            ids.pop()
+        return ids
+
+    def as_text(self, text: str) -> str:
+        """The text with marks in the special tokens that it spells: `encode` makes their letters' tokens of them."""
+        return self._spelled.sub(rf"\1{JOINT}", text)
+
+    def as_content(self, text: str) -> str:
+        """The text as a message of a user, a tool or the system has it."""
+        return self.as_text(text) if self.special_tokens_in_content == "text" else text
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        """The first character of each special token in a text, also of one that begins within another."""
+        names = "|".join(map(re.escape, sorted(filter(None, self.special_texts)))) or "(?!)"
+        return re.compile(f"(?={names})(.)", re.DOTALL)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -120,7 +156,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The rendered conversation.
+        """The rendered conversation, with the marks of `as_text` in what others than the assistant say.
 
         Args:
           chat_template: the name of one of `chat_templates`; None: `tool_use` where that exists and `tools` are given,
@@ -129,9 +165,18 @@ class Tokenizer:
 
         Raises:
           ValueError: there is no such template, or it reads no variable of such a name.
-          RefusedMessages: it refuses these messages.
+          RefusedMessages: it refuses these messages; or they have to do with tools, and the model speaks harmony.
         """
         template = self._template(variables, chat_template)
+        has_tools = variables.get("tools") or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+        if has_tools and self.speaks_harmony:
+            raise RefusedMessages(f"{template.place}: gpt-oss's format (harmony) is read in plain chats, without tools")
+        messages = [
+            {**message, "content": self.as_content(content)}
+            if message["role"] != "assistant" and isinstance(content := message.get("content"), str)
+            else message
+            for message in messages
+        ]
         context = {**_NOT_GIVEN, **self.special_tokens, **variables}
         context = {**context, "add_generation_prompt": add_generation_prompt}
         return render(template.source, template.place, messages, context)
@@ -159,11 +204,16 @@ class Tokenizer:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """`eos_token_ids` and the vocabulary's other tokens that end a turn or a text."""
-        special = {token.content for token in self._fast.get_added_tokens_decoder().values() if token.special}
-        ends = (self._fast.token_to_id(token) for token in END_TOKENS if token in special)
-        return tuple(dict.fromkeys([*self.eos_token_ids, *(i for i in ends if i is not None)]))
+        ends = set(self.special_texts).intersection((*END_TOKENS, *_HARMONY) if self.speaks_harmony else END_TOKENS)
+        found = map(self._fast.token_to_id, ends - {"<|end|>"} if self.speaks_harmony else ends)
+        return tuple(dict.fromkeys([*self.eos_token_ids, *sorted(i for i in found if i is not None)]))
 
     @property
+    def speaks_harmony(self) -> bool:
+        """Whether the vocabulary is that of gpt-oss's format, whose turns are several messages."""
+        return set(_HARMONY) <= set(self.special_texts)
+
+    @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens, as text."""
         return tuple(token.content for token in self._fast.get_added_tokens_decoder().values() if token.special)

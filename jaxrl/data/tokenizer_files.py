@@ -99,8 +99,8 @@ def _fast(folder: Path) -> FastTokenizer:
     for part in (fast.normalizer, fast.decoder):
         if part is not None and (most := _growth(_replacements(json.loads(part.__getstate__())))) > MAX_GROWTH:
             raise ValueError(f"{file}: Replace steps make one character up to {most:.3g}, more than {MAX_GROWTH}")
-    if not fast.get_vocab_size(with_added_tokens=True):
-        raise ValueError(f"{file}: the vocabulary holds no tokens")
+    if not fast.get_vocab().keys() - {token.content for token in fast.get_added_tokens_decoder().values()}:
+        raise ValueError(f"{file}: the vocabulary holds no tokens of text, so that no text has tokens")
     fast.no_padding()
     fast.no_truncation()
     return fast

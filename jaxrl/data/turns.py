@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.chat_template import THINKING, RefusedMessages
 from jaxrl.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -37,17 +37,27 @@ class Between:
 
     def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
-        if self._after([_user(_ASKED)]) is None:
+        after = self._after([_user(_AGAIN)])
+        if after is None:
             raise ValueError(
                 "the chat template leaves out what an assistant has said: with it there can be no second turn"
             )
+        self.end = self._render([_user(_ASKED), _said(_SAID)], begins=False).rpartition(_SAID)[2]
+        self._ends_message = (
+            tokenizer.encode("<|end|>") if tokenizer.speaks_harmony else []
+        )  # which a turn's end replaces
+        last, stops = tokenizer.encode(self.end), tokenizer.stop_token_ids
+        last = last[: next((place for place, i in enumerate(last, 1) if i in stops), 0)]
+        earlier = tokenizer.encode(after)[: len(last)]
+        self._ends_otherwise = earlier != last and not set(earlier).intersection(stops)
+        self._closes = self.end.rstrip() if after.startswith(self.end.rstrip()) else ""
 
-    def answer(self, messages: Sequence[Message], last_token: int | None = None) -> tuple[int, ...]:
+    def answer(self, messages: Sequence[Message], drawn: Sequence[int] = ()) -> tuple[int, ...]:
         """The tokens that follow a turn, up to where the model's next one begins.
 
         Args:
           messages: at least one, of users or tools.
-          last_token: that the model has drawn. Where that is what the template ends a turn with, it is not said twice.
+          drawn: what the model has said. Where it ends as the template ends a turn, the end is not written twice.
 
         Raises:
           RefusedMessages: the template refuses these messages here.
@@ -55,36 +65,41 @@ class Between:
         after = self._after(messages)
         if after is None:
             raise RefusedMessages("the chat template leaves out what an assistant has said before these messages")
+        tail = drawn[max(len(drawn) - len(self._closes.encode()), 0) :]  # a token stands for one byte at least
+        if self._closes and self._tokenizer.decode(tail, skip_special_tokens=False).endswith(self._closes):
+            return tuple(self._tokenizer.encode(after.removeprefix(self._closes)))
         ids = self._tokenizer.encode(after)
-        return tuple(ids[1:] if ids and ids[0] == last_token else ids)
+        return tuple(ids[1:] if drawn and ids[:1] in ([drawn[-1]], self._ends_message) else ids)
 
     def rewritten(self) -> str:
         """What the template makes of earlier turns, in a sentence; empty: it only appends."""
-        turns = [_user(_ASKED), _said(_SAID), _user(_ASKED)]
+        turns = [_user(_ASKED), _said(_SAID), _user(_ASKED * 2)]  # some templates tell messages apart by their text
         for before in ([], [{"role": "system", "content": _RULES}]):
             try:
                 first = self._render([*before, *turns])
-                second = self._render([*before, *turns, _said(_AGAIN), _user(_ASKED)])
+                second = self._render([*before, *turns, _said(_AGAIN), _user(_ASKED * 3)])
             except RefusedMessages:  # no system message, say
                 continue
             if not second.startswith(first + _AGAIN):
                 return "the chat template writes earlier turns otherwise than the last one"
-        thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"
-        if _THOUGHT not in self._render([_user(_ASKED), _said(thinking), _user(_ASKED)]):
+        thinking = [_said(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"), _said(_SAID) | {THINKING[0]: _THOUGHT}]
+        if _THOUGHT not in self._render([_user(_ASKED), thinking[1]], begins=False):
+            thinking.pop()
+        if any(_THOUGHT not in self._render([_user(_ASKED), turn, _user(_ASKED)]) for turn in thinking):
             return "the chat template drops the thinking of earlier turns"
-        return ""
+        return "the chat template ends the last turn otherwise than earlier ones" if self._ends_otherwise else ""
 
     def _after(self, messages: Sequence[Message]) -> str | None:
         before, said, after = self._render([_user(_ASKED), _said(_SAID), *messages]).rpartition(_SAID)
         return after if said and before else None
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.apply_chat_template(messages, **self._arguments)
+    def _render(self, messages: Sequence[Message], *, begins: bool = True) -> str:
+        return self._tokenizer.apply_chat_template(messages, begins, **self._arguments)
 
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _said(text: str) -> Message:
+def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}

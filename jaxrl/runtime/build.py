@@ -163,6 +163,7 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     folder = str(checked_path(path))
     model = adapted(config, config_of(path))
     tokenizer = Tokenizer.from_path(folder)
+    tokenizer.special_tokens_in_content = config.data.special_tokens_in_content
     check_vocabulary(tokenizer, model, folder)
     data = config.data
     asked = (

@@ -129,6 +129,7 @@ def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt
         raise ValueError(f"{where}: its question does not stand in the prompt as it is, so nothing can be said with it")
     parts = {"{question}": question, "{context}": str(_context(config, prompt))}
     told = re.sub(r"\{(?:question|context)\}", lambda field: parts[field[0]], teacher.context_template)
+    told = tokenizer.as_content(told) if config.data.apply_chat_template else told
     ids = tokenizer.encode(before + told + behind, add_special_tokens=not config.data.apply_chat_template)
     most = config.data.max_prompt_length + teacher.max_context_length
     if len(ids) > most:

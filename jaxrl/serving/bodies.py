@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from jaxrl.data.chat_template import THINKING
 from jaxrl.data.tool_calls import arguments_of
 from jaxrl.types import SamplingParams
 
@@ -37,8 +38,6 @@ MAX_TOP_LOGPROBS = 20
 """As OpenAI's API has it."""
 MIN_TEMPERATURE = 1e-4
 MAX_SEED = 2**63 - 1
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of an assistant's thoughts in messages; chat templates differ in the one that they read."""
 
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
@@ -240,7 +239,7 @@ class Message(Sent):
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning: Text | None = Field(default=None, validation_alias=AliasChoices(*REASONING))
+    reasoning: Text | None = Field(default=None, validation_alias=AliasChoices(*THINKING))
     function_call: None = None
 
     @property
@@ -257,7 +256,7 @@ class Message(Sent):
             for call in self.tool_calls or ()
         ]
         beside = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None}
-        beside |= dict.fromkeys(REASONING, self.reasoning)
+        beside[THINKING[0]] = self.reasoning
         found = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         return found | {name: value for name, value in beside.items() if value is not None}
 

@@ -72,7 +72,9 @@ def test_each_turn_keeps_its_thinking_where_the_template_drops_it_later(smollm2:
     first = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}
     tokens = tokens_of(tokenizer)
     example = tokens.example(tuple(TALK[1:2]), (first, *TALK[3:5]), None)
-    assert tokens.note.startswith("the chat template drops the thinking of earlier turns: each turn is learnt")
+    assert next(iter(tokens.notes)).startswith(
+        "the chat template drops the thinking of earlier turns: each turn is learnt"
+    )
     assert said_in(tokenizer, example.response, example.is_said)[0] == f"{first['content']}<|im_end|>"
 
 

@@ -179,7 +179,7 @@ def test_appended_turns_are_those_of_the_whole(name, tokenizers):
     ids = tokenizer.encode(tokenizer.apply_chat_template(TALK[:1]))
     for place in (1, 3):
         said = [*tokenizer.encode(TALK[place]["content"]), *end]
-        ids += [*said, *between.answer(TALK[place + 1 : place + 2], said[-1])]
+        ids += [*said, *between.answer(TALK[place + 1 : place + 2], said)]
         whole = tokenizer.apply_chat_template(TALK[: place + 2])
         assert shown(tokenizer, ids) == whole
         assert ids == tokenizer.encode(whole)
@@ -235,7 +235,7 @@ def test_answers_of_tools_are_appended(name, tokenizers):
     tokenizer, family = tokenizers[name], FAMILIES[name]
     messages = [*TALK[:2], {"role": "tool", "content": "4", "tool_call_id": call_id(0)}]
     end = tokenizer.encode(family.end)[0]
-    found = Between(tokenizer).answer(messages[2:], end)
+    found = Between(tokenizer).answer(messages[2:], [end])
     before = tokenizer.encode(tokenizer.apply_chat_template(messages[:1]) + TALK[1]["content"])
     assert shown(tokenizer, [*before, end, *found]) == tokenizer.apply_chat_template(messages)
 

@@ -10,10 +10,12 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from data_files import config, write
+from tiny import write_tiny_model
 
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.data.problems import reference_answer
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, validation_prompts
+from jaxrl.data.tokenizer import Tokenizer
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -254,7 +256,7 @@ def test_deepmath(data_folder: Path):
     assert [m["role"] for m in problem.messages] == ["system", "user"]
     assert (problem.answer, problem.source) == (r"\dfrac{11}{16}", "deepmath_103k")
     by_text = config(train_files=files, prompt_key="prompt", answer_key="ground_truth")
-    assert [p.identity for p in load_train(by_text)] == [p.identity for p in (problem, *rest)]
+    assert [p.question for p in load_train(by_text)] == [p.question for p in (problem, *rest)]
 
 
 def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
@@ -292,3 +294,38 @@ def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
 )
 def test_only_gsm8ks_last_line_is_cut_from_a_reference(given: str | int, read: str):
     assert reference_answer(given, "a.jsonl, line 1", DataSection()) == read
+
+
+def said(system: str, user: str) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": user}], "answer": "x"}
+
+
+@pytest.mark.parametrize(("system_prompt", "kept"), [("", ["Welsh", "French"]), ("Be brief.", ["French"])])
+def test_held_out_prompts_may_differ_in_the_system_message_alone(tmp_path: Path, system_prompt: str, kept: list[str]):
+    """Unless `data.system_prompt` replaces it."""
+    train = write(tmp_path / "train.jsonl", [said("French", "Hello")])
+    held = write(tmp_path / "held.jsonl", [said("Welsh", "Hello"), said("French", "Hello"), said("French", "Other")])
+    c = config(train_files=[train], val_files=[held], messages_key="messages", system_prompt=system_prompt)
+    found = load_validation(c)
+    assert [problem.question for problem in found] == ["Hello", "Other"][-len(kept) :]
+
+
+@pytest.mark.parametrize(("column", "value"), [("images", ["a.png"]), ("image", "a.png"), ("videos", [{"path": "b"}])])
+def test_models_are_given_text_alone(tmp_path: Path, column: str, value: Any):
+    rows = [{"question": "q", "answer": "1", column: []}, {"question": "<image>q", "answer": "1", column: value}]
+    with pytest.raises(ValueError, match=rf"line 2: column '{column}' holds .*, and models are given text alone"):
+        load_train(config(train_files=[write(tmp_path / "a.jsonl", rows)]))
+
+
+def test_a_question_that_spells_special_tokens(tmp_path: Path):
+    """Its letters reach the model; people and rewards read it as it is written."""
+    tokenizer = Tokenizer.from_path(write_tiny_model(tmp_path / "tiny"))
+    train = write(tmp_path / "a.jsonl", [{"question": "<|im_end|>?", "answer": "1"}])
+    plain = write(tmp_path / "b.jsonl", [{"question": "q", "answer": "1"}])
+    ends = []
+    for file in (train, plain):
+        c = config(train_files=[file])
+        (prompt,) = PromptSource(load_train(c), tokenizer, c).next(1)
+        assert tokenizer.decode(prompt.token_ids, skip_special_tokens=False) == prompt.text
+        ends.append(prompt.token_ids.count(tokenizer.encode("<|im_end|>")[0]))
+    assert ends == [1, 1]

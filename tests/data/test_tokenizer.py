@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from beside import import_transformers
 from gguf import GGUFWriter, TokenType
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from jaxrl.data.chat_template import ChatTemplate
@@ -295,3 +295,76 @@ def test_transformers_loads_what_we_save(smol, tmp_path):
     assert theirs.pad_token_id == 2
     messages = [{"role": "user", "content": RECORDED["question"]}]
     assert theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == RECORDED["rendered"]
+
+
+def folder_with(folder: Path, special: list[str], eos: str, around: str = "$A", ids: object = None) -> Path:
+    """A token for each byte, special tokens from id 0, and what the tokenizer puts around a text."""
+    folder.mkdir(exist_ok=True)
+    fast = FastTokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *BYTES])}, merges=[]))
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.post_processor = processors.TemplateProcessing(around, None, [(t, i) for i, t in enumerate(special)])
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "chat_template": CHATML}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return folder
+
+
+@pytest.mark.parametrize("around", ["<|im_start|> $A <|im_end|>", "$A <|im_end|>", "<|im_start|> $A", "$A"])
+def test_no_prompt_ends_with_the_token_that_ends_it(around, tmp_path):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, SPECIAL, "<|im_end|>", around))
+    begins = [1] if around.startswith("<") else []
+    for text in ("1+1=", "a<|im_end|>", "a<|im_start|>"):
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert ids == [*begins, *tokenizer.encode(text)]
+        assert tokenizer.encode_batch([text], add_special_tokens=True) == [ids]
+
+
+HARMONY = ["<|endoftext|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+
+
+@pytest.mark.parametrize("ids", [[1, 0, 2], 1, None])
+def test_the_end_of_a_message_of_harmony_stops_nothing(ids, tmp_path):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, HARMONY, "<|return|>", ids=ids))
+    assert sorted(tokenizer.stop_token_ids) == [0, 1, 2]
+    called = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    with pytest.raises(ValueError, match=r"gpt-oss's format \(harmony\) is read in plain chats, without tools"):
+        tokenizer.apply_chat_template(called)
+    others = Tokenizer.from_path(folder_with(tmp_path / "phi", ["<|end|>", "<|endoftext|>"], "<|endoftext|>", ids=1))
+    assert sorted(others.stop_token_ids) == [0, 1]
+
+
+def test_marked_special_tokens_are_their_letters(tmp_path):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, [*SPECIAL, "|im_end|>x"], "<|im_end|>"))
+    text = "a<|im_end|>x<|im_<|im_start|>start|>\n<|im_end|>"
+    marked = tokenizer.encode(tokenizer.as_text(text))
+    assert tokenizer.decode(marked, skip_special_tokens=False) == text
+    assert not {0, 1, 2, 3} & set(marked)
+    assert {1, 2} < set(tokenizer.encode(text))
+    assert tokenizer.encode_batch(["b", tokenizer.as_text(text)]) == [tokenizer.encode("b"), marked]
+    assert tokenizer.as_text("plain <text>") == "plain <text>"
+
+
+@pytest.mark.parametrize("vocabulary", [{}, {token: i for i, token in enumerate(SPECIAL)}])
+def test_a_vocabulary_without_text_is_refused(vocabulary, tmp_path):
+    file = folder_with(tmp_path, SPECIAL, "<|im_end|>") / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["vocab"] = vocabulary
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer.json: the vocabulary holds no tokens of text"):
+        Tokenizer.from_path(tmp_path)
+
+
+CALLING = "{{ messages[0].content }}{% for c in messages[1].tool_calls or [] %}ARGUMENTS;{% endfor %}"
+
+
+@pytest.mark.parametrize("given", [{"x": "ü"}, '{"x":"ü"}', ""])
+@pytest.mark.parametrize(
+    "written", ["{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}", "{{ '' + c.function.arguments }}"]
+)
+def test_arguments_of_calls_are_written_once(given, written, tmp_path):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, SPECIAL, "<|im_end|>"))
+    tokenizer.chat_templates = {"default": ChatTemplate(CALLING.replace("ARGUMENTS", written), "test")}
+    call = {"type": "function", "function": {"name": "f", "arguments": given}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call] * 2}]
+    assert tokenizer.apply_chat_template(messages) == "a" + 2 * ('{"x": "ü"};' if given else "{};")

@@ -4,7 +4,7 @@ Two kinds: a model that writes verdicts (`WrittenVerdicts`, over `jaxrl.mechanis
 model with a scalar head (`Scalars`), which reads the question and the response as a conversation and writes nothing.
 
 A text that is too long loses the middle of its response: its beginning and its end, where the answer is, stay. Special
-tokens that a response spells out are broken up, so that it cannot end its own turn and write the judge's.
+tokens that a response spells out stay text, so that it cannot end its own turn and write the judge's.
 
 Source: RollPacker §4.3. The scalar is read as transformers' `...ForSequenceClassification` reads it: at the last token
 that is not the pad token.
@@ -131,7 +131,7 @@ def fitting_ids(request: ScoreRequest, ids_of: Any, tokenizer: Tokenizer, most: 
     Raises:
       ValueError: even without a response it is longer.
     """
-    request = replace(request, response=without_special(request.response, tokenizer.special_texts))
+    request = replace(request, response=tokenizer.as_text(request.response))
     ids = ids_of(request)
     whole = tokenizer.encode(request.response) if len(ids) > most else []
     kept = len(whole)
@@ -145,16 +145,8 @@ def fitting_ids(request: ScoreRequest, ids_of: Any, tokenizer: Tokenizer, most: 
         head = kept // 2
         tail = whole[len(whole) - (kept - head) :] if kept else []
         cut = tokenizer.decode(whole[:head]) + _CUT + tokenizer.decode(tail) if kept else ""
-        ids = ids_of(replace(request, response=without_special(cut, tokenizer.special_texts)))
+        ids = ids_of(replace(request, response=tokenizer.as_text(cut)))
     return tuple(ids)
-
-
-def without_special(text: str, special_texts: Sequence[str]) -> str:
-    """The text with every special token in it broken up by a space."""
-    for special in special_texts:
-        if len(special) > 1 and special in text:
-            text = text.replace(special, f"{special[0]} {special[1:]}")
-    return text
 
 
 def verdict_key(key: SampleKey, number: int, num_samples: int) -> SampleKey:

@@ -64,8 +64,8 @@ class TurnSession(Mechanism):
       has_turns: whether a prompt has an environment.
       limits: of a trajectory.
       text_of: makes text of a turn's tokens.
-      tokens_of: the tokens of an answer, given its messages and the token that ended the turn; raises ValueError where
-        the chat template refuses it.
+      tokens_of: the tokens of an answer, given its messages and those of the response; raises ValueError where the chat
+        template refuses it.
       journal: where answers go; None: nowhere.
       drawing: where turns that wait are counted; None: nowhere.
       tell: told how many turns wait, which one for longest, and since when.
@@ -80,7 +80,7 @@ class TurnSession(Mechanism):
         has_turns: Callable[[Prompt], bool],
         limits: Limits,
         text_of: Callable[[Sequence[int]], str],
-        tokens_of: Callable[[Sequence[Mapping[str, Any]], int], Sequence[int]],
+        tokens_of: Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Sequence[int]],
         journal: Journal | None = None,
         drawing: Drawing | None = None,
         tell: Callable[[int, str, float], None] = lambda *_: None,
@@ -307,7 +307,7 @@ class TurnSession(Mechanism):
         episode = Episode((*episode.turns, turn), answer.state)
         if not stop:
             try:
-                token_ids = self._tokens_of(answer.messages, int(sample.token_ids[-1]))
+                token_ids = self._tokens_of(answer.messages, sample.token_ids.tolist())
             except ValueError:
                 stop = "error"
         stop = stop or self._limits.over(episode, len(sample), sample.num_drawn, len(token_ids))

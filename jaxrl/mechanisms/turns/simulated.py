@@ -135,7 +135,7 @@ def build(parts: SimulatedParts) -> TurnSession | None:
     def text_of(ids: Sequence[int]) -> str:
         return ""
 
-    def tokens_of(messages: Sequence[Mapping[str, Any]], last_token: int) -> Sequence[int]:
+    def tokens_of(messages: Sequence[Mapping[str, Any]], drawn: Sequence[int]) -> Sequence[int]:
         return answer
 
     return TurnSession(tools, lambda prompt: True, Limits.configured(config), text_of, tokens_of, None, parts.phases)

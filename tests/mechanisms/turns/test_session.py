@@ -72,7 +72,7 @@ def text_of(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def tokens_of(messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
+def tokens_of(messages: Sequence[Mapping[str, Any]], drawn: Sequence[int]) -> list[int]:
     (message,) = messages
     first = int(message["content"]) % (TRAINED.vocab_size - 3)
     return [first, first + 1, first + 2]
