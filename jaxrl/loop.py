@@ -376,7 +376,7 @@ class Loop:
         whose rewards are as they were given."""
         event = self._backend.wait()
         if isinstance(event, Verdict):
-            failing = self._alarms.rewarded(event.status, str(event.info.get("error", "")))
+            failing = self._alarms.rewarded(event.status, event.failure)
             if failing is not None:
                 raise Interrupted(f"step {self._running_step}: {failing}")
             if training_step is None:

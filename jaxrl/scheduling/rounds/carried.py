@@ -20,7 +20,7 @@ _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
 
 def as_carried(sample: Sample) -> Sample:
     """A sample without its verdict, which may or may not have come by the time the round ended."""
-    return replace(sample, reward=None, reward_info={})
+    return replace(sample, reward=None, reward_info={}, failure="")
 
 
 def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _packed(episode: Episode) -> dict[str, Any]:
 def _unpacked(packed: Mapping[str, Any]) -> Episode:
     turns = tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in packed["turns"])
     state = None if packed["state"] is None else base64.b64decode(packed["state"])
-    return Episode(turns, state, packed["awaits"], packed["stop"])
+    return Episode(turns, state, packed["awaits"], packed["stop"], packed["error"])
 
 
 def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int) -> None:
@@ -110,21 +110,23 @@ def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
         "samples": pack_samples([as_carried(sample) for sample in samples]),
         "rewards": np.asarray([sample.reward for sample in samples], np.float64),
         "reward_infos": [dict(sample.reward_info) for sample in samples],
+        "failures": [sample.failure for sample in samples],
     }
 
 
 def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Group]:
     """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together."""
-    samples, rewards, infos = unpack_samples(packed["samples"]), packed["rewards"], packed["reward_infos"]
+    samples, rewards = unpack_samples(packed["samples"]), packed["rewards"]
+    infos, failures = packed["reward_infos"], packed["failures"]
     sizes = [int(size) for *_, size in packed["groups"]]
-    if not len(samples) == len(rewards) == len(infos) == sum(sizes):
+    if not len(samples) == len(rewards) == len(infos) == len(failures) == sum(sizes):
         raise ValueError(
-            f"a batch that waits: {len(samples)} samples, {len(rewards)} rewards, {len(infos)} infos and groups of "
-            f"{sizes} must fit together"
+            f"a batch that waits: {len(samples)} samples, {len(rewards)} rewards, {len(infos)} infos, "
+            f"{len(failures)} failures and groups of {sizes} must fit together"
         )
     scored = iter(
-        replace(sample, reward=float(reward), reward_info=info)
-        for sample, reward, info in zip(samples, rewards, infos, strict=True)
+        replace(sample, reward=float(reward), reward_info=info, failure=failure)
+        for sample, reward, info, failure in zip(samples, rewards, infos, failures, strict=True)
     )
     return [
         Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])
