@@ -353,7 +353,8 @@ class Loop:
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._shaping is not None:
             measured |= self._shaping.metrics([sample for group in result.groups for sample in group.samples])
-        measured |= result.metrics | compared | self._backend.end(result)
+        measured |= result.metrics | self._backend.end(result)
+        measured |= {name: measured.get(name, 0.0) + value for name, value in compared.items()}
         measured |= numbers.hidden_scoring(measured, seconds)
         return Collected(result.groups, measured | seconds)
 

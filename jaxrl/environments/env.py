@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from jaxrl.data.tool_calls import Call, calls_in, seems_to_call
-from jaxrl.rewards.verdict_messages import as_reward
+from jaxrl.rewards.request import as_reward
 
 Message = Mapping[str, Any]
 Schema = dict[str, Any]

@@ -27,7 +27,7 @@ from jaxrl.data.tool_calls import Call
 from jaxrl.environments import program_server
 from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
 from jaxrl.environments.schemas import signature_of, tool_schema
-from jaxrl.rewards.verdict_messages import as_reward
+from jaxrl.rewards.request import as_reward
 
 MAX_AT_ONCE = 16
 """Calls of one turn that run side by side."""
@@ -99,10 +99,8 @@ class MethodTools:
             if name not in names:
                 raise ValueError(f"{made.__name__} must have a method {name}")
         self._names = [name for name in names if name not in self._OWN]
-        self.schemas = [
-            tool_schema(getattr(made, name), name, is_method=_is_bound(inspect.getattr_static(made, name)))
-            for name in self._names
-        ]
+        alone = {name for name in names if isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)}
+        self.schemas = [tool_schema(getattr(made, name), name, is_method=name not in alone) for name in self._names]
         self.has_hung = False
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
@@ -112,7 +110,7 @@ class MethodTools:
             return StepResult(reward, episode_done=True), b""
         methods = {name: getattr(episode, name) for name in self._names}
         result, _ = answers(methods, action, at_once=1)  # a thread that went on would change what is pickled
-        return result, pickle.dumps(episode)
+        return result, _pickled(episode)
 
     def first_messages(self, row: Row) -> tuple[Message, ...]:
         return as_messages(row["question"])
@@ -134,7 +132,7 @@ class NativeEpisodes:
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         env = self._begun(row) if state is None else pickle.loads(state)
         result = checked(result_of(env.step(action)), self._name)
-        return result, b"" if result.episode_done else pickle.dumps(env)
+        return result, b"" if result.episode_done else _pickled(env)
 
     def first_messages(self, row: Row) -> tuple[Message, ...]:
         return as_messages(self._begun(row).initial_observation())
@@ -242,9 +240,12 @@ def public_functions(module: ModuleType, text: str) -> dict[str, Callable[..., A
     return {name: value for name, value in public if is_own(name, value)}
 
 
-def _is_bound(value: Any) -> bool:
-    """Whether what a class has as an attribute is called with the object first."""
-    return hasattr(value, "__get__") and not isinstance(value, staticmethod | classmethod)
+def _pickled(episode: Any) -> bytes:
+    try:
+        return pickle.dumps(episode)
+    except Exception as error:  # whatever is in it
+        name = type(episode).__name__
+        raise ValueError(f"{name} cannot be pickled, as it is between two turns: {error}"[:1000]) from None
 
 
 def accepted(function: Callable[..., Any], row: Row) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import json
 import os
 import runpy
 import sys
-from typing import Any
 
 
 def main() -> None:
@@ -29,7 +28,12 @@ def main() -> None:
             except BaseException as error:
                 kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                 found = {"error": f"{kind}{error}"}
-            answers.write(json.dumps(found, default=_plain) + "\n")
+            answers.write(
+                json.dumps(
+                    found, default=lambda value: value.item() if getattr(value, "ndim", None) == 0 else str(value)
+                )
+                + "\n"
+            )
             answers.flush()
 
 
@@ -41,11 +45,6 @@ def _called(function: object, given: dict[str, object], loop: asyncio.Runner) ->
         given = {each.name: given[each.name] for each in parameters if each.name in given}
     value = function(**given)
     return loop.run(value) if inspect.iscoroutine(value) else value
-
-
-def _plain(value: Any) -> object:
-    """A scalar of numpy as a number, and all else that JSON does not have as text."""
-    return value.item() if getattr(value, "ndim", None) == 0 else str(value)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from jaxrl.environments.kinds import (
     calls_of,
     result_of,
 )
-from jaxrl.rewards.verdict_messages import as_reward
+from jaxrl.rewards.request import as_reward
 
 MAX_STATE_BYTES = 1 << 19
 """Of a pickled environment; it travels with each of its turns."""

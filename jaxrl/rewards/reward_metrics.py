@@ -53,7 +53,7 @@ class RewardMetrics:
     """
 
     def __init__(self, domains: Mapping[str, Domain] | None = None, keys: Sequence[str] = (), metric: str = "") -> None:
-        self._keys, self._metric, self._warnings = keys, metric, FailureWarnings()
+        self._keys, self._metric, self._failed = keys, metric, PoolMetrics()
         self._names = {source: source for source in domains or {} if source}
         self._seen: set[str] = set(self._names)  # others are shown once there is one
         if domains is not None:
@@ -68,7 +68,8 @@ class RewardMetrics:
         """That of a run: by domain where there are domains, parts, or other scorers than worker processes."""
         algorithm, chosen = config.algorithm, config.algorithm.filter_groups
         shaping = RewardShaping.configured(config)
-        given = {*THE_REWARD, *(() if shaping is None else shaping.names)}
+        added = {} if shaping is None else shaping.shaped(Verdict(0.0, SampleKey(0, 0, 0), 0.0), 0).info
+        given = {*THE_REWARD, *added}
         keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
         return cls(
             domains(config.reward) if is_staged(config.reward) else None,
@@ -87,7 +88,7 @@ class RewardMetrics:
         """Counts a verdict on a sample of a prompt from `source`, and returns it as it counts."""
         if is_training and verdict.status == "ok" and (missing := self._missing(verdict)):
             verdict = replace(verdict, reward=0.0, status="error", info={**verdict.info, "error": missing})
-            self._warnings.add(verdict)
+            self._failed.add(verdict)
         self._count(source, verdict)
         return verdict
 
@@ -144,17 +145,22 @@ class RewardMetrics:
         return measured
 
 
-class FailureWarnings:
-    """Warns of failed samples: of the 1st, 2nd, 4th, 8th, ... of each status.
+class PoolMetrics:
+    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status.
 
     `where`: how a warning names a sample.
     """
 
     def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
         self._where = where
+        self._since_last = Counter[str]()
+        self._seconds = 0.0
+        self._restarts = self._retries = 0
         self._ever = Counter[str]()
 
     def add(self, verdict: Verdict) -> Verdict:
+        self._since_last[verdict.status] += 1
+        self._seconds += verdict.duration_s
         if verdict.status != "ok":
             self._ever[verdict.status] += 1
             count = self._ever[verdict.status]
@@ -162,21 +168,6 @@ class FailureWarnings:
                 so_far = f" ({count} {_COUNTED_AS[verdict.status]} so far)" if count > 1 else ""
                 _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), verdict.failure, so_far)
         return verdict
-
-
-class PoolMetrics(FailureWarnings):
-    """Counts verdicts, and warns of failed ones."""
-
-    def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
-        super().__init__(where)
-        self._since_last = Counter[str]()
-        self._seconds = 0.0
-        self._restarts = self._retries = 0
-
-    def add(self, verdict: Verdict) -> Verdict:
-        self._since_last[verdict.status] += 1
-        self._seconds += verdict.duration_s
-        return super().add(verdict)
 
     def restarted(self, why: str) -> None:
         self._restarts += 1

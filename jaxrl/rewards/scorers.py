@@ -32,9 +32,8 @@ from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
 from jaxrl.rewards.code import CodeScorer
-from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import TracebackDeduper, error_location, shown_path
-from jaxrl.rewards.verdict_messages import A_REWARD, as_reward
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]

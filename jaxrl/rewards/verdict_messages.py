@@ -1,4 +1,4 @@
-"""Verdicts as messages: what scoring came to, as the JSON that a worker's process sends; and what a reward is.
+"""Verdicts as messages: what scoring came to, as the JSON that a worker's process sends.
 
 A worker runs foreign code, so every field is checked where it is read (`read_scored`).
 """
@@ -13,19 +13,6 @@ from jaxrl.schema.declared import MAX_FLOAT
 
 if TYPE_CHECKING:  # numpy comes with it, and what only carries verdicts has no use for that
     from jaxrl.rewards.scorers import Scored
-
-A_REWARD = f"a finite number (at most {MAX_FLOAT:.3g}, the largest float32)"
-
-
-def as_reward(value: Any, who: str = "a scorer must return") -> float:
-    """A reward: a number, or a scalar of numpy or torch. Raises ValueError, which says `who`, for anything else."""
-    try:
-        number = value.item()
-    except (AttributeError, ValueError, RuntimeError):
-        number = value
-    if not isinstance(number, int | float) or not abs(number) <= MAX_FLOAT:
-        raise ValueError(f"{who} {A_REWARD}, found {value!r:.200}")
-    return float(number)
 
 
 def read_scored(message: dict[str, Any]) -> Scored:

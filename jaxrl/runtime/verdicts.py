@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
-from jaxrl.rewards.reward_metrics import FailureWarnings
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
@@ -80,7 +80,7 @@ class OwnScoring:
         self.step, self.round = -1, 0
         self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
         self._found: list[Arrival] = []  # in the journal, or known without a scorer
-        self._warnings = FailureWarnings()
+        self._failed = PoolMetrics()  # of what no pool has scored
         self._busy = BusyTime()
 
     def begin(self, step: int, round_index: int) -> None:
@@ -92,7 +92,7 @@ class OwnScoring:
         key, episode = sample.key, sample.episode
         if episode is not None and episode.failed:
             failed = Verdict(self._clock(), key, 0.0, episode.failed, {"error": episode.error})
-            self._found.append(Arrival(self._warnings.add(failed)))
+            self._found.append(Arrival(self._failed.add(failed)))
             return
         entry = None if self._journal is None else self._journal.find(self.step, "verdict", self.place(key))
         limits_s = ()

@@ -86,7 +86,7 @@ def call(tool: str, **arguments: Any) -> Call:
 
 @pytest.fixture
 def tools() -> FunctionTools:
-    return FunctionTools(module_of(TOOLS))
+    return FunctionTools(module_of(TOOLS), TOOLS)
 
 
 def contents(result: StepResult) -> list[str]:
@@ -141,7 +141,7 @@ def test_a_call_that_cannot_be_read_is_answered_so(tools: FunctionTools, text: s
 
 def test_a_file_without_tools():
     with pytest.raises(ValueError, match="there is no tool"):
-        FunctionTools(module_of("def _hidden(): ..."))
+        FunctionTools(module_of("def _hidden(): ..."), "def _hidden(): ...")
 
 
 class Counter:
@@ -221,7 +221,7 @@ def test_a_native_environment():
     [
         ("?", "Guess.step must return a StepResult, found NoneType"),
         ("nothing", "an episode that is not over needs a next_observation"),
-        ("nan", "reward must be a finite number, found nan"),
+        ("nan", "Guess.step: reward must be a finite number .*, found nan"),
         ("system", "messages with the role user or tool"),
     ],
 )

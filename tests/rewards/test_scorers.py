@@ -32,7 +32,10 @@ def task_request(response: str, answer: str = "7") -> ScoreRequest:
 
 
 AT = " ({path}, line 2, in compute_score)"
-MUST = "ValueError: {path}: compute_score must return a finite number, or a mapping with one under 'score'; found: "
+MUST = (
+    "ValueError: {path}: compute_score must return a finite number (at most 3.4e+38, the largest float32), or a "
+    "mapping with one under 'score'; found: "
+)
 ODD = "import numpy as np; return {'score': np.zeros(())+2, 'a': (1, np.int8(2), {3: object})}"
 NO_JSON = "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
 

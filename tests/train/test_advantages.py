@@ -101,7 +101,7 @@ def test_what_is_missing():
 def scored(infos, lengths, index=0):
     whole = group([0.0] * len(infos), lengths, index)
     for sample, info in zip(whole.samples, infos, strict=True):
-        sample.reward_info = info
+        sample.reward_info, sample.failure = info, info.get("failed", "")
     return whole
 
 
@@ -110,11 +110,11 @@ GDPO = AlgorithmSection(adv_estimator="gdpo", gdpo_reward_keys=["own_reward", "s
 
 def test_gdpo():
     """Two rewards, normalised in each group, weighted and added, then whitened over the tokens that are learnt from;
-    a part is found behind its name, and what could not be scored has 0 of each."""
+    a part is found behind its name, what could not be scored has 0 of each, and a user's own `error` is no failure."""
     right, short = ([1, 0, 1], [0, 1]), ([0, -2, -1], [0, -3])
     groups = [
         scored([{"own_reward": a, "parts": {"short": b}} for a, b in zip(right[0], short[0], strict=True)], [1, 2, 3]),
-        scored([{"error": "time-out"}, {"own_reward": True, "parts": {"short": -3.0}, "acc": 9}], [2, 1], 1),
+        scored([{"failed": "time-out"}, {"own_reward": True, "error": "", "parts": {"short": -3.0}}], [2, 1], 1),
     ]
     masks = [np.ones(1), np.array([1, 0]), np.ones(3), np.ones(2), np.ones(1)]
 
@@ -134,9 +134,3 @@ def test_gdpo():
     pair = scored([{"own_reward": 1.0, "short": -1.0}, {"own_reward": 0.0, "short": 0.0}], [1, 1])
     found, _ = advantages.compute([pair], GDPO)
     np.testing.assert_allclose(found, [[np.sqrt(0.5)], [-np.sqrt(0.5)]], rtol=1e-5)
-
-
-def test_gdpo_names_what_a_reward_has():
-    groups = [scored([{"own_reward": 1.0, "said": "text", "parts": {"format": 1.0}}] * 2, [1, 1])]
-    with pytest.raises(ValueError, match=r"names 'short', and .* has no number of that name; it has: own_reward, form"):
-        advantages.compute(groups, GDPO)

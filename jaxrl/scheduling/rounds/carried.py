@@ -103,30 +103,28 @@ def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int
 
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as in `pack_samples`, rewards
-    float64, and what the scorers said, which is JSON, as a list of mappings."""
+    float64, and what the scorers said, which is JSON, as a list of mappings, each with why there is no score."""
     samples = [sample for group in groups for sample in group.samples]
     return {
         "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
         "samples": pack_samples([as_carried(sample) for sample in samples]),
         "rewards": np.asarray([sample.reward for sample in samples], np.float64),
-        "reward_infos": [dict(sample.reward_info) for sample in samples],
-        "failures": [sample.failure for sample in samples],
+        "reward_infos": [(dict(sample.reward_info), sample.failure) for sample in samples],
     }
 
 
 def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Group]:
     """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together."""
-    samples, rewards = unpack_samples(packed["samples"]), packed["rewards"]
-    infos, failures = packed["reward_infos"], packed["failures"]
+    samples, rewards, infos = unpack_samples(packed["samples"]), packed["rewards"], packed["reward_infos"]
     sizes = [int(size) for *_, size in packed["groups"]]
-    if not len(samples) == len(rewards) == len(infos) == len(failures) == sum(sizes):
+    if not len(samples) == len(rewards) == len(infos) == sum(sizes):
         raise ValueError(
-            f"a batch that waits: {len(samples)} samples, {len(rewards)} rewards, {len(infos)} infos, "
-            f"{len(failures)} failures and groups of {sizes} must fit together"
+            f"a batch that waits: {len(samples)} samples, {len(rewards)} rewards, {len(infos)} infos and groups of "
+            f"{sizes} must fit together"
         )
     scored = iter(
         replace(sample, reward=float(reward), reward_info=info, failure=failure)
-        for sample, reward, info, failure in zip(samples, rewards, infos, failures, strict=True)
+        for sample, reward, (info, failure) in zip(samples, rewards, infos, strict=True)
     )
     return [
         Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])

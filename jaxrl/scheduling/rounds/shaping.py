@@ -53,11 +53,6 @@ class RewardShaping:
             return None
         return cls(config.data.max_response_length, options.len * options.enable, options.penalty_factor, wrong)
 
-    @property
-    def names(self) -> list[str]:
-        """Of the values that a sample has for it."""
-        return ["acc", *(["overlong_reward", "overlong"] * bool(self.buffer)), *(["wrong_reward"] * bool(self.wrong))]
-
     def reward(self, length: int) -> float:
         """What a response of so many tokens gets on top: 0 up to `max_length` - `buffer`, - `factor` at the end."""
         exceeding = length - (self.max_length - self.buffer)
