@@ -38,7 +38,7 @@ def tool_schema(function: Callable[..., Any], name: str = "", *, is_method: bool
     inner = inspect.unwrap(function)
     inner = inspect.unwrap(inner.func) if isinstance(inner, functools.partial) else inner
     typed = inner if inspect.isroutine(inner) else type(inner).__call__
-    text = inspect.getdoc(typed) or inspect.getdoc(inner)
+    text = inspect.getdoc(inner) if typed is inner else inspect.cleandoc(typed.__doc__ or inner.__doc__ or "")
     if not text:
         raise ValueError(f"{name} has no docstring: the model would not know what it is for")
     description, lines = _read(text)

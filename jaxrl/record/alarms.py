@@ -64,7 +64,7 @@ class Alarms:
         failing: str | None = None
         self._mismatched(step, measured)
         failures = [sample.failure for sample in batch.samples]
-        if all(failures) and not self._failed:  # each was scored, and then its group could not be compared
+        if failures and all(failures) and not self._failed:  # each was scored, and then its group could not be compared
             self._bad_steps["group"] = worth = self._bad_steps.get("group", 0) + 1
             failing = self._bad(f"step {step}: no reward counts; the last failure: {failures[-1]}", worth)
         else:

@@ -50,6 +50,56 @@ def test_failures_are_told_ever_more_seldom(caplog: pytest.LogCaptureFixture):
     ]
 
 
+GDPO = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["acc", "fmt"]}
+KEYS = "algorithm.gdpo_reward_keys names 'fmt', and the reward has these numbers: "
+METRIC = "algorithm.filter_groups.metric (fmt): the scorer returned no such value, found "
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "info", "failure"),
+    [
+        (GDPO, {"acc": 1.0, "fmt": 0.5}, ""),
+        (GDPO, {"acc": True, "fmt": 2, "error": ""}, ""),
+        (GDPO, {"acc": 1.0, "parts": {"fmt": 0.5}, "error": "the user's own"}, ""),
+        (GDPO, {"acc": 1.0, "fmt": None}, KEYS + "acc"),
+        (GDPO, {"acc": 1.0, "fmt": "nan", "parts": 3}, KEYS + "acc, parts"),
+        (GDPO, {"acc": 1.0}, KEYS + "acc"),
+        ({"filter_groups": {"enable": True, "metric": "fmt"}}, {"fmt": None}, ""),
+        ({"filter_groups": {"enable": True, "metric": "fmt"}}, {"acc": 1.0}, METRIC + "acc"),
+        ({"filter_groups": {"enable": True, "metric": "fmt"}}, {}, METRIC + "nothing besides the reward"),
+        ({"filter_groups": {"enable": True, "metric": "score"}}, {}, ""),
+        ({"filter_groups": {"enable": False, "metric": "fmt"}}, {}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_a_reward_without_a_value_that_training_asks_for_has_failed(
+    algorithm: dict[str, Any], info: dict[str, Any], failure: str, caplog: pytest.LogCaptureFixture
+):
+    made = {"model": {"path": "x"}, "data": {"answer_key": "answer"}, "algorithm": algorithm, "rollout": {"n": 2}}
+    tally = RewardMetrics.configured(from_mapping(made))
+    given = verdict(0.5, **info)
+    assert tally.add("math", given, is_training=False) is given, "evaluations take the reward alone"
+    found = tally.add("math", given)
+    assert (found.failure, found.status, found.reward) == ((failure, "error", 0.0) if failure else ("", "ok", 0.5))
+    assert tally.take({"reward/errors": 0.0})["reward/errors"] == bool(failure)
+    told = [f"reward 0 for epoch 0, prompt 0, sample 0: {failure}"] if failure else []
+    assert [record.getMessage() for record in caplog.records] == told
+    late = verdict(0.0, "timeout", error="late")
+    assert tally.add("math", late) is late
+
+
+def test_what_shaping_adds_need_not_be_returned():
+    made = {
+        "model": {"path": "x"},
+        "data": {"answer_key": "answer", "max_response_length": 64},
+        "reward": {"wrong_reward": -1.0},
+        "algorithm": {"filter_groups": {"enable": True, "metric": "acc"}},
+        "rollout": {"n": 2},
+    }
+    tally = RewardMetrics.configured(from_mapping(made))
+    assert tally.add("math", verdict()).status == "ok"
+
+
 def test_by_domain():
     tally = RewardMetrics.configured(config(**STAGED))
     for status, seconds in (("ok", 1.0), ("timeout", 3.0), ("ok", 2.0)):

@@ -71,6 +71,19 @@ def test_each_turn_has_its_own_reward_and_those_behind_it():
     assert [each.dtype for each in found] == [np.float32] * 2
 
 
+def test_no_turn_of_a_failed_environment_counts():
+    """A good turn and a failed one beside a sample with 0.5: 0, 0 and 0.5, as if nothing had been given."""
+    whole = group([0.0, 0.5], [4, 2])
+    whole.samples[0].failure = "the simulator is down"
+    for sample, turns in zip(whole.samples, [(1.0, 0.0), (0.5,)], strict=True):
+        made = tuple(Turn(2 * (i + 1), "", reward=reward) for i, reward in enumerate(turns))
+        sample.episode = Episode(made, stop="done")
+    found, _ = advantages.compute([whole], AlgorithmSection(adv_estimator="grpo_turns"))
+    low, high = np.array([-1 / 6, 1 / 3]) / np.std([0, 0, 0.5], ddof=1)
+    np.testing.assert_allclose(found[0], [2 * low] * 2 + [low] * 2, rtol=1e-5)
+    np.testing.assert_allclose(found[1], [high] * 2, rtol=1e-5)
+
+
 def test_reinforce_plus_plus_whitens_over_the_tokens_that_are_learnt_from():
     """verl's `masked_whiten`: masked tokens enter neither mean nor variance, and get no advantage."""
     algorithm = AlgorithmSection(adv_estimator="reinforce_plus_plus")
