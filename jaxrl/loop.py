@@ -377,7 +377,9 @@ class Loop:
         whose rewards are as they were given."""
         event = self._backend.wait()
         if isinstance(event, Verdict):
-            failing = self._alarms.rewarded(event.status, event.failure)
+            episode = current.ledger.finished[event.key].episode
+            shows_nothing = event.status == "ok" and episode is not None and not episode.was_answered
+            failing = None if shows_nothing else self._alarms.rewarded(event.status, event.failure)
             if failing is not None:
                 raise Interrupted(f"step {self._running_step}: {failing}")
             if training_step is None:

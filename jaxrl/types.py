@@ -186,6 +186,11 @@ class Episode:
         """What became of its environment, where it has failed: none of its rewards counts then."""
         return self.stop if self.stop in ("error", "timeout", "crash") else ""
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether its environment has said anything: a response that was cut in its first turn shows nothing of it."""
+        return any(turn.seconds for turn in self.turns)
+
 
 @dataclass(slots=True)
 class Sample:

@@ -69,12 +69,11 @@ class RewardMetrics:
         algorithm, chosen = config.algorithm, config.algorithm.filter_groups
         shaping = RewardShaping.configured(config)
         added = {} if shaping is None else shaping.shaped(Verdict(0.0, SampleKey(0, 0, 0), 0.0), 0).info
-        given = {*THE_REWARD, *added}
         keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
         return cls(
             domains(config.reward) if is_staged(config.reward) else None,
-            [key for key in keys if key not in given],
-            chosen.metric if chosen.enable and not chosen.path and chosen.metric not in given else "",
+            [key for key in keys if key not in added],
+            chosen.metric if chosen.enable and not chosen.path and chosen.metric not in (*THE_REWARD, *added) else "",
         )
 
     def _clear(self) -> None:
@@ -89,7 +88,19 @@ class RewardMetrics:
         if is_training and verdict.status == "ok" and (missing := self._missing(verdict)):
             verdict = replace(verdict, reward=0.0, status="error", info={**verdict.info, "error": missing})
             self._failed.add(verdict)
-        self._count(source, verdict)
+        self._whole[verdict.status] += 1
+        self._timeouts += timeouts_of(verdict)
+        if not self._names:
+            return verdict
+        domain = source if source in self._names else ""
+        self._seen.add(domain)
+        self._status[domain][verdict.status] += 1
+        if not verdict.is_replayed:
+            self._seconds[domain].append(verdict.duration_s)
+        if verdict.status == "ok":
+            self._own.append(verdict.unshaped.reward)
+            for name, value in verdict.info.get("parts", {}).items():
+                self._parts.setdefault(name, []).append(value)
         return verdict
 
     def _missing(self, verdict: Verdict) -> str:
@@ -104,21 +115,6 @@ class RewardMetrics:
             has = ", ".join(map(str, verdict.info)) or "nothing besides the reward"
             return f"algorithm.filter_groups.metric ({self._metric}): the scorer returned no such value, found {has}"
         return ""
-
-    def _count(self, source: str, verdict: Verdict) -> None:
-        self._whole[verdict.status] += 1
-        self._timeouts += timeouts_of(verdict)
-        if not self._names:
-            return
-        domain = source if source in self._names else ""
-        self._seen.add(domain)
-        self._status[domain][verdict.status] += 1
-        if not verdict.is_replayed:
-            self._seconds[domain].append(verdict.duration_s)
-        if verdict.status == "ok":
-            self._own.append(verdict.unshaped.reward)
-            for name, value in verdict.info.get("parts", {}).items():
-                self._parts.setdefault(name, []).append(value)
 
     def clear(self) -> None:
         """The round is dropped: what it has counted is not."""

@@ -191,6 +191,8 @@ class CustomScorer:
             keys = ", ".join(f"{key!r:.40}" for key in list(result)[:_SHOWN_KEYS]) or "none"
             more = f" and {len(result) - _SHOWN_KEYS} more" if len(result) > _SHOWN_KEYS else ""
             raise ValueError(f"{self._who} returned a mapping without 'score'; its keys: {keys}{more}")
+        if ours := {"own_reward", "parts"}.intersection(result):
+            raise ValueError(f"{self._who} returned {min(ours)!r} beside 'score', a name for what jaxrl itself adds")
         score = self._number(result["score"], "found under 'score'")
         return score, {key: value for key, value in result.items() if key != "score"}
 

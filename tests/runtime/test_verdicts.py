@@ -145,7 +145,7 @@ def test_after_a_crash_the_journal_is_heard_and_the_pool_not_asked(houses: Any):
     assert scored(events) == scored(events_again)
     for a, b in zip(first.groups(), second.groups(), strict=True):
         for x, y in zip(a.samples, b.samples, strict=True):
-            assert (x.key, x.reward, x.reward_info.get("error")) == (y.key, y.reward, y.reward_info.get("error"))
+            assert (x.key, x.reward, x.failure) == (y.key, y.reward, y.failure)
     counts = again.backend.end()
     assert counts["reward/num_scored"] == len(LENGTHS), "what the journal says counts as it did the first time"
     assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)

@@ -93,8 +93,7 @@ class SampleAborted:
 
 def named_values(info: Mapping[str, Any]) -> dict[str, Any]:
     """What a scorer has returned beside the reward, with the parts of the reward (`reward.parts`) by their names."""
-    parts = info.get("parts")
-    return {**info, **(parts if isinstance(parts, Mapping) else {})}
+    return {**info, **info.get("parts", {})}
 
 
 Event = RoundStarted | SampleFinished | SampleAborted | Verdict
