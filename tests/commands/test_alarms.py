@@ -66,7 +66,8 @@ def test_a_run_whose_environment_fails_ends_as_if_its_rewards_did(tmp_path: Path
     (tmp_path / "talk.py").write_text(DOWN)
     output = runs.here(run_dir, "trainer.total_training_steps=9", "trainer.max_bad_steps=2", status=1)
     error = f"ConnectionError: the simulator is down ({tmp_path}/talk.py, line 7, in step)"
-    assert f"sample 0: {error}" in caplog.text, "said at once"
+    assert "reward 0 for epoch 0, prompt " in caplog.text, "said at once"
+    assert f": {error}\n" in caplog.text
     ended = re.escape(f"; the last one: {error} (trainer.max_bad_steps=2); saved after step 2")
     assert re.fullmatch(rf"jaxrl: step 3: the last 32 rewards have all failed, .*{ended}", output.splitlines()[-1])
     lines = read_metrics(run_dir)
