@@ -353,7 +353,8 @@ class Loop:
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._shaping is not None:
             measured |= self._shaping.metrics([sample for group in result.groups for sample in group.samples])
-        measured |= result.metrics | compared | self._backend.end(result)
+        measured |= result.metrics | self._backend.end(result)
+        measured |= {name: measured.get(name, 0.0) + value for name, value in compared.items()}
         measured |= numbers.hidden_scoring(measured, seconds)
         return Collected(result.groups, measured | seconds)
 
@@ -376,7 +377,9 @@ class Loop:
         whose rewards are as they were given."""
         event = self._backend.wait()
         if isinstance(event, Verdict):
-            failing = self._alarms.rewarded(event.status, str(event.info.get("error", "")))
+            episode = current.ledger.finished[event.key].episode
+            shows_nothing = event.status == "ok" and episode is not None and not episode.was_answered
+            failing = None if shows_nothing else self._alarms.rewarded(event.status, event.failure)
             if failing is not None:
                 raise Interrupted(f"step {self._running_step}: {failing}")
             if training_step is None:

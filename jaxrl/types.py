@@ -172,12 +172,24 @@ class Episode:
       state: of the environment after them, as it was pickled; None: it has not begun.
       awaits: the response ends with a turn that has no answer yet.
       stop: why the trajectory is over; empty: it is not.
+      error: what went wrong, where the environment has failed.
     """
 
     turns: tuple[Turn, ...] = ()
     state: bytes | None = None
     awaits: bool = False
     stop: str = ""
+    error: str = ""
+
+    @property
+    def failed(self) -> Literal["", "error", "timeout", "crash"]:
+        """What became of its environment, where it has failed: none of its rewards counts then."""
+        return self.stop if self.stop in ("error", "timeout", "crash") else ""
+
+    @property
+    def was_answered(self) -> bool:
+        """Whether its environment has said anything: a response that was cut in its first turn shows nothing of it."""
+        return any(turn.seconds for turn in self.turns)
 
 
 @dataclass(slots=True)
@@ -200,7 +212,8 @@ class Sample:
       finish_reason: None while it is unfinished.
       text: the decoded response, when a tokenizer is at hand.
       reward: the scorer's verdict; None until scored.
-      reward_info: what the scorer adds (`{"error": ...}` when it failed and the sample got zero).
+      reward_info: what the scorer adds.
+      failure: why it could not be scored, and has a reward of zero; empty: it was scored.
       top: the likeliest tokens, where they were asked for (`SamplingParams.top_logprobs`).
       episode: its turns, where the prompt has an environment.
     """
@@ -216,6 +229,7 @@ class Sample:
     reward_info: Mapping[str, Any] = field(default_factory=dict)
     top: TopTokens | None = None
     episode: Episode | None = None
+    failure: str = ""
 
     @classmethod
     def empty(cls, key: SampleKey) -> Sample:

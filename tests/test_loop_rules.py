@@ -236,7 +236,7 @@ SHAPING = {"reward.overlong_buffer": {"enable": True, "len": 36, "penalty_factor
 def of_samples(house: House) -> dict[Any, tuple[int, float, Any]]:
     """Length, reward and error by step and sample."""
     return {
-        (step, sample.key): (len(sample), sample.reward or 0.0, sample.reward_info.get("error"))
+        (step, sample.key): (len(sample), sample.reward or 0.0, sample.failure)
         for step, groups in house.groups.items()
         for group in groups
         for sample in group.samples

@@ -167,7 +167,7 @@ def _responses(
     while not current.done:
         event = backend.wait()
         if isinstance(event, Verdict) and event.status != "ok":
-            errors.append(str(event.info.get("error", event.status)))
+            errors.append(event.failure)
         event = event.unshaped if isinstance(event, Verdict) else event
         for command in current.handle(event):
             backend.apply(command)

@@ -52,7 +52,7 @@ class Scores:
         self.right += verdict.reward >= RIGHT
         if verdict.status != "ok":
             self.failed[verdict.status] += 1
-            self.error = str(verdict.info.get("error", verdict.status))
+            self.error = verdict.failure
 
     def summary(self) -> str:
         parts = [

@@ -12,11 +12,11 @@ and not tokens, which the trainer makes with the model's own template.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from jaxrl.data.tool_calls import Call, calls_in, seems_to_call
+from jaxrl.rewards.request import as_reward
 
 Message = Mapping[str, Any]
 Schema = dict[str, Any]
@@ -120,8 +120,7 @@ def checked(result: Any, name: str) -> StepResult:
     """What `step` has returned. Raises ValueError for what is no answer."""
     if not isinstance(result, StepResult):
         raise ValueError(f"{name}.step must return a StepResult, found {type(result).__name__}")
-    if not isinstance(result.reward, int | float) or not isfinite(result.reward):
-        raise ValueError(f"{name}.step: reward must be a finite number, found {result.reward!r:.80}")
+    result = replace(result, reward=as_reward(result.reward, f"{name}.step: reward must be"))
     for message in result.messages:
         if not is_answer(message):
             raise ValueError(

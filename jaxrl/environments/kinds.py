@@ -10,9 +10,11 @@ Source: a class with `reset(**row)` and `get_reward()` is what TRL's `environmen
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import pickle
+import re
 import subprocess
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +26,8 @@ from typing import Any, Protocol
 from jaxrl.data.tool_calls import Call, call_id
 from jaxrl.environments import program_server
 from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
-from jaxrl.environments.schemas import tool_schema
+from jaxrl.environments.schemas import signature_of, tool_schema
+from jaxrl.rewards.request import as_reward
 
 MAX_AT_ONCE = 16
 """Calls of one turn that run side by side."""
@@ -64,11 +67,11 @@ class Episodes(Protocol):
 class FunctionTools:
     """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self._functions = public_functions(module)
+    def __init__(self, module: ModuleType, text: str) -> None:
+        self._functions = public_functions(module, text)
         if not self._functions:
             raise ValueError("the file defines no function whose name does not begin with _: there is no tool")
-        self.schemas = [tool_schema(function) for function in self._functions.values()]
+        self.schemas = [tool_schema(function, name) for name, function in self._functions.items()]
         self.has_hung = False
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
@@ -90,21 +93,24 @@ class MethodTools:
 
     def __init__(self, made: type) -> None:
         self._made = made
-        names = [name for name, _ in inspect.getmembers(made, inspect.isfunction) if not name.startswith("_")]
+        members = inspect.getmembers(made, lambda value: callable(value) and not inspect.isclass(value))
+        names = [name for name, _ in members if not name.startswith("_")]
         for name in self._OWN:
             if name not in names:
                 raise ValueError(f"{made.__name__} must have a method {name}")
         self._names = [name for name in names if name not in self._OWN]
-        self.schemas = [tool_schema(getattr(made, name), is_method=True) for name in self._names]
+        alone = {name for name in names if isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)}
+        self.schemas = [tool_schema(getattr(made, name), name, is_method=name not in alone) for name in self._names]
         self.has_hung = False
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         episode = self._begun(row) if state is None else pickle.loads(state)
         if not (action.calls or action.is_unread):
-            return StepResult(reward=float(result_of(episode.get_reward())), episode_done=True), b""
+            reward = as_reward(result_of(episode.get_reward()), f"{self._made.__name__}.get_reward must return")
+            return StepResult(reward, episode_done=True), b""
         methods = {name: getattr(episode, name) for name in self._names}
         result, _ = answers(methods, action, at_once=1)  # a thread that went on would change what is pickled
-        return result, pickle.dumps(episode)
+        return result, _pickled(episode)
 
     def first_messages(self, row: Row) -> tuple[Message, ...]:
         return as_messages(row["question"])
@@ -126,7 +132,7 @@ class NativeEpisodes:
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         env = self._begun(row) if state is None else pickle.loads(state)
         result = checked(result_of(env.step(action)), self._name)
-        return result, b"" if result.episode_done else pickle.dumps(env)
+        return result, b"" if result.episode_done else _pickled(env)
 
     def first_messages(self, row: Row) -> tuple[Message, ...]:
         return as_messages(self._begun(row).initial_observation())
@@ -218,17 +224,28 @@ class OtherPython:
         return found["value"]
 
 
-def public_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The functions that a file defines itself, but for those whose names begin with `_`, and for `problem`, which
-    makes rows (`jaxrl.environments.worker`)."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
-        and name != "problem"
-    }
+def public_functions(module: ModuleType, text: str) -> dict[str, Callable[..., Any]]:
+    """The functions that a file defines itself, whatever its decorators make of them, its partial functions, and its
+    objects of classes of its own that can be called; but for those whose names begin with `_`, and for `problem`, which
+    makes rows (`jaxrl.environments.worker`). `text`: of the file."""
+    defined = {*re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE)}
+
+    def is_own(name: str, value: Any) -> bool:
+        if name in defined or isinstance(value, functools.partial):
+            return True
+        made = value if inspect.isroutine(value) else type(value)
+        return callable(value) and not inspect.isclass(value) and made.__module__ == module.__name__
+
+    public = ((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "problem")
+    return {name: value for name, value in public if is_own(name, value)}
+
+
+def _pickled(episode: Any) -> bytes:
+    try:
+        return pickle.dumps(episode)
+    except Exception as error:  # whatever is in it
+        name = type(episode).__name__
+        raise ValueError(f"{name} cannot be pickled, as it is between two turns: {error}"[:1000]) from None
 
 
 def accepted(function: Callable[..., Any], row: Row) -> dict[str, Any]:
@@ -283,13 +300,13 @@ def _answer(function: Callable[..., Any] | None, call: Call, room: int) -> tuple
         return f"Error: {call.name} is no tool of this conversation", False
     arguments = json.loads(call.arguments)
     try:
-        inspect.signature(function).bind(**arguments)
+        signature_of(function).bind(**arguments)
     except TypeError as error:
         return f"Error: {call.name} cannot be called so: {error}", False
     try:
         value = result_of(function(**arguments))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except Exception as error:  # whatever the user's function raises, or returns
+    except BaseException as error:  # whatever the user's function raises, sys.exit() too, or returns
         return f"Error: {type(error).__name__}: {error}"[:1000], False
     more = len(text) - room
     return (text if more <= 0 else f"{text[:room]}... and {more} more characters"), True

@@ -28,7 +28,8 @@ def main() -> None:
             except BaseException as error:
                 kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                 found = {"error": f"{kind}{error}"}
-            answers.write(json.dumps(found, default=str) + "\n")
+            # what is numpy's as numbers, and all else that JSON does not have as text
+            answers.write(json.dumps(found, default=lambda value: getattr(value, "tolist", value.__str__)()) + "\n")
             answers.flush()
 
 

@@ -7,6 +7,7 @@ is left out, since no family's template shows it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -32,15 +33,20 @@ def tool_schema(function: Callable[..., Any], name: str = "", *, is_method: bool
         does not have, or of which there may be any number.
     """
     name = name or function.__name__
-    text = inspect.getdoc(function)
+    if not callable(function):
+        raise ValueError(f"{name} is a {type(function).__name__}, which cannot be called: begin its name with _")
+    inner = inspect.unwrap(function)
+    inner = inspect.unwrap(inner.func) if isinstance(inner, functools.partial) else inner
+    typed = inner if inspect.isroutine(inner) else type(inner).__call__
+    text = inspect.getdoc(inner) if typed is inner else inspect.cleandoc(typed.__doc__ or inner.__doc__ or "")
     if not text:
         raise ValueError(f"{name} has no docstring: the model would not know what it is for")
     description, lines = _read(text)
     if not description:
         raise ValueError(f"{name}: the docstring must say what it is for, before Args:")
-    parameters = list(inspect.signature(function).parameters.values())[is_method:]
+    parameters = list(signature_of(function).parameters.values())[is_method:]
     try:
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(typed)
     except Exception as error:  # whatever a name in an annotation is
         raise ValueError(f"{name}: its types cannot be read: {error}") from None
     properties: dict[str, Schema] = {}
@@ -58,6 +64,13 @@ def tool_schema(function: Callable[..., Any], name: str = "", *, is_method: bool
     if required:
         schema["required"] = required
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """What a model may give: of a partial function all but what it binds."""
+    signature, inner = inspect.signature(function), inspect.unwrap(function)
+    bound = inner.keywords if isinstance(inner, functools.partial) else {}
+    return signature.replace(parameters=[each for each in signature.parameters.values() if each.name not in bound])
 
 
 def _of_type(hint: Any, which: str) -> Schema:

@@ -26,6 +26,7 @@ from jaxrl.environments.kinds import (
     calls_of,
     result_of,
 )
+from jaxrl.rewards.request import as_reward
 
 MAX_STATE_BYTES = 1 << 19
 """Of a pickled environment; it travels with each of its turns."""
@@ -100,6 +101,7 @@ class EpisodeScorer:
     Attributes:
       kind, name, args, group: as in `environment`.
       file: that `environment.path` names, or what drives verifiers. python: another one to run it; empty: this one.
+      max_calls: after which this process is not to be used again; 0: any number.
     """
 
     kind: EnvironmentKind
@@ -108,7 +110,9 @@ class EpisodeScorer:
     args: Mapping[str, Any]
     python: str = ""
     group: str = ""
+    max_calls: int = 0
     preload: tuple[str, ...] = ()
+    _calls: int = 0
     _made: dict[str, Episodes] = field(default_factory=dict)
 
     @property
@@ -117,8 +121,8 @@ class EpisodeScorer:
 
     @property
     def is_spent(self) -> bool:
-        """Whether something goes on in this process that should have ended."""
-        return any(each.has_hung for each in self._made.values())
+        """Whether something goes on in this process that should have ended, or it has answered often enough."""
+        return 0 < self.max_calls <= self._calls or any(each.has_hung for each in self._made.values())
 
     def load(self) -> None:
         if self.kind not in _CLASSES or self.name:
@@ -129,6 +133,7 @@ class EpisodeScorer:
             _ = self._group
 
     def __call__(self, request: Asked) -> tuple[Any, dict[str, Any]]:
+        self._calls += isinstance(request, TurnRequest | AgentRequest)
         match request:
             case AgentRequest():
                 return self._run(request)
@@ -175,7 +180,7 @@ class EpisodeScorer:
     def _compare(self, request: GroupRequest) -> list[float]:
         make, row = self._group, self._row(request.row)
         rewards = result_of(make(**accepted(make, row)).compute_group_rewards(request.trajectories))
-        return [float(reward) for reward in rewards]
+        return [as_reward(reward, "compute_group_rewards: each reward must be") for reward in rewards]
 
     @property
     def _group(self) -> Callable[..., Any]:
@@ -210,7 +215,7 @@ class EpisodeScorer:
             return Program(OtherPython(self.python, self.file.path), self.args)
         module = user_module("environment.path", self.file)
         if self.kind == "tools":
-            return FunctionTools(module)
+            return FunctionTools(module, self.file.text)
         if self.kind == "openai":
             return Program(calls_of(module), self.args)
         made = getattr(module, name, None)

@@ -7,9 +7,9 @@ happens; in a row they end the run with the cause.
 A quantised rollout that has become another policy than the one in training (`rollout_corr/k3_kl` above `MOST_K3`) is a
 warning alone, when it begins, and again when it is twice what was last said.
 
-A reward counts as failed when the scorer raised, timed out, or ended its process; a reward of 0 is none of these. A
-batch's worth of failed rewards in a row counts as a bad step, so that a round ends that would go on for ever because
-every group is dropped.
+A reward counts as failed when the scorer or the environment raised, timed out, or ended its process; a reward of 0 is
+none of these. A batch's worth of failed rewards in a row counts as a bad step, so that a round ends that would go on
+for ever because every group is dropped.
 
 The counts start at 0 in a resumed run. They decide when a run ends, never what it computes.
 """
@@ -63,6 +63,11 @@ class Alarms:
         """
         failing: str | None = None
         self._mismatched(step, measured)
+        failures = [sample.failure for sample in batch.samples]
+        is_bad = failures and all(failures) and not self._failed  # each was scored, and its group not compared
+        self._bad_steps["group"] = worth = self._bad_steps.get("group", 0) + 1 if is_bad else 0
+        if is_bad:
+            failing = self._bad(f"step {step}: no reward counts; the last failure: {failures[-1]}", worth)
         for model, (count, skipped) in updates.items():
             in_a_row = self._bad_steps.get(model, 0) + 1 if count and skipped == count else 0
             self._bad_steps[model] = in_a_row

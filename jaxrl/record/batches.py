@@ -50,7 +50,7 @@ def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:
     """Why rewards failed, and how often: in the order in which each text came last."""
     counts: dict[str, int] = {}
     for sample in (sample for group in groups for sample in group.samples):
-        if error := str(sample.reward_info.get("error", ""))[:_MAX_ERROR]:
+        if error := sample.failure[:_MAX_ERROR]:
             counts[error] = counts.pop(error, 0) + 1
     most = sorted(counts, key=lambda text: -counts[text])[:MOST_ERRORS]
     newest = [*counts][-1:]

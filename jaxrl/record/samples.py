@@ -30,7 +30,7 @@ IDS = "ids"
 """The one field that is for programs."""
 GROUPS_PER_STEP = 2
 SAMPLES_PER_GROUP = 2
-_OF_REWARD = ("overlong_reward", "wrong_reward", "own_reward", "parts", "error")
+_OF_REWARD = ("overlong_reward", "wrong_reward", "own_reward", "parts")
 MAX_VALUE, MAX_INFO = 2_000, 8_000
 """Characters of one value of a sample's info, and of all of them."""
 MAX_TOKENS = 1_000
@@ -144,6 +144,9 @@ def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
     }
     line |= {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}
     info = _short({name: value for name, value in sample.reward_info.items() if name not in _OF_REWARD})
+    if sample.failure:
+        line["error"] = sample.failure
+        info.pop("error", None)  # the same
     return line | ({"info": info} if info else {})
 
 

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from jaxrl.config import Config
 from jaxrl.config.functions import read_user_file
 from jaxrl.config.rewards import PartSection
-from jaxrl.rewards.scorers import CustomScorer, Scorer, ScoreRequest, as_reward
+from jaxrl.rewards.request import as_reward
+from jaxrl.rewards.scorers import CustomScorer, Scorer, ScoreRequest
 
 
 class Part(Protocol):

@@ -1,4 +1,4 @@
-"""What a scorer sees of a sample."""
+"""What a scorer sees of a sample, and what it may answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxrl.schema.declared import MAX_FLOAT
 from jaxrl.types import Episode, Prompt, Sample
+
+A_REWARD = f"a finite number (at most {MAX_FLOAT:.3g}, the largest float32)"
+
+
+def as_reward(value: Any, who: str = "a scorer must return") -> float:
+    """A reward: a number, or a scalar of numpy or torch. Raises ValueError, which says `who`, for anything else."""
+    try:
+        number = value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        number = value
+    if not isinstance(number, int | float) or not abs(number) <= MAX_FLOAT:
+        raise ValueError(f"{who} {A_REWARD}, found {value!r:.200}")
+    return float(number)
 
 
 @dataclass(frozen=True, slots=True)

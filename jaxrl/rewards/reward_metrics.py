@@ -1,8 +1,9 @@
 """A step's counts of verdicts: in all, and by the domain of the prompt.
 
 Purpose: `RewardMetrics` counts each verdict once, when the round receives it. That order is logical time, and verdicts
-that the journal gives come in it like all others: a step that runs again has the same counts. `PoolMetrics` counts what
-a pool does, also what no verdict tells of (replaced workers, retries, seconds), and warns of failed samples.
+that the journal gives come in it like all others: a step that runs again has the same counts. A reward that lacks a
+value which training takes apart or compares becomes a failed one here. `PoolMetrics` counts what a pool does, also what
+no verdict tells of (replaced workers, retries, seconds), and warns of failed samples.
 
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """
@@ -11,14 +12,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
+from jaxrl.mechanisms.dynamic_sampling.group_filter import THE_REWARD
 from jaxrl.rewards.pool_base import in_words
-from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.scheduling.rounds.events import Verdict, named_values
+from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.types import SampleKey
 
 _log = logging.getLogger(__name__)
@@ -44,9 +48,12 @@ class RewardMetrics:
 
     Args:
       domains: by source, that of other sources under the empty name; none: nothing is counted by domain.
+      keys: numbers that the reward of a training sample must have (`algorithm.gdpo_reward_keys`).
+      metric: a value that it must have (`algorithm.filter_groups.metric`); empty: none.
     """
 
-    def __init__(self, domains: Mapping[str, Domain] | None = None) -> None:
+    def __init__(self, domains: Mapping[str, Domain] | None = None, keys: Sequence[str] = (), metric: str = "") -> None:
+        self._keys, self._metric, self._failed = keys, metric, PoolMetrics()
         self._names = {source: source for source in domains or {} if source}
         self._seen: set[str] = set(self._names)  # others are shown once there is one
         if domains is not None:
@@ -59,22 +66,32 @@ class RewardMetrics:
     @classmethod
     def configured(cls, config: Config) -> RewardMetrics:
         """That of a run: by domain where there are domains, parts, or other scorers than worker processes."""
-        return cls(domains(config.reward) if is_staged(config.reward) else None)
+        algorithm, chosen = config.algorithm, config.algorithm.filter_groups
+        shaping = RewardShaping.configured(config)
+        added = {} if shaping is None else shaping.shaped(Verdict(0.0, SampleKey(0, 0, 0), 0.0), 0).info
+        keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
+        return cls(
+            domains(config.reward) if is_staged(config.reward) else None,
+            [key for key in keys if key not in added],
+            chosen.metric if chosen.enable and not chosen.path and chosen.metric not in (*THE_REWARD, *added) else "",
+        )
 
     def _clear(self) -> None:
-        self._whole, self._replayed, self._timeouts = Counter[str](), Counter[str](), Counter[str]()
+        self._whole, self._timeouts = Counter[str](), Counter[str]()
         self._status: dict[str, Counter[str]] = {source: Counter() for source in self._names}
         self._seconds: dict[str, list[float]] = {source: [] for source in self._names}
         self._own: list[float] = []
         self._parts: dict[str, list[float]] = {}
 
-    def add(self, source: str, verdict: Verdict) -> None:
-        """Counts a verdict on a sample of a prompt from `source`."""
+    def add(self, source: str, verdict: Verdict, *, is_training: bool = True) -> Verdict:
+        """Counts a verdict on a sample of a prompt from `source`, and returns it as it counts."""
+        if is_training and verdict.status == "ok" and (missing := self._missing(verdict)):
+            verdict = replace(verdict, reward=0.0, status="error", info={**verdict.info, "error": missing})
+            self._failed.add(verdict)
         self._whole[verdict.status] += 1
         self._timeouts += timeouts_of(verdict)
-        self._replayed[verdict.status] += verdict.is_replayed
         if not self._names:
-            return
+            return verdict
         domain = source if source in self._names else ""
         self._seen.add(domain)
         self._status[domain][verdict.status] += 1
@@ -84,22 +101,31 @@ class RewardMetrics:
             self._own.append(verdict.unshaped.reward)
             for name, value in verdict.info.get("parts", {}).items():
                 self._parts.setdefault(name, []).append(value)
+        return verdict
+
+    def _missing(self, verdict: Verdict) -> str:
+        """Which value training asks for, and the scorer has not returned; empty: none."""
+        values = named_values(verdict.info)
+        numbers = [name for name, value in values.items() if isinstance(value, int | float)]
+        for key in self._keys:
+            if key not in numbers:
+                has = ", ".join(numbers) or "none"
+                return f"algorithm.gdpo_reward_keys names {key!r}, and the reward has these numbers: {has}"
+        if self._metric and self._metric not in verdict.info:
+            has = ", ".join(map(str, verdict.info)) or "nothing besides the reward"
+            return f"algorithm.filter_groups.metric ({self._metric}): the scorer returned no such value, found {has}"
+        return ""
 
     def clear(self) -> None:
         """The round is dropped: what it has counted is not."""
         self._clear()
 
     def take(self, pool: Mapping[str, float]) -> dict[str, float]:
-        """What `pool` has counted, and besides `reward/timeouts/<kind>` (`TIMEOUTS`). Of `reward/{num_scored,errors,
-        timeouts,crashes}` a pool's own stay, with what the journal gave in its place: it has also scored what was not
-        wanted any more. With domains they are counted here, where a sample has one verdict, and so are
-        `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, the seconds of scoring; `reward/part/<name>/mean`
-        and `reward/own/mean`, of parts and of the scorers' own rewards, before any weight."""
-        if self._names:
-            measured = {**pool, **_counts("reward", self._whole)}
-        else:
-            added = _counts("reward", self._replayed)
-            measured = {**pool, **{name: pool.get(name, 0.0) + count for name, count in added.items()}}
+        """What `pool` has counted, and besides `reward/timeouts/<kind>` (`TIMEOUTS`) and `reward/{num_scored,errors,
+        timeouts,crashes}`, which take the place of the pool's own: that has also scored what was not wanted any more.
+        With domains also `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, the seconds of scoring;
+        `reward/part/<name>/mean` and `reward/own/mean`, of parts and of the scorers' own rewards, before any weight."""
+        measured = {**pool, **_counts("reward", self._whole)}
         measured |= {f"reward/timeouts/{kind}": float(self._timeouts[kind]) for kind in TIMEOUTS}
         for source in sorted(self._seen):
             prefix = f"reward/{self._names[source]}"
@@ -136,8 +162,7 @@ class PoolMetrics:
             count = self._ever[verdict.status]
             if count & (count - 1) == 0:
                 so_far = f" ({count} {_COUNTED_AS[verdict.status]} so far)" if count > 1 else ""
-                why = verdict.info.get("error", verdict.status)
-                _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), why, so_far)
+                _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), verdict.failure, so_far)
         return verdict
 
     def restarted(self, why: str) -> None:

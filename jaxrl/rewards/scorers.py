@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import json
 import pickle
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
 from jaxrl.rewards.code import CodeScorer
-from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import TracebackDeduper, error_location, shown_path
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
@@ -192,6 +191,8 @@ class CustomScorer:
             keys = ", ".join(f"{key!r:.40}" for key in list(result)[:_SHOWN_KEYS]) or "none"
             more = f" and {len(result) - _SHOWN_KEYS} more" if len(result) > _SHOWN_KEYS else ""
             raise ValueError(f"{self._who} returned a mapping without 'score'; its keys: {keys}{more}")
+        if ours := {"own_reward", "parts"}.intersection(result):
+            raise ValueError(f"{self._who} returned {min(ours)!r} beside 'score', a name for what jaxrl itself adds")
         score = self._number(result["score"], "found under 'score'")
         return score, {key: value for key, value in result.items() if key != "score"}
 
@@ -203,7 +204,7 @@ class CustomScorer:
         try:
             return as_reward(value)
         except ValueError:
-            rule = "must return a finite number, or a mapping with one under 'score'"
+            rule = f"must return {A_REWARD}, or a mapping with one under 'score'"
             raise ValueError(f"{self._who} {rule}; {found}: {value!r:.200} ({type(value).__name__})") from None
 
     def _function(self) -> Callable[..., Any]:
@@ -272,15 +273,6 @@ def _with_place(error: BaseException) -> str:
     except BaseException:  # the frames' names are the user's, too
         place = ""
     return f"{describe(error)} ({place})" if place else describe(error)
-
-
-def as_reward(value: Any) -> float:
-    """What a scorer returned, as a number. Raises ValueError if it is none, or not finite."""
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        value = value.item()
-    if not isinstance(value, int | float) or abs(value) > sys.float_info.max or not isfinite(value):
-        raise ValueError(f"a scorer must return a finite number, found {value!r:.200}")
-    return float(value)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

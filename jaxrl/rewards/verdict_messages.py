@@ -6,10 +6,10 @@ A worker runs foreign code, so every field is checked where it is read (`read_sc
 from __future__ import annotations
 
 import json
-from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxrl.processes.messages import BadMessage
+from jaxrl.schema.declared import MAX_FLOAT
 
 if TYPE_CHECKING:  # numpy comes with it, and what only carries verdicts has no use for that
     from jaxrl.rewards.scorers import Scored
@@ -38,4 +38,4 @@ def verdict_message(scored: Scored) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300 and isfinite(value)
+    return type(value) in (int, float) and abs(value) <= MAX_FLOAT

@@ -137,7 +137,7 @@ class RolloutBackend:
         self._request_ids = itertools.count()
         self._ready, self._version = False, 0  # of the rollout's weights
         self._unused: int | None = None  # the same, where no round has begun with them
-        self._step, self._recompiles = -1, 0
+        self._step, self._recompiles, self._is_training = -1, 0, True
         self._params = SamplingParams()
         self._under_way = UnderWay(self.engine, around.clock, weights, self._start, self._deliver)
         self._plans = PlanRunner(self.engine, self.mechanisms, around.timeline)
@@ -183,6 +183,7 @@ class RolloutBackend:
         assert self.engine.is_idle or self._has_begun, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
         self._step, self._params, self._unused = info.step, params, None
+        self._is_training = info.is_training
         self._under_way.begin()
         self._events.begin(info, self._version)
         self._plans.begin()
@@ -228,7 +229,7 @@ class RolloutBackend:
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         if isinstance(event, Verdict):
-            self._tally.add(self._sources.pop(event.key), event)
+            event = self._tally.add(self._sources.pop(event.key), event, is_training=self._is_training)
         for each in self.mechanisms:
             each.handed(event)
         return event

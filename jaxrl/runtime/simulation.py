@@ -93,6 +93,8 @@ def build(
         `config.hosts.num` but one are simulated here.
       clock: of this process; None: a new one.
     """
+    if config.algorithm.adv_estimator == "gdpo":  # a simulated reward is one number
+        config = replace(config, algorithm=replace(config.algorithm, adv_estimator="grpo"))
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     clock = SimulatedClock() if clock is None else clock
     phases = SimulatedPhases(clock, timeline)
@@ -147,10 +149,7 @@ def build(
     mechanisms = [_of_all_hosts(own.sessions, others) if each is own.sessions else each for each in mechanisms]
     job = _job(config, workload, total)
     models = Models(trainer, critics[0] if critics else None)
-    # stop strings need text, and there is none; and a simulated reward is one number
-    config = replace(config, rollout=replace(config.rollout, stop=[]))
-    if config.algorithm.adv_estimator == "gdpo":
-        config = replace(config, algorithm=replace(config.algorithm, adv_estimator="grpo"))
+    config = replace(config, rollout=replace(config.rollout, stop=[]))  # they need text, and there is none
     loop = Loop(config, job, batch_rule(config), backend, models, phases, hooks, mechanisms)
     return Simulation(loop, workers, own.executors, clock, phases, mechanisms, others)
 

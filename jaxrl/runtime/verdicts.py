@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
+from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
@@ -78,7 +79,8 @@ class OwnScoring:
         self._scoring, self._clock, self._journal, self._mechanisms = scoring, clock, journal, mechanisms
         self.step, self.round = -1, 0
         self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
-        self._found: list[Arrival] = []  # in the journal
+        self._found: list[Arrival] = []  # in the journal, or known without a scorer
+        self._failed = PoolMetrics()  # of what no pool has scored
         self._busy = BusyTime()
 
     def begin(self, step: int, round_index: int) -> None:
@@ -86,8 +88,12 @@ class OwnScoring:
         self.step, self.round = step, round_index
 
     def send(self, prompt: Prompt, sample: Sample) -> None:
-        """Has a finished sample scored, unless the journal has its verdict."""
-        key = sample.key
+        """Has a finished sample scored, unless its environment has failed, or the journal has its verdict."""
+        key, episode = sample.key, sample.episode
+        if episode is not None and episode.failed:
+            failed = Verdict(self._clock(), key, 0.0, episode.failed, {"error": episode.error})
+            self._found.append(Arrival(self._failed.add(failed)))
+            return
         entry = None if self._journal is None else self._journal.find(self.step, "verdict", self.place(key))
         limits_s = ()
         if not self.round:

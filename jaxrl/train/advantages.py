@@ -31,6 +31,7 @@ from typing import assert_never
 import numpy as np
 
 from jaxrl.config import AlgorithmSection
+from jaxrl.scheduling.rounds.events import named_values
 from jaxrl.train.kl import kl_estimate
 from jaxrl.types import Group, Sample
 
@@ -156,7 +157,7 @@ def grpo_turns(samples: Sequence[Sample], scores: np.ndarray) -> list[np.ndarray
     ends: list[list[int]] = []
     for sample, score in zip(samples, scores, strict=True):
         turns = () if sample.episode is None else sample.episode.turns
-        own = np.array([turn.reward for turn in turns] or [0.0], np.float64)
+        own = np.array([turn.reward * (not sample.failure) for turn in turns] or [0.0], np.float64)
         own[-1] += score - own.sum()
         rewards.append(own)
         ends.append([*(turn.end for turn in turns[:-1]), len(sample)])
@@ -219,9 +220,6 @@ def gdpo(
 
     Returns:
       Per sample float32 [T]; 0 at tokens that are not learnt from.
-
-    Raises:
-      ValueError: a sample's reward has none of a name.
     """
     values: list[np.ndarray] = []
     for group in groups:
@@ -232,16 +230,7 @@ def gdpo(
 
 
 def _component(sample: Sample, key: str) -> float:
-    found = {**sample.reward_info, **sample.reward_info.get("parts", {})}
-    if "error" in found:
-        return 0.0
-    if not isinstance(value := found.get(key), int | float):
-        numbers = ", ".join(name for name, each in found.items() if isinstance(each, int | float)) or "none"
-        raise ValueError(
-            f"algorithm.gdpo_reward_keys names {key!r}, and the reward of sample {sample.key} has no number of that "
-            f"name; it has: {numbers}"
-        )
-    return float(value)
+    return 0.0 if sample.failure else float(named_values(sample.reward_info)[key])
 
 
 def gae(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from runs import Runs
+from talking_runs import talking
 
 from jaxrl.cli import main
 from jaxrl.record.metrics import read_metrics
@@ -15,6 +16,14 @@ from jaxrl.record.metrics import read_metrics
 BROKEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     raise ConnectionError("the judge does not answer")
+"""
+DOWN = """
+class Talk:
+    def __init__(self, index):
+        self.index = index
+
+    def step(self, action):
+        raise ConnectionError("the simulator is down")
 """
 MENDED = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -50,6 +59,24 @@ def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(
     assert [sample.get("error") for sample in samples if sample["step"] == 1] == [error] * 4
     assert all(sample["info"] == {"kind": "mended"} for sample in samples if sample["step"] > 1)
     assert [(line["step"], line["reward/errors"]) for line in read_metrics(run_dir)] == [(1, 16), (2, 0), (3, 0)]
+
+
+def test_a_run_whose_environment_fails_ends_as_if_its_rewards_did(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    runs, run_dir = talking(tmp_path), tmp_path / "run"
+    (tmp_path / "talk.py").write_text(DOWN)
+    output = runs.here(run_dir, "trainer.total_training_steps=9", "trainer.max_bad_steps=2", status=1)
+    error = f"ConnectionError: the simulator is down ({tmp_path}/talk.py, line 7, in step)"
+    assert "reward 0 for epoch 0, prompt " in caplog.text, "said at once"
+    assert f": {error}\n" in caplog.text
+    ended = re.escape(f"; the last one: {error} (trainer.max_bad_steps=2); saved after step 2")
+    assert re.fullmatch(rf"jaxrl: step 3: the last 32 rewards have all failed, .*{ended}", output.splitlines()[-1])
+    lines = read_metrics(run_dir)
+    cut = [16 * line["stop/max_trajectory_tokens"] for line in lines]
+    assert [line["reward/errors"] for line in lines] == [16 - number for number in cut]
+    assert any(cut), "what was cut before it asked the environment shows nothing of it, and does not begin the count"
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {(sample["reward"], sample.get("error")) for sample in samples} <= {(0.0, error), (0.0, None)}
+    assert " rewards failed</b>" in (run_dir / "report.html").read_text()
 
 
 def test_an_evaluation_whose_rewards_all_fail_is_no_result(

@@ -251,7 +251,9 @@ def environment_of(kind: Callable[[Any], Episodes], row: dict[str, Any], *turns:
     return plays
 
 
-COUNTS = environment_of(FunctionTools, {}, Action("", (Call("word_count", '{"text": "one and two"}'),)))
+COUNTS = environment_of(
+    lambda module: FunctionTools(module, ""), {}, Action("", (Call("word_count", '{"text": "one and two"}'),))
+)
 BOX = environment_of(
     lambda module: MethodTools(module.Box), {"size": 3}, Action("", (Call("take", '{"count": 3}'),)), Action("Empty.")
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -86,7 +87,7 @@ def call(tool: str, **arguments: Any) -> Call:
 
 @pytest.fixture
 def tools() -> FunctionTools:
-    return FunctionTools(module_of(TOOLS))
+    return FunctionTools(module_of(TOOLS), TOOLS)
 
 
 def contents(result: StepResult) -> list[str]:
@@ -168,7 +169,107 @@ def test_answers_have_the_ids_of_their_calls(tools: FunctionTools):
 
 def test_a_file_without_tools():
     with pytest.raises(ValueError, match="there is no tool"):
-        FunctionTools(module_of("def _hidden(): ..."))
+        FunctionTools(module_of("def _hidden(): ..."), "def _hidden(): ...")
+
+
+WRAPPED = '''
+import functools
+from operator import add  # imported: no tools
+from os.path import join
+from typing import List, NewType
+
+UserId, Names = NewType("UserId", int), List[str]
+
+def plain(s: str) -> str:
+    """Says it.
+
+    Args:
+      s: text.
+    """
+    return s
+
+@functools.lru_cache(maxsize=None)
+def cached(s: str) -> str:
+    """Says it again.
+
+    Args:
+      s: text.
+    """
+    return s
+
+class _Elsewhere:
+    __module__ = "elsewhere"  # as what a library's decorator makes
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args, **kwargs):
+        return self.__wrapped__(*args, **kwargs)
+
+@_Elsewhere
+def decorated(s: str) -> str:
+    """Says it anew.
+
+    Args:
+      s: text.
+    """
+    return s
+
+class Search:
+    """An index."""
+
+    def __call__(self, query: str, top: int = 3) -> str:
+        """Looks it up.
+
+        Args:
+          query: what.
+          top: how many.
+        """
+        return f"{query} {top}"
+
+    def look(self, query: str) -> str:
+        """Looks.
+
+        Args:
+          query: what.
+        """
+        return query
+
+search = Search()
+look = search.look
+few = functools.partial(search, top=1)
+again = functools.lru_cache(plain)
+'''
+
+
+def test_what_decorators_and_objects_make_is_a_tool():
+    tools = FunctionTools(module_of(WRAPPED), WRAPPED)
+    said = {each["function"]["name"]: each["function"] for each in tools.schemas}
+    assert {name: [*each["parameters"]["properties"]] for name, each in said.items()} == {
+        **{"plain": ["s"], "cached": ["s"], "decorated": ["s"]},
+        **{"search": ["query", "top"], "look": ["query"], "few": ["query"], "again": ["s"]},
+    }
+    assert [said[name]["description"] for name in ("cached", "few")] == ["Says it again.", "Looks it up."]
+    calls = (call("cached", s="a"), call("search", query="b"), call("few", query="c"), call("few", query="d", top=9))
+    result, _ = tools.step({}, None, Action("", (*calls, call("look", query="e"), call("decorated", s="f"))))
+    assert contents(result) == [
+        *("a", "b 3", "c 1"),
+        "Error: few cannot be called so: got an unexpected keyword argument 'top'",
+        *("e", "f"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(): ...\nf = 3", "f is a int, which cannot be called: begin its name with _"),
+        ("import functools\nf = functools.partial(print, end='')", "f: the parameter args must be an ordinary one"),
+        ("class F:\n  def __call__(self): ...\nf = F()", "f has no docstring"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused(text: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        FunctionTools(module_of(text), text)
 
 
 class Counter:
@@ -188,6 +289,43 @@ class Counter:
 
     def get_reward(self) -> float:
         return self.count / self.limit
+
+
+class Kept(Counter):
+    @functools.lru_cache  # noqa: B019
+    def twice(self, by: int) -> str:
+        """Twice it.
+
+        Args:
+          by: how many.
+        """
+        return str(2 * by)
+
+    @staticmethod
+    def alone(by: int) -> str:
+        """It.
+
+        Args:
+          by: how many.
+        """
+        return str(by)
+
+    @classmethod
+    def named(cls, by: int) -> str:
+        """Names it.
+
+        Args:
+          by: how many.
+        """
+        return cls.__name__ * by
+
+
+def test_every_public_method_is_a_tool():
+    tools = MethodTools(Kept)
+    said = {each["function"]["name"]: [*each["function"]["parameters"]["properties"]] for each in tools.schemas}
+    assert said == {"alone": ["by"], "named": ["by"], "twice": ["by"], "up": ["by"]}
+    result, _ = tools.step({"limit": 1}, None, Action("", tuple(call(name, by=2) for name in said)))
+    assert contents(result) == ["2", "KeptKept", "4", "2 of 1"]
 
 
 def test_an_object_goes_on_from_its_bytes():
@@ -248,7 +386,7 @@ def test_a_native_environment():
     [
         ("?", "Guess.step must return a StepResult, found NoneType"),
         ("nothing", "an episode that is not over needs a next_observation"),
-        ("nan", "reward must be a finite number, found nan"),
+        ("nan", "Guess.step: reward must be a finite number .*, found nan"),
         ("system", "messages with the role user or tool"),
     ],
 )
@@ -258,7 +396,7 @@ def test_answers_that_are_none(text: str, words: str):
 
 
 def test_what_cannot_be_kept():
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(ValueError, match="Guess cannot be pickled, as it is between two turns: cannot pickle"):
         NativeEpisodes(Guess, "Guess").step({"number": 5}, None, Action("lock"))  # pyright: ignore[reportArgumentType]
 
 

@@ -210,16 +210,16 @@ def test_games_of_gymnasium_that_are_refused(args: dict[str, Any], words: str):
     ],
 )
 def test_the_calculator(expression: str, answer: str):
-    assert called(FunctionTools(module("calculator")), "calculate", expression=expression) == answer
+    assert called(FunctionTools(module("calculator"), ""), "calculate", expression=expression) == answer
 
 
 @pytest.mark.parametrize("expression", ["__import__('os').getcwd()", "[1]", "True + 1", "x", "1 < 2", "'a' * 3"])
 def test_the_calculator_computes_nothing_else(expression: str):
-    assert called(FunctionTools(module("calculator")), "calculate", expression=expression).startswith("Error: ")
+    assert called(FunctionTools(module("calculator"), ""), "calculate", expression=expression).startswith("Error: ")
 
 
 def test_python_in_the_sandbox():
-    tools = FunctionTools(module("python"))
+    tools = FunctionTools(module("python"), "")
     assert called(tools, "python", code="print(sum(range(10)))") == "45\n"
     assert called(tools, "python", code="x = 1") == "(it printed nothing)"
     failed = called(tools, "python", code="print(1)\n1 / 0")

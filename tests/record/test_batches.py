@@ -61,7 +61,7 @@ def test_why_rewards_failed(tmp_path: Path):
     texts = [*"abc" * 3, *"de" * 2, "f", "", "a", "g" * 9_000]
     groups = [group(i, [0.0, 1.0], [1, 1]) for i in range(len(texts))]
     for one, text in zip(groups, texts, strict=True):
-        one.samples[0].reward_info = {"error": text} if text else {}
+        one.samples[0].failure, one.samples[0].reward_info = text, {"error": "the user's own"}
     log = BatchLog(tmp_path / FILE_NAME, -1, 8)
     log.write(1, groups)
     log.write(2, groups[14:15])

@@ -97,12 +97,16 @@ def test_what_a_scorer_said_is_kept_and_bounded(tmp_path: Path):
     (group,) = make_groups(1, 1)
     said = {"found": "é", "cases": [True, {"n": None}], "log": "x" * 100_000, "numbers": list(range(2_000))}
     group.samples[0].reward_info = {"error": "no", **said, "i": np.int64(3)}
+    group.samples[0].failure = "no"
     with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
         log.write(1, [group])
         group.samples[0].reward_info = {f"{i:04}": "y" * 500 for i in range(1_000)}
         log.write(2, [group])
-    line, many = read(tmp_path / "samples.jsonl")
+        group.samples[0].failure, group.samples[0].reward_info = "", {"error": "the user's own"}
+        log.write(3, [group])
+    line, many, scored = read(tmp_path / "samples.jsonl")
     assert line["error"] == "no"
+    assert ("error" in scored, scored["info"]) == (False, {"error": "the user's own"})
     info = line["info"]
     assert list(info) == ["found", "cases", "log", "numbers", "i"]
     assert (info["found"], info["cases"], info["i"]) == ("é", [True, {"n": None}], "3")

@@ -262,7 +262,10 @@ class Bad:
 
 LINE = next(i for i, line in enumerate(SCORER.splitlines(), 1) if line.strip().startswith("exec("))
 AT = f" ({{path}}, line {LINE}, in compute_score)"
-MUST = "ValueError: {path}: compute_score must return a finite number, or a mapping with one under 'score'; found"
+MUST = (
+    "ValueError: {path}: compute_score must return a finite number (at most 3.4e+38, the largest float32), or a "
+    "mapping with one under 'score'; found"
+)
 TIMEOUT = "no score within reward.timeout_s (2 s)"
 ENDED = "the scorer's process ended with exit code "
 BAD = [

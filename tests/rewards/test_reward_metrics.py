@@ -23,12 +23,12 @@ def verdict(reward: float = 1.0, status: Any = "ok", seconds: float = 0.5, **inf
 
 
 def test_a_run_without_domains():
-    """Its pool counts, and what the journal gave is added."""
+    """The verdicts that its rounds have received count; the pool has scored one more, which nobody wanted."""
     tally = RewardMetrics.configured(config())
     for status in ("ok", "error", "timeout", "timeout", "crash"):
         tally.add("math", replace(verdict(status=status), is_replayed=status in ("timeout", "crash")))
     pool = {"reward/num_scored": 3.0, "reward/errors": 1.0, "reward/timeouts": 1.0, "reward/seconds": 7.0}
-    whole = {"reward/num_scored": 6, "reward/errors": 1, "reward/timeouts": 3, "reward/crashes": 1}
+    whole = {"reward/num_scored": 5, "reward/errors": 1, "reward/timeouts": 2, "reward/crashes": 1}
     kinds = dict.fromkeys(TIMEOUTS, 0.0) | {"sample": 2.0}
     expected = pool | whole | {f"reward/timeouts/{kind}": count for kind, count in kinds.items()}
     assert tally.take(pool) == expected
@@ -48,6 +48,57 @@ def test_failures_are_told_ever_more_seldom(caplog: pytest.LogCaptureFixture):
         f"{where}no 3 (4 errors so far)",
         f"{where}crash",
     ]
+
+
+GDPO = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["acc", "fmt"]}
+KEYS = "algorithm.gdpo_reward_keys names 'fmt', and the reward has these numbers: "
+METRIC = "algorithm.filter_groups.metric (fmt): the scorer returned no such value, found "
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "info", "failure"),
+    [
+        (GDPO, {"acc": 1.0, "fmt": 0.5}, ""),
+        (GDPO, {"acc": True, "fmt": 2, "error": ""}, ""),
+        (GDPO, {"acc": 1.0, "parts": {"fmt": 0.5}, "error": "the user's own"}, ""),
+        (GDPO, {"acc": 1.0, "fmt": None}, KEYS + "acc"),
+        (GDPO, {"acc": 1.0, "fmt": "nan", "text": "x"}, KEYS + "acc"),
+        ({**GDPO, "gdpo_reward_keys": ["acc", "score"]}, {"acc": 1.0}, KEYS.replace("fmt", "score") + "acc"),
+        (GDPO, {"acc": 1.0}, KEYS + "acc"),
+        ({"filter_groups": {"enable": True, "metric": "fmt"}}, {"fmt": None}, ""),
+        ({"filter_groups": {"enable": True, "metric": "fmt"}}, {"acc": 1.0}, METRIC + "acc"),
+        ({"filter_groups": {"enable": True, "metric": "fmt"}}, {}, METRIC + "nothing besides the reward"),
+        ({"filter_groups": {"enable": True, "metric": "score"}}, {}, ""),
+        ({"filter_groups": {"enable": False, "metric": "fmt"}}, {}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_a_reward_without_a_value_that_training_asks_for_has_failed(
+    algorithm: dict[str, Any], info: dict[str, Any], failure: str, caplog: pytest.LogCaptureFixture
+):
+    made = {"model": {"path": "x"}, "data": {"answer_key": "answer"}, "algorithm": algorithm, "rollout": {"n": 2}}
+    tally = RewardMetrics.configured(from_mapping(made))
+    given = verdict(0.5, **info)
+    assert tally.add("math", given, is_training=False) is given, "evaluations take the reward alone"
+    found = tally.add("math", given)
+    assert (found.failure, found.status, found.reward) == ((failure, "error", 0.0) if failure else ("", "ok", 0.5))
+    assert tally.take({"reward/errors": 0.0})["reward/errors"] == bool(failure)
+    told = [f"reward 0 for epoch 0, prompt 0, sample 0: {failure}"] if failure else []
+    assert [record.getMessage() for record in caplog.records] == told
+    late = verdict(0.0, "timeout", error="late")
+    assert tally.add("math", late) is late
+
+
+def test_what_shaping_adds_need_not_be_returned():
+    made = {
+        "model": {"path": "x"},
+        "data": {"answer_key": "answer", "max_response_length": 64},
+        "reward": {"wrong_reward": -1.0},
+        "algorithm": {"filter_groups": {"enable": True, "metric": "acc"}},
+        "rollout": {"n": 2},
+    }
+    tally = RewardMetrics.configured(from_mapping(made))
+    assert tally.add("math", verdict()).status == "ok"
 
 
 def test_by_domain():

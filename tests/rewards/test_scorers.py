@@ -32,7 +32,11 @@ def task_request(response: str, answer: str = "7") -> ScoreRequest:
 
 
 AT = " ({path}, line 2, in compute_score)"
-MUST = "ValueError: {path}: compute_score must return a finite number, or a mapping with one under 'score'; found: "
+OURS = "ValueError: {{path}}: compute_score returned {!r} beside 'score', a name for what jaxrl itself adds"
+MUST = (
+    "ValueError: {path}: compute_score must return a finite number (at most 3.4e+38, the largest float32), or a "
+    "mapping with one under 'score'; found: "
+)
 ODD = "import numpy as np; return {'score': np.zeros(())+2, 'a': (1, np.int8(2), {3: object})}"
 NO_JSON = "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
 
@@ -145,6 +149,14 @@ def test_refusals():
         (ODD, "ok", 2.0, {"a": [1, 2, {"3": "<class 'object'>"}]}),
         ("return float('nan')", "error", 0.0, {"error": MUST + "nan (float)"}),
         ("return float('inf')", "error", 0.0, {"error": MUST + "inf (float)"}),
+        ("return 1e308", "error", 0.0, {"error": MUST + "1e+308 (float)"}),
+        ("return 3.5e38", "error", 0.0, {"error": MUST + "3.5e+38 (float)"}),
+        ("return -3e38", "ok", -3e38, {}),
+        ("import numpy as np; return np.array(0.5)", "ok", 0.5, {}),
+        ("import numpy as np; return np.ones(2)", "error", 0.0, {"error": MUST + "array([1., 1.]) (ndarray)"}),
+        ("return {'score': 1, 'error': ''}", "ok", 1.0, {"error": ""}),
+        ("return {'score': 1, 'parts': 3}", "error", 0.0, {"error": OURS.format("parts")}),
+        ("return {'score': 1, 'own_reward': 'x'}", "error", 0.0, {"error": OURS.format("own_reward")}),
         ("return '1'", "error", 0.0, {"error": MUST + "'1' (str)"}),
         ("return None", "error", 0.0, {"error": MUST + "None (NoneType)"}),
         ("raise KeyError('x')", "error", 0.0, {"error": "KeyError: 'x'" + AT}),

@@ -30,6 +30,7 @@ from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
 from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
 from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     AwaitVerdict,
@@ -42,7 +43,7 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.types import Prompt, Sample, SampleKey
+from jaxrl.types import Episode, Prompt, Sample, SampleKey, Turn
 
 
 @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
@@ -76,6 +77,36 @@ def test_verdicts_come_in_the_order_of_completion_however_late(houses: Any, hold
     busy, rows, tokens, done, launched = house.progress[-1]
     assert (busy, rows, done, launched) == (0, 4, len(LENGTHS), len(LENGTHS))
     assert tokens == sum(LENGTHS.values()) - len(LENGTHS), "the first token of each comes from its prefill"
+
+
+def test_what_an_environment_has_failed_is_not_scored(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """It is a failed verdict in its place, counted and told; half of a group, and one behind another that is late."""
+    failed = {key(0): "error", key(0, 1): "timeout", key(1): "crash"}
+    pool = Pool(hold=[key(1, 1)])
+    metrics = RewardMetrics()
+    verdicts = Verdicts(pool, lambda: 4.0)
+    verdicts.begin(1, 0)
+    for one in (key(1, 1), *failed, key(2)):
+        made = Sample.empty(one)
+        turns = (Turn(0, "x", reward=1.0), Turn(0, "y"))
+        made.text, stop = "x", failed.get(one, "done")
+        made.episode = Episode(turns, stop=stop, error="the simulator is down" if one in failed else "")
+        verdicts.send(PROMPTS[0], made)
+    assert pool.submitted == [key(1, 1), key(2)]
+    assert verdicts.completed() == [], "the first is late"
+    found = verdicts.wait(1.0)
+    assert [each.key for each in found] == [key(1, 1), *failed, key(2)]
+    assert [(each.status, each.reward) for each in found[1:4]] == [(status, 0.0) for status in failed.values()]
+    assert {each.failure for each in found[1:4]} == {"the simulator is down"}
+    assert [each.status for each in (found[0], found[4])] == ["ok", "ok"]
+    where = "reward 0 for epoch 0, prompt {}, sample {}: the simulator is down"
+    told = [where.format(one.prompt_index, one.sample_index) for one in failed]
+    assert [record.getMessage() for record in caplog.records] == told
+    for each in found:
+        metrics.add("game", each)
+    counts = {"num_scored": 5.0, "errors": 1.0, "timeouts": 1.0, "crashes": 1.0}
+    assert metrics.take({"reward/num_scored": 2.0}).items() >= {f"reward/{k}": v for k, v in counts.items()}.items()
+    assert not pool.num_pending
 
 
 def test_the_same_events_whatever_the_pool_does(houses: Any):
@@ -114,7 +145,7 @@ def test_after_a_crash_the_journal_is_heard_and_the_pool_not_asked(houses: Any):
     assert scored(events) == scored(events_again)
     for a, b in zip(first.groups(), second.groups(), strict=True):
         for x, y in zip(a.samples, b.samples, strict=True):
-            assert (x.key, x.reward, x.reward_info.get("error")) == (y.key, y.reward, y.reward_info.get("error"))
+            assert (x.key, x.reward, x.failure) == (y.key, y.reward, y.failure)
     counts = again.backend.end()
     assert counts["reward/num_scored"] == len(LENGTHS), "what the journal says counts as it did the first time"
     assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)

@@ -71,6 +71,19 @@ def test_each_turn_has_its_own_reward_and_those_behind_it():
     assert [each.dtype for each in found] == [np.float32] * 2
 
 
+def test_no_turn_of_a_failed_environment_counts():
+    """A good turn and a failed one beside a sample with 0.5: 0, 0 and 0.5, as if nothing had been given."""
+    whole = group([0.0, 0.5], [4, 2])
+    whole.samples[0].failure = "the simulator is down"
+    for sample, turns in zip(whole.samples, [(1.0, 0.0), (0.5,)], strict=True):
+        made = tuple(Turn(2 * (i + 1), "", reward=reward) for i, reward in enumerate(turns))
+        sample.episode = Episode(made, stop="done")
+    found, _ = advantages.compute([whole], AlgorithmSection(adv_estimator="grpo_turns"))
+    low, high = np.array([-1 / 6, 1 / 3]) / np.std([0, 0, 0.5], ddof=1)
+    np.testing.assert_allclose(found[0], [2 * low] * 2 + [low] * 2, rtol=1e-5)
+    np.testing.assert_allclose(found[1], [high] * 2, rtol=1e-5)
+
+
 def test_reinforce_plus_plus_whitens_over_the_tokens_that_are_learnt_from():
     """verl's `masked_whiten`: masked tokens enter neither mean nor variance, and get no advantage."""
     algorithm = AlgorithmSection(adv_estimator="reinforce_plus_plus")
@@ -101,7 +114,7 @@ def test_what_is_missing():
 def scored(infos, lengths, index=0):
     whole = group([0.0] * len(infos), lengths, index)
     for sample, info in zip(whole.samples, infos, strict=True):
-        sample.reward_info = info
+        sample.reward_info, sample.failure = info, info.get("failed", "")
     return whole
 
 
@@ -110,11 +123,11 @@ GDPO = AlgorithmSection(adv_estimator="gdpo", gdpo_reward_keys=["own_reward", "s
 
 def test_gdpo():
     """Two rewards, normalised in each group, weighted and added, then whitened over the tokens that are learnt from;
-    a part is found behind its name, and what could not be scored has 0 of each."""
+    a part is found behind its name, what could not be scored has 0 of each, and a user's own `error` is no failure."""
     right, short = ([1, 0, 1], [0, 1]), ([0, -2, -1], [0, -3])
     groups = [
         scored([{"own_reward": a, "parts": {"short": b}} for a, b in zip(right[0], short[0], strict=True)], [1, 2, 3]),
-        scored([{"error": "time-out"}, {"own_reward": True, "parts": {"short": -3.0}, "acc": 9}], [2, 1], 1),
+        scored([{"failed": "time-out"}, {"own_reward": True, "error": "", "parts": {"short": -3.0}}], [2, 1], 1),
     ]
     masks = [np.ones(1), np.array([1, 0]), np.ones(3), np.ones(2), np.ones(1)]
 
@@ -134,9 +147,3 @@ def test_gdpo():
     pair = scored([{"own_reward": 1.0, "short": -1.0}, {"own_reward": 0.0, "short": 0.0}], [1, 1])
     found, _ = advantages.compute([pair], GDPO)
     np.testing.assert_allclose(found, [[np.sqrt(0.5)], [-np.sqrt(0.5)]], rtol=1e-5)
-
-
-def test_gdpo_names_what_a_reward_has():
-    groups = [scored([{"own_reward": 1.0, "said": "text", "parts": {"format": 1.0}}] * 2, [1, 1])]
-    with pytest.raises(ValueError, match=r"names 'short', and .* has no number of that name; it has: own_reward, form"):
-        advantages.compute(groups, GDPO)

@@ -36,18 +36,10 @@ def differs_in(metric: str) -> KeepsGroup:
 
 
 def value_of(metric: str, verdict: Verdict) -> Any:
-    """A sample's value of a metric. Raises ValueError if the scorer has not returned it."""
+    """A sample's value of a metric, which every sample has that was scored (`jaxrl.rewards.reward_metrics`)."""
     if metric in THE_REWARD:
         return verdict.reward
-    if verdict.status != "ok":
-        return 0.0
-    if metric not in verdict.info:
-        found = ", ".join(map(str, verdict.info)) or "nothing besides the reward"
-        raise ValueError(
-            f"algorithm.filter_groups.metric ({metric}): the scorer returned no such value for sample "
-            f"{verdict.key.sample_index} of prompt {(verdict.key.epoch, verdict.key.prompt_index)}, found {found}"
-        )
-    return verdict.info[metric]
+    return verdict.info[metric] if verdict.status == "ok" else 0.0
 
 
 def user_filter(function: Callable[..., Any], what: str) -> KeepsGroup:

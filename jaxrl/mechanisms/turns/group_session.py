@@ -11,6 +11,7 @@ Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`. Departure: no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.types import Group, Prompt, Sample
 
+_log = logging.getLogger(__name__)
 _KIND = "group"  # of entries in the journal
 Compared = Callable[[Sequence[tuple[Prompt, Sequence[Trajectory]]]], Sequence[list[float] | str]]
 
@@ -58,9 +60,13 @@ class GroupSession(Mechanism):
             assert rewards is not None
             _give(samples, rewards)
         given = [reward for rewards in found if isinstance(rewards, list) for reward in rewards]
+        errors = [rewards for rewards in found if isinstance(rewards, str)]
+        if errors:
+            _log.warning("environment.group: %d of %d comparisons failed: %s", len(errors), len(found), errors[-1])
         return {
             "environment/group_reward/mean": float(np.mean(given)) if given else 0.0,
-            "environment/group_errors": float(sum(isinstance(rewards, str) for rewards in found)),
+            "environment/group_errors": float(len(errors)),
+            "reward/errors": float(sum(each.failure in errors for _, samples in there for each in samples)),
         }
 
     def _place(self, prompt: Prompt) -> tuple[int, int, int]:
@@ -80,7 +86,8 @@ class GroupSession(Mechanism):
 
 
 def _with_turns(group: Group) -> list[Sample]:
-    return [sample for sample in group.samples if sample.episode is not None and sample.episode.turns]
+    """Those that can be compared: what has failed before is none of them."""
+    return [each for each in group.samples if each.episode is not None and each.episode.turns and not each.failure]
 
 
 def _trajectory(prompt: Prompt, sample: Sample) -> Trajectory:
@@ -91,7 +98,7 @@ def _trajectory(prompt: Prompt, sample: Sample) -> Trajectory:
 def _give(samples: Sequence[Sample], rewards: list[float] | str) -> None:
     if isinstance(rewards, str):
         for sample in samples:
-            sample.reward_info = {**sample.reward_info, "group_error": rewards}
+            sample.reward, sample.failure = 0.0, rewards
         return
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = (sample.reward or 0.0) + reward

@@ -41,7 +41,7 @@ VERIFIERS = Path(worker.__file__).with_name("verifiers_program.py")
 _SLACK_S = 3.0  # beyond environment.timeout_s: a call that does not end is told so by the process itself
 _ROWS = 50  # of the environment's own, asked for at once: an answer has a mebibyte at the most
 _TIMEOUT = "environment.timeout_s"
-_PLURAL = {"error": "failures", "timeout": "timeouts", "crash": "crashes"}
+_PLURAL = {"timeout": "timeouts", "crash": "crashes"}
 
 
 class EnvironmentPool:
@@ -69,7 +69,9 @@ class EnvironmentPool:
         if options.kind == "verifiers":
             args = {"id": options.id, "args": args}
         file, python = _file(options), str(Path(options.python).expanduser()) if options.python else ""
-        scorer = worker.EpisodeScorer(options.kind, file, options.name, args, python, options.group)
+        scorer = worker.EpisodeScorer(
+            options.kind, file, options.name, args, python, options.group, options.max_calls_per_worker
+        )
         settings = WorkerSettings(
             scorer=pickle.dumps(scorer),
             loads=scorer.loads,
@@ -212,7 +214,7 @@ class EnvironmentPool:
             info = {"error": f"no answer within {_TIMEOUT} ({self._timeout_s:g} s)"}
         error = str(info.get("error", status))
         action = Action.of(request.text, self._schemas.get(request.row.get("environment") or "", ()))
-        if self._kind == "native" or not (action.calls or action.is_unread):
+        if status == "error" or self._kind == "native" or not (action.calls or action.is_unread):
             return Observed(key, True, status=status, error=error)
         messages = tuple(tool_message(f"Error: {error}", *each) for each in enumerate(action.calls or [None]))
         number = len(messages)

@@ -300,7 +300,7 @@ class TurnSession(Mechanism):
         """An answer takes effect; returns whether the round has to hear of that first."""
         key, sample = answer.key, acted.sample
         episode = sample.episode or Episode()
-        stop, token_ids = "done" if answer.done else "", ()
+        stop, error, token_ids = "done" if answer.done else "", answer.error, ()
         if answer.status != "ok":
             stop = answer.status
         turn = Turn(len(sample), acted.text, answer.messages, answer.reward, answer.seconds, answer.metrics)
@@ -308,13 +308,14 @@ class TurnSession(Mechanism):
         if not stop:
             try:
                 token_ids = self._tokens_of(answer.messages, sample.token_ids.tolist())
-            except ValueError:
-                stop = "error"
+            except ValueError as refused:
+                stop, error = "error", str(refused)
         stop = stop or self._limits.over(episode, len(sample), sample.num_drawn, len(token_ids))
         self._draw()
         if stop:
             unanswered = replace(turn, messages=())
-            self._tell(acted.finished, replace(episode, turns=(*episode.turns[:-1], unanswered)), stop)
+            turns = (*episode.turns[:-1], unanswered)
+            self._tell(acted.finished, replace(episode, turns=turns, error=error), stop)
             return True
         longer = replace(_appended(sample, token_ids), episode=episode)
         self._max_tokens[key] = self._limits.max_tokens(len(longer), longer.num_drawn)

@@ -20,7 +20,7 @@ _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
 
 def as_carried(sample: Sample) -> Sample:
     """A sample without its verdict, which may or may not have come by the time the round ended."""
-    return replace(sample, reward=None, reward_info={})
+    return replace(sample, reward=None, reward_info={}, failure="")
 
 
 def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _packed(episode: Episode) -> dict[str, Any]:
 def _unpacked(packed: Mapping[str, Any]) -> Episode:
     turns = tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in packed["turns"])
     state = None if packed["state"] is None else base64.b64decode(packed["state"])
-    return Episode(turns, state, packed["awaits"], packed["stop"])
+    return Episode(turns, state, packed["awaits"], packed["stop"], packed["error"])
 
 
 def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int) -> None:
@@ -103,13 +103,13 @@ def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int
 
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as in `pack_samples`, rewards
-    float64, and what the scorers said, which is JSON, as a list of mappings."""
+    float64, and what the scorers said, which is JSON, as a list of mappings, each with why there is no score."""
     samples = [sample for group in groups for sample in group.samples]
     return {
         "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
         "samples": pack_samples([as_carried(sample) for sample in samples]),
         "rewards": np.asarray([sample.reward for sample in samples], np.float64),
-        "reward_infos": [dict(sample.reward_info) for sample in samples],
+        "reward_infos": [(dict(sample.reward_info), sample.failure) for sample in samples],
     }
 
 
@@ -123,8 +123,8 @@ def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Grou
             f"{sizes} must fit together"
         )
     scored = iter(
-        replace(sample, reward=float(reward), reward_info=info)
-        for sample, reward, info in zip(samples, rewards, infos, strict=True)
+        replace(sample, reward=float(reward), reward_info=info, failure=failure)
+        for sample, reward, (info, failure) in zip(samples, rewards, infos, strict=True)
     )
     return [
         Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])

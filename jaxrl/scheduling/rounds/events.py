@@ -71,10 +71,15 @@ class Verdict:
         )
 
     @property
+    def failure(self) -> str:
+        """Why there is no score; empty: there is one."""
+        return "" if self.status == "ok" else str(self.info.get("error") or self.status)
+
+    @property
     def unshaped(self) -> Verdict:
         """With the scorer's own reward, without weights and parts (`reward.domains`, `reward.parts`)."""
         own = self.info.get("own_reward")
-        return self if own is None else replace(self, reward=float(own))
+        return replace(self, reward=float(own)) if own is not None and self.status == "ok" else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,11 @@ class SampleAborted:
     time_s: float
     sample: Sample
     dispatch: int
+
+
+def named_values(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scorer has returned beside the reward, with the parts of the reward (`reward.parts`) by their names."""
+    return {**info, **info.get("parts", {})}
 
 
 Event = RoundStarted | SampleFinished | SampleAborted | Verdict

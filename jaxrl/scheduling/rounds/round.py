@@ -242,10 +242,9 @@ class Round:
             raise ValueError(f"verdict on {key}: they come once each, in the order of completion; due: {due}")
         del ledger.scoring[key]
         ledger.verdicts[key] = verdict
-        info = dict(verdict.info)
-        if verdict.status != "ok":
-            info.setdefault("error", verdict.status)
-        ledger.finished[key] = replace(ledger.finished[key], reward=verdict.reward, reward_info=info)
+        ledger.finished[key] = replace(
+            ledger.finished[key], reward=verdict.reward, reward_info=dict(verdict.info), failure=verdict.failure
+        )
 
     def _record_command(self, command: Command) -> None:
         """Writes a rule's command into the ledger; asserts that the two do not contradict each other."""

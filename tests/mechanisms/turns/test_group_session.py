@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxrl.environments.env import Trajectory
 from jaxrl.mechanisms.turns.group_session import GroupSession
@@ -55,17 +56,34 @@ def rewards_of(found: Sequence[Group]) -> list[list[float | None]]:
     return [[each.reward for each in group.samples] for group in found]
 
 
+def test_a_comparison_that_fails_is_told(caplog: pytest.LogCaptureFixture):
+    session = GroupSession(Contests())
+    session.compare(groups())
+    assert [each.getMessage() for each in caplog.records] == [
+        "environment.group: 1 of 2 comparisons failed: no contest"
+    ]
+
+
+def test_what_has_failed_before_is_not_compared():
+    contests, (found, *_) = Contests(), groups()
+    found.samples[0].failure, found.samples[0].reward = "the simulator is down", 0.0
+    assert GroupSession(contests).compare([found])["reward/errors"] == 0
+    assert [(index, len(trajectories)) for index, trajectories in contests.asked] == [(3, 1)]
+    assert rewards_of([found]) == [[0.0, 1.5]]
+
+
 def test_rewards_that_compare():
     contests, found = Contests(), groups()
     session = GroupSession(contests)
     session.round_begins(RoundInfo(1))
     measured = session.compare(found)
-    assert rewards_of(found) == [[0.25, 1.5], [1.0], [None, 0.75]]
-    assert measured == {"environment/group_reward/mean": 0.25, "environment/group_errors": 1.0}
+    assert rewards_of(found) == [[0.25, 1.5], [1.0], [0.0, 0.0]]
+    counts = {"environment/group_errors": 1.0, "reward/errors": 2.0}
+    assert measured == {"environment/group_reward/mean": 0.25, **counts}
     first, second = found[0].samples
     assert (first.reward_info, second.reward_info) == ({"acc": 1, "group_reward": 0.0}, {"acc": 1, "group_reward": 0.5})
     assert found[1].samples[0].reward_info == {"acc": 1}
-    assert found[2].samples[0].reward_info == {"acc": 1, "group_error": "no contest"}
+    assert [each.failure for group in found for each in group.samples] == ["", "", "", "no contest", "no contest"]
     assert [index for index, _ in contests.asked] == [3, 9], "one without turns has nothing to compare"
     longer = contests.asked[0][1][1]
     said = [(message["role"], message["content"]) for message in longer.messages]
@@ -84,7 +102,7 @@ def test_what_was_compared_is_not_compared_again(tmp_path: Path):
             session = GroupSession(contests, journal)
             session.round_begins(RoundInfo(step, kind))
             session.compare(found)
-        assert rewards_of(found) == [[0.25, 1.5], [1.0], [None, 0.75]]
+        assert rewards_of(found) == [[0.25, 1.5], [1.0], [0.0, 0.0]]
         asked.append([index for index, _ in contests.asked])
     assert asked == [[3, 9], [], [3, 9], [3], [3, 9]]
 

@@ -222,7 +222,8 @@ def test_a_row_names_another_class_and_its_tools(pool_of: Callable[..., Environm
     pool = pool_of(CLASSES, kind="class", name="Box")
     row = {"environment": "Heavy", "env_args": {"size": 2}}
     (found,) = asked(pool, (call("take", count=1), None), row=row)
-    assert content(found).startswith("Error: ValueError: the environment takes 10")
+    assert (found.done, found.status) == (True, "error")
+    assert found.error.startswith("ValueError: the environment takes 10")
     assert pool.schemas({"tools": []}, "row 1") == []
     assert pool.schemas({"environment": ""}, "row 1") == []
     with pytest.raises(ValueError, match="row 2: the column 'tools' names 'put', and there are take"):
@@ -259,6 +260,136 @@ def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentP
     assert (second.done, second.metrics) == (True, {"said": 2})
     assert (wrong.done, wrong.status) == (True, "error")
     assert "messages with the role user or tool" in wrong.error
+
+
+GAMES = """
+import os, time
+import numpy as np
+from jaxrl.environments.env import StepResult
+
+class Game:
+    def __init__(self, made=None):
+        if made == "raises":
+            raise RuntimeError("no database")
+        self.turns = 0
+
+    def initial_observation(self):
+        return "?"
+
+    def step(self, action):
+        self.turns += 1
+        match action.text:
+            case "good":
+                return StepResult(1.0, False, "Go on.")
+            case "raises":
+                raise ConnectionError("the simulator is down")
+            case "stays":
+                time.sleep(60)
+            case "dies":
+                os._exit(3)
+            case "exits":
+                raise SystemExit(1)
+            case "tuple":
+                return "?", 1.0, True, {}
+            case "dict":
+                return {"reward": 1.0, "next_observation": "?"}
+            case "lambda":
+                self.kept = lambda: 1
+                return StepResult(1.0, False, "?")
+            case "metric":
+                return StepResult(1.0, True, metrics={"m": float("nan")})
+        return StepResult(eval(action.text), True)
+
+class Tool:
+    def reset(self, how="") -> None:
+        if how == "raises":
+            raise RuntimeError("no database")
+        self.how = how
+
+    def act(self, what: str) -> str:
+        '''Acts.
+
+        Args:
+            what: it is.
+        '''
+        if what == "lambda":
+            self.kept = lambda: 1
+        if what == "exits":
+            raise SystemExit(1)
+        return what
+
+    def get_reward(self):
+        return eval(self.how or "None")
+"""
+MUST = "ValueError: Game.step: reward must be a finite number (at most 3.4e+38, the largest float32), found "
+
+
+def test_environments_that_fail_say_so_and_no_reward_of_theirs_counts(
+    pool_of: Callable[..., EnvironmentPool], tmp_path: Path
+):
+    """Whatever a step does or returns; and numbers of numpy are numbers."""
+    pool = pool_of(GAMES, kind="native", name="Game")
+    wrong = {
+        "raises": ("error", "ConnectionError: the simulator is down (environment.py, line 21, in step)"),
+        "stays": ("timeout", "no answer within environment.timeout_s (1 s)"),
+        "dies": ("crash", "the environment's process ended with exit code 3"),
+        "exits": ("error", "SystemExit: 1 (environment.py, line 27, in step)"),
+        "tuple": ("error", "ValueError: Game.step must return a StepResult, found tuple"),
+        "dict": ("error", "ValueError: Game.step must return a StepResult, found dict"),
+        "lambda": ("error", "ValueError: Game cannot be pickled, as it is between two turns: "),
+        "metric": ("error", "metrics must be finite numbers, found {'m': 'nan'}"),
+        "None": ("error", f"{MUST}None"),
+        "float('nan')": ("error", f"{MUST}nan"),
+        "np.float32('inf')": ("error", f"{MUST}np.float32(inf)"),
+        "'1'": ("error", f"{MUST}'1'"),
+        "1e308": ("error", f"{MUST}1e+308"),
+        "10**400": ("error", f"{MUST}1000"),
+        "np.ones(2)": ("error", f"{MUST}array([1., 1.])"),
+    }
+    rewards = {"1": 1.0, "True": 1.0, "np.float64(0.5)": 0.5, "np.array(0.5)": 0.5, "np.int64(2)": 2.0}
+    rewards["-3e38"] = -3e38
+    first, *found = asked(pool, ("good", None), *((text, None) for text in (*wrong, *rewards)))
+    assert (first.status, first.done, first.reward) == ("ok", False, 1.0)
+    for (text, (status, words)), answer in zip(wrong.items(), found, strict=False):
+        assert (answer.status, answer.done, answer.reward) == (status, True, 0.0), text
+        assert answer.error.replace(f"{tmp_path}/", "").startswith(words), text
+    for (text, reward), answer in zip(rewards.items(), found[len(wrong) :], strict=True):
+        assert (answer.status, answer.reward, answer.error) == ("ok", reward, ""), text
+    later, unmade = asked(pool, ("raises", first.state), row={}), asked(pool, ("1", None), row={"made": "raises"})
+    assert [each.status for each in (*later, *unmade)] == ["error", "error"]
+    assert unmade[0].error == f"RuntimeError: no database ({tmp_path}/environment.py, line 9, in __init__)"
+
+
+def test_a_class_fails_as_a_game_does(pool_of: Callable[..., EnvironmentPool], tmp_path: Path):
+    """What a tool does itself stays an answer."""
+    pool = pool_of(GAMES, kind="class", name="Tool")
+    (exits,) = asked(pool, (call("act", what="exits"), None), row={})
+    assert (content(exits), exits.status, exits.done) == ("Error: SystemExit: 1", "ok", False)
+    (kept,) = asked(pool, (call("act", what="lambda"), None), row={})
+    assert (kept.status, kept.done) == ("error", True)
+    assert kept.error.startswith("ValueError: Tool cannot be pickled, as it is between two turns: ")
+    for text in (call("act", what="x"), "It is done."):
+        (unmade,) = asked(pool, (text, None), row={"how": "raises"})
+        assert (unmade.status, unmade.done) == ("error", True)
+        assert unmade.error == f"RuntimeError: no database ({tmp_path}/environment.py, line 42, in reset)"
+    must = "ValueError: Tool.get_reward must return a finite number (at most 3.4e+38, the largest float32), found "
+    for how, found in (("None", "None"), ("'1'", "'1'"), ("1e39", "1e+39")):
+        (answer,) = asked(pool, ("It is done.", None), row={"how": how})
+        assert (answer.status, answer.error) == ("error", must + found)
+    (good,) = asked(pool, ("It is done.", None), row={"how": "__import__('numpy').float32(0.5)"})
+    assert (good.status, good.reward) == ("ok", 0.5)
+
+
+def test_a_process_is_replaced_after_so_many_calls(pool_of: Callable[..., EnvironmentPool]):
+    """What a tool leaves behind in its process is gone then, and no answer is lost."""
+
+    def pids(count: int, **options: Any) -> list[str]:
+        pool = pool_of(num_workers=1, **options)
+        return [content(answer) for _ in range(count) for answer in asked(pool, (call("act", what="pid"), None))]
+
+    found = pids(5, max_calls_per_worker=2)
+    assert [found.index(pid) for pid in found] == [0, 0, 2, 2, 4]
+    assert len({*pids(5)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -314,7 +445,7 @@ def test_trajectories_are_compared(pool_of: Callable[..., EnvironmentPool]):
         "the environment's process ended with exit code 3",
     ]
     assert found[3] == "compute_group_rewards must return 2 finite numbers, one for each trajectory, found [2.4]"
-    assert "finite numbers" in found[4]
+    assert "compute_group_rewards: each reward must be a finite number (at most 3.4e+38, " in found[4]
     assert "TypeError" in found[5]
     assert "KeyError" in found[6]
     answers: list[Observed] = []

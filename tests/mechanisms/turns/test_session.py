@@ -222,6 +222,51 @@ def test_a_step_that_runs_again_asks_only_what_the_journal_does_not_have(
             assert again.read_bytes().splitlines(keepends=True)[1:] == lines[1:]
 
 
+class Down(Answers):
+    """Fails at the second turn of the first sample of each prompt."""
+
+    def completed(self, timeout_s: float = 0.0) -> list[Observed]:
+        found = super().completed(timeout_s)
+        return [
+            Observed(each.key, True, status="error", error="it is down", state=each.state)
+            if each.key.sample_index == 0 and each.state == b"\x02"
+            else each
+            for each in found
+        ]
+
+
+def test_an_environment_that_fails_costs_its_sample(parts: Any, x64: None, journal_at: Callable[[str], Journal]):
+    """A good turn before it counts for nothing; when the step runs again, the journal says so as well."""
+    for answers in (Down(0), Answers(0, 7)):
+        backend, _ = backend_of(parts, answers, replace(LIMITS, max_trajectory_tokens=60), journal_at("down.jsonl"))
+        found = round_of(backend)
+        down = {key for key, each in found.items() if each.episode is not None and each.episode.failed}
+        assert down
+        assert {key.sample_index for key in down} == {0}
+        for key, each in found.items():
+            assert (each.failure, each.reward == 0.0) == (
+                ("it is down", True) if key in down else ("", key == SampleKey(0, 0, 0))
+            )
+            if key in down:
+                assert ([turn.reward for turn in turns_of(each)], each.episode.stop) == ([0.5, 0.0], "error")
+                assert unpack_samples(pack_samples([as_carried(each)]))[0].episode == each.episode
+
+
+def test_messages_that_the_template_refuses_are_a_failure(parts: Any, x64: None):
+    def refused(messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
+        raise ValueError("the chat template refuses it")
+
+    executor, params = parts
+    session = TurnSession(Answers(0), lambda prompt: prompt.source == "game", LIMITS, text_of, refused)
+    backend = RolloutBackend(
+        Engine(executor, BatcherConfig(decode_steps=4)), executor, Pool(), text_by(Bytes()), lambda: params, [session]
+    )
+    backend.enter_rollout(0)
+    found = [each for each in round_of(backend).values() if each.episode is not None and each.episode.stop == "error"]
+    assert found
+    assert {each.failure for each in found} == {"the chat template refuses it"}
+
+
 class SlowFor(Answers):
     """Never answers one sample."""
 

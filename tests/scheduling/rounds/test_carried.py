@@ -37,7 +37,12 @@ def test_packed_groups_come_back_with_all_that_their_scorers_said():
         Group(
             prompts.get(1, i + 3),
             [
-                replace(make_sample(key(i + 3, j), [0, 1], "stop"), reward=0.1 * i + j, reward_info=each)
+                replace(
+                    make_sample(key(i + 3, j), [0, 1], "stop"),
+                    reward=0.1 * i + j,
+                    reward_info=each,
+                    failure=each.get("error", ""),
+                )
                 for j, each in enumerate(infos)
             ],
         )
@@ -46,6 +51,7 @@ def test_packed_groups_come_back_with_all_that_their_scorers_said():
     back = unpack_groups(through_disk(pack_groups(groups)), prompts)
     assert [group.prompt for group in back] == [group.prompt for group in groups]
     assert [[sample.reward_info for sample in group.samples] for group in back] == said
+    assert [s.failure for group in back for s in group.samples] == ["timeout", "", "", ""]
     assert [[s.reward for s in group.samples] for group in back] == [[s.reward for s in g.samples] for g in groups]
     with pytest.raises(ValueError, match="1 infos and groups of"):
         unpack_groups(pack_groups(groups) | {"reward_infos": [{}]}, prompts)

@@ -57,8 +57,8 @@ def test_the_synchronous_round_from_start_to_end():
     assert [group.prompt.index for group in groups] == [3, 7]
     assert [[s.key for s in g.samples] for g in groups] == [[key(3, 0), key(3, 1)], [key(7, 0), key(7, 1)]]
     assert [[s.reward for s in g.samples] for g in groups] == [[0.0, 0.5], [1.0, 0.0]]
-    assert groups[0].samples[0].reward_info == {"limit_s": 2.0, "error": "timeout"}
-    assert groups[0].samples[1].reward_info == {}
+    assert (groups[0].samples[0].reward_info, groups[0].samples[0].failure) == ({"limit_s": 2.0}, "timeout")
+    assert (groups[0].samples[1].reward_info, groups[0].samples[1].failure) == ({}, "")
 
 
 @pytest.mark.parametrize(
