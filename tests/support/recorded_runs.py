@@ -323,13 +323,11 @@ REAL = {
     "critic": Spec(GAE, acts=("critic/vf_loss",)),
     "programs": Spec(PROGRAMS, acts=("critic/rewards/mean",)),
     "domains": Spec((*DOMAINS, "reward.num_workers=2"), acts=("critic/rewards/mean",)),
-    "two_hosts": Spec((*TWO_HOSTS, TAIL), acts=("rollout/long_round", "hosts/exchange_bytes")),
+    "two_hosts": Spec((*TWO_HOSTS, TAIL), acts=("rollout/long_round",)),
     "four_workers": Spec(("rollout.num_workers=4", PARTIAL), devices=4, acts=("rollout/resumed_share",)),
-    "four_hosts": Spec(
-        (*FOUR_HOSTS, PARTIAL, "actor.ppo_mini_batch_size=4"), acts=("rollout/resumed_share", "hosts/exchange_bytes")
-    ),
-    "hosts_of_two": Spec((*HOSTS_OF_TWO, "rollout.num_workers=4"), acts=("hosts/exchange_bytes",)),
-    "spanning": Spec((*SPANNING, "rollout.num_workers=1"), acts=("hosts/exchange_bytes",)),
+    "four_hosts": Spec((*FOUR_HOSTS, PARTIAL, "actor.ppo_mini_batch_size=4"), acts=("rollout/resumed_share",)),
+    "hosts_of_two": Spec((*HOSTS_OF_TWO, "rollout.num_workers=4")),
+    "spanning": Spec((*SPANNING, "rollout.num_workers=1")),
     "killed_hosts": Spec(
         (*TWO_HOSTS, TAIL, "trainer.total_training_steps=4"),
         first=("trainer.total_training_steps=4",),
