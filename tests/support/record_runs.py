@@ -7,7 +7,8 @@
 
 `recorded_runs.py` has the table of runs. Of each, a recording holds every file of the run directory, its output, and
 each array of its last checkpoint, without what the clock, the machine and the commit put there (`recorded_masks.py`):
-what is left is the same to the byte, so `diff -r` compares as well. Where a run is started twice, the folder beside it,
+what is left is the same to the byte, so `diff -r` compares as well (`Spec.keeps`: of some only batches, metrics
+and digests). Where a run is started twice, the folder beside it,
 `<name>.first`, is the whole run directory in between; `record --first FOLDER` goes on from that of another recording.
 
 Recordings of two machines agree up to rounding: `compare --close` allows that, and names that have been added.
@@ -47,6 +48,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"jaxrl-recorded-xla-{os.getuid()}"
 """Programs compile in half the time."""
 FIRST = ".first"
+DECISIONS = ("samples.jsonl", "timeline.json", "state.json")
+"""What a run decides: of a run of which a recording keeps few files, it keeps digests of these."""
 PATIENCE_S = 900.0
 
 
@@ -59,10 +62,10 @@ def chosen(patterns: Sequence[str]) -> list[str]:
 
 
 def record_here(folder: Path, name: str, first: Path) -> None:
-    """Records one run that goes on from another recording; a simulated one in this process, which is quicker."""
+    """Records one run that goes on from another recording."""
     with tempfile.TemporaryDirectory() as made:
         write_inputs(Path(made))
-        _record_one(name, Path(made), folder, first, here=name.startswith("simulated/"))
+        _record_one(name, Path(made), folder, first)
 
 
 def record(folder: Path, names: Sequence[str], first: Path | None = None, jobs: int = 2) -> list[str]:
@@ -76,41 +79,53 @@ def record(folder: Path, names: Sequence[str], first: Path | None = None, jobs: 
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(jobs) as pool:
         work = Path(made)
         write_inputs(work)
-        futures = [pool.submit(_record_one, name, work, folder, first) for name in names]
-        return [str(error) for future in futures if (error := future.exception())]
+        failures: list[str] = []
+        for name in filter(is_simulated, names):
+            try:
+                _record_one(name, work, folder, first)
+            except Exception as error:
+                failures.append(str(error))
+        futures = [pool.submit(_record_one, name, work, folder, first) for name in names if not is_simulated(name)]
+        return [*failures, *(str(error) for future in futures if (error := future.exception()))]
 
 
-def _record_one(name: str, work: Path, folder: Path, first: Path | None, here: bool = False) -> None:
+def is_simulated(name: str) -> bool:
+    """Such a run is recorded in this process, which is quicker."""
+    return name.startswith("simulated/")
+
+
+def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None:
     began, spec, run_dir, target = time.monotonic(), RUNS[name], work / name, folder / name
     if spec.profile:
         made_up = (str(ROOT / "scripts" / "made_up_profile.py"), "--out=inputs/profile.json")
         _ended(_start(name, spec, work, spec.options, made_up), name)
-    said = ""
-    if spec.first:
-        kept = target.with_name(target.name + FIRST)
-        if first is None:
-            said = _first_start(name, spec, work, run_dir)
+    said, kept = "", target.with_name(target.name + FIRST)
+    if spec.first and first is not None and spec.keeps is None:
+        shutil.copytree(first / kept.relative_to(folder), run_dir)
+    elif spec.first:
+        said = _first_start(name, spec, work, run_dir)
+        if spec.keeps is None:
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(run_dir, kept)
-        else:
-            shutil.copytree(first / kept.relative_to(folder), run_dir)
-    said += _simulated(name, spec, work) if here else _ended(_start(name, spec, work, spec.options), name)
+    said += _whole_start(name, spec, work, spec.options)
     _check_acts(run_dir, name, spec)
     shutil.rmtree(target, ignore_errors=True)
-    for file, text in recorded(run_dir, said, spec, name.startswith("simulated/")):
+    for file, text in recorded(run_dir, said, spec, is_simulated(name)):
         place = target / file
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _simulated(name: str, spec: Spec, work: Path) -> str:
-    """What `jaxrl simulate` says in this process."""
+def _whole_start(name: str, spec: Spec, work: Path, options: Sequence[str]) -> str:
+    """What a start says that comes to its end."""
+    if not is_simulated(name):
+        return _ended(_start(name, spec, work, options), name)
     from jaxrl.cli import main as jaxrl
 
     output = io.StringIO()
     with chdir(work), redirect_stdout(output), redirect_stderr(output):
-        status = jaxrl(["simulate", "--config=inputs/simulated.yaml", f"simulate.run_dir={name}", *spec.options])
+        status = jaxrl(["simulate", "--config=inputs/simulated.yaml", f"simulate.run_dir={name}", *options])
     if status:
         raise RuntimeError(f"{name} ended with status {status}:\n{output.getvalue()}")
     return output.getvalue()
@@ -122,6 +137,7 @@ def _start(
     """A process in `work`, so that no path in what it writes is of this machine."""
     kind = name.partition("/")[0]
     command, place = {"simulated": ("simulate", "simulate.run_dir"), "real": ("train", "trainer.run_dir")}[kind]
+    command, kind = spec.command or command, spec.command or kind
     variables = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags(spec.devices),
@@ -152,9 +168,10 @@ def _ended(process: subprocess.Popen[str], name: str) -> str:
 
 def _first_start(name: str, spec: Spec, work: Path, run_dir: Path) -> str:
     """What the start before the last one said; nothing of one that was killed, whose last words are chance."""
-    process = _start(name, spec, work, (*spec.options, *spec.first))
+    options = (*spec.options, *spec.first)
     if not spec.killed_after:
-        return _ended(process, name)
+        return _whole_start(name, spec, work, options)
+    process = _start(name, spec, work, options)
     file = run_dir / "run.json"
     try:
         while not file.exists() or (json.loads(file.read_text()).get("checkpoint") or 0) < spec.killed_after:
@@ -180,7 +197,7 @@ def _check_acts(run_dir: Path, name: str, spec: Spec) -> None:
 
 def recorded(run_dir: Path, said: str, spec: Spec, simulated: bool) -> Iterator[tuple[str, str]]:
     """Each file of a recording, by its name in it."""
-    names = []
+    names, digests = [], {}
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
         if path.is_dir() or name == ".lock":
@@ -191,7 +208,14 @@ def recorded(run_dir: Path, said: str, spec: Spec, simulated: bool) -> Iterator[
         names.append(name)
         if spec.killed_after and name == "timeline.json":  # what the killed start had drawn by then is chance
             continue
-        yield name, masked(name, path.read_text(encoding="utf-8"), simulated, spec.clocked)
+        text = masked(name, path.read_text(encoding="utf-8"), simulated, spec.clocked)
+        if spec.keeps is None or name in spec.keeps:
+            yield name, text
+        elif name in DECISIONS:
+            digests[name] = {"sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    if spec.keeps is not None:
+        yield "digests.json", json.dumps(digests, indent=1)
+        return
     yield "output.txt", masked("output.txt", said, simulated)
     yield "files.txt", "".join(f"{name}\n" for name in dict.fromkeys(names))
     if not simulated:

@@ -1,14 +1,18 @@
 """The runs that `record_runs.py` records: a name, options on top of a small configuration, and how each is run.
 
-Together they have every mechanism, simulated and with a tiny model in float64, with several workers and several hosts.
+Together they have every mechanism, simulated and with a tiny model in float64, with several workers and several hosts;
+every two mechanisms that compose, simulated (`PAIRS`); and `jaxrl sft` and `jaxrl dpo`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
+import yaml
 from tiny import write_tiny_model
 
 SIMULATED_CONFIG = """
@@ -59,6 +63,25 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
+TALK = '''"""Answers follow from what was said, and come at once."""
+
+import zlib
+
+from jaxrl.environments.env import StepResult
+
+
+class Talk:
+    def __init__(self, index):
+        self.index, self.said = index, []
+
+    def step(self, action):
+        self.said.append(action.text)
+        number = zlib.crc32(repr((self.index, self.said)).encode())
+        done = number % 5 == 0 or len(self.said) == 3
+        return StepResult(number % 3 / 2, done, "" if done else f"<{number % 100}>", {"odd": number % 2})
+'''
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """One run.
@@ -71,6 +94,8 @@ class Spec:
       profile: whether a profile is made up first, by which the layout switches.
       acts: metrics that must be above 0 in some step, or the run would not show what it is for.
       clocked: metrics (patterns) that the clock decides in this run alone, and that are not compared.
+      command: that runs it, with the configuration of its name; none: of the kind of run, simulate or train.
+      keeps: which files of the run directory a recording keeps whole; the others as a digest. None: all.
     """
 
     options: tuple[str, ...] = ()
@@ -80,6 +105,8 @@ class Spec:
     profile: bool = False
     acts: tuple[str, ...] = ()
     clocked: tuple[str, ...] = ()
+    command: str = ""
+    keeps: tuple[str, ...] | None = None
 
 
 TAIL = "rollout.tail_batching.enable=true"
@@ -161,12 +188,76 @@ SIMULATED = {
     "resumed_hosts": Spec(("simulate.num_hosts=2", TAIL, FILTER), first=_HALF),
 }
 
+OWN_DEVICES = (OFF, "rollout.num_devices=2")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "tail": (TAIL,),
+    "partial": (PARTIAL, "rollout.partial_rollout.max_staleness=2"),
+    "over": ("rollout.over_provisioning.enable=true",),
+    "off": (OFF,),
+    "own": OWN_DEVICES,
+    "filter": FILTERS,
+    "stream": (*STREAM, "trainer.stream.short_rounds=true"),
+    "switch": (*MODELLED, "rollout.decode_steps=4"),
+    "planner": (PLANNER,),
+    "drafts": (DRAFTS, "simulate.task.history.stretch_median=6"),
+    "ranked": (*RANKED, *OWN_DEVICES, "rollout.num_workers=2", "data.train_batch_size=5"),
+    "limits": CODE,
+    "judge": ("simulate.task.scoring.device_s=0.05",),
+    "turns": (
+        *("environment={kind: native, path: number_guessing, name: NumberGuessing, max_turns: 4}",),
+        *("data.max_response_length=512", "simulate.tool={turns: 2, answer_tokens: 8, median_s: 0.05}"),
+    ),
+    "two": ("rollout.num_workers=2",),
+    "four": ("rollout.num_workers=4",),
+    "hosts2": ("simulate.num_hosts=2", "simulate.host_spread=0.1"),
+    "hosts4": ("simulate.num_hosts=4", "simulate.host_spread=0.2"),
+}
+"""What a pair is made of. Of two options that say the same thing the later one holds."""
+EXCLUDED = {
+    *map(frozenset, combinations(("tail", "partial", "over"), 2)),  # each decides how a round ends
+    *map(frozenset, combinations(("off", "own", "ranked"), 2)),
+    *map(frozenset, combinations(("two", "four", "hosts2", "hosts4"), 2)),
+    *(frozenset((workers, each)) for workers in ("two", "four") for each in ("stream", "ranked")),
+}
+"""Pairs that say nothing together, besides those that the configuration refuses (`REFUSED`)."""
+REFUSED = {
+    *(frozenset(("ranked", each)) for each in ("tail", "stream", "switch", "planner", "turns", "hosts2", "hosts4")),
+    *(frozenset(("own", each)) for each in ("stream", "four", "hosts2", "hosts4")),
+    *(frozenset((each, hosts)) for each in ("stream", "turns") for hosts in ("hosts2", "hosts4")),
+}
+
+
+def _pairs() -> Iterator[tuple[str, Spec]]:
+    decided = ("batches.jsonl", "metrics.jsonl")
+    for a, b in combinations(CHOICES, 2):
+        if frozenset((a, b)) not in EXCLUDED | REFUSED:
+            options = (*CHOICES[a], *CHOICES[b], "trainer.total_training_steps=6")
+            yield f"{a}_{b}", Spec(options, first=("trainer.total_training_steps=3",), keeps=decided)
+
+
+PAIRS = dict(_pairs())
+"""Each run stops after three steps and resumes."""
+
 PREEMPTED = ("rollout.block_size=16", "rollout.num_blocks=9")  # rows are preempted, of which the planner hears
 SWITCHES = (
     "rollout.layout={switch: true, min_gain: 0, cooldown: 2, allow_synthetic: true, profile: inputs/profile.json,"
     " correction_weight: 0}",  # a clock would have its say in when the layout switches
 )
 TWO_HOSTS = ("hosts.launcher=local", "hosts.num=2", "hosts.devices_per_host=1")
+FOUR_HOSTS = ("hosts.launcher=local", "hosts.num=4", "hosts.devices_per_host=1")
+HOSTS_OF_TWO = ("hosts.launcher=local", "hosts.num=2", "hosts.devices_per_host=2")
+SPANNING = (*TWO_HOSTS, "rollout.warmup=true", "rollout.hosts_per_worker=2", "rollout.tensor_model_parallel_size=2")
+LORA = ("model={lora_rank: 4, lora_dropout: 0.2}", "actor.use_kl_loss=true")
+TURNS = (
+    "environment={kind: native, path: inputs/talk.py, name: Talk}",
+    "reward={kind: environment, path: ''}",
+    "rollout={stop: [], block_size: 32, num_blocks: 60}",
+    "data.max_response_length=96",
+    "model.path=inputs/talker",  # it ends a turn with one token in thirty
+    "actor.ppo_max_token_len_per_gpu=256",
+)
+SUPERVISED = ("trainer.total_training_steps=4", "trainer.test_freq=3")
+_SECOND = ("trainer.total_training_steps=4",)
 JUDGE = (
     "reward.kind=judge",
     "reward.path=",
@@ -232,7 +323,25 @@ REAL = {
     "critic": Spec(GAE, acts=("critic/vf_loss",)),
     "programs": Spec(PROGRAMS, acts=("critic/rewards/mean",)),
     "domains": Spec((*DOMAINS, "reward.num_workers=2"), acts=("critic/rewards/mean",)),
-    "two_hosts": Spec((*TWO_HOSTS, TAIL), acts=("rollout/long_round", "hosts/exchange_bytes")),
+    "two_hosts": Spec((*TWO_HOSTS, TAIL), acts=("rollout/long_round",)),
+    "four_workers": Spec(("rollout.num_workers=4", PARTIAL), devices=4, acts=("rollout/resumed_share",)),
+    "four_hosts": Spec((*FOUR_HOSTS, PARTIAL, "actor.ppo_mini_batch_size=4"), acts=("rollout/resumed_share",)),
+    "hosts_of_two": Spec((*HOSTS_OF_TWO, "rollout.num_workers=4")),
+    "spanning": Spec((*SPANNING, "rollout.num_workers=1")),
+    "killed_hosts": Spec(
+        (*TWO_HOSTS, TAIL, "trainer.total_training_steps=4"),
+        first=("trainer.total_training_steps=4",),
+        killed_after=2,
+    ),
+    "adapters": Spec(LORA, acts=("actor/kl_loss",)),
+    "adapters_hosts": Spec((*LORA, *TWO_HOSTS), acts=("actor/kl_loss",)),
+    "turns": Spec(TURNS, acts=("environment/num_turns/mean",)),
+    "turns_workers": Spec((*TURNS, "rollout.num_workers=2"), devices=2, acts=("environment/num_turns/mean",)),
+    "sft": Spec(SUPERVISED, first=_SECOND, killed_after=2, command="sft"),
+    "sft_hosts": Spec((*SUPERVISED, *TWO_HOSTS), command="sft"),
+    "sft_adapters": Spec((*SUPERVISED, "model.lora_rank=4"), command="sft"),
+    "dpo": Spec(SUPERVISED, first=_SECOND, killed_after=2, command="dpo"),
+    "dpo_hosts": Spec((*SUPERVISED, *TWO_HOSTS), command="dpo"),
     "stopped": Spec((TAIL, "trainer.total_training_steps=4"), first=("trainer.total_training_steps=2",)),
     "killed": Spec(
         (PARTIAL, OFF, "trainer.total_training_steps=5", "trainer.save_freq=3"),
@@ -240,8 +349,10 @@ REAL = {
         killed_after=3,
     ),
 }
-RUNS = {f"simulated/{name}": spec for name, spec in SIMULATED.items()} | {
-    f"real/{name}": spec for name, spec in REAL.items()
+RUNS = {
+    f"{kind}/{name}": spec
+    for kind, specs in (("simulated", SIMULATED), ("simulated/pairs", PAIRS), ("real", REAL))
+    for name, spec in specs.items()
 }
 
 
@@ -251,6 +362,7 @@ def write_inputs(folder: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     write_tiny_model(inputs / "model", **sizes)
     write_tiny_model(inputs / "judge", **sizes, num_hidden_layers=3)
+    write_tiny_model(inputs / "talker", **sizes, eos_token_id=[2, *range(4, 260, 43)])
     tests = {"inputs": [""], "outputs": [""]}
     rows = [{"question": "x" * (1 + 3 * i), "answer": str(i), "of": "ab"[i % 2], "tests": tests} for i in range(7)]
     (inputs / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -260,3 +372,14 @@ def write_inputs(folder: Path) -> None:
     (inputs / "reward.py").write_text(REWARD)
     (inputs / "simulated.yaml").write_text(SIMULATED_CONFIG)
     (inputs / "real.yaml").write_text(REAL_CONFIG)
+    (inputs / "talk.py").write_text(TALK)
+    said = [f"{'ab' * (1 + i)}." for i in range(9)]
+    conversations = [{"prompt": f"{i} + 1", "completion": text} for i, text in enumerate(said)]
+    pairs = [{"prompt": f"{i}?", "chosen": text, "rejected": text[::-1]} for i, text in enumerate(said)]
+    for command, found in (("sft", conversations), ("dpo", pairs)):
+        (inputs / f"{command}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+        config = yaml.safe_load(REAL_CONFIG)
+        config["data"] |= {"train_files": [f"inputs/{command}.jsonl"], "val_files": [f"inputs/{command}.jsonl"]}
+        for section in ("rollout", "reward"):
+            del config[section]
+        (inputs / f"{command}.yaml").write_text(yaml.safe_dump(config))
