@@ -25,6 +25,12 @@ _OF_DEVICES = frozenset(
     ]
 )
 _OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
+SCORE = (  # a tag, a heading or a label; marks around the number; what makes it no score: a percentage, a range
+    r"(?i)(?<![a-z])score(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
+    r"[\s*_`\"'<(\[{$]*+(?:\\boxed\{)?((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
+    r"(?![a-z\d%]|,\d|\s*+(?:to|or|[-–—])\s*+\d)"
+)
+"""What reads a score where `score_pattern` is empty."""
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
@@ -55,12 +61,10 @@ class JudgeSection(EndpointOptions):
         "{response}\n\nIs the response correct? Give your verdict on a last line of this form: Score: <0 to 10>"
     )
     score_pattern: Annotated[
-        str, "A regular expression whose last match in a verdict holds the score in its first group."
-    ] = (  # a tag, a heading or a label; marks around the number; what makes it no score: a percentage, a range
-        r"(?i)(?<![a-z])score(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
-        r"[\s*_`\"'<(\[{$]*+(?:\\boxed\{)?((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
-        r"(?![a-z\d%]|,\d|\s*+(?:to|or|[-–—])\s*+\d)"
-    )
+        str,
+        "A regular expression whose last match in a verdict holds the score in its first group; empty: it reads "
+        "`Score: 7`, as models write that.",
+    ] = ""
     min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
     max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
     num_samples: Annotated[
@@ -177,7 +181,7 @@ def _text_problem(judge: JudgeSection, has_answers: bool) -> str | None:
     if "answer" in fields and not has_answers:
         return "reward.judge.prompt has the field {answer}, but data.answer_key is empty: write a prompt without it"
     try:
-        groups = re.compile(judge.score_pattern).groups
+        groups = re.compile(judge.score_pattern or SCORE).groups
     except (re.error, OverflowError, RecursionError) as error:
         return f"reward.judge.score_pattern ({shown(judge.score_pattern)}) is no regular expression: {error}"
     if not groups:

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.domains import domains
-from jaxrl.mechanisms.judge.options import JudgeSection, fill_template
+from jaxrl.mechanisms.judge.options import SCORE, JudgeSection, fill_template
 from jaxrl.rewards.request import ScoreRequest
 
 MAX_KEPT_CHARS = 8000
@@ -30,7 +30,7 @@ class JudgeText:
 
     def __init__(self, judge: JudgeSection):
         self._judge = judge
-        self._pattern = re.compile(judge.score_pattern)
+        self._pattern = re.compile(judge.score_pattern or SCORE)
 
     def ask(self, request: ScoreRequest) -> list[dict[str, str]]:
         """The chat messages that ask for a verdict on a sample: perhaps a system message, and the user's.
