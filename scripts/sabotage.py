@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "all outputs of a matrix have one factor",
         "sharding/narrow_weights.py",
-        "magnitudes = jnp.max(jnp.abs(array), axis=axes, keepdims=True)",
-        "magnitudes = jnp.max(jnp.abs(array))[(None,) * array.ndim]",
+        "magnitudes = jnp.max(jnp.abs(array), axis=axes, keepdims=True, initial=_SMALLEST)",
+        "magnitudes = jnp.max(jnp.abs(array), initial=_SMALLEST)[(None,) * array.ndim]",
         "tests/sharding/test_narrow_weights.py",
     ),
     Fault(

@@ -178,7 +178,7 @@ def test_values_that_only_parquet_has(tmp_path: Path, kept: Config, caplog: pyte
     """Each comes back equal and of its type, as from a list."""
     moment = datetime(2026, 1, 2, 3, 4, 5, 678901)
     row = {
-        **{"question": "q", "answer": "1", "source": "a", "cost": Decimal("1.50"), "image": b"\x00\xff"},
+        **{"question": "q", "answer": "1", "source": "a", "cost": Decimal("1.50"), "raw": b"\x00\xff"},
         **{"day": moment.date(), "moment": moment, "clock": moment.time(), "zoned": moment.replace(tzinfo=UTC)},
         **{"took": timedelta(-1, 5, 7), "nested": [{"costs": [Decimal("0.1"), None]}], "half": 0.1, "big": 2**62},
     }

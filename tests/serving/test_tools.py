@@ -80,7 +80,8 @@ def test_a_new_list_of_tools_costs_no_trial_of_the_template(talk: Talk, monkeypa
 @pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_reach_the_template_by_the_name_that_it_reads(name: str, read: str):
     body = {"role": "assistant", "content": "x", "reasoning_content": None, "reasoning": None, name: "WHY"}
-    assert Message.model_validate(body).given[read] == "WHY"
+    template = "{% for m in messages %}{{ m.content }}{{ m." + read + " }}{% endfor %}"
+    assert chat_template.render(template, "t", [Message.model_validate(body).given], {}) == "xWHY"
 
 
 def test_an_answer_sent_back_has_ids_that_mistrals_templates_take(talk: Talk, tiny_model: Path):
