@@ -14,7 +14,8 @@
   response; what is more of a program than that is text.
 - Gemma and Phi-4 have no form of their own: they call as the prompt has it.
 
-What cannot be read is text: a model that writes half a call has called nothing. A call of a function that does not
+What cannot be read is text: a model that writes half a call has called nothing. So is all up to `</think>`, where a
+model only thinks of calls. A call of a function that does not
 exist is a call all the same, so that whoever answers can say so, and the calls beside it count. Where a model's marks
 are special tokens, which text leaves out, an object is a call if its function exists or it has a call's names alone,
 and `name{...}` and what stands in `<code>` are calls if one of their functions exists.
@@ -41,6 +42,9 @@ _NAMED_CALL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\
 _BARE_NAME = re.compile(r"([\w.-]{1,64})(\{|\Z)")
 _NAME, _ID = re.compile(r"[\w.:/-]{1,64}"), re.compile(r"[A-Za-z0-9]{9}")
 _OF_A_CALL = {"name", "arguments", "parameters", "id", "type"}
+_THOUGHT = re.compile(  # no JSON text has a line's end in it, so that the second is no argument of a call
+    r"\s*<think>.*?</think>|.*?(?:\n</think>|</think>\n)", re.DOTALL
+)
 _BACKSLASH, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN0\n"
 
 
@@ -75,10 +79,17 @@ def arguments_of(given: Any) -> dict[str, Any]:
 def calls_in(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
     """(what stands around the calls, the calls); (text, []) where there is none, or one that cannot be read. `names`:
     of the functions that exist."""
-    found = _read(text, names)
+    thought, said = _split(text)
+    found = _read(said, names)
     if found and found[1] and all(call.name in names or _NAME.fullmatch(call.name) for call in found[1]):
-        return found
+        return thought + found[0], found[1]
     return text, []
+
+
+def _split(text: str) -> tuple[str, str]:
+    """(what a model thinks, what it says): a call that it only thinks of is none."""
+    thought = _THOUGHT.match(text)
+    return (thought[0], text[thought.end() :]) if thought else ("", text)
 
 
 def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
@@ -99,21 +110,23 @@ def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
 
 def seems_to_call(text: str) -> bool:
     """Whether a text has the beginning of a call, or of what was meant for one."""
+    text = _split(text)[1]
     marked = any(mark in text for mark in (PYTHON_TAG, *_MARKS))
     return marked or text.lstrip().startswith(('{"name"', '[{"name"', _FUNCTOOLS))
 
 
 def may_begin(text: str) -> int:
     """How much of a growing response is certainly no part of a call: what may be handed out already."""
+    thought, text = _split(text)
     stripped, begins = text.lstrip(), (PYTHON_TAG, _FUNCTOOLS)
     begun = any(begin.startswith(stripped) or stripped.startswith(begin) for begin in begins)
     if begun or stripped.startswith(("{", "[")) or _BARE_NAME.match(stripped):
-        return 0
+        return len(thought)
     marks = (*_MARKS, CODE)
     if places := [place for mark in marks if (place := text.find(mark)) >= 0]:
-        return min(places)
+        return len(thought) + min(places)
     ends = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
-    return len(text) - max(ends, default=0)
+    return len(thought) + len(text) - max(ends, default=0)
 
 
 def _tagged(before: str, text: str) -> tuple[str, list[Call]] | None:

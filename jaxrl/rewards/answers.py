@@ -29,6 +29,7 @@ _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _STATED = re.compile(
     r"\b(?:answer|option|choice)(?:\*\*)?(?:\sis\b\s?:?|\s?:|\s(?=\*\*))[\s*]*+(?:\\\[|\$\$)?\s*+", re.IGNORECASE
 )
+_FORMULA = re.compile(r"\$([^$]+)\$\.\s")  # a sentence behind it is no part of the answer
 _NUMBER = re.compile(
     r"""
     (?P<sign>(?<![\w)\]}.])[-+])?              # a sign, unless it stands between two operands
@@ -73,7 +74,7 @@ def marked_answer(text: str) -> tuple[str | None, str]:
     for mark, find in (("boxed", last_boxed), ("####", last_hashed), ("answer_tag", last_tagged)):
         answer = find(text)
         if answer is not None:
-            return answer, mark
+            return (last_stated(answer) or answer) if mark == "answer_tag" else answer, mark
     return None, "none"
 
 
@@ -136,6 +137,8 @@ def last_stated(text: str) -> str | None:
     for last in _STATED.finditer(text):  # noqa: B007  (of the matches, the last)
         pass
     stated = text[last.end() :].partition("\n")[0] if last else ""
+    if formula := _FORMULA.match(stated):
+        return formula[1]
     return stated.strip().rstrip(".").strip("* \t") or None
 
 

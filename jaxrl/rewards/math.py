@@ -40,12 +40,13 @@ _MAX_SYMPY_CHARS = 1000  # the LaTeX parser's time grows faster than its text's 
 _MAX_UNORDERED = 30  # elements of a list that is compared in any order
 _MAX_DEPTH = 3  # of lists in each other
 
+_ENDS_WITH = re.compile(r"\b(?:is|are|equals|get)[ :]*+\$([^$]+)\$\.?$")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z '\-]*")
 _TALK = re.compile(r"[A-Za-z]{2},? [a-z]{2}")  # a parser may pick a formula out of a sentence
 _CHOICE = re.compile(r"(?:(?i:option|choice|answer) )?[\[(]?([A-Ja-j])(?:[\])][.:]?(?P<what>.*)|[.:](?P<this>.*))?")
 _SECOND_CHOICE = re.compile(r"(?<![A-Za-z])(?:[A-HJ]|or|and)(?![A-Za-z])")
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))? ?(?:([ap])\.?m\.?)?", re.IGNORECASE)
-_UNSURE = re.compile(r"(?<![A-Za-z\\])(?:to|not|either|maybe|perhaps)(?![A-Za-z])")
+_UNSURE = re.compile(r"(?<![A-Za-z\\])(?:to|not|either|maybe|perhaps)(?![A-Za-z])|^\\neq?(?![A-Za-z])|\(or(?![A-Za-z])")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\d.eE])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}) ?\\degree(?![A-Za-z])")
@@ -93,7 +94,10 @@ def _unmarked(response: str, reference: str, number: str | None) -> str | None:
     if quantity(clean(reference)) is not None:
         return line if quantity(clean(line)) not in (None, quantity(number or "")) else None  # "12 cm^2" is not 2
     has_words = _TALK.search(reference) or _WORDS.fullmatch(unwrapped(clean(reference)))
-    return last_stated(response) or (line if has_words or not _TALK.search(line) else None)
+    if (stated := last_stated(response)) or has_words or not _TALK.search(line):
+        return stated or line
+    found = _ENDS_WITH.search(line)
+    return found[1] if found else None
 
 
 def equal(answer: str, reference: str) -> tuple[bool, str]:
@@ -125,7 +129,7 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
         return same_quantity(x, y), "number"
     if (same := _same_time(a, b)) is not None:
         return same, "time"
-    if _UNSURE.search(a) and not _UNSURE.search(b):
+    if _UNSURE.search(a) and not _UNSURE.search(b) and b.casefold() not in ("no", "false"):  # "No, it is not"
         return False, "words"
     if _WORDS.fullmatch(b) and b != "i":
         # "Yes" is a word, while a LaTeX parser reads e * y * s, which equals "sey"

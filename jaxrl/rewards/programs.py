@@ -296,9 +296,11 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 def _body(completion: str) -> str:
     """The part of a completion that belongs to the function which it continues: up to a line that is not indented."""
     kept: list[str] = []
+    has_begun = False
     for line in completion.split("\n"):
-        if any(kept) and line[:1].strip():
+        if has_begun and line[:1].strip():
             break
+        has_begun = has_begun or bool(line)
         kept.append(line)
     return "\n".join(kept) + "\n"
 

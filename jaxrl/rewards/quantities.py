@@ -103,6 +103,7 @@ def clean(text: str) -> str:
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_POWERS)}}}", text)
     text = re.sub(r"(?<![\w)])\*\*([^*]+)\*\*(?!\w)", r"\1", text)
     text = re.sub(r"\\([lr])brace(?![A-Za-z])", lambda m: r"\{" if m[1] == "l" else r"\}", text)
+    text = re.sub(r"(\\\\)\[\d*\.?\d+(?:pt|em|ex|mm|cm)\]", r"\1", text)
     text = re.sub(r",(?:\\[,;: ]|~)", ", ", text.replace(r",\!", "{,}"))
     text = re.sub(r"(?<!\\)\\[()\[\],;:!]|\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])|\\?\$", "", text)
     text = re.sub(r"\\([lr])angle(?![A-Za-z])", lambda m: "(" if m[1] == "l" else ")", text)

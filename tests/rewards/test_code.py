@@ -304,6 +304,8 @@ def test_what_the_model_saw_around_a_question_is_not_part_of_the_program(scorer:
 def test_long_responses_are_read_in_linear_time():
     for response in ("```\n" * 199_999 + "x = 1", "```python\n'''\n" + "```\n" * 50_000, "```python\n" * 50_000 + "x"):
         assert chosen_block(response, Checks("stdin")) is not None
+    begun = Checks("tests", entry_point="add", prompt="def add(a, b):\n")
+    assert program_of(ask("\n" * 200_000 + "    return a + b", {}), begun).endswith("    return a + b\n")
 
 
 @pytest.mark.parametrize(

@@ -207,3 +207,11 @@ def test_what_was_meant_for_a_call_is_told_from_text():
     meant = ("<function_calls>look(1)", "[TOOL_CALLS]look", "<|tool_call|>", "<tool_call>", 'functools[{"name"')
     assert all(map(seems_to_call, meant))
     assert not any(map(seems_to_call, ("Write <code>x</code>", "look at this", "functools has a cache")))
+
+
+def test_thoughts_are_handed_out_and_call_nothing():
+    thought = "<think>\nA <tool_call> is due.\n</think>\n\n"
+    assert may_begin(thought + '<tool_call>{"name"') == len(thought)
+    assert may_begin(thought + "It is 5.") == len(thought + "It is 5.")
+    assert not seems_to_call(thought + "It is 5.")
+    assert may_begin("</think>\n" * 20_000) == len("</think>\n" * 20_000)

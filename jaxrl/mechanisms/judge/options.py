@@ -26,11 +26,12 @@ _OF_DEVICES = frozenset(
 )
 _OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
 SCORE = (  # a tag, a heading or a label; marks around the number; what makes it no score: a percentage, a range
-    r"(?i)(?<![a-z])score(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
-    r"[\s*_`\"'<(\[{$]*+(?:\\boxed\{)?((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
-    r"(?![a-z\d%]|,\d|\s*+(?:to|or|[-–—])\s*+\d)"
+    r"(?i)(?<!max[ _])(?<!maximum[ _])(?<!possible[ _])(?<![a-z])score"
+    r"(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
+    r"[\s*_`\"'“<(\[{$]*+(?:\\(?:(?:boxed|textbf)\{|[(\[])\s*+){0,2}((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
+    r"(?![a-z\d%]|,\d|\s*+(?:%|percent|(?:to|or|[-–—])\s*+\d))(?:[\s*_]*+(?:/|out of)[\s*_]*+(?P<of>\d+(?:\.\d+)?))?"
 )
-"""What reads a score where `score_pattern` is empty."""
+"""What reads a score where `score_pattern` is empty; `of`: the highest one, where the judge says it."""
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 

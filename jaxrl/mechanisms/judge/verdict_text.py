@@ -59,6 +59,8 @@ class JudgeText:
         except ValueError:
             return None
         low, high = self._judge.min_score, self._judge.max_score
+        if float(last.groupdict().get("of") or high) != high:
+            return None  # 4/5 is on another scale
         return (score - low) / (high - low) if isfinite(score) and low <= score <= high else None
 
     def read(self, texts: Sequence[str]) -> tuple[float, dict[str, Any]]:

@@ -37,6 +37,7 @@ from jaxrl.mechanisms.turns.rule import Observed
 from jaxrl.rewards.domain_limits import MAIN
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.worker_pool import WorkerPool
+from jaxrl.schema.declared import MAX_FLOAT
 from jaxrl.serving.objects import error_object, tool_calls
 from jaxrl.types import Prompt, SampleKey
 
@@ -242,7 +243,7 @@ def _outcome(session: Session, scored: Scored) -> Observed:
     state = json.dumps(session.replies).encode()
     if status != "ok":
         return Observed(session.key, True, status=status, error=str(info.get("error", status)), state=state)
-    metrics = {name: float(v) for name, v in info.items() if isinstance(v, int | float)}
+    metrics = {name: float(v) for name, v in info.items() if isinstance(v, int | float) and abs(v) <= MAX_FLOAT}
     return Observed(session.key, True, reward=reward, state=state, metrics=metrics, seconds=session.waited_s)
 
 

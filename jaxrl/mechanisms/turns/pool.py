@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from jaxrl.rewards.pool import named_variables
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.worker_pool import WorkerPool
-from jaxrl.schema.declared import shown
+from jaxrl.schema.declared import MAX_FLOAT, shown
 from jaxrl.types import Prompt, SampleKey
 
 SHIPPED = Path(worker.__file__).parent / "shipped"
@@ -250,7 +249,7 @@ def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Obser
     done, messages, state, metrics = (info.get(name) for name in ("done", "messages", "state", "metrics"))
     if not isinstance(done, bool) or not isinstance(messages, list) or not all(map(is_answer, messages)):
         raise ValueError(f"what its process has sent is no answer: {info!r:.200}")
-    if not isinstance(metrics, dict) or not all(isinstance(v, int | float) and isfinite(v) for v in metrics.values()):
+    if not isinstance(metrics, dict) or not all(map(_is_finite, metrics.values())):
         raise ValueError(f"metrics must be finite numbers, found {metrics!r:.200}")
     if not isinstance(state, str) or not (done or messages):
         raise ValueError(f"what its process has sent is no answer: {info!r:.200}")
@@ -266,10 +265,14 @@ def read_rewards(scored: Scored, count: int, timeout_s: float) -> list[float] | 
     if status != "ok":
         return str(info.get("error", status))
     rewards = info.get("rewards")
-    numbers = [float(each) for each in rewards or () if isinstance(each, int | float) and isfinite(each)]
-    if isinstance(rewards, list) and len(numbers) == len(rewards) == count:
-        return numbers
+    if isinstance(rewards, list) and len(rewards) == count and all(map(_is_finite, rewards)):
+        return [float(each) for each in rewards]
     return f"compute_group_rewards must return {count} finite numbers, one for each trajectory, found {rewards!r:.200}"
+
+
+def _is_finite(value: Any) -> bool:
+    """JSON also has whole numbers that no float can hold."""
+    return isinstance(value, int | float) and abs(value) <= MAX_FLOAT
 
 
 def _file(options: EnvironmentSection) -> UserFile:

@@ -19,6 +19,7 @@ import builtins
 import importlib
 import itertools
 import json
+import math
 import os
 import socket
 import sys
@@ -127,9 +128,7 @@ def same(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):
-        if isinstance(value, int) and isinstance(expected, int):
-            return value == expected
-        return value == expected or abs(value - expected) <= 1e-9 * max(abs(value), abs(expected))
+        return value == expected or (isinstance(expected, float) and math.isclose(value, expected))
     return type(value) is type(expected) and value == expected
 
 

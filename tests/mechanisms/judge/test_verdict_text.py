@@ -107,6 +107,12 @@ def test_kept_text_is_bounded_and_keeps_its_end():
     [
         *("Score:" * 20_000, "Score:" + " " * 100_000, "score:" + "*" * 100_000, "-1" * 50_000),
         *("score (" * 20_000, 'score"' * 20_000, "score\n" * 20_000, "Score: [" * 20_000, "Score: " + "9" * 100_000),
+        *(
+            "Score: \\(" * 20_000,
+            "max score: 1" * 10_000,
+            "Score: 1" + "*" * 100_000 + "/5",
+            "Score: 1" + " " * 100_000 + "/ 5",
+        ),
         *("Score: 8 to 9 " * 10_000, "Score: 8" + " " * 100_000 + "to 9"),
     ],
 )

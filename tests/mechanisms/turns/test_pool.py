@@ -475,6 +475,7 @@ def test_a_file_without_rows(pool_of: Callable[..., EnvironmentPool]):
         {"done": True, "messages": [{"role": "assistant", "content": "x"}], "state": "", "metrics": {}},
         {"done": True, "messages": [], "state": None, "metrics": {}},
         {"done": True, "messages": [], "state": "", "metrics": {"x": "1"}},
+        {"done": True, "messages": [], "state": "", "metrics": {"x": 10**400}},
     ],
 )
 def test_answers_that_no_worker_of_ours_sends(info: dict[str, Any]):
