@@ -100,11 +100,12 @@ def _record_one(name: str, work: Path, folder: Path, first: Path | None) -> None
         made_up = (str(ROOT / "scripts" / "made_up_profile.py"), "--out=inputs/profile.json")
         _ended(_start(name, spec, work, spec.options, made_up), name)
     said, kept = "", target.with_name(target.name + FIRST)
-    if spec.first and first is not None and spec.keeps is None:
+    goes_on = spec.keeps is None and not spec.command  # sft and dpo would miss the model that they began with
+    if spec.first and first is not None and goes_on:
         shutil.copytree(first / kept.relative_to(folder), run_dir)
     elif spec.first:
         said = _first_start(name, spec, work, run_dir)
-        if spec.keeps is None:
+        if goes_on:
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(run_dir, kept)
     said += _whole_start(name, spec, work, spec.options)
@@ -206,6 +207,8 @@ def recorded(run_dir: Path, said: str, spec: Spec, simulated: bool) -> Iterator[
             names.append("/".join(name.split("/")[:2]))
             continue
         names.append(name)
+        if any(fnmatch(name, each) for each in spec.clocked):
+            continue
         if spec.killed_after and name == "timeline.json":  # what the killed start had drawn by then is chance
             continue
         text = masked(name, path.read_text(encoding="utf-8"), simulated, spec.clocked)

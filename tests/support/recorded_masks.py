@@ -37,6 +37,7 @@ BOTH_KEYS = (
     Mask("run.json", "versions", "of Python and packages, which the machine has"),
     Mask("run.json", "command", "begins with the folder of the code"),
     Mask("run.json", "written", "checksums of lines that have the wall clock in them"),
+    Mask("run.json", "began_with", "the folder's place on this machine"),
 )
 REAL_KEYS = (
     Mask("metrics.jsonl", "timing_s/*", "measured seconds"),
@@ -68,6 +69,9 @@ REAL_KEYS = (
     Mask("metrics.jsonl", "reward/num_scored", "a sample that its round drops may have been scored by then, or not"),
     Mask("metrics.jsonl", "reward/errors", "as reward/num_scored"),
     Mask("metrics.jsonl", "reward/*_s", "measured seconds"),
+    Mask("metrics.jsonl", "environment/*_s", "measured seconds"),
+    Mask("samples.jsonl", "seconds", "measured, of a turn's answer"),
+    Mask("journal.jsonl", "bytes", "of entries with measured seconds in them"),
 )
 BOTH_TEXT = (
     Mask("*", r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[+-]\d{4})?", "dates of a start"),

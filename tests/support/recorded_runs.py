@@ -93,7 +93,7 @@ class Spec:
       killed_after: the first start is killed once the checkpoint of this step is complete; 0: it comes to its end.
       profile: whether a profile is made up first, by which the layout switches.
       acts: metrics that must be above 0 in some step, or the run would not show what it is for.
-      clocked: metrics (patterns) that the clock decides in this run alone, and that are not compared.
+      clocked: metrics and files (patterns) that the clock decides in this run alone, and that are not compared.
       command: that runs it, with the configuration of its name; none: of the kind of run, simulate or train.
       keeps: which files of the run directory a recording keeps whole; the others as a digest. None: all.
     """
@@ -335,8 +335,14 @@ REAL = {
     ),
     "adapters": Spec(LORA, acts=("actor/kl_loss",)),
     "adapters_hosts": Spec((*LORA, *TWO_HOSTS), acts=("actor/kl_loss",)),
-    "turns": Spec(TURNS, acts=("environment/num_turns/mean",)),
-    "turns_workers": Spec((*TURNS, "rollout.num_workers=2"), devices=2, acts=("environment/num_turns/mean",)),
+    # answers come when they come, so rows are the clock's
+    "turns": Spec(TURNS, acts=("environment/num_turns/mean",), clocked=("timeline.json",)),
+    "turns_workers": Spec(
+        (*TURNS, "rollout.num_workers=2"),
+        devices=2,
+        acts=("environment/num_turns/mean",),
+        clocked=("timeline.json",),
+    ),
     "sft": Spec(SUPERVISED, first=_SECOND, killed_after=2, command="sft"),
     "sft_hosts": Spec((*SUPERVISED, *TWO_HOSTS), command="sft"),
     "sft_adapters": Spec((*SUPERVISED, "model.lora_rank=4"), command="sft"),
