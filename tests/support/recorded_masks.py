@@ -70,6 +70,7 @@ REAL_KEYS = (
     Mask("metrics.jsonl", "reward/errors", "as reward/num_scored"),
     Mask("metrics.jsonl", "reward/*_s", "measured seconds"),
     Mask("metrics.jsonl", "environment/*_s", "measured seconds"),
+    Mask("metrics.jsonl", "environment/seconds/*", "measured"),
     Mask("samples.jsonl", "seconds", "measured, of a turn's answer"),
     Mask("journal.jsonl", "bytes", "of entries with measured seconds in them"),
 )

@@ -283,6 +283,9 @@ GAE = (
     "trainer.critic_warmup=1",
 )
 
+BY_ROWS = ("rollout/bubble_ratio", "rollout/decode_steps", "rollout/prefill_tokens", "rollout/shared_tokens")
+"""Metrics that say where responses were drawn."""
+
 REAL = {
     "plain": Spec(("actor.use_kl_loss=true",)),
     "tail_planner": Spec((TAIL, PLANNER, *PREEMPTED), devices=2, acts=("rollout/long_round", "rollout/preemptions")),
@@ -315,7 +318,7 @@ REAL = {
         acts=("rollout/ranking/groups",),
         # workers begin with the next round once they are free, so where a response is drawn is the clock's
         clocked=(
-            *("rollout/bubble_ratio", "rollout/decode_steps", "rollout/prefill_tokens", "rollout/shared_tokens"),
+            *BY_ROWS,
             "rollout/ranking/*",
         ),
     ),
@@ -336,12 +339,12 @@ REAL = {
     "adapters": Spec(LORA, acts=("actor/kl_loss",)),
     "adapters_hosts": Spec((*LORA, *TWO_HOSTS), acts=("actor/kl_loss",)),
     # answers come when they come, so rows are the clock's
-    "turns": Spec(TURNS, acts=("environment/num_turns/mean",), clocked=("timeline.json",)),
+    "turns": Spec(TURNS, acts=("environment/num_turns/mean",), clocked=(*BY_ROWS, "timeline.json", "journal.jsonl")),
     "turns_workers": Spec(
         (*TURNS, "rollout.num_workers=2"),
         devices=2,
         acts=("environment/num_turns/mean",),
-        clocked=("timeline.json",),
+        clocked=(*BY_ROWS, "timeline.json", "journal.jsonl"),
     ),
     "sft": Spec(SUPERVISED, first=_SECOND, killed_after=2, command="sft"),
     "sft_hosts": Spec((*SUPERVISED, *TWO_HOSTS), command="sft"),
