@@ -28,6 +28,7 @@ from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays
 from jaxrl.report.page import write_report
 from jaxrl.runtime.build import retuning_note
+from jaxrl.runtime.cluster import RemoteHost, RemoteStore
 from jaxrl.runtime.host import Host
 from jaxrl.runtime.hosts.process_group import ProcessGroup
 from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic
@@ -59,7 +60,11 @@ class TrainingRun(ABC):
         self.changes: list[str] = []
         self.tokenizer: Tokenizer
         self.model: ModelConfig
-        self.host = Host(self.joined, self.watchdog.beat)
+        self.host: Host | RemoteHost
+        if opened.cluster is None:
+            self.host = Host(self.joined, self.watchdog.beat)
+        else:
+            self.host = RemoteHost(opened.cluster, self.watchdog.beat)
         self.devices = self.host.open(self.config, self.run_dir.kind, self.earlier)
         self.config = self.devices.config
         self.said: list[str] = [*self.devices.notes]
@@ -124,7 +129,7 @@ class TrainingRun(ABC):
             )
         return recorded or now
 
-    def _open_store(self) -> Checkpointer:
+    def _open_store(self) -> Checkpointer | RemoteStore:
         """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
         store = self.host.open_store(self.run_dir.file("checkpoints"), self._committed)
         chosen = store.chosen

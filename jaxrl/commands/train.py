@@ -141,15 +141,16 @@ class Run(TrainingRun):
         assert timeline is not None, "only a simulated run goes without"
         host = self.host
         workers = self.workers = host.build_workers()
-        engines = build_engines(config, workers, self.tokenizer, self.profile, host.place.process)
+        engines = build_engines(config, workers, self.tokenizer, self.profile, host.process)
+        here: Any = host  # mechanisms that need devices of this process are refused where it has none
         parts = self.parts = RunParts(
             config,
-            host.place.process,
-            host.rollout_mesh,
+            host.process,
+            here.rollout_mesh,
             engines,
-            workers,
-            host.trainer,
-            host.teacher,
+            here.workers,
+            here.trainer,
+            here.teacher,
             self.tokenizer,
             self.pool,
             self.environments,
@@ -221,8 +222,8 @@ class Run(TrainingRun):
         does not wait. The programs of other layouts, which may be many and may never run, are compiled beside it
         everywhere.
         """
-        policy, *others = [each.programs for each in self.host.models]
-        workers, update = self.workers, [policy, *self.parts.update_programs, *others]
+        programs = [each.programs for each in self.host.models]
+        workers, update = self.workers, [*programs[:1], *self.parts.update_programs, *programs[1:]]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()

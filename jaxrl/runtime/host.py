@@ -193,6 +193,11 @@ class Host:
         return self.trainer.programs.packed_attention.note
 
     @property
+    def process(self) -> int:
+        """This host's number."""
+        return self.place.process
+
+    @property
     def models(self) -> Sequence[Trainer | Critic | Teacher]:
         """Policy, critic and teacher, as far as there are."""
         return [each for each in (self.trainer, self.critic, self.teacher) if each is not None]
