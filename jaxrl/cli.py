@@ -308,7 +308,7 @@ def _config(options: argparse.Namespace, launches: bool = False, command: str = 
 
     notes: list[str] = []
     config = load(options.config, options.overrides, notes.append, command)
-    if not (launches and config.hosts.launcher != "none"):
+    if not (launches and config.hosts.launcher == "local"):
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     return config
@@ -352,7 +352,7 @@ def _learn(
     from jaxrl.commands.opening import launched
 
     config = _config(options, launches=True, command=name)
-    if config.hosts.launcher != "none":
+    if config.hosts.launcher == "local":
         return launched(config, [name, *_given(options)], options.signals, check=check)
     start(config, stop=options.signals, progress=partial(print, flush=True))
     return 0
@@ -515,7 +515,9 @@ def _profile(options: argparse.Namespace) -> int:
 
 def _hosts(options: argparse.Namespace) -> int:
     config = _config(options, launches=True)
-    if config.hosts.launcher != "none":
+    if config.hosts.launcher == "ray":
+        raise ValueError("hosts.launcher=ray: a run compares its hosts as it starts; `ray status` shows the cluster")
+    if config.hosts.launcher == "local":
         from jaxrl.commands.opening import launched
 
         written = ["--json", options.json] if options.json else []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
@@ -24,9 +25,10 @@ from jaxrl.record.watchdog import Watchdog
 from jaxrl.runtime.cache_folder import with_cache_folder
 from jaxrl.runtime.hosts.environment import COORDINATOR
 from jaxrl.runtime.stop import Stop, end
-from jaxrl.train.steps import find_step
+from jaxrl.train.steps import find_step, steps_of
 
 if TYPE_CHECKING:
+    from jaxrl.runtime.cluster import Cluster
     from jaxrl.runtime.hosts.world import World
 
 
@@ -39,6 +41,7 @@ class Opened:
       say: shows a line; of several processes, the first one's.
       began_s: of `time.monotonic`.
       world: of several processes; None: this one is alone.
+      cluster: the hosts of which this is the controller; None: this one has the devices.
       stages: what is said of the start while it goes on.
       stack: closed at the end of the run.
     """
@@ -51,6 +54,7 @@ class Opened:
     say: Callable[[str], None]
     began_s: float
     world: World | None
+    cluster: Cluster | None
     stages: StartupProgress
     stack: ExitStack
 
@@ -101,12 +105,40 @@ def open_run(
       ValueError: for what a user can mend.
     """
     stop = stop or Stop()
+    if config.hosts.launcher == "ray":
+        return _control(kind, config, go, say, stop, progress)
     if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get(COORDINATOR)):
         return _open(kind, config, go, say, stop, None, progress)
     from jaxrl.runtime.hosts.world import open_world  # loads jax
 
     with open_world(config.hosts, stop) as world:
         return _open(kind, config, go, say, stop, world, progress)
+
+
+def _control(
+    kind: str,
+    config: Config,
+    go: Callable[[Opened], RunOutcome],
+    say: Callable[[str], None],
+    stop: Stop,
+    progress: Callable[[str], None],
+) -> RunOutcome:
+    """The run of hosts elsewhere, started again from the newest checkpoint where one is lost."""
+    from jaxrl.runtime.cluster import HostLost, open_cluster  # loads jax
+
+    left, saved = config.hosts.max_restarts, -1
+    _refuse_no_folder(config)
+    while True:
+        progress(f"starting {config.hosts.num} hosts ...")
+        try:
+            with open_cluster(config.hosts) as cluster:
+                return _open(kind, config, go, say, stop, None, progress, cluster)
+        except HostLost as error:
+            now = max(steps_of(Path(config.trainer.run_dir).expanduser() / "checkpoints"), default=-1)
+            left, saved = (config.hosts.max_restarts if now > saved else left) - 1, now
+            if left < 0:
+                raise
+            say(f"{error}; starting all hosts again from {f'step {now}' if now >= 0 else 'the beginning'}")
 
 
 def _open(
@@ -117,6 +149,7 @@ def _open(
     stop: Stop,
     world: World | None,
     progress: Callable[[str], None],
+    cluster: Cluster | None = None,
 ) -> RunOutcome:
     """`world`: of several processes, of which process 0 writes the run's files; None: this one is alone."""
     began_s = time.monotonic()
@@ -137,7 +170,7 @@ def _open(
             sink_package(name)
         config = with_cache_folder(config)
         told = say if run_dir.leads else _silent
-        return go(Opened(config, run_dir, earlier, stop, watchdog, told, began_s, world, stages, stack))
+        return go(Opened(config, run_dir, earlier, stop, watchdog, told, began_s, world, cluster, stages, stack))
 
 
 def _refuse_no_folder(config: Config) -> None:

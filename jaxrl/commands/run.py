@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,11 @@ from jaxrl.record.run_dir import recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays
 from jaxrl.report.page import write_report
-from jaxrl.runtime.build import retuning_note, use_compilation_cache
-from jaxrl.runtime.devices import prepare_hosts, with_types
+from jaxrl.runtime.build import retuning_note
+from jaxrl.runtime.cluster import RemoteHost, RemoteStore
+from jaxrl.runtime.host import Host
 from jaxrl.runtime.hosts.process_group import ProcessGroup
-from jaxrl.runtime.weights import refuse_other_model
-from jaxrl.sharding.mesh import platform_of
 from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic
-from jaxrl.train.critic import Critic
-from jaxrl.train.learner import Learner
-from jaxrl.train.step import Trainer
-from jaxrl.train.steps import whole_step
 from jaxrl.types import RunFailed
 
 
@@ -44,17 +39,16 @@ class TrainingRun(ABC):
     """A run that trains, while it is being built and while it goes. What is trained on is a subclass's.
 
     Attributes, besides those that `Opened` has:
-      place, devices, mesh: of the trainer. tokenizer, model: that `model.path` names. changes: since the last start.
+      host: what touches devices. devices: what is known of them. tokenizer, model: that `model.path` names.
+      changes: since the last start.
       said: notes that are shown once nothing is refused any more.
       step: that the run has reached. total_steps: the last one. is_over: there is none to run.
       needs_ref: whether the beginning's weights are kept. needs_critic: whether a critic is trained, too.
       resuming: whether there is a checkpoint to go on from; init_from: the one whose weights the run begins with.
-      trainer, critic: the models in training.
     """
 
     total_steps: int
     is_over: bool
-    trainer: Trainer
     record: RunRecord
 
     def __init__(self, opened: Opened) -> None:
@@ -63,15 +57,17 @@ class TrainingRun(ABC):
         self.earlier, self.config = opened.earlier, opened.config
         self.needs_ref, self.needs_critic = self.config.needs_ref, self.config.has_critic
         self.joined = ProcessGroup(opened.world, opened.stop, opened.watchdog.beat)
-        self.critic: Critic | None = None
-        self.said: list[str] = []
         self.changes: list[str] = []
         self.tokenizer: Tokenizer
         self.model: ModelConfig
-        self.place = place = self.joined.compare(self.config, prepare_hosts(self.config))
-        self.devices, self.mesh = place.devices, place.mesh
-        given = self.config, platform_of(self.devices[0]), self.said.append, self.earlier
-        self.config = with_types(*given, command=self.run_dir.kind)
+        self.host: Host | RemoteHost
+        if opened.cluster is None:
+            self.host = Host(self.joined, self.watchdog.beat)
+        else:
+            self.host = RemoteHost(opened.cluster, self.watchdog.beat)
+        self.devices = self.host.open(self.config, self.run_dir.kind, self.earlier)
+        self.config = self.devices.config
+        self.said: list[str] = [*self.devices.notes]
 
     @abstractmethod
     def train(self, record: RunRecord, stack: ExitStack) -> Mapping[str, str]:
@@ -83,7 +79,7 @@ class TrainingRun(ABC):
         everything that a look at the options could have told."""
         config = self.config
         self.watchdog.beat("comparing the checkpoint with its checksums")
-        self.store = self._find_checkpoint()
+        self.store = self._open_store()
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
         self.watchdog.saved_step = latest
@@ -96,16 +92,12 @@ class TrainingRun(ABC):
         if self.model.lora is not None and self.resuming:
             self.init_from = saved
         elif config.trainer.init_from and (self.needs_ref or not self.resuming):
-            self.init_from = whole_step(
-                config.trainer.init_from,
-                say=self.said.append,
-                progress=self.watchdog.beat,
-                peers=self.joined.peers,
-            )
+            self.init_from, notes = self.host.whole_step(config.trainer.init_from)
+            self.said += notes
         self.began_with = self._beginning()
         for place in dict.fromkeys((self.init_from, saved)):
             if place is not None:
-                refuse_other_model(place, config, self.model, self.mesh)
+                self.host.refuse_other_model(place)
         if saved is not None and holds_critic(saved) != self.needs_critic:
             found, needed = ("no", "needs one") if self.needs_critic else ("a", "has none")
             raise ConfigError(
@@ -137,15 +129,9 @@ class TrainingRun(ABC):
             )
         return recorded or now
 
-    def _find_checkpoint(self) -> Checkpointer:
+    def _open_store(self) -> Checkpointer | RemoteStore:
         """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
-        store = Checkpointer(
-            self.run_dir.file("checkpoints"),
-            max_to_keep=self.config.trainer.max_ckpt_to_keep,
-            on_commit=self._committed,
-            progress=self.watchdog.beat,
-            peers=self.joined.peers,
-        )
+        store = self.host.open_store(self.run_dir.file("checkpoints"), self._committed)
         chosen = store.chosen
         newest = None if chosen is None else max([chosen.step, *chosen.faults])
         missing = missing_checkpoint(self.run_dir, newest)
@@ -172,7 +158,7 @@ class TrainingRun(ABC):
             if not said.startswith("RESOURCE_EXHAUSTED"):
                 raise
             raise RunFailed(
-                f"the memory of the device is full ({self.devices[0].device_kind}; {said}); {self.store.last_good()}: "
+                f"the memory of the device is full ({self.devices.kind}; {said}); {self.store.last_good()}: "
                 "lower rollout.memory_fraction or actor.ppo_max_token_len_per_gpu, or set actor.remat=full, and run "
                 "again"
             ) from error
@@ -226,11 +212,8 @@ class TrainingRun(ABC):
 
     def begin(self, record: RunRecord) -> None:
         """The first writes: nothing about the start is refused any more."""
-        described = {
-            "platform": self.devices[0].platform,
-            "kind": self.devices[0].device_kind,
-            "count": len(self.devices),
-        }
+        found = self.devices
+        described = {"platform": found.backend, "kind": found.kind, "count": found.count}
         self.watchdog.beat("opening what trainer.logger names")
         record.open_sinks()  # the last that can fail; a signal does not wait for the network
         cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
@@ -240,8 +223,8 @@ class TrainingRun(ABC):
             self.store.tidy()
             record.begin()
             self.run_dir.record_checkpoint(newest, record.written())
-            cache = use_compilation_cache(self.config)
-            note = retuning_note(cache_before, cache, platform_of(self.devices[0])) if self.resuming else None
+            cache = self.host.use_compilation_cache()
+            note = retuning_note(cache_before, cache, found.platform) if self.resuming else None
             self.run_dir.record_cache(cache, note)
         self.said += [] if note is None else [note]
         if self.resuming:
@@ -250,27 +233,21 @@ class TrainingRun(ABC):
             self.say(line)
         self.stages.close()
 
-    def save(self, step: int, host: HostState) -> None:
-        self.store.save(step, self._state(Learner.state), host)
+    def save(self, step: int, state: HostState) -> None:
+        """Begins to write a checkpoint."""
+        self.host.save(step, state)
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""
         self.run_dir.record_checkpoint(step, self.record.written())
         self.watchdog.saved_step = step
 
-    def _state(self, of: Callable[[Learner], dict[str, Any]]) -> dict[str, Any]:
-        """The policy's, and the critic's under its name."""
-        return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
-
     def restored(self) -> dict[str, Any]:
-        """Brings the trainer to the checkpoint; returns the host's part of it."""
+        """Brings the models to the checkpoint; returns the controller's part of it."""
         self.joined.enter(f"the restore of step {self.step}")
-        state, host = self.store.restore(self._state(Learner.abstract_state), self.step)
-        self.trainer.load_state(state)
-        if self.critic is not None:
-            self.critic.load_state(state["critic"])
+        state = self.host.restore(self.step)
         self.joined.leave()
-        return join_arrays(host.values, host.arrays)
+        return join_arrays(state.values, state.arrays)
 
 
 def _write_page(folder: Path) -> Path:

@@ -24,15 +24,11 @@ from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
 from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import split_arrays
-from jaxrl.runtime.beginnings import refuse_other_init
 from jaxrl.runtime.build import read_tokenizer_and_model, with_planned_update
+from jaxrl.runtime.host import LoadRequest
 from jaxrl.runtime.memory import update_problem
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.weights import load_weights
 from jaxrl.train.checkpoint import HostState
-from jaxrl.train.likelihood import LikelihoodObjective
-from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.step import Trainer
 from jaxrl.train.supervised import Demonstrations, Method, Preferences, batch_of
 from jaxrl.types import RunFailed
 
@@ -70,14 +66,14 @@ class SupervisedRun(TrainingRun):
         self.needs_ref, self.needs_critic = trained.needs_ref, trained.has_critic
         self.changes = [] if self.earlier is None else differences(self.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
-        trained = with_planned_update(trained, self.model, self.mesh.size, self.place.memory)
-        problem = update_problem(
-            trained, self.model, self.mesh.size, self.place.memory.platform, self.place.memory.share
-        )
+        self.host.read_model(self.model)
+        count, memory = self.devices.count, self.devices.memory
+        trained = with_planned_update(trained, self.model, count, memory)
+        problem = update_problem(trained, self.model, count, memory.platform, memory.share)
         if problem is not None:
             raise ConfigError(problem)
         if config.trainer.init_from and self.earlier is None:
-            refuse_other_init(config, self.model, self.mesh)
+            self.host.refuse_other_init()
         self._read_rows()
         self.total_steps = total_steps(trained, len(self._source))
         self.find_checkpoints()
@@ -85,15 +81,9 @@ class SupervisedRun(TrainingRun):
         if self.is_over:
             return
         self.watchdog.beat("loading the weights")
-        programs = TrainPrograms(
-            trained, self.model, self.mesh, total_updates=self.total_steps, objective=LikelihoodObjective
-        )
-        params = load_weights(config, self.model, self.mesh, self.init_from)
-        told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
-        self.trainer = Trainer(trained, self.model, params, self.mesh, programs=programs, **told)
-        self.trainer.programs.dispatched = self.joined.dispatched
-        if note := programs.packed_attention.note:
+        if note := self.host.load(LoadRequest(trained, self.init_from, self.total_steps, is_supervised=True)):
             self.said.append(note)
+        self.trainer = self.host.trainer
         if self.resuming:
             self.watchdog.beat("restoring the checkpoint")
             self._load(self.restored())
@@ -175,7 +165,7 @@ class SupervisedRun(TrainingRun):
                 self._evaluate()
         seconds = {"timing_s/save": 0.0} | self._timeline.take_phases()
         measured = {"training/epoch": float(self._source.epoch)} | learned | seconds
-        measured |= numbers.throughput(batch, measured, len(self.devices)) | self.joined.take_metrics()
+        measured |= numbers.throughput(batch, measured, self.devices.count) | self.joined.take_metrics()
         self.record.on_step(step, measured, ())
         skipped = {"actor": (1, int(learned["actor/skipped_updates"]))}
         if (failing := self._alarms.updated(step, skipped, learned, batch)) is not None:

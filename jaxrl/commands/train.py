@@ -27,33 +27,24 @@ from jaxrl.record.run_record import RunRecord
 from jaxrl.record.state import split_arrays
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.rollout.profiles import checked_profile
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
-from jaxrl.runtime.beginnings import refuse_other_data, refuse_other_init
+from jaxrl.runtime.beginnings import refuse_other_data
 from jaxrl.runtime.build import (
     build_engines,
-    build_workers,
     read_tokenizer_and_model,
     refuse_too_large,
     row_sizes,
-    share_notes,
     with_planned_update,
 )
-from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.host import LoadRequest
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.rules import carried
-from jaxrl.runtime.teacher import build_teacher, endpoint_teacher, read_teacher, refuse_context
+from jaxrl.runtime.teacher import endpoint_teacher, read_teacher, refuse_context
 from jaxrl.runtime.teacher_endpoint import EndpointTeacher
-from jaxrl.runtime.weights import load_weights
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.compiled import CompiledPrograms
-from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.train.checkpoint import HostState
-from jaxrl.train.critic import Critic
 from jaxrl.train.learning import Models
-from jaxrl.train.step import Trainer
-from jaxrl.train.teacher import Teacher
 from jaxrl.types import Group
 
 
@@ -77,22 +68,22 @@ class Run(TrainingRun):
         super().__init__(opened)
         self.rule, self.pool, self.environments = rule, pool, environments
         self.beside: list[CompiledPrograms] = []  # whose programs are compiled beside the first step
-        self.teacher: Teacher | None = None
         self.asked: EndpointTeacher | None = None
-        self.config = config = self._devices()
+        self.config = config = self._place_rollout()
         self.changes = [] if self.earlier is None else differences(self.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
+        self.host.read_model(self.model)
+        memory = self.devices.memory
         self.teacher_model = read_teacher(config, self.tokenizer, self.model)
-        refuse_too_large(config, self.model, len(self.devices), self.place.memory)
+        refuse_too_large(config, self.model, self.devices.count, memory)
         if config.trainer.init_from and self.earlier is None:
-            refuse_other_init(config, self.model, self.mesh)
+            self.host.refuse_other_init()
         self._data(problems, held_out)
         refuse_other_data(self.run_dir, self.prompts, config)
-        mesh = self.rollout_mesh
-        self.profile = checked_profile(config, self.model, mesh) if reads_profile(config) else None
+        self.profile = self.host.checked_profile() if reads_profile(config) else None
         self.said += [*notes(config), *filter(None, [uncorrected(config), self.prompts.repeats()])]
-        layout_sizes(config, self.model, mesh.size, self.place.memory.reported)
-        trained = with_planned_update(config, self.model, self.mesh.size, self.place.memory)
+        layout_sizes(config, self.model, self.num_rollout_devices, memory.reported)
+        trained = with_planned_update(config, self.model, self.num_trainer_devices, memory)
         self.find_checkpoints()
         refuse_unread(config)
         self.watchdog.beat("starting the reward workers")
@@ -107,17 +98,11 @@ class Run(TrainingRun):
             self.watchdog.beat("restoring the checkpoint")
         self.host_state = self.restored() if self.resuming else None
 
-    def _devices(self) -> Config:
-        """The mesh of the rollout; returns the configuration with the degree that the devices allow."""
-        config, place = self.config, self.place
-        rollout_mesh = place.rollout_mesh(config.rollout.hosts_per_worker)  # of some hosts; the trainer's is over all
-        if own := config.rollout.num_devices:
-            self.mesh, rollout_mesh = make_mesh(self.devices[:-own]), make_mesh(self.devices[-own:])
-        config = with_degree(config, rollout_mesh, self.said.append, self.earlier, place.memory)
-        self.said += share_notes(config, place.local_devices)
-        self.rollout_mesh = rollout_mesh
-        Layout(submeshes(rollout_mesh, config.workers_per_group)[0], config.rollout.tp)  # refused before all else
-        refuse_devices(config, len(self.devices), len({device.process_index for device in self.devices}))
+    def _place_rollout(self) -> Config:
+        """Chooses devices; returns the configuration with the degree that they allow."""
+        config, notes, self.num_trainer_devices, self.num_rollout_devices = self.host.place_rollout(self.earlier)
+        self.said += notes
+        refuse_devices(config, self.devices.count, self.devices.num_hosts)
         return config
 
     def _data(self, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
@@ -132,21 +117,10 @@ class Run(TrainingRun):
     def _weights(self, trained: Config) -> None:
         config = self.config
         self.asked = endpoint_teacher(config, self.model, self.tokenizer, self.watchdog.beat)
-        params = load_weights(config, self.model, self.mesh, self.init_from)
-        given = trained, self.model, params, self.mesh
-        told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
         updates = (self.total_steps - config.critic_warmup) * config.updates_per_step
-        self.trainer = Trainer(*given, total_updates=updates, **told)
-        self.trainer.programs.dispatched = self.joined.dispatched
-        if config.has_critic:
-            updates = self.total_steps * config.critic_updates_per_step
-            self.critic = Critic(*given, total_updates=updates, **told)
-            self.critic.programs.dispatched = self.joined.dispatched
-        if self.teacher_model is not None:
-            self.watchdog.beat("loading the teacher")
-            self.teacher = build_teacher(trained, self.teacher_model, self.trainer, self.tokenizer, **told)
-            self.teacher.programs.dispatched = self.joined.dispatched
-        if note := self.trainer.programs.packed_attention.note:
+        critic_updates = self.total_steps * config.critic_updates_per_step if config.has_critic else 0
+        asked = LoadRequest(trained, self.init_from, updates, critic_updates, self.teacher_model)
+        if note := self.host.load(asked, self.tokenizer):
             self.said.append(note)
 
     def train(self, record: RunRecord, stack: ExitStack) -> Mapping[str, str]:
@@ -165,19 +139,18 @@ class Run(TrainingRun):
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
-        # with devices of the rollout's own an update may be going on: its weights are not those of the round
-        weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self.joined.meet)
-        self.workers = workers
-        engines = build_engines(config, workers, self.tokenizer, self.profile, self.place.process)
+        host = self.host
+        workers = self.workers = host.build_workers()
+        engines = build_engines(config, workers, self.tokenizer, self.profile, host.process)
+        here: Any = host  # mechanisms that need devices of this process are refused where it has none
         parts = self.parts = RunParts(
             config,
-            self.place.process,
-            self.rollout_mesh,
+            host.process,
+            here.rollout_mesh,
             engines,
-            workers,
-            self.trainer,
-            self.teacher,
+            here.workers,
+            here.trainer,
+            here.teacher,
             self.tokenizer,
             self.pool,
             self.environments,
@@ -198,7 +171,7 @@ class Run(TrainingRun):
             workers,
             self.pool,
             text_by(self.tokenizer),
-            lambda: self.trainer.params,
+            lambda: host.params,
             [*mechanisms, *self.joined.mechanisms],
             Surroundings(
                 journal=journal,
@@ -215,9 +188,9 @@ class Run(TrainingRun):
             self.validation if config.trainer.test_freq or config.trainer.val_before_train else (),
             self.total_steps,
             stop_ids(self.tokenizer, self.model.eos_token_ids),
-            len(self.devices),
+            self.devices.count,
         )
-        models = Models(self.trainer, self.critic, self.teacher or self.asked)
+        models = Models(host.trainer, host.critic, host.teacher or self.asked)
         hooks = self._hooks(record, journal)
         return Loop(config, job, self.rule, backend, models, timeline, hooks, mechanisms), backend
 
@@ -249,13 +222,13 @@ class Run(TrainingRun):
         does not wait. The programs of other layouts, which may be many and may never run, are compiled beside it
         everywhere.
         """
-        workers, update = self.workers, [self.trainer.programs, *self.parts.update_programs]
-        update += [each.programs for each in (self.critic, self.teacher) if each is not None]
+        programs = [each.programs for each in self.host.models]
+        workers, update = self.workers, [*programs[:1], *self.parts.update_programs, *programs[1:]]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()
         rolling = self.parts.rollout_programs
-        now, later = (rolling, update) if self.devices[0].platform == "cpu" else ([*update, *rolling], [])
+        now, later = (rolling, update) if self.devices.backend == "cpu" else ([*update, *rolling], [])
 
         def progress(done: int, total: int) -> None:
             record.beat()
@@ -268,7 +241,7 @@ class Run(TrainingRun):
             self.joined.leave()
             count = workers.warm_up(progress, now)
         record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
-        ahead = workers.compile_ahead(layout_degrees(self.config, self.rollout_mesh.size), later)
+        ahead = workers.compile_ahead(layout_degrees(self.config, self.num_rollout_devices), later)
         if ahead is not None:
             stack.enter_context(closing(ahead))
         self.beside = later

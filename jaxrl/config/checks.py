@@ -245,6 +245,11 @@ def _check_hosts(c: Config) -> None:
             f"hosts.coordinator ({hosts.coordinator}) is for hosts.launcher=none: the launcher {hosts.launcher} "
             "chooses one itself"
         )
+    if hosts.launcher == "ray" and c.reward.judge.model and {"judge", "model"} & set(c.reward.kinds):
+        raise ConfigError(
+            f"reward.judge.model ({c.reward.judge.model}) and hosts.launcher=ray exclude each other: rewards are the "
+            "controller's, which has no devices; set reward.judge.endpoint"
+        )
     check_across_hosts(c, "hosts.num", "hosts.devices_per_host")
 
 

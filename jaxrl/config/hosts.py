@@ -22,10 +22,15 @@ class HostsSection:
     num: Annotated[int, Ge(1), MAX_HOSTS, "Processes of the run, one per host; each has as many devices."] = 1
     launcher: Annotated[
         Launcher,
-        "What starts the processes; ray: actors on a Ray cluster, local: this command, all on this machine, none: "
-        "something else has (Slurm, Kubernetes, mpirun), the same command on each host.",
+        "What starts the processes; ray: this command, which controls an actor on each host of a Ray cluster, local: "
+        "this command, all on this machine, none: something else has (Slurm, Kubernetes, mpirun), the same command on "
+        "each host.",
     ] = "none"
-    address: Annotated[str, "With hosts.launcher=ray, the cluster's address; auto: the one that Ray finds."] = "auto"
+    address: Annotated[
+        str,
+        "With hosts.launcher=ray, the cluster's address; auto: one that `ray start` has started on this machine; "
+        "empty: the one that the environment variable RAY_ADDRESS names, or else a cluster of the run's own.",
+    ] = ""
     coordinator: Annotated[
         str, "With hosts.launcher=none, host:port of process 0; empty: what jax detects from the environment."
     ] = ""

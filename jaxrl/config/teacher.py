@@ -94,7 +94,7 @@ class TeacherSection(EndpointOptions, Checked):
         return endpoint_problem(section, self)
 
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        if self.endpoint:
+        if self.endpoint and config.hosts.launcher != "ray":
             return (
                 "algorithm.teacher.endpoint",
                 "each of them would ask, and answers that differ in a bit would part their weights",

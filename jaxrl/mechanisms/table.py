@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from jaxrl.report.curves import PagePart
     from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.proposals import Proposer
+    from jaxrl.rollout.remote import RemoteExecutor
     from jaxrl.scheduling.layouts.latency_profile import Profile
     from jaxrl.scheduling.tokens.plan import VerifyRule
     from jaxrl.sim.cost_model import CostModel
@@ -155,7 +156,10 @@ def proposer(config: Config, platform: str) -> Proposer | None:
 
 
 def verify_rule(
-    config: Config, executor: MeshExecutor, profile: Profile | None, row_sizes: Mapping[int, Sequence[int]] | None
+    config: Config,
+    executor: MeshExecutor | RemoteExecutor,
+    profile: Profile | None,
+    row_sizes: Mapping[int, Sequence[int]] | None,
 ) -> Callable[[], VerifyRule] | None:
     """Makes what says which plans of an executor verify; None: none does. `profile`: of the run, where one is read."""
     from jaxrl.mechanisms.speculation import build

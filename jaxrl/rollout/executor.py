@@ -49,6 +49,33 @@ from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
 
 
+def check_request(config: ExecutorConfig, request: Request) -> None:
+    """Raises ValueError for a request that the programs of an executor were not built for."""
+    params, name = request.params, f"request {request.request_id} ({request.key})"
+    if len(params.stop_token_ids) > MAX_STOP_IDS:
+        raise ValueError(
+            f"{name}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds {MAX_STOP_IDS}"
+        )
+    if not config.truncate and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
+        raise ValueError(
+            f"{name}: top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
+            "truncate=True (its programs sort the vocabulary)"
+        )
+    if params.top_logprobs > config.top_logprobs:
+        raise ValueError(
+            f"{name}: top_logprobs={params.top_logprobs} needs an engine built with as many ({config.top_logprobs})"
+        )
+    length = len(request.prompt_ids) + params.max_tokens
+    if length > config.max_length:
+        raise ValueError(
+            f"{name}: prompt ({len(request.prompt_ids)}) + max_tokens ({params.max_tokens}) must be at most "
+            f"max_length ({config.max_length}), for which the block tables are built"
+        )
+    refused = request.history and config.proposer and config.proposer.refusal(request.history)
+    if refused:
+        raise ValueError(f"{name}: its history has no room on the devices: {refused}")
+
+
 class MeshExecutor:
     """Implements `jaxrl.scheduling.tokens.plan.Executor` for one model on one mesh, in one layout at a time.
 
@@ -61,6 +88,7 @@ class MeshExecutor:
         failed halfway.
 
     Attributes:
+      platform: of its devices (`jaxrl.sharding.mesh.platform_of`).
       is_spread: whether other processes have a part of its devices. They run the same plans, and rows and what a plan
         returns are whole on every device.
       way_back: takes the weights of `policy_version` again, in the layout in use; None: there is no source of them.
@@ -73,7 +101,7 @@ class MeshExecutor:
         config: ExecutorConfig,
         weights: Callable[[], Any] | None = None,
     ) -> None:
-        platform = platform_of(layout.mesh.devices.flat[0])
+        self.platform = platform = platform_of(layout.mesh.devices.flat[0])
         self.model = merging_exactly(model, platform, interpret=config.interpret) if config.is_invariant else model
         self.config = config
         self.block_size = config.block_size
@@ -364,31 +392,7 @@ class MeshExecutor:
 
     def check(self, request: Request) -> None:
         """Refuses requests that this executor's programs were not built for."""
-        params, name = request.params, f"request {request.request_id} ({request.key})"
-        if len(params.stop_token_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"{name}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds "
-                f"{MAX_STOP_IDS}"
-            )
-        if not self.config.truncate and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
-            raise ValueError(
-                f"{name}: top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
-                "truncate=True (its programs sort the vocabulary)"
-            )
-        if params.top_logprobs > self.config.top_logprobs:
-            raise ValueError(
-                f"{name}: top_logprobs={params.top_logprobs} needs an engine built with as many "
-                f"({self.config.top_logprobs})"
-            )
-        length = len(request.prompt_ids) + params.max_tokens
-        if length > self.config.max_length:
-            raise ValueError(
-                f"{name}: prompt ({len(request.prompt_ids)}) + max_tokens ({params.max_tokens}) must be at most "
-                f"max_length ({self.config.max_length}), for which the block tables are built"
-            )
-        refused = request.history and self.config.proposer and self.config.proposer.refusal(request.history)
-        if refused:
-            raise ValueError(f"{name}: its history has no room on the devices: {refused}")
+        check_request(self.config, request)
 
     def submit(self, plan: Plan) -> MeshTicket:
         """Dispatches the plan's programs; no value is read."""

@@ -64,6 +64,11 @@ class WorkerSet:
                 executor.way_back = partial(self._take_from_another, executor)
 
     @property
+    def num_devices(self) -> int:
+        """Of the rollout, on this host or its group of hosts."""
+        return self.mesh.size
+
+    @property
     def num_rows(self) -> int:
         """Rows that can decode at once, over all workers."""
         return sum(executor.num_rows for executor in self.executors)
@@ -156,6 +161,9 @@ class WorkerSet:
             raise RuntimeError(f"no other worker has the weights of version {version}")
         executor.drop_weights()
         executor.take_weights(sources[0].copied_weights(executor.layout), executor.layout, version)
+
+    def share(self, kind: type) -> None:
+        """Objects of a class that plans name again and again; here plans have the objects themselves."""
 
     # -- compilation -------------------------------------------------------------------------------------------------
 

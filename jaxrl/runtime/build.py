@@ -23,6 +23,7 @@ from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices
@@ -266,7 +267,7 @@ def _executor_config(
 
 def build_engine(
     config: Config,
-    executor: MeshExecutor,
+    executor: MeshExecutor | RemoteExecutor,
     tokenizer: Tokenizer,
     profile: Profile | None = None,
     sizes: Mapping[int, Sequence[int]] | None = None,
@@ -278,7 +279,7 @@ def build_engine(
 
 def build_engines(
     config: Config,
-    workers: WorkerSet,
+    workers: WorkerSet | RemoteWorkers,
     tokenizer: Tokenizer,
     profile: Profile | None,
     process: int = 0,
@@ -300,7 +301,7 @@ def build_engines(
     return workers_of(config, engines, ticks, process)
 
 
-def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
+def row_sizes(config: Config, workers: WorkerSet | RemoteWorkers) -> dict[int, tuple[int, ...]]:
     """The row counts of a worker's decode programs, by the degrees that its rounds may use."""
     first = workers.executors[0]
-    return {tp: first.row_sizes(tp) for tp in layout_degrees(config, workers.mesh.size)}
+    return {tp: first.row_sizes(tp) for tp in layout_degrees(config, workers.num_devices)}

@@ -53,7 +53,7 @@ def workers_of(
         return LocalWorkers(engines, rollout.deal, ticks)
     group, member = divmod(process, rollout.hosts_per_worker)
     numbered = dict(enumerate(engines, group * len(engines)))
-    is_shared, speaks = rollout.hosts_per_worker > 1, member == 0
+    is_shared, speaks = rollout.hosts_per_worker > 1 and config.hosts.launcher != "ray", member == 0
     return SynchronizedWorkers(
         numbered, ahead, config.num_workers, rollout.deal, ticks, is_shared=is_shared, speaks=speaks
     )

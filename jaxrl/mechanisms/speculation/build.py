@@ -15,13 +15,14 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms.parts import RunParts
 from jaxrl.mechanisms.speculation.declaration import asks_profile
 from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import DraftRule, StepCosts
 from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, draft_lengths, history_store
 from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.remote import RemoteExecutor
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.sharding.mesh import platform_of
 
 
 def build(parts: RunParts) -> HistorySession | None:
@@ -31,6 +32,7 @@ def build(parts: RunParts) -> HistorySession | None:
         return None
     builder = None
     if options.enable:
+        parts.workers.share(DraftIndex)
         builder = IndexBuilder(options, parts.timeline)
     session = HistorySession(history_store(options), builder)
     parts.stack.enter_context(closing(session))
@@ -60,7 +62,7 @@ def proposer(config: Config, platform: str) -> Drafting | None:
 
 def verify_rule(
     config: Config,
-    executor: MeshExecutor,
+    executor: MeshExecutor | RemoteExecutor,
     profile: Profile | None = None,
     row_sizes: Mapping[int, Sequence[int]] | None = None,
 ) -> Callable[[], DraftRule] | None:
@@ -74,12 +76,12 @@ def verify_rule(
     costs = None
     if profile is not None and row_sizes is not None and asks_profile(config):
         costs = step_costs(config, profile, executor, row_sizes)
-    drafts = draft_config(config, platform_of(executor.layout.mesh.devices.flat[0]), costs)
+    drafts = draft_config(config, executor.platform, costs)
     return None if drafts is None else partial(DraftRule, drafts)
 
 
 def step_costs(
-    config: Config, profile: Profile, executor: MeshExecutor, row_sizes: Mapping[int, Sequence[int]]
+    config: Config, profile: Profile, executor: MeshExecutor | RemoteExecutor, row_sizes: Mapping[int, Sequence[int]]
 ) -> StepCosts:
     """What the steps of an executor take, in the layout that it has when it is asked.
 

@@ -149,7 +149,7 @@ class EnvironmentSection(Checked):
         return None
 
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        if not self.is_on:
+        if not self.is_on or config.hosts.launcher == "ray":
             return None
         return f"environment.kind ({self.kind})", "an answer is an event of one process, which others do not hear of"
 

@@ -75,13 +75,13 @@ def check_consistency(
     barrier.enter("the comparison of the hosts")
     barrier.at("comparing the hosts")
     folder = config.trainer.run_dir
-    with _written(folder if store.process == 0 else "") as mark:
+    with written(folder if store.process == 0 else "") as mark:
         if store.process == 0:
             store.put(_FACTS, zlib.compress(json.dumps([facts, mark]).encode()))
             report = _Report(barrier.host, memory, "", {})
         else:
             theirs, mark = json.loads(zlib.decompress(_awaited(barrier, _FACTS)))
-            report = _Report(barrier.host, memory, _unseen(folder, mark, seen_within_s), differences(facts, theirs))
+            report = _Report(barrier.host, memory, unseen(folder, mark, seen_within_s), differences(facts, theirs))
         fields = [report.host, report.memory, report.run_dir, report.differences]
         store.put(f"{_FOLDER}/{store.process}", json.dumps(fields).encode())
         if store.process == 0:
@@ -155,7 +155,7 @@ def _cut(value: str) -> str:
 
 
 @contextmanager
-def _written(folder: str) -> Iterator[str]:
+def written(folder: str) -> Iterator[str]:
     """A file in `folder`, whose name is given, for others to see; it goes away afterwards, and so does the folder if it
     was made for it. No folder: nothing is written."""
     if not folder:
@@ -175,7 +175,7 @@ def _written(folder: str) -> Iterator[str]:
         remove_empty(made)
 
 
-def _unseen(folder: str, mark: str, within_s: float) -> str:
+def unseen(folder: str, mark: str, within_s: float) -> str:
     """What is wrong with the run directory here; empty: what process 0 wrote there is seen, and it can be written."""
     if not mark:
         return ""

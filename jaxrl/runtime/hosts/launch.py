@@ -53,15 +53,13 @@ class Launch:
     Attributes:
       arguments: of Python, but for the process's number.
       run_dir: whose checkpoints count as progress, and which has the logs; None: the command has none.
-      environments: what each process gets on this machine; empty where its agents know.
-      relay: whether process 0's output comes through its agent.
+      environments: what each process gets on this machine.
     """
 
     hosts: HostsSection
     arguments: tuple[str, ...]
     run_dir: Path | None
     environments: tuple[Mapping[str, str], ...]
-    relay: bool
 
     def start(self, process: int, coordinator: str, world: int) -> Start:
         """What is sent to agent `process` in world number `world`, from 0."""
@@ -69,10 +67,10 @@ class Launch:
         own = {PROCESS_ID: str(process)}
         if self.hosts.num > 1:  # one process alone needs no world, and computes faster without
             own[COORDINATOR] = coordinator
-        given = self.environments[process] if self.environments else {}
+        given = self.environments[process]
         # after a death the lock may be held for a while, where it is on a file server
         lock = str(self.run_dir / ".lock") if world and process == 0 and self.run_dir is not None else ""
-        relay = self.relay if process == 0 else not log
+        relay = bool(process) and not log
         return Start([*self.arguments], {**given, **own}, os.getcwd(), log=log, relay=relay, lock=lock)
 
 
@@ -96,18 +94,12 @@ def launch(
       RunFailed: hosts that were there are gone.
     """
     hosts = config.hosts
-    assert hosts.launcher != "none"
+    assert hosts.launcher == "local"
     run_dir = refuse_folder(config.trainer.run_dir, "trainer.run_dir") if writes else None
     command = (*_safe_path(), *program, *arguments, "hosts.launcher=none")
     place = "" if run_dir is None else str(run_dir)
-    if hosts.launcher == "local":
-        given = tuple(environments(hosts, os.environ))
-        what = Launch(hosts, command, run_dir, given, relay=False)
-        return Launcher(what, lambda _: LocalAgents(hosts, place), stop).run()
-    from jaxrl.runtime.hosts.ray_agents import RayAgents
-
-    what = Launch(hosts, command, run_dir, (), relay=True)
-    return Launcher(what, lambda world: RayAgents(hosts, place, again=world > 0), stop).run()
+    what = Launch(hosts, command, run_dir, tuple(environments(hosts, os.environ)))
+    return Launcher(what, lambda _: LocalAgents(hosts, place), stop).run()
 
 
 def _safe_path() -> list[str]:

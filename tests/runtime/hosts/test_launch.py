@@ -48,8 +48,8 @@ class Scripted:
 def launcher(
     folder: Path, *worlds: Scripted, clock: Callable[[], float] = lambda: 0.0, stop: Stop | None = None, **more
 ) -> Launcher:
-    hosts = HostsSection(num=2, launcher="ray", max_restarts=1)
-    what = Launch(hosts, ("-m", "jaxrl", "train"), folder, more.pop("environments", ()), relay=True)
+    hosts = HostsSection(num=2, launcher="local", max_restarts=1)
+    what = Launch(hosts, ("-m", "jaxrl", "train"), folder, more.pop("environments", ({}, {})))
     left = [*worlds]
     return Launcher(what, lambda _: left.pop(0), stop or Stop(), clock)
 
@@ -62,7 +62,7 @@ def test_a_world_is_told_where_process_0_is(tmp_path: Path):
     common = {"JAXRL_COORDINATOR": "10.0.0.1:4000"}
     arguments, here = ["-m", "jaxrl", "train"], os.getcwd()
     assert first.starts == {
-        0: Start(arguments, {"JAXRL_PROCESS_ID": "0", **common}, here, relay=True),
+        0: Start(arguments, {"JAXRL_PROCESS_ID": "0", **common}, here),
         1: Start(arguments, {"JAXRL_PROCESS_ID": "1", **common}, here, log=log),
     }
     assert second.starts[0].lock == str(tmp_path / "run" / ".lock")  # which a killed process may still seem to hold

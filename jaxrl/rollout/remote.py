@@ -1,0 +1,180 @@
+"""Executors on other hosts: plans go there, results come back, and the engine notices no difference.
+
+Purpose: `RemoteExecutor` is `jaxrl.scheduling.tokens.plan.Executor` over a channel to one host, or to all hosts that a
+worker spans: then each runs the plan, and the first one's result counts. The engine submits a plan ahead, so the time
+of a call is hidden behind the plan before. `RemoteWorkers` are those of all hosts as one `Executors`.
+
+Source: docs/architecture.md (a run on several hosts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxrl.rollout.executor import check_request
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.stacks import KvStacks
+
+
+class Layout(Protocol):
+    """Of an executor in one layout."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]: ...
+
+    @property
+    def verify_widths(self) -> dict[int, int]: ...
+
+
+class Facts(Protocol):
+    """What is known of an executor."""
+
+    @property
+    def config(self) -> ExecutorConfig: ...
+
+    @property
+    def max_prefill_tokens(self) -> int: ...
+
+    @property
+    def stacks(self) -> KvStacks: ...
+
+    @property
+    def tp(self) -> int: ...
+
+    @property
+    def by_tp(self) -> Any: ...
+
+
+class Channel(Protocol):
+    """Calls to the hosts of one worker, in order."""
+
+    def send(self, method: str, *arguments: Any) -> Any:
+        """Begins a call, and returns what `receive` takes."""
+        ...
+
+    def receive(self, sent: Any) -> Any:
+        """Waits for the answer to a call."""
+        ...
+
+    def share(self, kind: type) -> None:
+        """From here on, an object of this class is sent once, and arrives as the same object each time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTicket:
+    """A plan that was sent. `policy_version`: of the weights that it runs with."""
+
+    index: int
+    sent: Any
+
+
+class RemoteExecutor:
+    """Implements `jaxrl.scheduling.tokens.plan.Executor` on another host.
+
+    Args:
+      worker: its number there. platform: of its devices.
+    """
+
+    def __init__(self, channel: Channel, worker: int, facts: Facts, platform: str) -> None:
+        self._channel, self._worker, self._facts = channel, worker, facts
+        self.platform, self.config, self.stacks = platform, facts.config, facts.stacks
+        self.block_size, self.max_prefill_tokens = facts.config.block_size, facts.max_prefill_tokens
+        self._use(facts.tp)
+
+    def _use(self, tp: int) -> None:
+        self.tp, capacity = tp, self.capacity(tp)
+        self.num_groups, self.num_slots = capacity.num_groups, capacity.num_slots
+        self.num_blocks = capacity.num_blocks
+
+    def capacity(self, tp: int) -> Capacity:
+        return self._facts.by_tp[tp].capacity
+
+    def row_sizes(self, tp: int) -> tuple[int, ...]:
+        return self._facts.by_tp[tp].row_sizes
+
+    def verify_widths(self, tp: int) -> dict[int, int]:
+        return self._facts.by_tp[tp].verify_widths
+
+    def check(self, request: Request) -> None:
+        check_request(self.config, request)
+
+    def submit(self, plan: Plan) -> RemoteTicket:
+        return RemoteTicket(plan.index, self._channel.send("submit", self._worker, plan))
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        assert isinstance(ticket, RemoteTicket), "a ticket of another executor"
+        collected = self._channel.send("collect", self._worker)
+        self._channel.receive(ticket.sent)  # raises what the submission has raised
+        return self._channel.receive(collected)
+
+    def start_in(self, tp: int) -> None:
+        self._call("start_in", tp)
+        self._use(tp)
+
+    def switch(self, move: Relayout) -> TimeTaken:
+        """As `MeshExecutor.switch`."""
+        try:
+            taken = self._call("switch", move)
+        except SwitchFailed:
+            self._use(move.from_tp)
+            raise
+        self._use(move.to_tp)
+        return taken
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._channel.receive(self._channel.send("executor", self._worker, method, *arguments))
+
+
+class RemoteWorkers:
+    """The executors of all hosts; implements `jaxrl.runtime.backend.Executors`.
+
+    Args:
+      everywhere: calls to all hosts, whose answers come as a list.
+      num_devices: of a host's rollout.
+    """
+
+    def __init__(self, everywhere: Channel, executors: Sequence[RemoteExecutor], num_devices: int) -> None:
+        self._everywhere, self.executors, self.num_devices = everywhere, tuple(executors), num_devices
+
+    @property
+    def recompiles(self) -> int:
+        return sum(self._all("get", "workers.recompiles"))
+
+    def sync_weights(self, train_params: Any, policy_version: int) -> None:
+        """Brings the weights in training, which are on the hosts, to all workers."""
+        del train_params
+        self._all("sync_weights", policy_version)
+
+    def allocate(self) -> None:
+        self._all("call", "workers.allocate")
+
+    def release(self, *, weights: bool = False) -> None:
+        self._everywhere.receive(self._everywhere.send("release", weights))
+
+    def wait_quiet(self) -> None:
+        self._all("call", "workers.wait_quiet")
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None, first: Sequence[Any] = ()) -> int:
+        """Compiles the programs of all hosts; returns how many one of them has. What hosts say of it is progress."""
+        assert not first, "programs of the hosts are compiled by them"
+        return self._all("warm_up")[0]
+
+    def compile_ahead(self, degrees: Iterable[int], first: Sequence[Any] = ()) -> None:
+        """Begins to compile the programs of other layouts in the background."""
+        assert not first, "programs of the hosts are compiled by them"
+        self._all("compile_ahead", tuple(degrees))
+
+    def share(self, kind: type) -> None:
+        """As in `Channel`."""
+        self._everywhere.share(kind)
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._everywhere.receive(self._everywhere.send(method, *arguments))

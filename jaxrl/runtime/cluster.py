@@ -1,0 +1,434 @@
+"""The hosts of a run as Ray actors: one on each, and calls to all of them in one order.
+
+Purpose: with `hosts.num` above 1 the process that the user has started is the controller. `open_cluster` starts an
+actor (`jaxrl.runtime.host_actor`) on each host, in a placement group with a bundle per host, and joins them to one
+world of `jax.distributed`. `RemoteHost` has the methods of `jaxrl.runtime.host.Host`, and each is a call to all actors:
+their programs run on the devices of all hosts, so all must run the same ones in the same order, and the controller's
+calls are that order. A batch goes into Ray's object store once.
+
+An actor that dies is Ray's to report. A call that takes long is watched: while any host reports progress the run goes
+on, and after `hosts.stall_timeout_s` without any it ends, with the host and what it was doing.
+
+Source: docs/architecture.md (a run on several hosts); Ray's placement groups and actors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.hosts import HostsSection
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
+from jaxrl.runtime.host import HostDevices, LoadRequest
+from jaxrl.runtime.hosts.consistency import written
+from jaxrl.runtime.hosts.fingerprint import differences
+from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.train.checkpoint import HostState
+from jaxrl.train.steps import Choice
+from jaxrl.types import RunFailed, TrainBatch
+
+_LOOK_S = 1.0
+_ASK_S = 5.0
+_MOST_SHARED = 4096
+_INHERITED = ("JAX_", "XLA_", "JAXRL_", "OMP_", "OPENBLAS_", "HF_", "NCCL_", "LIBTPU_", "PYTHONPATH")
+"""Beginnings of the names of environment variables that actors get from the controller."""
+
+
+_SHARED: OrderedDict[int, Any] = OrderedDict()  # in an actor: what has come, by its number
+
+
+def shared(numbered: tuple[int, Any]) -> Any:
+    """In an actor: the object of a number; the same one each time, while it is among the newest."""
+    import ray
+
+    number, ref = numbered
+    if number not in _SHARED:
+        _SHARED[number] = pickle.loads(ray.get(ref))
+        while len(_SHARED) > _MOST_SHARED:
+            _SHARED.popitem(last=False)
+    _SHARED.move_to_end(number)
+    return _SHARED[number]
+
+
+class HostLost(RunFailed):
+    """A host has died or does not answer: its run can begin again from the newest checkpoint."""
+
+
+class Cluster:
+    """The actors of a run.
+
+    Args:
+      actors: of the hosts, in their order. names: of the hosts' machines, with process ids.
+      beat: called while a call runs and some host reports progress.
+    """
+
+    def __init__(self, ray: Any, actors: Sequence[Any], hosts: HostsSection) -> None:
+        self._ray, self.actors, self._hosts = ray, tuple(actors), hosts
+        self.names = [f"host {i}" for i in range(len(actors))]
+        self.beat: Callable[[str], None] = lambda doing: None
+        self._seen = [0] * len(actors)
+        self._doing = ["starting"] * len(actors)
+        self._seen_s = time.monotonic()
+        self.committed = -1
+        self._lost = ""  # why no call is sent any more
+        self._numbers = itertools.count()
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def send(self, method: str, *arguments: Any, hosts: Sequence[int] | None = None) -> list[Any]:
+        """Begins a call of a method of `HostActor` on all hosts, or on some; `receive` takes the result."""
+        if self._lost:
+            raise HostLost(self._lost)
+        chosen = self.actors if hosts is None else [self.actors[i] for i in hosts]
+        return [getattr(actor, method).remote(*arguments) for actor in chosen]
+
+    def receive(self, sent: Sequence[Any]) -> list[Any]:
+        """Waits for the answers to calls, by host.
+
+        Raises:
+          HostLost: a host has died, or there was no progress for too long.
+          Exception: as the call has raised it.
+        """
+        self._seen_s = time.monotonic()
+        while True:
+            try:
+                return self._ray.get(list(sent), timeout=_LOOK_S)
+            except self._ray.exceptions.GetTimeoutError:
+                self.look()
+            except self._ray.exceptions.RayTaskError as error:
+                if silent := self._ask():  # a sum over all hosts fails where one of them is gone
+                    raise self._losing(f"{self._named(silent[0])} does not answer") from error
+                raise error.cause from None
+            except self._ray.exceptions.RayActorError as error:
+                self._ask()
+                raise self._losing("a host has died") from error
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """A call to all hosts; their answers."""
+        return self.receive(self.send(method, *arguments))
+
+    def put(self, value: Any) -> Any:
+        """Puts a value into the object store, once; as an argument it arrives as itself."""
+        return self._ray.put(value)
+
+    def share(self, kind: type) -> None:
+        """Sends an object of this class once: later calls have its number, by which actors know it again."""
+        known: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+
+        def numbered(value: Any) -> tuple[int, Any]:
+            if value not in known:
+                known[value] = next(self._numbers), self._ray.put(pickle.dumps(value))
+            return known[value]
+
+        self._ray.util.register_serializer(kind, serializer=numbered, deserializer=shared)
+
+    def look(self) -> None:
+        """Asks all hosts how far they are. Raises HostLost where one has died, or none makes progress for too long."""
+        silent = self._ask()
+        waited_s = time.monotonic() - self._seen_s
+        if waited_s > self._hosts.stall_timeout_s:
+            who = ", ".join(self._named(i) for i in silent or range(len(self.actors)))
+            raise self._losing(f"no host made progress for {waited_s:.0f} s (hosts.stall_timeout_s); silent: {who}")
+
+    def _ask(self) -> list[int]:
+        """Takes in how far all hosts are; returns those that do not answer. Raises HostLost where one has died."""
+        refs = [actor.progress.remote() for actor in self.actors]
+        answered, _ = self._ray.wait(refs, num_returns=len(refs), timeout=_ASK_S)
+        for i, ref in enumerate(refs):
+            if ref not in answered:
+                continue
+            try:
+                beats, self._doing[i], committed = self._ray.get(ref)
+            except self._ray.exceptions.RayActorError as error:
+                raise self._losing(f"{self._named(i)} has died") from error
+            self.committed = max(self.committed, committed) if i == 0 else self.committed
+            if beats != self._seen[i]:
+                self._seen[i], self._seen_s = beats, time.monotonic()
+                self.beat("")
+        return [i for i, ref in enumerate(refs) if ref not in answered]
+
+    def _losing(self, sentence: str) -> HostLost:
+        self._lost = sentence
+        return HostLost(sentence)
+
+    def _named(self, host: int) -> str:
+        return f"{self.names[host]}, in {self._doing[host]!r}"
+
+
+@contextmanager
+def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
+    """Starts the actors and joins them; ends them however the block ends.
+
+    Raises:
+      ConfigError: Ray is not installed, or its cluster has not the hosts that are asked for.
+    """
+    try:
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError as error:
+        raise ConfigError(f"hosts.num ({hosts.num}) needs ray: pip install 'jaxrl[ray]' ({error})") from None
+    from jaxrl.runtime.host_actor import HostActor
+
+    _connect(ray, hosts)
+    actors: list[Any] = []
+    group = None
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        bundle = bundle_of(hosts, nodes, on_cpu=os.environ.get("JAX_PLATFORMS") == "cpu")
+        strategy = "STRICT_SPREAD" if len(nodes) >= hosts.num else "SPREAD"
+        group = placement_group([bundle] * hosts.num, strategy=strategy)
+        if not group.wait(hosts.stall_timeout_s):
+            raise ConfigError(f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {bundle}")
+        members: Any = {"progress": ray.method(concurrency_group="health")(HostActor.progress)}
+        remote: Any = ray.remote
+        kind = remote(concurrency_groups={"health": 1})(type("HostActor", (HostActor,), members))
+        variables = {name: value for name, value in os.environ.items() if name.startswith(_INHERITED)}
+        for i in range(hosts.num):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            rest = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
+            options = kind.options(
+                num_cpus=1,
+                num_gpus=bundle.get("GPU", 0),
+                resources=rest,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": variables},
+            )
+            actors.append(options.remote(i, hosts))
+        cluster = Cluster(ray, actors, hosts)
+        found = cluster.receive([actor.address.remote() for actor in actors])
+        cluster.names = [f"host {i} ({name}, process {pid})" for i, (_, name, pid) in enumerate(found)]
+        counts = cluster.all("join", found[0][0])
+        if len(set(counts)) > 1:
+            raise ConfigError(f"all hosts must have as many devices, found {counts}: set hosts.devices_per_host")
+        yield cluster
+    finally:
+        for actor in actors:
+            with suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        if group is not None:
+            with suppress(Exception):
+                remove_placement_group(group)
+        ray.shutdown()
+
+
+def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_cpu: bool) -> dict[str, float]:
+    """What an actor takes of a node.
+
+    Args:
+      nodes: the resources of each, as Ray names them.
+      on_cpu: whether the run computes on CPUs, whatever there is.
+    """
+    actors = -(-hosts.num // len(nodes))  # on a node
+    for kind in () if on_cpu else ("GPU", "TPU"):
+        if any(node.get(kind) for node in nodes):
+            least = min(node[kind] for node in nodes if node.get(kind))
+            return {"CPU": 1.0, kind: float(hosts.devices_per_host or least // actors)}
+    return {"CPU": 1.0}
+
+
+def _connect(ray: Any, hosts: HostsSection) -> None:
+    """Joins the cluster at `hosts.address`; without one, makes a cluster on this machine."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    try:
+        if address := hosts.address or os.environ.get("RAY_ADDRESS"):
+            ray.init(address=address, **options)
+        else:
+            ray.init(address="local", num_cpus=max(os.cpu_count() or 1, hosts.num), **options)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"hosts.address ({hosts.address}): {error}") from None
+    for number, handler in kept.items():
+        signal.signal(number, handler)  # signals stay the program's
+
+
+class RemoteTrainer:
+    """The policy in training on all hosts: `jaxrl.train.learning.Trainer`."""
+
+    name = "trainer"
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._sent: list[Any] = []
+
+    def accumulate(self, batch: TrainBatch) -> None:
+        self._sent += self._cluster.send("call", f"{self.name}.accumulate", self._cluster.put(batch))
+
+    def apply(self) -> dict[str, float]:
+        sent, self._sent = self._sent, []
+        applied = self._cluster.send("call", f"{self.name}.apply")
+        self._cluster.receive(sent)
+        return self._cluster.receive(applied)[0]
+
+    def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"] = "actor") -> list[np.ndarray]:
+        return self._cluster.all("call", f"{self.name}.token_logprobs", self._cluster.put(batch), which)[0]
+
+
+class RemoteCritic(RemoteTrainer):
+    """The critic in training on all hosts."""
+
+    name = "critic"
+
+    def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
+        return self._cluster.all("call", "critic.token_values", self._cluster.put(batch))[0]
+
+
+class RemoteTeacher:
+    """A teacher on all hosts."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def annotate(self, batch: TrainBatch) -> None:
+        found = self._cluster.all("annotate", self._cluster.put(batch))[0]
+        batch.teacher_logprobs, batch.teacher_top_logprobs, batch.teacher_ids = found
+
+
+class RemoteStore:
+    """The checkpoints of a run on several hosts, as its controller knows them."""
+
+    def __init__(self, cluster: Cluster, chosen: Choice | None, latest: int | None, on_commit: Callable[[int], None]):
+        self._cluster, self.chosen, self._latest, self._on_commit = cluster, chosen, latest, on_commit
+
+    def latest_step(self) -> int | None:
+        self._cluster.look()
+        if self._cluster.committed > (-1 if self._latest is None else self._latest):
+            self._latest = self._cluster.committed
+            self._on_commit(self._latest)
+        return self._latest
+
+    def last_good(self) -> str:
+        step = self._latest
+        return "there is no checkpoint yet" if step is None else f"the last good checkpoint is step {step}"
+
+    def tidy(self) -> None:
+        self._cluster.all("call", "store.tidy")
+
+    def wait(self) -> None:
+        self._cluster.all("call", "store.wait")
+        self.latest_step()
+
+    def close(self) -> None:
+        with suppress(HostLost):
+            self._cluster.all("call", "store.close")
+
+
+class RemoteHost:
+    """All hosts of a run as one: the methods of `jaxrl.runtime.host.Host`, each a call to all."""
+
+    def __init__(self, cluster: Cluster, beat: Callable[[str], None]) -> None:
+        self.cluster = cluster
+        cluster.beat = beat
+        self.process = 0  # the controller speaks for all
+        self.models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
+        self.trainer = RemoteTrainer(cluster)
+        self.critic: RemoteCritic | None = None
+        self.teacher: RemoteTeacher | None = None
+        self.rollout_mesh = None
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return self.cluster.all("call", name, *arguments)[0]
+
+    def open(self, config: Config, kind: str, earlier: Config | None) -> HostDevices:
+        self.config = config
+        self._refuse_different(config)
+        self.devices: HostDevices = self._call("open", config, kind, earlier)
+        return self.devices
+
+    def _refuse_different(self, config: Config) -> None:
+        """Raises ConfigError for hosts with other versions, sources, files or settings, or another run directory."""
+        names, folder = self.cluster.names, config.trainer.run_dir
+        with written(folder) as mark:
+            found = self.cluster.all("facts", config, mark)
+        for name, (facts, unseen) in zip(names, found, strict=True):
+            if other := differences(facts, found[0][0]):
+                what, (own, first) = next(iter(other.items()))
+                said = f"{first or 'nothing'} on {names[0]}, {own or 'nothing'} on {name}"
+                raise ConfigError(f"the hosts must agree on {what}: {said}")
+            if unseen:
+                raise ConfigError(f"all hosts must share the folder trainer.run_dir ({folder}): on {name} {unseen}")
+
+    def place_rollout(self, earlier: Config | None) -> tuple[Config, list[str], int, int]:
+        found = self._call("place_rollout", earlier)
+        self.config, self._num_rollout = found[0], found[3]
+        return found
+
+    def read_model(self, model: ModelConfig) -> None:
+        self._call("read_model", model)
+
+    def refuse_other_init(self) -> None:
+        self._call("refuse_other_init")
+
+    def checked_profile(self) -> Profile:
+        return self._call("checked_profile")
+
+    def open_store(self, folder: Path, on_commit: Callable[[int], None]) -> RemoteStore:
+        chosen, latest = self.cluster.all("open_store", folder)[0]
+        return RemoteStore(self.cluster, chosen, latest, on_commit)
+
+    def whole_step(self, path: str) -> tuple[Path, list[str]]:
+        return self._call("whole_step", path)
+
+    def refuse_other_model(self, place: Path) -> None:
+        self._call("refuse_other_model", place)
+
+    def load(self, asked: LoadRequest, tokenizer: Tokenizer | None = None) -> str | None:
+        del tokenizer  # a host reads it again
+        self.critic = RemoteCritic(self.cluster) if asked.critic_updates else None
+        self.teacher = None if asked.teacher is None else RemoteTeacher(self.cluster)
+        return self.cluster.all("load", asked)[0]
+
+    @property
+    def params(self) -> None:
+        """They are on the hosts."""
+
+    def restore(self, step: int) -> HostState:
+        return self._call("restore", step)
+
+    def save(self, step: int, state: HostState) -> None:
+        self._call("save", step, state)
+
+    def use_compilation_cache(self) -> str:
+        return self._call("use_compilation_cache")
+
+    def build_workers(self) -> RemoteWorkers:
+        """The executors of all hosts, in the order of the workers' numbers."""
+        cluster, span = self.cluster, self.config.rollout.hosts_per_worker
+        facts = cluster.all("build_workers")
+        executors = [
+            RemoteExecutor(_HostsOfWorker(cluster, range(first, first + span)), worker, each, self.devices.platform)
+            for first in range(0, len(facts), span)
+            for worker, each in enumerate(facts[first])
+        ]
+        self.workers = RemoteWorkers(cluster, executors, self._num_rollout)
+        return self.workers
+
+
+class _HostsOfWorker:
+    """The channel to the hosts of one worker: each carries out a call, and the first one's answer counts."""
+
+    def __init__(self, cluster: Cluster, hosts: Sequence[int]) -> None:
+        self._cluster, self._hosts = cluster, hosts
+
+    def send(self, method: str, *arguments: Any) -> list[Any]:
+        return self._cluster.send(method, *arguments, hosts=self._hosts)
+
+    def receive(self, sent: list[Any]) -> Any:
+        return self._cluster.receive(sent)[0]
+
+    def share(self, kind: type) -> None:
+        self._cluster.share(kind)

@@ -1,0 +1,238 @@
+"""What a run has on one host: devices, models in training, executors of workers, and its part of the checkpoints.
+
+Purpose: `Host` is everything of a training run that touches devices. A run on one host has one. On several hosts each
+actor has one (`jaxrl.runtime.cluster`), and all of them get the same calls in the same order, because the programs of
+training run on the devices of all hosts. So arguments and results are plain data.
+
+Source: docs/architecture.md (a run on several hosts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl.config import Config
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout.profiles import checked_profile
+from jaxrl.rollout.worker_set import WorkerSet
+from jaxrl.runtime.beginnings import refuse_other_init
+from jaxrl.runtime.build import build_workers, share_notes, use_compilation_cache
+from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.devices import ProcessDevices, prepare_hosts, with_types
+from jaxrl.runtime.teacher import build_teacher
+from jaxrl.runtime.weights import load_weights, refuse_other_model
+from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.memory import DeviceMemory
+from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
+from jaxrl.train.checkpoint import Checkpointer, HostState
+from jaxrl.train.critic import Critic
+from jaxrl.train.learner import Learner
+from jaxrl.train.likelihood import LikelihoodObjective
+from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.step import Trainer
+from jaxrl.train.steps import Peers, whole_step
+from jaxrl.train.teacher import Teacher
+
+
+class Group(Protocol):
+    """The other hosts of a run, as the programs and checkpoints of this one need them."""
+
+    @property
+    def peers(self) -> Peers: ...
+
+    def compare(self, config: Config, devices: ProcessDevices) -> ProcessDevices:
+        """`devices` with the least memory of all hosts, once this host is known to be like the others."""
+        ...
+
+    def meet(self, name: str) -> None:
+        """Returns once all hosts are about to run the program of a name for the first time."""
+        ...
+
+    def dispatched(self, name: str) -> None:
+        """A program of all hosts is about to run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostDevices:
+    """The devices of a run, as its controller knows them.
+
+    Attributes:
+      config: with their types. notes: what a start says of that.
+      count: of all hosts. platform: `jaxrl.sharding.mesh.platform_of`. backend, kind: jax's names.
+      memory: of one device, the least of all hosts.
+    """
+
+    config: Config
+    notes: list[str]
+    count: int
+    num_hosts: int
+    platform: str
+    backend: str
+    kind: str
+    memory: DeviceMemory
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """Which models a run trains.
+
+    Attributes:
+      config: with what the memory of the update allows (`jaxrl.runtime.build.with_planned_update`).
+      init_from: the checkpoint whose weights it begins with; None: those of `model.path`.
+      updates, critic_updates: of the optimizers, in the whole run.
+      teacher: the model of `algorithm.teacher.path`; None: there is none here.
+    """
+
+    config: Config
+    init_from: Path | None
+    updates: int
+    critic_updates: int = 0
+    teacher: ModelConfig | None = None
+    is_supervised: bool = False
+
+
+class Host:
+    """One host of a run. Methods are called in the order in which they stand.
+
+    Args:
+      group: the other hosts.
+      beat: tells the watchdog that there is progress, and what is done next.
+    """
+
+    trainer: Trainer
+    store: Checkpointer
+    workers: WorkerSet
+
+    def __init__(self, group: Group, beat: Callable[[str], None]) -> None:
+        self._group, self._beat = group, beat
+        self._stack = ExitStack()
+        self.critic: Critic | None = None
+        self.teacher: Teacher | None = None
+
+    # -- a start -----------------------------------------------------------------------------------------------------
+
+    def open(self, config: Config, kind: str, earlier: Config | None) -> HostDevices:
+        """Finds the devices. `kind`: the command that trains; `earlier`: the configuration of the start before."""
+        self.place = place = self._group.compare(config, prepare_hosts(config))
+        self.mesh, first, notes = place.mesh, place.devices[0], list[str]()
+        self.config = config = with_types(config, platform := platform_of(first), notes.append, earlier, command=kind)
+        described = len(place.devices), place.num_processes, platform, first.platform, first.device_kind, place.memory
+        return HostDevices(config, notes, *described)
+
+    def place_rollout(self, earlier: Config | None) -> tuple[Config, list[str], int, int]:
+        """Chooses the devices of the rollout and its tensor-parallel degree; returns the configuration with it, notes,
+        and how many devices the trainer and this host's rollout have."""
+        config, place, notes = self.config, self.place, list[str]()
+        self.rollout_mesh = place.rollout_mesh(config.rollout.hosts_per_worker)
+        if own := config.rollout.num_devices:
+            self.mesh = make_mesh(place.devices[:-own])
+            self.rollout_mesh = make_mesh(place.devices[-own:])
+        self.config = config = with_degree(config, self.rollout_mesh, notes.append, earlier, place.memory)
+        notes += share_notes(config, place.local_devices)
+        Layout(submeshes(self.rollout_mesh, config.workers_per_group)[0], config.rollout.tp)  # refused before all else
+        return config, notes, self.mesh.size, self.rollout_mesh.size
+
+    def read_model(self, model: ModelConfig) -> None:
+        """Takes the model that `model.path` names, with the adapters of the run."""
+        self.model = model
+
+    def refuse_other_init(self) -> None:
+        """Raises ConfigError where `trainer.init_from` holds another model."""
+        refuse_other_init(self.config, self.model, self.mesh)
+
+    def checked_profile(self) -> Profile:
+        """`rollout.layout.profile`. Raises ConfigError where it is of another model or machine."""
+        return checked_profile(self.config, self.model, self.rollout_mesh)
+
+    def open_store(self, folder: Path, on_commit: Callable[[int], None]) -> Checkpointer:
+        """The checkpoints of the run. Nothing is written."""
+        self.store = Checkpointer(
+            folder,
+            max_to_keep=self.config.trainer.max_ckpt_to_keep,
+            on_commit=on_commit,
+            progress=lambda: self._beat(""),
+            peers=self._group.peers,
+        )
+        return self.store
+
+    def whole_step(self, path: str) -> tuple[Path, list[str]]:
+        """The step of a checkpoint to begin from, compared with its checksums; and notes about it."""
+        notes: list[str] = []
+        found = whole_step(path, say=notes.append, progress=lambda: self._beat(""), peers=self._group.peers)
+        return found, notes
+
+    def refuse_other_model(self, place: Path) -> None:
+        """Raises ValueError where a checkpoint holds another model."""
+        refuse_other_model(place, self.config, self.model, self.mesh)
+
+    def load(self, asked: LoadRequest, tokenizer: Tokenizer | None = None) -> str | None:
+        """Loads the weights of all models; returns a note about the kernels of training. `tokenizer`: for a teacher."""
+        params = load_weights(self.config, self.model, self.mesh, asked.init_from)
+        given = asked.config, self.model, params, self.mesh
+        told: Any = {"on_progress": lambda: self._beat(""), "meet": self._group.meet}
+        programs = None
+        if asked.is_supervised:
+            given_programs = asked.config, self.model, self.mesh
+            programs = TrainPrograms(*given_programs, total_updates=asked.updates, objective=LikelihoodObjective)
+        self.trainer = Trainer(*given, total_updates=asked.updates, programs=programs, **told)
+        if asked.critic_updates:
+            self.critic = Critic(*given, total_updates=asked.critic_updates, **told)
+        if asked.teacher is not None:
+            assert tokenizer is not None, "a teacher reads prompts"
+            self._beat("loading the teacher")
+            self.teacher = build_teacher(asked.config, asked.teacher, self.trainer, tokenizer, **told)
+        for model in self.models:
+            model.programs.dispatched = self._group.dispatched
+        return self.trainer.programs.packed_attention.note
+
+    @property
+    def process(self) -> int:
+        """This host's number."""
+        return self.place.process
+
+    @property
+    def models(self) -> Sequence[Trainer | Critic | Teacher]:
+        """Policy, critic and teacher, as far as there are."""
+        return [each for each in (self.trainer, self.critic, self.teacher) if each is not None]
+
+    @property
+    def params(self) -> Any:
+        """The weights in training."""
+        return self.trainer.params
+
+    def restore(self, step: int) -> HostState:
+        """Brings the models to a checkpoint; returns the controller's part of it."""
+        state, host = self.store.restore(self._state(Learner.abstract_state), step)
+        self.trainer.load_state(state)
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
+        return host
+
+    def save(self, step: int, host: HostState) -> None:
+        """Begins to write a checkpoint."""
+        self.store.save(step, self._state(Learner.state), host)
+
+    def _state(self, of: Callable[[Learner], dict[str, Any]]) -> dict[str, Any]:
+        """The policy's, and the critic's under its name."""
+        return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
+
+    def use_compilation_cache(self) -> str:
+        """As the function of that name."""
+        return use_compilation_cache(self.config)
+
+    # -- the rollout -------------------------------------------------------------------------------------------------
+
+    def build_workers(self) -> WorkerSet:
+        """The executors of this host's workers."""
+        config = self.config
+        # with devices of the rollout's own an update may be under way: its weights are not those of the round
+        weights = None if config.rollout.num_devices else lambda: self.params
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self._group.meet)
+        return self.workers

@@ -1,0 +1,229 @@
+"""A host's process in a run on several hosts: the actor that Ray starts there, and how it joins the others.
+
+Purpose: `HostActor` holds the host's `jaxrl.runtime.host.Host` and carries out the controller's calls, one after
+another, in the order in which they were sent. `progress`, which has a thread of its own, answers while a call runs.
+
+Source: docs/architecture.md (a run on several hosts); Ray's actors and concurrency groups.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl.config import Config
+from jaxrl.config.hosts import HostsSection
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.runtime.build import read_tokenizer_and_model
+from jaxrl.runtime.devices import ProcessDevices, devices_by_process, refuse_few
+from jaxrl.runtime.host import Host, LoadRequest
+from jaxrl.runtime.hosts.broadcast import broadcast_from_any, broadcast_from_rank0
+from jaxrl.runtime.hosts.consistency import unseen
+from jaxrl.runtime.hosts.environment import COUNT_FLAG
+from jaxrl.runtime.hosts.fingerprint import fingerprint
+from jaxrl.runtime.hosts.key_value_store import CoordinationStore
+from jaxrl.runtime.memory import layout_degrees
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Ticket
+from jaxrl.scheduling.tokens.stacks import KvStacks
+from jaxrl.train.steps import Choice, Peers
+from jaxrl.types import TrainBatch
+
+_SEEN_WITHIN_S = 5.0  # what the controller writes into the run directory must be seen by all hosts
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFacts:
+    """Of an executor in the layout of one degree: sizes, row counts and widths of its programs."""
+
+    capacity: Capacity
+    row_sizes: tuple[int, ...]
+    verify_widths: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorFacts:
+    """What the controller knows of an executor.
+
+    Attributes:
+      by_tp: of the degrees that it may use. tp: the one that it begins with.
+    """
+
+    config: ExecutorConfig
+    max_prefill_tokens: int
+    stacks: KvStacks
+    tp: int
+    by_tp: dict[int, LayoutFacts]
+
+
+class HostGroup:
+    """The other actors of a run, through the store of `jax.distributed`; implements `jaxrl.runtime.host.Group`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._store = store = CoordinationStore()
+        self._timeout_s = timeout_s
+        self.peers = Peers(store.process, store.num_processes, broadcast_from_rank0(store), broadcast_from_any(store))
+
+    def compare(self, config: Config, devices: ProcessDevices) -> ProcessDevices:
+        """With the least memory of all hosts."""
+        own = devices.memory.reported
+        self._store.put(f"memory/{devices.process}", str(own or "").encode())
+        found = [self._store.get(f"memory/{i}", self._timeout_s) for i in range(devices.num_processes)]
+        known = [int(each) for each in found if each]
+        return devices.with_least(min(known) if len(known) == devices.num_processes else None)
+
+    def meet(self, name: str) -> None:
+        self._store.barrier(f"meet/{name}", self._timeout_s)
+
+    def dispatched(self, name: str) -> None:
+        """All actors get the same calls in the same order."""
+
+
+class HostActor:
+    """One host of a run.
+
+    Args:
+      process: its number among `hosts.num`.
+    """
+
+    def __init__(self, process: int, hosts: HostsSection) -> None:
+        self._process, self._hosts = process, hosts
+        self._beats, self._doing, self._committed = 0, "starting", -1
+        self._tickets: dict[int, deque[Ticket]] = {}
+
+    @cached_property
+    def host(self) -> Host:
+        return Host(HostGroup(self._hosts.stall_timeout_s), self._beat)
+
+    def _beat(self, doing: str) -> None:
+        self._beats += 1
+        self._doing = doing or self._doing
+
+    def progress(self) -> tuple[int, str, int]:
+        """How often there was progress, what is being done, and the newest complete checkpoint (-1: none)."""
+        return self._beats, self._doing, self._committed
+
+    # -- joining the others ------------------------------------------------------------------------------------------
+
+    def address(self) -> tuple[str, str, int]:
+        """host:port at which the others may find this actor, its machine's name, and its process id."""
+        import ray
+
+        node = ray.util.get_node_ip_address()
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        return f"{node}:{port}", socket.gethostname(), os.getpid()
+
+    def join(self, coordinator: str) -> int:
+        """Opens the world of all hosts; returns how many devices it has here.
+
+        Raises:
+          ConfigError: there are fewer than `hosts.devices_per_host`.
+        """
+        hosts, wanted = self._hosts, self._hosts.devices_per_host
+        self._beat("meeting the other hosts")
+        if wanted:
+            flags = os.environ.get("XLA_FLAGS", "").split()
+            os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if COUNT_FLAG not in flag)
+            jax.config.update("jax_num_cpu_devices", wanted)
+        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            coordinator,
+            hosts.num,
+            self._process,
+            initialization_timeout=round(hosts.stall_timeout_s),
+            heartbeat_timeout_seconds=max(round(hosts.heartbeat_s), 10),
+            cluster_detection_method="deactivate",
+        )
+        found = devices_by_process(jax.devices(), hosts.num, wanted)[self._process]
+        refuse_few("hosts.devices_per_host", wanted, len(found), socket.gethostname())
+        return len(found)
+
+    def facts(self, config: Config, mark: str) -> tuple[dict[str, str], str]:
+        """What must be the same on all hosts, and what is wrong with the run directory here, where the controller has
+        written the file `mark`; empty: nothing."""
+        hosts = self._hosts
+        own = devices_by_process(jax.devices(), hosts.num, hosts.devices_per_host)[self._process]
+        return fingerprint(config, own), unseen(config.trainer.run_dir, mark, _SEEN_WITHIN_S)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, path: str, *arguments: Any, **named: Any) -> Any:
+        """Calls a method of the host, or of what it has (`trainer.apply`)."""
+        self._beat(path.replace(".", " ").replace("_", " "))
+        return reduce(getattr, path.split("."), self.host)(*arguments, **named)  # type: ignore[operator]
+
+    def get(self, path: str) -> Any:
+        """The value of an attribute."""
+        return reduce(getattr, path.split("."), self.host)
+
+    def open_store(self, folder: Path) -> tuple[Choice | None, int | None]:
+        store = self.host.open_store(folder, self._note_commit)
+        return store.chosen, store.latest_step()
+
+    def _note_commit(self, step: int) -> None:
+        self._committed = step
+
+    def load(self, asked: LoadRequest) -> str | None:
+        tokenizer = None if asked.teacher is None else read_tokenizer_and_model(self.host.config)[0]
+        return self.host.load(asked, tokenizer)
+
+    def build_workers(self) -> list[ExecutorFacts]:
+        """Builds the executors of this host's workers, and describes them."""
+        workers, config = self.host.build_workers(), self.host.config
+        degrees = layout_degrees(config, self.host.rollout_mesh.size)
+        return [
+            ExecutorFacts(
+                each.config,
+                each.max_prefill_tokens,
+                each.stacks,
+                each.tp,
+                {tp: LayoutFacts(each.capacity(tp), each.row_sizes(tp), each.verify_widths(tp)) for tp in degrees},
+            )
+            for each in workers.executors
+        ]
+
+    def sync_weights(self, policy_version: int) -> None:
+        self._beat("sync of weights")
+        self.host.workers.sync_weights(self.host.params, policy_version)
+
+    def warm_up(self) -> int:
+        """Compiles the programs of the rollout, and for other devices than CPUs those of the update with them; returns
+        how many there are."""
+        on_cpu = self.host.place.devices[0].platform == "cpu"
+        update = [] if on_cpu else [each.programs for each in self.host.models]
+        return self.host.workers.warm_up(lambda done, total: self._beat(f"compiling programs {done}/{total}"), update)
+
+    def compile_ahead(self, degrees: tuple[int, ...]) -> None:
+        """Begins to compile in the background what is not compiled yet."""
+        self._ahead = self.host.workers.compile_ahead(degrees, [each.programs for each in self.host.models])
+
+    def submit(self, worker: int, plan: Plan) -> None:
+        ticket = self.host.workers.executors[worker].submit(plan)
+        self._tickets.setdefault(worker, deque()).append(ticket)
+
+    def collect(self, worker: int) -> PlanResult:
+        """The result of a worker's oldest plan."""
+        self._beats += 1
+        return self.host.workers.executors[worker].collect(self._tickets[worker].popleft())
+
+    def release(self, weights: bool) -> None:
+        self.host.workers.release(weights=weights)
+
+    def annotate(self, batch: TrainBatch) -> tuple[Any, Any, Any]:
+        """What the teacher thinks of a batch's tokens, as `Teacher.annotate` writes it into the batch."""
+        batch = replace(batch)
+        assert self.host.teacher is not None, "there is a teacher"
+        self.host.teacher.annotate(batch)
+        return batch.teacher_logprobs, batch.teacher_top_logprobs, batch.teacher_ids
+
+    def executor(self, worker: int, method: str, *arguments: Any) -> Any:
+        """Calls a method of an executor."""
+        return getattr(self.host.workers.executors[worker], method)(*arguments)

@@ -1,0 +1,151 @@
+"""Runs on several hosts, which are actors on this machine: they end as a run in one process, whatever dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, wait_for_steps
+from talking_runs import TALK
+
+from jaxrl.config import ConfigError
+from jaxrl.config.hosts import HostsSection
+from jaxrl.config.mapping import from_mapping
+from jaxrl.processes.process_tree import descendants
+from jaxrl.runtime.cluster import bundle_of
+
+slow = pytest.mark.slow
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+HOSTS = ("hosts.launcher=ray", "hosts.num=2", "hosts.devices_per_host=1")
+WORKERS = ("rollout.num_workers=2",)
+SMALL = (
+    *WIDE,
+    STOPS,
+    *("data.max_prompt_length=20", "data.max_response_length=12", "actor.ppo_max_token_len_per_gpu=32"),
+    *("rollout.block_size=32", "rollout.num_blocks=9", "trainer.total_training_steps=4", "trainer.save_freq=1"),
+)
+RULES = {
+    "plain": (),
+    "tail batching": ("rollout.tail_batching.enable=true", "algorithm.filter_groups.enable=true"),
+    "partial rollout": ("rollout.partial_rollout.enable=true",),
+    "one step off, adapters": ("trainer.one_step_off=true", "model.lora_rank=4"),
+    "drafts": ("rollout.speculation.enable=true", "rollout.temperature=0.06"),
+    "critic": ("algorithm.adv_estimator=gae", "critic.optim.lr=0.01"),
+    "teacher": ("algorithm.adv_estimator=none", "algorithm.teacher.path={model}", "algorithm.teacher.coef=1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("num", "each", "nodes", "on_cpu", "expected"),
+    [
+        (2, 0, [{"CPU": 8}, {"CPU": 4}], False, {"CPU": 1}),
+        (2, 0, [{"CPU": 8, "GPU": 8}, {"CPU": 8, "GPU": 4}], False, {"CPU": 1, "GPU": 4}),
+        (2, 2, [{"CPU": 8, "GPU": 8}, {"CPU": 8, "GPU": 8}], False, {"CPU": 1, "GPU": 2}),
+        (2, 0, [{"CPU": 8, "GPU": 8}], False, {"CPU": 1, "GPU": 4}),  # to try two hosts on one machine
+        (2, 0, [{"CPU": 8, "GPU": 8}] * 2, True, {"CPU": 1}),
+        (4, 0, [{"CPU": 2}, *[{"CPU": 96, "TPU": 4}] * 4], False, {"CPU": 1, "TPU": 4}),  # a head without chips
+    ],
+)
+def test_what_an_actor_takes_of_a_node(
+    num: int, each: int, nodes: list[dict[str, float]], on_cpu: bool, expected: dict[str, float]
+):
+    hosts = HostsSection(num=num, launcher="ray", devices_per_host=each)
+    assert bundle_of(hosts, nodes, on_cpu=on_cpu) == expected
+
+
+def test_a_judge_on_the_devices_is_refused():
+    judge = {"kind": "judge", "judge": {"model": "m", "prompt": "{response}"}}
+    with pytest.raises(ConfigError, match=r"reward\.judge\.model \(m\) and hosts\.launcher=ray exclude each other"):
+        from_mapping({"model": {"path": "m"}, "reward": judge, "hosts": {"num": 2, "launcher": "ray"}})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
+    made = Runs(tmp_path_factory.mktemp("cluster"), tiny_model)
+    made.config["trainer"]["compilation_cache_dir"] = str(made.folder / "cache")
+    return made
+
+
+def actors_of(process: subprocess.Popen[str]) -> list[int]:
+    """The actors below a command, by their numbers."""
+    found = []
+    for pid in descendants(process.pid):
+        with suppress(OSError):
+            if "HostActor" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return sorted(found)
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@slow
+@needs_ray
+@pytest.mark.parametrize("rule", RULES)
+def test_actors_end_as_one_process_with_as_many_workers(rule: str, runs: Runs):
+    options = [each.format(model=runs.config["model"]["path"]) for each in (*SMALL, *RULES[rule])]
+    one, two = (runs.folder / f"{name} {rule}" for name in ("one", "two"))
+    runs.finish(one, *options, *WORKERS, devices=2)
+    runs.finish(two, *options, *HOSTS)
+    assert_same_end(two, one)
+
+
+@slow
+@needs_ray
+def test_turns_are_answered_on_several_hosts(runs: Runs):
+    (runs.folder / "talk.py").write_text(TALK.replace("* self.scale", "* 0").replace("number % 41 == 0", "False"))
+    options = (
+        *(each for each in SMALL if each != STOPS),
+        f"environment={{kind: native, path: {runs.folder}/talk.py, name: Talk, num_workers: 1}}",
+        "reward={kind: environment, path: ''}",
+        "data.max_response_length=40",
+        "actor.ppo_max_token_len_per_gpu=64",
+        "rollout.num_blocks=30",
+    )
+    runs.finish(runs.folder / "turns", *options, *HOSTS)
+    runs.finish(runs.folder / "turns one", *options, *WORKERS, devices=2)
+    assert_same_end(runs.folder / "turns", runs.folder / "turns one")
+
+
+@slow
+@needs_ray
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_host_begins_again_from_the_checkpoint(number: signal.Signals, runs: Runs):
+    whole, broken = runs.folder / "whole", runs.folder / f"broken by {number}"
+    options = (*SMALL, "trainer.total_training_steps=6", "hosts.stall_timeout_s=30")
+    if not whole.exists():
+        runs.finish(whole, *options, *HOSTS)
+    with runs.start(broken, *options, *HOSTS) as process:
+        wait_for_steps(process, broken, 2)
+        victims = actors_of(process)
+        assert len(victims) == 2
+        os.kill(victims[1], number)
+        output = end(process)
+    assert "starting all hosts again from step" in output
+    assert not living(victims)
+    assert_same_end(broken, whole)
+
+
+@slow
+@needs_ray
+def test_a_killed_controller_leaves_nothing_and_resumes(runs: Runs):
+    whole, killed = runs.folder / "undisturbed", runs.folder / "killed"
+    runs.finish(whole, *SMALL, *HOSTS)
+    with runs.start(killed, *SMALL, *HOSTS) as process:
+        wait_for_steps(process, killed, 2)
+        below = descendants(process.pid)
+        process.kill()
+        process.wait()
+        until_s = time.monotonic() + PATIENCE_S
+        while living(below):
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+    runs.finish(killed, *SMALL, *HOSTS)
+    assert_same_end(killed, whole)
