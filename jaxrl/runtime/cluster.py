@@ -19,7 +19,6 @@ import os
 import pickle
 import signal
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -53,15 +52,20 @@ _SHARED: OrderedDict[int, Any] = OrderedDict()  # in an actor: what has come, by
 
 def shared(numbered: tuple[int, Any]) -> Any:
     """In an actor: the object of a number; the same one each time, while it is among the newest."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
 
     number, ref = numbered
     if number not in _SHARED:
         _SHARED[number] = pickle.loads(ray.get(ref))
-        while len(_SHARED) > _MOST_SHARED:
-            _SHARED.popitem(last=False)
-    _SHARED.move_to_end(number)
-    return _SHARED[number]
+    return _newest(_SHARED, number)
+
+
+def _newest(known: OrderedDict[Any, Any], key: Any) -> Any:
+    """The value of a key, which is the newest from here on; the oldest go."""
+    known.move_to_end(key)
+    while len(known) > _MOST_SHARED:
+        known.popitem(last=False)
+    return known[key]
 
 
 class HostLost(RunFailed):
@@ -127,12 +131,12 @@ class Cluster:
 
     def share(self, kind: type) -> None:
         """Sends an object of this class once: later calls have its number, by which actors know it again."""
-        known: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+        known: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
 
         def numbered(value: Any) -> tuple[int, Any]:
             if value not in known:
                 known[value] = next(self._numbers), self._ray.put(pickle.dumps(value))
-            return known[value]
+            return _newest(known, value)
 
         self._ray.util.register_serializer(kind, serializer=numbered, deserializer=shared)
 
@@ -177,9 +181,10 @@ def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
       ConfigError: Ray is not installed, or its cluster has not the hosts that are asked for.
     """
     try:
-        import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            PlacementGroupSchedulingStrategy,
+        )
     except ImportError as error:
         raise ConfigError(f"hosts.num ({hosts.num}) needs ray: pip install 'jaxrl[ray]' ({error})") from None
     from jaxrl.runtime.host_actor import HostActor
@@ -191,7 +196,7 @@ def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         bundle = bundle_of(hosts, nodes, on_cpu=os.environ.get("JAX_PLATFORMS") == "cpu")
         strategy = "STRICT_SPREAD" if len(nodes) >= hosts.num else "SPREAD"
-        group = placement_group([bundle] * hosts.num, strategy=strategy)
+        group = ray.util.placement_group([bundle] * hosts.num, strategy=strategy)
         if not group.wait(hosts.stall_timeout_s):
             raise ConfigError(f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {bundle}")
         members: Any = {"progress": ray.method(concurrency_group="health")(HostActor.progress)}
@@ -222,7 +227,7 @@ def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
                 ray.kill(actor, no_restart=True)
         if group is not None:
             with suppress(Exception):
-                remove_placement_group(group)
+                ray.util.remove_placement_group(group)
         ray.shutdown()
 
 

@@ -113,7 +113,7 @@ class HostActor:
 
     def address(self) -> tuple[str, str, int]:
         """host:port at which the others may find this actor, its machine's name, and its process id."""
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
 
         node = ray.util.get_node_ip_address()
         with socket.create_server(("", 0)) as server:
