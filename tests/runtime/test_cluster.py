@@ -10,13 +10,19 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, wait_for_steps
 from talking_runs import TALK
+from tiny import write_tiny_model
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.mapping import from_mapping
+from jaxrl.models import decoder
+from jaxrl.models.loading import config_of
+from jaxrl.models.safetensors import export_hf
 from jaxrl.processes.process_tree import descendants
 from jaxrl.runtime.cluster import bundle_of
 
@@ -37,7 +43,7 @@ RULES = {
     "one step off, adapters": ("trainer.one_step_off=true", "model.lora_rank=4"),
     "drafts": ("rollout.speculation.enable=true", "rollout.temperature=0.06"),
     "critic": ("algorithm.adv_estimator=gae", "critic.optim.lr=0.01"),
-    "teacher": ("algorithm.adv_estimator=none", "algorithm.teacher.path={model}", "algorithm.teacher.coef=1"),
+    "teacher": ("algorithm.adv_estimator=none", "algorithm.teacher.path={teacher}"),
 }
 
 
@@ -69,6 +75,9 @@ def test_a_judge_on_the_devices_is_refused():
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
     made = Runs(tmp_path_factory.mktemp("cluster"), tiny_model)
     made.config["trainer"]["compilation_cache_dir"] = str(made.folder / "cache")
+    place = write_tiny_model(made.folder / "teacher")
+    model = config_of(place)
+    export_hf(decoder.init(model, jax.random.key(7), jnp.float32), model, place, dtype=jnp.float32)
     return made
 
 
@@ -90,7 +99,7 @@ def living(pids: list[int]) -> list[int]:
 @needs_ray
 @pytest.mark.parametrize("rule", RULES)
 def test_actors_end_as_one_process_with_as_many_workers(rule: str, runs: Runs):
-    options = [each.format(model=runs.config["model"]["path"]) for each in (*SMALL, *RULES[rule])]
+    options = [each.format(teacher=runs.folder / "teacher") for each in (*SMALL, *RULES[rule])]
     one, two = (runs.folder / f"{name} {rule}" for name in ("one", "two"))
     runs.finish(one, *options, *WORKERS, devices=2)
     runs.finish(two, *options, *HOSTS)
@@ -133,19 +142,27 @@ def test_a_lost_host_begins_again_from_the_checkpoint(number: signal.Signals, ru
     assert_same_end(broken, whole)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> Path:
+    runs.finish(runs.folder / "undisturbed", *SMALL, *HOSTS)
+    return runs.folder / "undisturbed"
+
+
 @slow
 @needs_ray
-def test_a_killed_controller_leaves_nothing_and_resumes(runs: Runs):
-    whole, killed = runs.folder / "undisturbed", runs.folder / "killed"
-    runs.finish(whole, *SMALL, *HOSTS)
-    with runs.start(killed, *SMALL, *HOSTS) as process:
-        wait_for_steps(process, killed, 2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_controller_that_ends_leaves_nothing_and_resumes(number: signal.Signals, runs: Runs, undisturbed: Path):
+    """A SIGTERM gives up the step and saves."""
+    ended = runs.folder / f"ended by {number}"
+    with runs.start(ended, *SMALL, *HOSTS) as process:
+        wait_for_steps(process, ended, 2)
         below = descendants(process.pid)
-        process.kill()
-        process.wait()
+        process.send_signal(number)
+        process.wait(PATIENCE_S)
+        assert process.returncode == (0 if number == signal.SIGTERM else -number)
         until_s = time.monotonic() + PATIENCE_S
         while living(below):
             assert time.monotonic() < until_s
             time.sleep(0.1)
-    runs.finish(killed, *SMALL, *HOSTS)
-    assert_same_end(killed, whole)
+    runs.finish(ended, *SMALL, *HOSTS)
+    assert_same_end(ended, undisturbed)
