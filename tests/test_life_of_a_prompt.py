@@ -68,6 +68,7 @@ BESIDE = {
     *("rewards/domain_limits.py", "rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
     *("scheduling/tokens/plan_builder.py", "scheduling/tokens/lengths.py", "rollout/calls.py", "rollout/plan_times.py"),
     *("runtime/plan_timeline.py", "runtime/row_timeline.py", "runtime/stop.py", "runtime/hosts/process_group.py"),
+    "runtime/host.py",  # asked for the weights alone
     *("train/kl.py", "rollout/kv_cache.py"),
 }
 """Of the rooms below, what a reader need not open: small words, pictures, counts."""

@@ -23,7 +23,7 @@ def failing(error: Exception) -> Run:
         "_go": go,
         "run_dir": SimpleNamespace(path=Path("run")),
         "store": SimpleNamespace(last_good=lambda: LAST),
-        "devices": [SimpleNamespace(device_kind="NVIDIA H100")],
+        "devices": SimpleNamespace(kind="NVIDIA H100"),
     }
     return run
 

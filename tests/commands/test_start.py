@@ -125,7 +125,7 @@ def test_a_mistake_is_told_before_a_checkpoint_is_read(
     if fresh and mistake not in EARLY:
         return  # no mistake there
     monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
-    monkeypatch.setattr("jaxrl.commands.train.load_weights", lambda *_: pytest.fail("a minute for a model"))
+    monkeypatch.setattr("jaxrl.runtime.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
     begins = (f"trainer.init_from={place / 'run'}", f"trainer.run_dir={place / 'new' / 'run'}")
     assert start(place, *(begins if fresh else ()), mistake.replace("{}", str(place))) == 2
 
@@ -142,7 +142,7 @@ def test_the_checkpoint_of_another_model_is_refused_before_it_is_read(
 
 
 def test_quotas_are_compared_with_the_data_before_the_model_is_read(place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxrl.commands.run.prepare_hosts", lambda *_: pytest.fail("after jax and the devices"))
+    monkeypatch.setattr("jaxrl.runtime.host.prepare_hosts", lambda *_: pytest.fail("after jax and the devices"))
     assert start(place, "data.source_quotas={gone: 2}") == 2
 
 
@@ -183,7 +183,7 @@ def test_a_run_that_is_over_loads_nothing(
     (folder / "run" / "report.html").unlink()
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
-    monkeypatch.setattr("jaxrl.commands.train.load_weights", lambda *_: pytest.fail("a minute for a model"))
+    monkeypatch.setattr("jaxrl.runtime.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
     before = contents(folder / "run")
     assert start(folder, f"data.train_files={folder / 'train.parquet'}") == 0
     said = f"{folder / 'run'}: already at step 1 of 1: raise trainer.total_training_steps to go on"
