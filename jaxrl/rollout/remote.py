@@ -20,36 +20,28 @@ from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Ti
 from jaxrl.scheduling.tokens.stacks import KvStacks
 
 
-class Layout(Protocol):
-    """Of an executor in one layout."""
+@dataclass(frozen=True, slots=True)
+class LayoutFacts:
+    """Of an executor in the layout of one degree: sizes, row counts and widths of its programs."""
 
-    @property
-    def capacity(self) -> Capacity: ...
-
-    @property
-    def row_sizes(self) -> tuple[int, ...]: ...
-
-    @property
-    def verify_widths(self) -> dict[int, int]: ...
+    capacity: Capacity
+    row_sizes: tuple[int, ...]
+    verify_widths: dict[int, int]
 
 
-class Facts(Protocol):
-    """What is known of an executor."""
+@dataclass(frozen=True, slots=True)
+class ExecutorFacts:
+    """What the controller knows of an executor.
 
-    @property
-    def config(self) -> ExecutorConfig: ...
+    Attributes:
+      by_tp: of the degrees that it may use. tp: the one that it begins with.
+    """
 
-    @property
-    def max_prefill_tokens(self) -> int: ...
-
-    @property
-    def stacks(self) -> KvStacks: ...
-
-    @property
-    def tp(self) -> int: ...
-
-    @property
-    def by_tp(self) -> Any: ...
+    config: ExecutorConfig
+    max_prefill_tokens: int
+    stacks: KvStacks
+    tp: int
+    by_tp: dict[int, LayoutFacts]
 
 
 class Channel(Protocol):
@@ -83,7 +75,7 @@ class RemoteExecutor:
       worker: its number there. platform: of its devices.
     """
 
-    def __init__(self, channel: Channel, worker: int, facts: Facts, platform: str) -> None:
+    def __init__(self, channel: Channel, worker: int, facts: ExecutorFacts, platform: str) -> None:
         self._channel, self._worker, self._facts = channel, worker, facts
         self.platform, self.config, self.stacks = platform, facts.config, facts.stacks
         self.block_size, self.max_prefill_tokens = facts.config.block_size, facts.max_prefill_tokens

@@ -6,8 +6,8 @@ world of `jax.distributed`. `RemoteHost` has the methods of `jaxrl.runtime.host.
 their programs run on the devices of all hosts, so all must run the same ones in the same order, and the controller's
 calls are that order. A batch goes into Ray's object store once.
 
-An actor that dies is Ray's to report. A call that takes long is watched: while any host reports progress the run goes
-on, and after `hosts.stall_timeout_s` without any it ends, with the host and what it was doing.
+An actor that dies is Ray's to report. A call that takes long is watched: while any host reports progress the run
+continues, and after `hosts.stall_timeout_s` without any it ends, with the host and what it was doing.
 
 Source: docs/architecture.md (a run on several hosts); Ray's placement groups and actors.
 """

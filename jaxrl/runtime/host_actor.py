@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import jax
 
 from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts
 from jaxrl.runtime.build import read_tokenizer_and_model
 from jaxrl.runtime.devices import ProcessDevices, devices_by_process, refuse_few
 from jaxrl.runtime.host import Host, LoadRequest
@@ -30,36 +30,11 @@ from jaxrl.runtime.hosts.environment import COUNT_FLAG
 from jaxrl.runtime.hosts.fingerprint import fingerprint
 from jaxrl.runtime.hosts.key_value_store import CoordinationStore
 from jaxrl.runtime.memory import layout_degrees
-from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Ticket
-from jaxrl.scheduling.tokens.stacks import KvStacks
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Ticket
 from jaxrl.train.steps import Choice, Peers
 from jaxrl.types import TrainBatch
 
 _SEEN_WITHIN_S = 5.0  # what the controller writes into the run directory must be seen by all hosts
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutFacts:
-    """Of an executor in the layout of one degree: sizes, row counts and widths of its programs."""
-
-    capacity: Capacity
-    row_sizes: tuple[int, ...]
-    verify_widths: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorFacts:
-    """What the controller knows of an executor.
-
-    Attributes:
-      by_tp: of the degrees that it may use. tp: the one that it begins with.
-    """
-
-    config: ExecutorConfig
-    max_prefill_tokens: int
-    stacks: KvStacks
-    tp: int
-    by_tp: dict[int, LayoutFacts]
 
 
 class HostGroup:

@@ -15,9 +15,8 @@ from small_models import model_of, requests, weights_of
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.rollout.remote import RemoteExecutor
+from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, RemoteExecutor
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.host_actor import ExecutorFacts, LayoutFacts
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
