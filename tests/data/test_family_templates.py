@@ -245,7 +245,8 @@ def test_a_run_with_tools_starts(name, tokenizers):
     """It tries whether the template writes an answer, which Mistral's does for ids of nine letters and digits alone."""
     section = {"kind": "tools", "path": "tools.py"}
     config = from_mapping({"model": {"path": "m"}, "data": {"train_files": ["x"]}, "environment": section})
-    _between(config, tokenizers[name])
+    between = _between(config, tokenizers[name])
+    assert between.answer([{"role": "user", "content": "and now?"}]), "a second turn has tokens"
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "mistral"])
