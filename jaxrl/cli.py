@@ -1,5 +1,5 @@
 """`jaxrl train | sft | dpo | simulate | tune | generate | serve | eval | replay | export | score | check-numerics |
-explain-config | explain-layout | profile | hosts | options | completion | report`.
+explain-config | explain-layout | profile | options | completion | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -139,7 +139,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         _add_check,
         _add_explanations,
         _add_profile,
-        _add_hosts,
         _add_queries,
     ):
         add(command)
@@ -274,11 +273,6 @@ def _add_profile(command: Command) -> None:
     measure.add_argument("--repeats", type=whole(1, MAX_REPEATS), default=3, help="measurements of a fast point (3)")
 
 
-def _add_hosts(command: Command) -> None:
-    hosts = command("hosts", _hosts, "Compare the hosts of a run, and time what they say to each other.", config=True)
-    hosts.add_argument("--json", type=written, metavar="FILE", help="also write it as JSON (process 0)")
-
-
 def _add_queries(command: Command) -> None:
     options = command("options", _options, "List the options of the configuration, with defaults, units and bounds.")
     options.add_argument(
@@ -301,22 +295,15 @@ def _add_queries(command: Command) -> None:
     )
 
 
-def _config(options: argparse.Namespace, launches: bool = False, command: str = "") -> Config:
-    """The configuration of a command; options that have no effect are said once: where the command `launches` itself on
-    several hosts, by the process that is launched."""
+def _config(options: argparse.Namespace, command: str = "") -> Config:
+    """The configuration of a command; options that have no effect are said."""
     from jaxrl.config.files import load
 
     notes: list[str] = []
     config = load(options.config, options.overrides, notes.append, command)
-    if not (launches and config.hosts.launcher == "local"):
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     return config
-
-
-def _given(options: argparse.Namespace) -> list[str]:
-    """The arguments that a command got its configuration from."""
-    return [*([] if options.config is None else ["--config", options.config]), *options.overrides]
 
 
 def _removing(options: argparse.Namespace) -> Removing:
@@ -326,9 +313,8 @@ def _removing(options: argparse.Namespace) -> Removing:
 
 def _train(options: argparse.Namespace) -> int:
     from jaxrl.commands.start import start
-    from jaxrl.mechanisms.table import batch_rule
 
-    return _learn(options, "train", start, batch_rule)
+    return _learn(options, "train", start)
 
 
 def _sft(options: argparse.Namespace) -> int:
@@ -343,18 +329,8 @@ def _dpo(options: argparse.Namespace) -> int:
     return _learn(options, "dpo", start_dpo)
 
 
-def _learn(
-    options: argparse.Namespace,
-    name: str,
-    start: Callable[..., RunOutcome],
-    check: Callable[[Config], object] = lambda config: None,
-) -> int:
-    from jaxrl.commands.opening import launched
-
-    config = _config(options, launches=True, command=name)
-    if config.hosts.launcher == "local":
-        return launched(config, [name, *_given(options)], options.signals, check=check)
-    start(config, stop=options.signals, progress=partial(print, flush=True))
+def _learn(options: argparse.Namespace, name: str, start: Callable[..., RunOutcome]) -> int:
+    start(_config(options, command=name), stop=options.signals, progress=partial(print, flush=True))
     return 0
 
 
@@ -510,21 +486,6 @@ def _profile(options: argparse.Namespace) -> int:
     verify = f", {len(table.verify)} that verify" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
     print(f"{out}: {len(table.decode)} decode points{verify}, {counts}")
-    return 0
-
-
-def _hosts(options: argparse.Namespace) -> int:
-    config = _config(options, launches=True)
-    if config.hosts.launcher == "ray":
-        raise ValueError("hosts.launcher=ray: a run compares its hosts as it starts; `ray status` shows the cluster")
-    if config.hosts.launcher == "local":
-        from jaxrl.commands.opening import launched
-
-        written = ["--json", options.json] if options.json else []
-        return launched(config, ["hosts", *written, *_given(options)], options.signals, writes=False)
-    from jaxrl.commands.hosts import hosts
-
-    hosts(config, options.json or "", stop=options.signals, removing=_removing(options))
     return 0
 
 

@@ -39,12 +39,12 @@ import numpy as np
 from bench import records
 from bench.frame import Benchmark, Record, Session
 from bench.measure import say
+from jaxrl.runtime.hosts.broadcast import broadcast_from_any, broadcast_from_rank0
+from jaxrl.runtime.hosts.key_value_store import CoordinationStore
 
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.state import join_arrays, split_arrays
-from jaxrl.runtime.hosts.broadcast import broadcast_from_any, broadcast_from_rank0
-from jaxrl.runtime.hosts.key_value_store import CoordinationStore
 from jaxrl.scheduling.rounds.carried import pack_groups, unpack_samples
 from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState

@@ -57,7 +57,6 @@ class CompiledPrograms:
 
     Attributes:
       meet: of a mesh over several processes, where they meet once all have compiled a program.
-      dispatched: of such a mesh, hears the name of each program that is about to run (`to_run`).
       is_warm: all expected shapes are compiled; what is compiled later counts in `recompiles`.
     """
 
@@ -65,7 +64,6 @@ class CompiledPrograms:
         self.is_warm = False
         self.recompiles = 0
         self.meet: Meet = alone
-        self.dispatched: Callable[[str], None] = alone
         self._met: set[Any] = set()
         self._compiled: dict[Any, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -111,11 +109,9 @@ class CompiledPrograms:
         its cache would wait longer for one that compiles.
         """
         found = self.program(shape)
-        name = " ".join(map(str, shape))
         if shape not in self._met:
             self._met.add(shape)
-            self.meet(name)
-        self.dispatched(name)
+            self.meet(" ".join(map(str, shape)))
         return found
 
     def complete(self, on_program: Callable[[], None] = lambda: None) -> None:

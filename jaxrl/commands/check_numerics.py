@@ -40,7 +40,6 @@ from jaxrl.rollout.forced import Forced
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.runtime.build import build_executor, refuse_too_large, use_compilation_cache
 from jaxrl.runtime.devices import prepare_jax
-from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.memory import kv_layers_of
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.runtime.weights import adapted, load_weights
@@ -472,7 +471,6 @@ def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Cal
       ValueError: a model or options that do not go, or too few devices or tokens.
       RunFailed: a path differs.
     """
-    require_single_process("check-numerics")
     with closing(StartupProgress(stage)) as stages:
         stages.begin("reading the model")
         bench = Bench(options)

@@ -41,7 +41,6 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
-from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
@@ -74,7 +73,6 @@ def evaluate(
       ValueError: what a user can mend.
       RunFailed: every reward failed, so that the figures would say nothing about the model.
     """
-    require_single_process("eval")
     if out:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out", inputs_of(config))

@@ -18,7 +18,6 @@ from jaxrl.models.peft import export_adapter, merged_params
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import refuse_folder, system_error, temporary_path
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
-from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.weights import adapted, load_weights, trained_weights
 from jaxrl.sharding.mesh import make_mesh
@@ -51,7 +50,6 @@ def export(
     Raises:
       ValueError: `source` has no weights to export, or `folder` cannot be written or is not empty.
     """
-    require_single_process("export")
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
         raise ValueError(_taken(target))

@@ -32,7 +32,6 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
-from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
@@ -79,7 +78,6 @@ def replay(
       ValueError: the run has no such sample, or not the weights that drew it any more.
       RunFailed: a token is another one.
     """
-    require_single_process("replay")
     file = Path(run_dir) / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"{run_dir} is no run: it has no {CONFIG_FILE}")

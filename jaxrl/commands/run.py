@@ -29,8 +29,7 @@ from jaxrl.record.state import join_arrays
 from jaxrl.report.page import write_report
 from jaxrl.runtime.build import retuning_note
 from jaxrl.runtime.cluster import RemoteHost, RemoteStore
-from jaxrl.runtime.host import Host
-from jaxrl.runtime.hosts.process_group import ProcessGroup
+from jaxrl.runtime.host import Host, NoGroup
 from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic
 from jaxrl.types import RunFailed
 
@@ -56,13 +55,12 @@ class TrainingRun(ABC):
         self.began_s, self.say, self.watchdog = opened.began_s, opened.say, opened.watchdog
         self.earlier, self.config = opened.earlier, opened.config
         self.needs_ref, self.needs_critic = self.config.needs_ref, self.config.has_critic
-        self.joined = ProcessGroup(opened.world, opened.stop, opened.watchdog.beat)
         self.changes: list[str] = []
         self.tokenizer: Tokenizer
         self.model: ModelConfig
         self.host: Host | RemoteHost
         if opened.cluster is None:
-            self.host = Host(self.joined, self.watchdog.beat)
+            self.host = Host(NoGroup(), self.watchdog.beat)
         else:
             self.host = RemoteHost(opened.cluster, self.watchdog.beat)
         self.devices = self.host.open(self.config, self.run_dir.kind, self.earlier)
@@ -83,9 +81,8 @@ class TrainingRun(ABC):
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
         self.watchdog.saved_step = latest
-        if self.run_dir.leads:
-            self.said += lost_lines(self.run_dir, self.step) if self.resuming else []
-            self.said += [gone] if (gone := missing_journal(self.run_dir)) is not None else []
+        self.said += lost_lines(self.run_dir, self.step) if self.resuming else []
+        self.said += [gone] if (gone := missing_journal(self.run_dir)) is not None else []
         saved = self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None
         self.init_from = None
         # a run that goes on has its weights; only the reference is always that of the beginning, or the base
@@ -148,7 +145,7 @@ class TrainingRun(ABC):
             return self._go()
         except RunFailed:
             with suppress(OSError, ValueError):  # the cause is more than that its page cannot be written
-                self.run_dir.report(_write_page)
+                _write_page(self.run_dir.path)
             raise
         except OSError as error:
             place = error.filename or self.run_dir.path
@@ -168,7 +165,7 @@ class TrainingRun(ABC):
         option = "trainer.total_training_steps" if self.config.trainer.total_training_steps else "trainer.total_epochs"
         with closing(self.store):
             self.stages.close()
-            report = self.run_dir.report(_write_page)
+            report = _write_page(self.run_dir.path)
             of = f"already at step {self.step} of {self.total_steps}"
             unused = f"; what has changed since has no effect: {'; '.join(self.changes)}" if self.changes else ""
             for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to go on{unused}"):
@@ -187,22 +184,20 @@ class TrainingRun(ABC):
                 resume_step,
                 total_steps=self.total_steps,
                 watchdog=self.watchdog,
-                tell=self.joined.tell,
                 pieces_of=self.tokenizer.pieces,
             )
             self.record = record = stack.enter_context(opened)
             carried = self.train(record, stack)
             self.watchdog.beat("waiting for the last checkpoint")
-            with self.joined.waiting("the last checkpoint"):
-                self.store.wait()
+            self.store.wait()
             self.watchdog.beat("closing the run's files")
         self.watchdog.beat("writing the report")
-        report = self.run_dir.report(_write_page)
+        report = _write_page(self.run_dir.path)
         finished = self.step >= self.total_steps
         summary = {
             "run": str(self.run_dir.path),
             "steps": f"{self.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
-            **(summary_of(self.run_dir.path) if self.run_dir.leads else {}),
+            **summary_of(self.run_dir.path),
             **carried,
             "time": f"{time.monotonic() - self.began_s:.0f} s",
             "report": str(report),
@@ -244,9 +239,7 @@ class TrainingRun(ABC):
 
     def restored(self) -> dict[str, Any]:
         """Brings the models to the checkpoint; returns the controller's part of it."""
-        self.joined.enter(f"the restore of step {self.step}")
         state = self.host.restore(self.step)
-        self.joined.leave()
         return join_arrays(state.values, state.arrays)
 
 

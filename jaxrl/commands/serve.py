@@ -36,7 +36,6 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
-from jaxrl.runtime.hosts.single_process import require_single_process
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.tokens.engine import Engine
@@ -87,7 +86,6 @@ def serve(
     Raises:
       ValueError: what a user can mend.
     """
-    require_single_process("serve")
     address, say = address or Address(), say or partial(print, flush=True)
     web = _web()
     key = _key(address)

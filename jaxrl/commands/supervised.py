@@ -77,7 +77,7 @@ class SupervisedRun(TrainingRun):
         self._read_rows()
         self.total_steps = total_steps(trained, len(self._source))
         self.find_checkpoints()
-        self.is_over = self.resuming and self.step >= self.total_steps and config.hosts.num == 1
+        self.is_over = self.resuming and self.step >= self.total_steps
         if self.is_over:
             return
         self.watchdog.beat("loading the weights")
@@ -145,7 +145,7 @@ class SupervisedRun(TrainingRun):
         if trainer.val_before_train and not self.step:
             self._evaluate()
         self._timeline.take_phases()  # of no step
-        while self.step < self.total_steps and not self.joined.stops():
+        while self.step < self.total_steps and not self.stop():
             self._run_step(self.step + 1)
         self._save(self.step)
         return {}
@@ -165,7 +165,7 @@ class SupervisedRun(TrainingRun):
                 self._evaluate()
         seconds = {"timing_s/save": 0.0} | self._timeline.take_phases()
         measured = {"training/epoch": float(self._source.epoch)} | learned | seconds
-        measured |= numbers.throughput(batch, measured, self.devices.count) | self.joined.take_metrics()
+        measured |= numbers.throughput(batch, measured, self.devices.count)
         self.record.on_step(step, measured, ())
         skipped = {"actor": (1, int(learned["actor/skipped_updates"]))}
         if (failing := self._alarms.updated(step, skipped, learned, batch)) is not None:
@@ -176,7 +176,6 @@ class SupervisedRun(TrainingRun):
         if not self._held_out:
             return
         with self._phase(self.step, "testing"):
-            self.joined.enter(f"testing of step {self.step}")
             found = [
                 self._method.evaluate(self.trainer, batch_of(rows), self._known_of("val", rows))
                 for rows in self._held_out
@@ -199,6 +198,5 @@ class SupervisedRun(TrainingRun):
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
         self.record.on_phase(step, name)
-        self.joined.on_phase(step, name)
         with self._timeline.phase(name):
             yield

@@ -27,6 +27,7 @@ from jaxrl.record.run_record import RunRecord
 from jaxrl.record.state import split_arrays
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.reward_metrics import RewardMetrics
+from jaxrl.runtime.arrival import ArrivalOrder
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.beginnings import refuse_other_data
 from jaxrl.runtime.build import (
@@ -88,8 +89,7 @@ class Run(TrainingRun):
         refuse_unread(config)
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
-        # of several processes each would have to end alike: those go on to the loop, which has no step to run
-        self.is_over = self.resuming and self.step >= self.total_steps and config.hosts.num == 1
+        self.is_over = self.resuming and self.step >= self.total_steps
         if self.is_over:
             return
         self.watchdog.beat("loading the weights")
@@ -102,7 +102,7 @@ class Run(TrainingRun):
         """Chooses devices; returns the configuration with the degree that they allow."""
         config, notes, self.num_trainer_devices, self.num_rollout_devices = self.host.place_rollout(self.earlier)
         self.said += notes
-        refuse_devices(config, self.devices.count, self.devices.num_hosts)
+        refuse_devices(config, self.devices.count)
         return config
 
     def _data(self, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
@@ -141,11 +141,11 @@ class Run(TrainingRun):
         assert timeline is not None, "only a simulated run goes without"
         host = self.host
         workers = self.workers = host.build_workers()
-        engines = build_engines(config, workers, self.tokenizer, self.profile, host.process)
+        arrival = ArrivalOrder(workers.first_done, journal) if config.rollout.order == "arrival" else None
+        engines = build_engines(config, workers, self.tokenizer, self.profile, arrival)
         here: Any = host  # mechanisms that need devices of this process are refused where it has none
         parts = self.parts = RunParts(
             config,
-            host.process,
             here.rollout_mesh,
             engines,
             here.workers,
@@ -164,7 +164,7 @@ class Run(TrainingRun):
             self.watchdog.beat,
             stack,
         )
-        mechanisms = of_run(parts)
+        mechanisms = [*of_run(parts), *([] if arrival is None else [arrival])]
         self.said += parts.notes
         backend = RolloutBackend(
             engines,
@@ -172,16 +172,15 @@ class Run(TrainingRun):
             self.pool,
             text_by(self.tokenizer),
             lambda: host.params,
-            [*mechanisms, *self.joined.mechanisms],
+            mechanisms,
             Surroundings(
                 journal=journal,
                 timeline=timeline,
                 on_progress=record.on_progress,
                 beat=self.watchdog.beat,
-                interrupted=self.joined.is_asked,
+                interrupted=self.stop,
                 tally=RewardMetrics.configured(config),
             ),
-            self.joined.hosts,
         )
         job = Job(
             self.prompts,
@@ -195,12 +194,8 @@ class Run(TrainingRun):
         return Loop(config, job, self.rule, backend, models, timeline, hooks, mechanisms), backend
 
     def _hooks(self, record: RunRecord, journal: Journal) -> Hooks:
-        def on_phase(step: int, name: str) -> None:
-            record.on_phase(step, name)
-            self.joined.on_phase(step, name)
-
         stepped, save = partial(self._stepped, record), partial(self._save, journal)
-        return Hooks(on_phase, stepped, record.on_eval, save, self.joined.stops, self.watchdog.beat)
+        return Hooks(record.on_phase, stepped, record.on_eval, save, self.stop, self.watchdog.beat)
 
     def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
         committed = self.store.latest_step()  # for sure only then: saving waits for the save before
@@ -209,7 +204,7 @@ class Run(TrainingRun):
             journal.cut(committed)
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-        record.on_step(step, {**measured, **self.joined.take_metrics()}, groups)
+        record.on_step(step, measured, groups)
         while self.beside and step < self.total_steps and not self.stop():
             record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
             self.beside.pop().complete(self.watchdog.beat)
@@ -236,9 +231,7 @@ class Run(TrainingRun):
 
         assert record.timeline is not None, "only a simulated run goes without"
         with record.timeline.span("loop", "compile"):
-            self.joined.enter("the first weights")
             backend.enter_rollout(self.step)
-            self.joined.leave()
             count = workers.warm_up(progress, now)
         record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
         ahead = workers.compile_ahead(layout_degrees(self.config, self.num_rollout_devices), later)

@@ -53,7 +53,7 @@ def check(c: Config) -> None:
         if (problem := section.problem(c)) is not None:
             raise ConfigError(problem)
     _check_devices(c)
-    _check_hosts(c)
+    check_across_hosts(c, "hosts.num", "hosts.devices_per_host")
 
 
 def _check_data(c: Config) -> None:
@@ -238,21 +238,6 @@ def _check_devices(c: Config) -> None:
         raise ConfigError(problem)
 
 
-def _check_hosts(c: Config) -> None:
-    hosts = c.hosts
-    if hosts.launcher != "none" and hosts.coordinator:
-        raise ConfigError(
-            f"hosts.coordinator ({hosts.coordinator}) is for hosts.launcher=none: the launcher {hosts.launcher} "
-            "chooses one itself"
-        )
-    if hosts.launcher == "ray" and c.reward.judge.model and {"judge", "model"} & set(c.reward.kinds):
-        raise ConfigError(
-            f"reward.judge.model ({c.reward.judge.model}) and hosts.launcher=ray exclude each other: rewards are the "
-            "controller's, which has no devices; set reward.judge.endpoint"
-        )
-    check_across_hosts(c, "hosts.num", "hosts.devices_per_host")
-
-
 def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
     """Raises ConfigError for options that exclude several hosts.
 
@@ -273,13 +258,18 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
     if c.rollout.num_devices:
         raise ConfigError(
             f"rollout.num_devices ({c.rollout.num_devices}) and {several} exclude each other: a host's devices would "
-            "be only the rollout's or only the trainer's, and weights would have to cross between processes outside a "
+            "be only the rollout's or only the trainer's, and weights would have to cross between hosts outside a "
             "program; leave it 0"
         )
     if c.trainer.num_devices:
         raise ConfigError(
             f"trainer.num_devices ({c.trainer.num_devices}) and {several} exclude each other: all hosts have as many "
             f"devices; set {devices_option}"
+        )
+    if c.reward.judge.model and {"judge", "model"} & set(c.reward.kinds):
+        raise ConfigError(
+            f"reward.judge.model ({c.reward.judge.model}) and {several} exclude each other: rewards are the "
+            "controller's, which has no devices; set reward.judge.endpoint"
         )
     for section in _checked(c):
         if (found := section.excludes_hosts(c)) is not None:

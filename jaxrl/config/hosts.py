@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Gt
 
@@ -11,43 +11,38 @@ from jaxrl.schema.declared import Cap
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_WAIT
 
-Launcher = Literal["none", "local", "ray"]
-MAX_HOSTS = Cap(4096, "every process hears of every sample")
+MAX_HOSTS = Cap(4096, "one process decides for all of them")
 
 
 @dataclass(frozen=True)
 class HostsSection:
-    """Several hosts: one process on each, a mesh over all of them for training, and a rollout engine per host."""
+    """Several hosts: a Ray actor on each, a mesh over all of them for training, and rollout workers on each."""
 
-    num: Annotated[int, Ge(1), MAX_HOSTS, "Processes of the run, one per host; each has as many devices."] = 1
-    launcher: Annotated[
-        Launcher,
-        "What starts the processes; ray: this command, which controls an actor on each host of a Ray cluster, local: "
-        "this command, all on this machine, none: something else has (Slurm, Kubernetes, mpirun), the same command on "
-        "each host.",
-    ] = "none"
+    num: Annotated[
+        int,
+        Ge(1),
+        MAX_HOSTS,
+        "Hosts of the run, each with as many devices; 1: this machine alone, without Ray; more: a Ray actor on each of "
+        "so many hosts.",
+    ] = 1
     address: Annotated[
         str,
-        "With hosts.launcher=ray, the cluster's address; auto: one that `ray start` has started on this machine; "
-        "empty: the one that the environment variable RAY_ADDRESS names, or else a cluster of the run's own.",
+        "The address of the Ray cluster; auto: one that `ray start` has started on this machine; empty: the one that "
+        "the environment variable RAY_ADDRESS names, or else a cluster of the run's own on this machine.",
     ] = ""
-    coordinator: Annotated[
-        str, "With hosts.launcher=none, host:port of process 0; empty: what jax detects from the environment."
-    ] = ""
-    devices_per_host: Annotated[int, Ge(0), MAX_DEVICES, "Devices that each process uses; 0: all that it has."] = 0
-    heartbeat_s: Annotated[
-        float, Ge(1), MAX_WAIT, "A process that has been silent for so many seconds is dead, and the world ends."
-    ] = 30.0
+    devices_per_host: Annotated[
+        int, Ge(0), MAX_DEVICES, "Devices that the run uses on each host; 0: all, and on CPUs one."
+    ] = 0
     stall_timeout_s: Annotated[
         float,
         Gt(0),
         MAX_WAIT,
-        "Seconds for which a host may keep the others waiting in one place before the run ends and names it.",
+        "Seconds without progress on any host after which the run ends, names the silent ones, and starts again.",
     ] = 900.0
     max_restarts: Annotated[
         int,
         Ge(0),
-        "How often a launcher starts the processes again, without a checkpoint in between, before it gives up.",
+        "How often all hosts are started again after one was lost, without a checkpoint in between, before it ends.",
     ] = 3
 
 

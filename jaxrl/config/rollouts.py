@@ -67,6 +67,11 @@ class RolloutSection:
         "The worker of a new sample; tokens: the one with the fewest tokens outstanding, prompts: all samples of a "
         "prompt go to the worker that got its first, which is chosen so.",
     ] = "tokens"
+    order: Annotated[
+        Literal["logical", "arrival"],
+        "The order in which results of several workers are taken; logical: that of their plans, the same in every run, "
+        "arrival: as they come, so no worker waits for another, and what came when is journalled for a resume.",
+    ] = "logical"
     temperature: Annotated[float, _TEMPERATURE, _GREEDY, "Sampling temperature; 0: the likeliest token."] = 1.0
     top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
     top_p: Annotated[

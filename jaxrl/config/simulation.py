@@ -150,8 +150,8 @@ class SimulateSection:
         int,
         Ge(0),
         MAX_HOSTS,
-        "Simulated hosts, each with an equal part of the devices and a process of its own; 0: hosts.num. The other "
-        "options of hosts have no effect in a simulation.",
+        "Simulated hosts, each with an equal part of the devices; 0: hosts.num. The other options of hosts have no "
+        "effect in a simulation.",
     ] = 0
     host_spread: Annotated[
         float,
@@ -161,28 +161,11 @@ class SimulateSection:
         "between them, and trainer.seed draws which is which.",
     ] = 0.0
     host_latency_s: Annotated[
-        float,
-        Ge(0),
-        MAX_WAIT,
-        "Seconds until what a host has written can be read by another.",
-    ] = 0.013
+        float, Ge(0), MAX_WAIT, "Seconds until a call has reached another host, and until its answer is back."
+    ] = 0.0005
     host_call_s: Annotated[
-        float,
-        Ge(0),
-        MAX_WAIT,
-        "Seconds for which a process is held up by each call of the shared store.",
+        float, Ge(0), MAX_WAIT, "Seconds for which the controller is held up by each call to another host."
     ] = 0.00015
-    host_event_s: Annotated[
-        float,
-        Ge(0),
-        MAX_WAIT,
-        "Seconds of a process for each event: of process 0 to merge, decide and publish, of others to read and decide.",
-    ] = 0.0001
-    host_order: Annotated[
-        Literal["logical", "arrival"],
-        "The order in which a round of several hosts hears of what ended; logical: that of a real run, arrival: as it "
-        "comes, with commands that take effect at once, which no real run does, to compare.",
-    ] = "logical"
     model: Annotated[str, Names("folder"), "A named shape, or a folder with a config.json; empty: model.path."] = ""
     num_prompts: Annotated[
         int, Ge(0), Cap(10_000_000, "their order is drawn at once"), "Prompts of an epoch; 0: data.task_size."

@@ -94,11 +94,6 @@ class TeacherSection(EndpointOptions, Checked):
         return endpoint_problem(section, self)
 
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        if self.endpoint and config.hosts.launcher != "ray":
-            return (
-                "algorithm.teacher.endpoint",
-                "each of them would ask, and answers that differ in a bit would part their weights",
-            )
         if self.path and self.offload:
             return (
                 "algorithm.teacher.offload",

@@ -19,7 +19,6 @@ from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher
@@ -30,8 +29,8 @@ class RunParts:
     """The parts of a run that mechanisms are built from, and what building one adds.
 
     Attributes:
-      config: of the run. process: the number of this one.
-      mesh: of the rollout, on this host.
+      config: of the run.
+      mesh: of the rollout; None: its devices are on other hosts.
       engines, workers: of the rollout; the executors are those of the workers.
       trainer: of the policy. teacher: of its tokens; None: there is none.
       tokenizer: of the policy.
@@ -50,9 +49,8 @@ class RunParts:
     """
 
     config: Config
-    process: int
-    mesh: Mesh
-    engines: LocalWorkers | SynchronizedWorkers
+    mesh: Mesh | None
+    engines: LocalWorkers
     workers: WorkerSet
     trainer: Trainer
     teacher: Teacher | None

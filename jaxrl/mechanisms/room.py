@@ -43,7 +43,7 @@ class Room:
       problem: why a configuration with it is impossible, as a sentence; None: it is possible. Asked where it is on,
         with the names of the mechanisms that race.
       excludes_spanning: why it cannot be where workers span hosts; empty: it can.
-      devices_problem: why it cannot run on so many devices, of so many processes; None: it can. Asked where it is on.
+      devices_problem: why it cannot run on so many devices; None: it can. Asked where it is on.
       float_types: in which it computes, beside those of the policy.
       note: what a start says about it; None: nothing.
       drops_slowest: whether a configuration has it end the slowest responses of a prompt, for good.
@@ -61,7 +61,7 @@ class Room:
     reads_profile: Callable[[Config], bool] = lambda config: False
     problem: Callable[[Config, Sequence[str]], str | None] = lambda config, racing: None
     excludes_spanning: str = ""
-    devices_problem: Callable[[int, int], str | None] = lambda num_devices, num_processes: None
+    devices_problem: Callable[[int], str | None] = lambda num_devices: None
     float_types: Callable[[Config], Sequence[FloatType]] = lambda config: ()
     note: Callable[[Config], str | None] = lambda config: None
     drops_slowest: Callable[[Config], bool] = lambda config: False

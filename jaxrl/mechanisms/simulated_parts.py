@@ -11,7 +11,6 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor_set import SimulatedExecutorSet
@@ -23,7 +22,7 @@ class SimulatedParts:
     """The parts of a simulated run that mechanisms are built from.
 
     Attributes:
-      cost, workload: the models. clock, phases: of process 0.
+      cost, workload: the models. clock, phases: of the run.
       workers, executors: of its rollout. tp: of a worker.
       num_devices: of rollout and training together.
       pace: predicts the steps of a worker whose layout switches; None: layouts stay.
@@ -39,7 +38,7 @@ class SimulatedParts:
     workload: Workload
     clock: SimulatedClock
     phases: SimulatedPhases
-    workers: LocalWorkers | SynchronizedWorkers
+    workers: LocalWorkers
     executors: SimulatedExecutorSet
     tp: int
     num_devices: int

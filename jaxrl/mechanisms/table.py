@@ -200,10 +200,10 @@ def notes(config: Config) -> list[str]:
     return [note for room in ROOMS if (note := room.note(config)) is not None]
 
 
-def refuse_devices(config: Config, num_devices: int, num_processes: int = 1) -> None:
+def refuse_devices(config: Config, num_devices: int) -> None:
     """Raises ConfigError for a run's devices if a mechanism cannot have them."""
     for room in rooms_of(config):
-        if (problem := room.devices_problem(num_devices, num_processes)) is not None:
+        if (problem := room.devices_problem(num_devices)) is not None:
             raise ConfigError(problem)
 
 
@@ -331,7 +331,7 @@ def simulated_scoring(config: Config, occupy: Callable[[int, int], int]) -> Devi
 
 
 def of_simulation(parts: SimulatedParts) -> list[Mechanism]:
-    """The same of a simulated run, but for layouts, which each simulated host has for itself."""
+    """The same of a simulated run."""
     from jaxrl.mechanisms.one_step_off import simulated as simulated_one_step_off
     from jaxrl.mechanisms.ranking_groups import simulated as simulated_ranking_groups
     from jaxrl.mechanisms.speculation import simulated as simulated_speculation

@@ -17,11 +17,11 @@ from jaxrl.record.files import JsonLines, Written, read_lines
 from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.record.journal import read_journal
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.run_dir import RunFolder, recorded_start
+from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.timeline import Timeline
 
 
-def refuse_damaged(run_dir: RunFolder) -> None:
+def refuse_damaged(run_dir: RunDir) -> None:
     """Raises ValueError if a run could not go on with the files in its directory; for before anything that takes long.
     `jaxrl.record.run_record.open_record` reads them again."""
     read_metrics(run_dir.path)
@@ -31,7 +31,7 @@ def refuse_damaged(run_dir: RunFolder) -> None:
     Timeline(run_dir.file("timeline.json"), begin=False)
 
 
-def missing_checkpoint(run_dir: RunFolder, found: int | None) -> str | None:
+def missing_checkpoint(run_dir: RunDir, found: int | None) -> str | None:
     """A warning that the last checkpoint is missing, where the run goes on from an older one; None: it is there.
 
     Args:
@@ -54,7 +54,7 @@ def missing_checkpoint(run_dir: RunFolder, found: int | None) -> str | None:
     )
 
 
-def lost_lines(run_dir: RunFolder, step: int) -> list[str]:
+def lost_lines(run_dir: RunDir, step: int) -> list[str]:
     """Warnings about lines that are gone or have changed, in the files that decide nothing: the run goes on.
 
     Args:
@@ -80,7 +80,7 @@ def _lost(file: Path, written: Written, step: int) -> str | None:
     return f"{file} has changed since it was written: some of its first {written.lines} lines may say what was not"
 
 
-def missing_journal(run_dir: RunFolder) -> str | None:
+def missing_journal(run_dir: RunDir) -> str | None:
     """A warning that the journal is gone although a run began here; None: it is there, or none began."""
     file = run_dir.file(JOURNAL)
     if os.path.lexists(file) or "written" not in (recorded_start(run_dir.path) or {}):

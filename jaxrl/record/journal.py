@@ -20,7 +20,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,6 @@ from jaxrl.record.files import Written, read_lines, to_short_json, write_all, wr
 FILE_NAME = "journal.jsonl"
 SCHEMA = 2
 _HEADER = re.compile(rb'\{"journal":%d,"bytes": *(\d{1,12}),"crc32": *(\d{1,10})\}' % SCHEMA)
-
-Tell = Callable[[int, str, tuple[int, ...], Mapping[str, Any]], None]
 
 
 class Journal:
@@ -47,12 +45,10 @@ class Journal:
 
     Args:
       begin: False: the file is read, and nothing is written before `begin` is called.
-      tell: called with (step, kind, key, decision) where another process writes the file: this one reads it at the
-        start, remembers its own decisions, and tells them. None: this process writes it.
     """
 
-    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True, tell: Tell | None = None) -> None:
-        self._path, self._tell = Path(path), tell
+    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
+        self._path = Path(path)
         self._entries = {_place(entry): entry for entry in read_journal(path)[1:] if entry["step"] > last_step}
         self._file: FileIO | None = None
         self._written = Written()
@@ -61,8 +57,7 @@ class Journal:
 
     def begin(self) -> None:
         """Drops the lines of other steps; from here on, decisions can be written."""
-        if self._tell is None:
-            self._write()
+        self._write()
 
     def find(self, step: int, kind: str, key: tuple[int, ...]) -> Mapping[str, Any] | None:
         """What was decided about `key` in `step`, if anything was."""
@@ -76,18 +71,23 @@ class Journal:
         """Every decision of one kind in `step` and later ones, in the same order."""
         return [entry for (at, name, _), entry in self._entries.items() if name == kind and at >= step]
 
-    def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
-        """Writes a decision to the disk; it may take effect once this returns."""
+    def append(
+        self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any], *, sync: bool = True
+    ) -> None:
+        """Writes a decision to the disk; it may take effect once this returns.
+
+        Args:
+          sync: False leaves it to the system when the line reaches the disk, at the latest with the next decision: for
+            frequent decisions. It survives the end of this process, and may be lost with the machine.
+        """
         entry = {"step": step, "kind": kind, "key": list(key), **decision}
         self._entries[_place(entry)] = entry
-        if self._tell is not None:
-            self._tell(step, kind, key, decision)
-            return
         assert self._file is not None, "it has begun"
         line = _line(entry)
         with reading(self._path):
             write_all(self._file, line)
-            os.fsync(self._file.fileno())
+            if sync:
+                os.fsync(self._file.fileno())
             self._written = self._written.then(line)
             with open(self._path, "r+b", buffering=0) as start:
                 start.write(_header(self._written.bytes, self._written.crc32))
@@ -96,7 +96,7 @@ class Journal:
         """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
         kept = {place: entry for place, entry in self._entries.items() if place[0] > step}
         is_shorter, self._entries = len(kept) < len(self._entries), kept
-        if self._tell is None and is_shorter:
+        if is_shorter:
             self._write()
 
     def close(self) -> None:

@@ -1,21 +1,18 @@
 """The layout over each rollout round: `layouts.jsonl` in the run directory.
 
 One line per round: `{"step", "round", "kind", "source", "points", "switches"}`; one per round and worker where there
-are several, with `"worker"`. Of several hosts each writes those of its own workers, in a file of its own. `points` are
-[seconds since the round began, live requests, tp]; `switches` the changes, as the mechanism describes them; `source`
-says whether the profile behind them was measured or made up ("synthetic").
+are several, with `"worker"`. `points` are [seconds since the round began, live requests, tp]; `switches` the changes,
+as the mechanism describes them; `source` says whether the profile behind them was measured or made up ("synthetic").
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.record.run_dir import HOSTS
 
 FILE_NAME = "layouts.jsonl"
 
@@ -31,13 +28,8 @@ class LayoutLog(JsonLines):
 
 
 def read_layouts(folder: str | Path) -> list[dict[str, Any]]:
-    """The rounds of a run, in order, all hosts' workers of a round together; empty if nothing was written. Raises
-    ValueError if a line is damaged."""
-    own = read_lines(Path(folder) / FILE_NAME, _parse)
-    others = [read_lines(path, _parse) for path in Path(folder).glob(f"{HOSTS}/*/{FILE_NAME}")]
-    if not others:
-        return own
-    return sorted(chain(own, *others), key=lambda line: (line["step"], line.get("round", 0), line.get("worker", 0)))
+    """The rounds of a run, in order; empty if nothing was written. Raises ValueError if a line is damaged."""
+    return read_lines(Path(folder) / FILE_NAME, _parse)
 
 
 _SWITCH = ("from_tp", "to_tp", "how", "failed", "num_live", "num_moved")

@@ -1,8 +1,7 @@
-"""A run's directory: where its files are, which process writes them, and what `run.json` says of the run.
+"""A run's directory: where its files are, and what `run.json` says of the run.
 
-docs/architecture.md, "The run directory", says what each file holds. Process 0 writes all of them (`RunDir`) but
-`hosts/<i>/`, which process i of several writes (`FollowerRunDir`). `refuse_overwriting` keeps other commands from
-writing over them.
+docs/architecture.md, "The run directory", says what each file holds. The process that the user has started writes all
+of them. `refuse_overwriting` keeps other commands from writing over them.
 
 A lock (`.lock`) keeps a second run out; the operating system drops it when the process ends, however it ends.
 
@@ -19,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +33,7 @@ from jaxrl.config.inputs import reading
 from jaxrl.record.files import Written, leftover_temporaries, refuse_folder, to_json, write_whole
 from jaxrl.schema.hidden import hider
 
-CONFIG_FILE, RUN_FILE, HOSTS = "config.yaml", "run.json", "hosts"
+CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 RUN_FILES = frozenset(
     (
         *(CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "batches.jsonl", "layouts.jsonl", "journal.jsonl"),
@@ -47,83 +46,25 @@ SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its dev
 _PACKAGES = (*("jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym"),)
 
 
-class RunFolder:
-    """What is the same in every process of a run.
+class RunDir:
+    """An open run directory, made if it is missing, and locked against other runs.
 
     Args:
       path: of the run's folder.
       option: the one that names it, for messages.
-      process: the number of this one; of several, process 0 writes the run's files.
       kind: the command that the run belongs to (`train`).
-    """
-
-    def __init__(
-        self, path: str | Path, option: str = "trainer.run_dir", process: int = 0, *, kind: str = "train"
-    ) -> None:
-        self.kind = kind
-        self.path, self._option, self.process = refuse_folder(path, option), option, process
-        self._started = False
-        self._early: dict[Path, int | None] = {}  # sizes before this start
-        self._made: list[Path] = []  # folders, the innermost first
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes the run's files."""
-        return self.process == 0
-
-    def refuse_other_kind(self) -> None:
-        """Raises ValueError if the earlier run here was begun by another command."""
-        earlier = recorded_start(self.path)
-        if earlier is not None and earlier.get("kind", self.kind) != self.kind:
-            raise ValueError(
-                f"{self.path} holds a run of `jaxrl {earlier['kind']}`, and this is `jaxrl {self.kind}`: choose "
-                f"another {self._option}"
-            )
-
-    def file(self, name: str) -> Path:
-        return self.path / name
-
-    def own(self, name: str) -> Path:
-        """A file of this process's own, where each has one."""
-        return self.file(name)
-
-    def early_file(self, name: str) -> Path:
-        """A file of this process's own that something may append to before the start is recorded; `close` takes that
-        back where the start is refused."""
-        path = self.own(name)
-        self._early |= sizes_of([path])
-        return path
-
-    def close(self) -> None:
-        if not self._started:
-            cut_to(self._early)
-            remove_empty(self._made)
-
-    @cached_property
-    def earlier(self) -> Config | None:
-        """The configuration that this directory was last run with; None: never. It is read once."""
-        return recorded_config(self.path)
-
-    def changes(self, config: Config) -> list[str]:
-        """Options in which `config` differs from the one this directory was last run with, one line each."""
-        return [] if self.earlier is None else differences(self.earlier, config)
-
-    def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
-        """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""
-        of = f" of {total_steps}" if total_steps else ""
-        return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
-
-
-class RunDir(RunFolder):
-    """An open run directory, made if it is missing, and locked against other runs.
 
     Raises:
       ValueError: it cannot be a folder that this process writes, or another process holds it.
     """
 
     def __init__(self, path: str | Path, option: str = "trainer.run_dir", *, kind: str = "train") -> None:
-        super().__init__(path, option, kind=kind)
-        self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.kind = kind
+        self.path, self._option = refuse_folder(path, option), option
+        self._started = False
+        self._early: dict[Path, int | None] = {}  # sizes before this start
+        # folders that this start makes, the innermost first
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         file = self.path / ".lock"
         self._lock_is_new = not file.exists()
         self._lock = filelock.FileLock(file)
@@ -140,11 +81,46 @@ class RunDir(RunFolder):
             where = error.filename or self.path
             raise ValueError(f"{option}: {where}: {(error.strerror or str(error)).lower()}") from None
 
+    def refuse_other_kind(self) -> None:
+        """Raises ValueError if the earlier run here was begun by another command."""
+        earlier = recorded_start(self.path)
+        if earlier is not None and earlier.get("kind", self.kind) != self.kind:
+            raise ValueError(
+                f"{self.path} holds a run of `jaxrl {earlier['kind']}`, and this is `jaxrl {self.kind}`: choose "
+                f"another {self._option}"
+            )
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def early_file(self, name: str) -> Path:
+        """A file that something may append to before the start is recorded; `close` takes that back where the start is
+        refused."""
+        path = self.file(name)
+        self._early |= sizes_of([path])
+        return path
+
     def close(self) -> None:
-        if not self._started and self._lock_is_new:
-            self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
-        super().close()
+        if not self._started:
+            if self._lock_is_new:
+                self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
+            cut_to(self._early)
+            remove_empty(self._made)
         self._lock.release()
+
+    @cached_property
+    def earlier(self) -> Config | None:
+        """The configuration that this directory was last run with; None: never. It is read once."""
+        return recorded_config(self.path)
+
+    def changes(self, config: Config) -> list[str]:
+        """Options in which `config` differs from the one this directory was last run with, one line each."""
+        return [] if self.earlier is None else differences(self.earlier, config)
+
+    def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
+        """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""
+        of = f" of {total_steps}" if total_steps else ""
+        return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
 
     def record_start(self, config: Config, devices: Mapping[str, Any], step: int, **more: Any) -> None:
         """Writes config.yaml, and an entry about this start to run.json, which gets `more` as well."""
@@ -180,10 +156,6 @@ class RunDir(RunFolder):
         """Notes in run.json which compilation cache this start uses, and what was said of it, if anything."""
         self._add_to_record({"compilation_cache": name}, {} if note is None else {"note": note})
 
-    def report(self, write: Callable[[Path], Path]) -> Path:
-        """Has the run's page written; returns where it is."""
-        return write(self.path)
-
     def _add_to_record(self, more: Mapping[str, Any], of_start: Mapping[str, Any] | None = None) -> None:
         file = self.file(RUN_FILE)
         with reading(file):
@@ -194,39 +166,6 @@ class RunDir(RunFolder):
     def _write_record(self, record: Mapping[str, Any]) -> None:
         """Synced: a checkpoint is on the disk before it is noted here, and the note must survive a power failure."""
         write_whole(self.file(RUN_FILE), to_json(record, indent=1), sync=True)
-
-
-class FollowerRunDir(RunFolder):
-    """The run directory in a process that is not process 0: it reads the run's files and writes its own folder in it.
-
-    It takes the place of `RunDir`, so that a run is built and goes on alike in every process. It holds no lock: two
-    processes of one number belong to two runs, of which only one can have the run's.
-    """
-
-    def __init__(self, path: str | Path, process: int, option: str = "trainer.run_dir", *, kind: str = "train") -> None:
-        assert process > 0, "process 0 has a RunDir"
-        super().__init__(path, option, process, kind=kind)
-
-    def own(self, name: str) -> Path:
-        """A file of this process's own; its folder is made."""
-        folder = self.path / HOSTS / str(self.process)
-        self._made += [each for each in (folder, folder.parent) if not each.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / name
-
-    def record_start(self, config: Config, devices: Mapping[str, Any], step: int, **more: Any) -> None:
-        """What this process has written stays; process 0 records the start."""
-        self._started = True
-
-    def record_checkpoint(self, step: int | None, written: Mapping[str, Written]) -> None:
-        """Process 0 notes it."""
-
-    def record_cache(self, name: str, note: str | None) -> None:
-        """Process 0 notes it."""
-
-    def report(self, write: Callable[[Path], Path]) -> Path:
-        """Where the page is that process 0 writes."""
-        return self.file("report.html")
 
 
 def sizes_of(files: Sequence[Path]) -> dict[Path, int | None]:

@@ -6,14 +6,10 @@ view; `RunRecord.begin` opens the files for writing, once nothing can refuse the
 
 A simulated run differs: its metrics have `simulated`. It has no journal, because its clock decides the same again; no
 timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
-
-Of several processes, process 0 leads (`RunFolder.leads`). The others have a timeline and a layout log of their own,
-remember what the journal holds, show nothing, and write no metrics and no samples.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,27 +23,26 @@ from jaxrl.record import batches, layouts, samples
 from jaxrl.record.batches import BatchLog
 from jaxrl.record.files import Written
 from jaxrl.record.journal import FILE_NAME as JOURNAL
-from jaxrl.record.journal import Journal, Tell
+from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.live import LiveView
 from jaxrl.record.metrics import FILE_NAME as METRICS
 from jaxrl.record.metrics import MetricsWriter
-from jaxrl.record.run_dir import FollowerRunDir, RunDir
+from jaxrl.record.run_dir import RunDir
 from jaxrl.record.samples import PiecesOf, SampleLog
-from jaxrl.record.timeline import MAX_BYTES, Timeline
+from jaxrl.record.timeline import Timeline
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal` and `timeline` are None in a simulated one, `metrics`, `samples` and
-    `batches` where another process writes them, and `watchdog` where none is."""
+    """The open record of a run; `journal` and `timeline` are None in a simulated one, and `watchdog` where none is."""
 
     view: LiveView
-    metrics: MetricsWriter | None
-    samples: SampleLog | None
-    batches: BatchLog | None
+    metrics: MetricsWriter
+    samples: SampleLog
+    batches: BatchLog
     layouts: LayoutLog
     timeline: Timeline | None = None
     journal: Journal | None = None
@@ -58,8 +53,7 @@ class RunRecord:
 
     def open_sinks(self) -> None:
         """As `MetricsWriter.open_sinks`."""
-        if self.metrics is not None:
-            self.metrics.open_sinks()
+        self.metrics.open_sinks()
 
     def begin(self) -> None:
         """Drops from the files what later steps wrote. The first write of a start that is not refused."""
@@ -71,12 +65,12 @@ class RunRecord:
     def written(self) -> dict[str, Written]:
         """The checksums of the files that only grow, by name; the journal has its own."""
         logs = {
-            METRICS: None if self.metrics is None else self.metrics.lines,
+            METRICS: self.metrics.lines,
             samples.FILE_NAME: self.samples,
             batches.FILE_NAME: self.batches,
             layouts.FILE_NAME: self.layouts,
         }
-        return {name: log.written for name, log in logs.items() if log is not None and log.written.lines}
+        return {name: log.written for name, log in logs.items() if log.written.lines}
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()
@@ -91,18 +85,15 @@ class RunRecord:
     def on_step(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
         measured = {**measured, **self._evaluated, **self._kind()}
         self._evaluated = {}
-        rows = [] if self.samples is None else self.samples.write(step, groups)
-        if self.metrics is not None:
-            self.metrics.write(step, measured, rows)
-        if self.batches is not None:
-            self.batches.write(step, groups)
+        self.metrics.write(step, measured, self.samples.write(step, groups))
+        self.batches.write(step, groups)
         self.view.step(step, measured)
 
     def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """An evaluation's numbers stand in the line of its training step; those of step 0 have a line of their own."""
         if step > 0:
             self._evaluated = measured
-        elif self.metrics is not None:
+        else:
             self.metrics.write(0, {**measured, **self._kind()})
         if not self.simulated:
             self.view.message(f"step {step}: held-out {_held_out(measured, len(groups))}")
@@ -136,13 +127,12 @@ class RunOutcome:
 @contextmanager
 def open_record(
     config: Config,
-    run_dir: RunDir | FollowerRunDir,
+    run_dir: RunDir,
     resume_step: int,
     *,
     total_steps: int = 0,
     simulated: bool = False,
     watchdog: Watchdog | None = None,
-    tell: Tell | None = None,
     pieces_of: PiecesOf | None = None,
 ) -> Iterator[RunRecord]:
     """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
@@ -151,54 +141,38 @@ def open_record(
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
       total_steps: for the live view's estimate of the time left; 0: it shows none.
       watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
-      tell: as in `Journal`. pieces_of: as in `SampleLog`.
+      pieces_of: as in `SampleLog`.
 
     Raises:
       ValueError: a file of the record is damaged.
     """
     with ExitStack() as stack:
-        shown = sys.stdout if run_dir.leads else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
-        view = stack.enter_context(closing(LiveView(total_steps, shown, done=max(resume_step, 0), every=every)))
-        timeline, metrics, sample_log, batch_log = None, None, None, None
+        view = stack.enter_context(closing(LiveView(total_steps, sys.stdout, done=max(resume_step, 0), every=every)))
+        timeline = None
         if not simulated:
-            timeline = stack.enter_context(closing(_timeline(config, run_dir)))
-        if run_dir.leads:
-            metrics = MetricsWriter(
-                run_dir.path,
-                () if simulated else config.trainer.logger,
-                resume_step=resume_step,
-                project=config.trainer.project_name,
-                experiment=config.trainer.experiment_name,
-                config=to_mapping(config),
-                begin=False,
-            )
-            stack.enter_context(closing(metrics))
-            file = run_dir.file(samples.FILE_NAME)
-            sample_log = SampleLog(file, resume_step, begin=False, pieces_of=pieces_of)
-            stack.enter_context(closing(sample_log))
-            limit = config.data.max_response_length
-            batch_log = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit, begin=False)
-            stack.enter_context(closing(batch_log))
-        layout_log = LayoutLog(run_dir.own(layouts.FILE_NAME), resume_step, begin=False)
+            timeline = stack.enter_context(closing(Timeline(run_dir.file("timeline.json"), begin=False)))
+        metrics = MetricsWriter(
+            run_dir.path,
+            () if simulated else config.trainer.logger,
+            resume_step=resume_step,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+            config=to_mapping(config),
+            begin=False,
+        )
+        stack.enter_context(closing(metrics))
+        file = run_dir.file(samples.FILE_NAME)
+        sample_log = stack.enter_context(closing(SampleLog(file, resume_step, begin=False, pieces_of=pieces_of)))
+        file, limit = run_dir.file(batches.FILE_NAME), config.data.max_response_length
+        batch_log = stack.enter_context(closing(BatchLog(file, resume_step, limit, begin=False)))
+        layout_log = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step, begin=False)
         stack.enter_context(closing(layout_log))
         record = RunRecord(view, metrics, sample_log, batch_log, layout_log, timeline, simulated=simulated)
         if timeline is not None:
-            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False, tell=tell)
+            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False)
             record.journal = stack.enter_context(closing(journal))
             if watchdog is not None:
-                watchdog.follow(timeline, view.message if run_dir.leads else _to_stderr)
+                watchdog.follow(timeline, view.message)
                 record.watchdog = watchdog
         yield record
-
-
-def _timeline(config: Config, run_dir: RunDir | FollowerRunDir) -> Timeline:
-    """Of this process; several share the room that one has."""
-    file, num_hosts = run_dir.own("timeline.json"), config.hosts.num
-    if num_hosts == 1:
-        return Timeline(file, begin=False)
-    return Timeline(file, host=run_dir.process, max_bytes=max(MAX_BYTES // num_hosts, 1 << 20), begin=False)
-
-
-def _to_stderr(text: str) -> None:
-    print(f"jaxrl: {text}", file=sys.stderr)

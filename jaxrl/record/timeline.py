@@ -73,8 +73,6 @@ class Timeline:
         metrics |= timeline.take_phases()  # {"timing_s/gen": .., "timing_s/step": ..}
 
     Args:
-      host: the number of this process among several, which is drawn. The beginning of a start then carries the time of
-        day, by which `jaxrl.record.host_timelines` lays the hosts' files over each other.
       clock: seconds from any origin; a simulation's own.
       begin: False: the file is read and may be refused, and nothing is written before `begin` is called.
     """
@@ -87,7 +85,6 @@ class Timeline:
         max_tracks: int = 64,
         max_rows: int = 512,
         max_bytes: int = MAX_BYTES,
-        host: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         begin: bool = True,
     ) -> None:
@@ -113,11 +110,7 @@ class Timeline:
         if not self._bytes:
             self._lines.append("[\n")
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        if host is None:
-            self._metadata("process_name", 0, f"start {self._pid}, {started}")
-        else:
-            self._metadata("process_name", 0, f"host {host}, start {self._pid}, {started}")
-            self._lines.append(_line(self._origin(time.time())))
+        self._metadata("process_name", 0, f"start {self._pid}, {started}")
         if begin:
             self.begin()
 
@@ -319,11 +312,6 @@ class Timeline:
     def _metadata(self, kind: str, tid: int, value: str | int) -> None:
         key = "sort_index" if kind.endswith("sort_index") else "name"
         self._lines.append(_line({"name": kind, "ph": "M", "pid": self._pid, "tid": tid, "args": {key: value}}))
-
-    def _origin(self, unix_s: float) -> dict[str, Any]:
-        """A line that says which time of day it was at which moment of the trace."""
-        args = {UNIX_US: round(unix_s * 1e6)}
-        return {"name": ORIGIN, "ph": "M", "pid": self._pid, "tid": 0, "ts": self._origin_us, "args": args}
 
     def _event(self, event: dict[str, Any]) -> None:
         self._events += 1

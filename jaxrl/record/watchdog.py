@@ -28,7 +28,7 @@ from jaxrl.record.timeline import Timeline
 _STDERR = 2
 _LOOK_EVERY_S = 1.0
 _SUSPENDED_PERIODS = 5  # between two looks that are made every period; fewer are a machine under load
-_END_S = 15.0  # for the end, which may have to tell other hosts first
+_END_S = 15.0  # for the end
 
 
 class Watchdog:
@@ -37,8 +37,7 @@ class Watchdog:
     Args:
       timeout_s: 0 turns it off.
       end: ends the process with a sentence; it is called from the watchdog's thread.
-      heard: hears of every beat, and what it says is done next; among several hosts, their own clocks.
-      waits: whether this process waits for other hosts now, which have a watchdog each.
+      heard: hears of every beat, and what it says is done next.
       clock: in seconds.
 
     Attributes:
@@ -50,11 +49,10 @@ class Watchdog:
         timeout_s: float,
         end: Callable[[str], None],
         heard: Callable[[str], None] = lambda doing: None,
-        waits: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved_step: int | None = None
-        self._timeout_s, self._end, self._heard, self._waits = timeout_s, end, heard, waits
+        self._timeout_s, self._end, self._heard = timeout_s, end, heard
         self._clock = clock
         self._report: Callable[[str], None] = lambda text: print(f"jaxrl: {text}", file=sys.stderr)
         self._timeline: Timeline | None = None
@@ -95,8 +93,6 @@ class Watchdog:
         before_s, self._looked_s = self._looked_s, self._clock()
         if self._looked_s - before_s > _SUSPENDED_PERIODS * self._period_s:
             self._last_s = min(self._last_s + self._looked_s - before_s, self._looked_s)
-        if self._waits():
-            self._last_s = self._looked_s
         silent_s = self._looked_s - self._last_s
         self._arm(max(self._timeout_s - silent_s, 0.0))
         if silent_s >= self._timeout_s:

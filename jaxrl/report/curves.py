@@ -78,7 +78,6 @@ def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
         Chart("Responses cut at the limit", "share", cut, "response_length/clip_ratio", top=1),
         *_hidden(run),
         *(chart for part in parts for chart in part.charts(run)),
-        *_of_hosts(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
@@ -215,20 +214,6 @@ def _hidden(run: Run) -> list[Chart]:
     if prompts := run.series("actor/streamed_share"):
         curves.append(Curve("of its prompts", prompts, "c2"))
     return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
-
-
-def _of_hosts(run: Run) -> list[Chart]:
-    """What several hosts cost process 0, and in a simulated run the devices; none with one host."""
-    names = {
-        "devices idle for the order": "hosts/order_wait_s",
-        "process 0 waits for others": "hosts/waited_s",
-        "telling each other": "hosts/stream_s",
-        "exchange of tokens": "hosts/exchange_s",
-        "gates": "hosts/gate_s",
-    }
-    found = [(label, points) for label, name in names.items() if (points := run.series(name))]
-    curves = [Curve(label, points, f"c{place + 1}") for place, (label, points) in enumerate(found)]
-    return [Chart("Several hosts", "seconds", curves, "hosts/*")] if curves else []
 
 
 def with_epochs(run: Run, chart: Chart) -> Chart:

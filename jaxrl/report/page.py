@@ -18,7 +18,6 @@ from statistics import fmean, median
 from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.record.failures import KINDS, reward_failures
 from jaxrl.record.files import Removing, refuse_file, write_whole
-from jaxrl.record.host_timelines import merge_timelines
 from jaxrl.record.live import duration
 from jaxrl.record.metrics import hidden_shares
 from jaxrl.record.run_dir import refuse_overwriting
@@ -41,9 +40,8 @@ def write_report(
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[PagePart] = (),
 ) -> Path:
-    """Writes the page (default: `report.html` in the run's folder, and several hosts' timelines as one beside it) and
-    returns where it is. What of the run cannot be read is on the page, and told by `say`; `parts` are those of
-    mechanisms."""
+    """Writes the page (default: `report.html` in the run's folder) and returns where it is. What of the run cannot be
+    read is on the page, and told by `say`; `parts` are those of mechanisms."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
@@ -52,8 +50,6 @@ def write_report(
         say(f"{run_dir}: {problem}")
     target = Path(out) if out is not None else run.folder / "report.html"
     write_whole(target, page(run, parts), removing=removing)
-    if out is None:
-        merge_timelines(run.folder)
     return target
 
 

@@ -37,6 +37,12 @@ class MeshTicket:
     steps: jax.Array | None = None
     submitted_s: float = 0.0
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the devices have run the plan."""
+        arrays = [self.steps, *(call.generated.counts for call in self.calls)]
+        return all(array.is_ready() for array in arrays if array is not None)
+
 
 def place(items: Iterable[Any], num_groups: int) -> list[tuple[int, int, Any]]:
     """Numbers items (group, row) in order, each within its dp group."""

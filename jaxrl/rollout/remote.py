@@ -9,9 +9,9 @@ Source: docs/architecture.md (a run on several hosts).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from jaxrl.rollout.executor import check_request
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -55,17 +55,22 @@ class Channel(Protocol):
         """Waits for the answer to a call."""
         ...
 
+    def first(self, sent: Sequence[Any]) -> int:
+        """Waits for the answer to one of several calls; which one it is."""
+        ...
+
     def share(self, kind: type) -> None:
         """From here on, an object of this class is sent once, and arrives as the same object each time."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RemoteTicket:
-    """A plan that was sent. `policy_version`: of the weights that it runs with."""
+    """A plan that was sent. `collected`: the call that brings its result, once there is one."""
 
     index: int
     sent: Any
+    collected: Any = None
 
 
 class RemoteExecutor:
@@ -103,9 +108,15 @@ class RemoteExecutor:
 
     def collect(self, ticket: Ticket) -> PlanResult:
         assert isinstance(ticket, RemoteTicket), "a ticket of another executor"
-        collected = self._channel.send("collect", self._worker)
+        collected = self.ask(ticket)
         self._channel.receive(ticket.sent)  # raises what the submission has raised
         return self._channel.receive(collected)
+
+    def ask(self, ticket: RemoteTicket) -> Any:
+        """The call that brings the result of a plan, the oldest in flight; begins it where there is none."""
+        if ticket.collected is None:
+            ticket.collected = self._channel.send("collect", self._worker)
+        return ticket.collected
 
     def start_in(self, tp: int) -> None:
         self._call("start_in", tp)
@@ -135,6 +146,11 @@ class RemoteWorkers:
 
     def __init__(self, everywhere: Channel, executors: Sequence[RemoteExecutor], num_devices: int) -> None:
         self._everywhere, self.executors, self.num_devices = everywhere, tuple(executors), num_devices
+
+    def first_done(self, tickets: Mapping[int, Ticket]) -> int:
+        """Of plans in flight, by worker, the worker whose plan is done; waits for one."""
+        asked = [self.executors[worker].ask(cast(RemoteTicket, ticket)) for worker, ticket in tickets.items()]
+        return list(tickets)[self._everywhere.first(asked)]
 
     @property
     def recompiles(self) -> int:

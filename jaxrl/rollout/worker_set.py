@@ -26,7 +26,8 @@ hosts has no way back, and the run goes on from its last checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -34,11 +35,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxrl.rollout.calls import MeshTicket
 from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.scheduling.tokens.plan import Ticket
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, Meet, alone, compile_threads
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import rollout_calls, rollout_shardings
 from jaxrl.sharding.submesh_arrays import submesh_arrays
+
+_POLL_S = 0.0002
 
 
 class WorkerSet:
@@ -161,6 +166,14 @@ class WorkerSet:
             raise RuntimeError(f"no other worker has the weights of version {version}")
         executor.drop_weights()
         executor.take_weights(sources[0].copied_weights(executor.layout), executor.layout, version)
+
+    def first_done(self, tickets: Mapping[int, Ticket]) -> int:
+        """Of plans in flight, by worker, the worker whose plan is done; waits for one."""
+        while True:
+            for worker, ticket in tickets.items():
+                if isinstance(ticket, MeshTicket) and ticket.is_done:
+                    return worker
+            time.sleep(_POLL_S)
 
     def share(self, kind: type) -> None:
         """Objects of a class that plans name again and again; here plans have the objects themselves."""

@@ -16,27 +16,25 @@ Verdicts are all that a clock, or something outside the run, decides here, such 
 journalled before the round receives them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
 same. A simulated clock needs no journal.
 
-Events come from one of two sources behind one protocol (`jaxrl.runtime.events`): workers whose commands take effect at
-once, or workers that are synchronised with those of other processes.
+What is commanded takes effect at once, in whatever plan comes next. The order of events follows from the workers' plans
+alone (`jaxrl.scheduling.tokens.local_workers`), wherever their devices are.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.journal import Journal
 from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.runtime.events import DirectEvents, RoundEvents
-from jaxrl.runtime.ordered import OrderedEvents
 from jaxrl.runtime.plan_timeline import PlanTimeline
 from jaxrl.runtime.plans import PlanRunner
-from jaxrl.runtime.round_end import Hosts, RoundCounts, merged, samples_of, work_metrics
-from jaxrl.runtime.verdicts import Scoring
+from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
@@ -45,7 +43,11 @@ from jaxrl.scheduling.rounds.events import (
     CancelScore,
     Command,
     Event,
+    Interrupted,
     Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
     Score,
     Verdict,
 )
@@ -53,7 +55,6 @@ from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 POLL_S = 0.5  # how long to wait for a verdict before looking again
@@ -107,32 +108,30 @@ class RolloutBackend:
 
     Args:
       engine, executors: the engine and the executor under it; or several workers' engines, and their executors
-        together; of several processes, those of this one.
+        together.
       scoring: scores finished samples beside the rollout.
       text_of: makes a response's text, for scorers and people.
       weights: gives the trainer's current weights, on the devices.
       mechanisms: in the order in which their hooks are called.
       around: the clock and the like; None: the machine's clock, and nothing else.
-      hosts: the other processes of the run, for `SynchronizedWorkers`; None: there are none.
     """
 
     def __init__(
         self,
-        engine: Engine | LocalWorkers | SynchronizedWorkers,
+        engine: Engine | LocalWorkers,
         executors: Executors,
         scoring: Scoring,
         text_of: Callable[[Sample], str],
         weights: Callable[[], Any],
         mechanisms: Sequence[Mechanism] = (),
         around: Surroundings | None = None,
-        hosts: Hosts | None = None,
     ) -> None:
         self.engine = LocalWorkers([engine]) if isinstance(engine, Engine) else engine
         self.executors = executors
         self.mechanisms = tuple(mechanisms)
         self._around = around = around or Surroundings()
         self._tally = around.tally or RewardMetrics()
-        self._weights = weights
+        self._weights, self._text_of = weights, text_of
         self._sources: dict[SampleKey, str] = {}  # of samples whose verdict has still to be delivered
         self._request_ids = itertools.count()
         self._ready, self._version = False, 0  # of the rollout's weights
@@ -141,10 +140,9 @@ class RolloutBackend:
         self._params = SamplingParams()
         self._under_way = UnderWay(self.engine, around.clock, weights, self._start, self._deliver)
         self._plans = PlanRunner(self.engine, self.mechanisms, around.timeline)
-        parts = self._under_way, self._plans, scoring, text_of, self.mechanisms, around.journal
-        self._events: RoundEvents = (
-            DirectEvents(*parts) if isinstance(self.engine, LocalWorkers) else OrderedEvents(*parts, hosts)
-        )
+        self._verdicts = Verdicts(scoring, around.clock, around.journal, self.mechanisms)
+        self._events: deque[Event] = deque()
+        self._awaited: set[SampleKey] = set()  # no plan is made before these verdicts are there
         for each in self.mechanisms:
             each.attach(self._under_way)
 
@@ -171,11 +169,6 @@ class RolloutBackend:
             self.executors.release(weights=True)
             self._ready, self._unused = False, None
 
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether all processes of the run have agreed to stop; with several, the loop may ask nothing else."""
-        return self._events.stop_agreed
-
     # -- one round ---------------------------------------------------------------------------------------------------
 
     def begin(self, info: RoundInfo, params: SamplingParams) -> None:
@@ -185,7 +178,8 @@ class RolloutBackend:
         self._step, self._params, self._unused = info.step, params, None
         self._is_training = info.is_training
         self._under_way.begin()
-        self._events.begin(info, self._version)
+        self._verdicts.begin(info.step, info.index)
+        self._events.append(RoundStarted(self._around.clock()))
         self._plans.begin()
         self._recompiles = self.executors.recompiles
         for each in self.mechanisms:
@@ -202,27 +196,28 @@ class RolloutBackend:
         Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
         has been delivered; a plan of rows that have all stopped may then still be in flight.
         """
-        return self._events.generating or any(each.awaits for each in self.mechanisms)
+        drawing = bool(self._under_way.requests) and not self._awaited
+        untold = any(not isinstance(event, Verdict) for event in self._events)
+        return drawing or untold or any(each.awaits for each in self.mechanisms)
 
     def wait(self) -> Event:
         """The next event; blocks on the engine while it runs, then on the scoring.
 
-        Raises:
-          Interrupted: a stop was asked for and no event is due.
-          RunFailed: another process has failed.
+        Raises Interrupted where a stop was asked for and no event is due.
         """
-        while (event := self._events.next()) is None:
+        while (event := self._next()) is None:
             if self._around.interrupted() and not any(each.defers_stop for each in self.mechanisms):
-                self._events.ask_stop()
-            num_live = self._events.num_plannable
-            if num_live is not None:
-                self._use_gap(min(num_live, self.engine.num_rows))
+                raise Interrupted
+            if not (self._awaited or self.engine.is_idle):
+                self._use_gap(min(self.engine.num_unfinished, self.engine.num_rows))
                 for each in self.mechanisms:
                     each.before_turn()
-                self._show(self._events.run_plan())
-            elif (awaits := any(each.awaits for each in self.mechanisms)) or self._events.is_scoring:
+                finished, collected = self._plans.run()
+                self._deliver(finished)
+                self._show(collected)
+            elif (awaits := any(each.awaits for each in self.mechanisms)) or self._verdicts.due is not None:
                 if not self._use_gap(0) and not awaits:  # it waits itself, for either
-                    self._events.wait(POLL_S)
+                    self._events += self._verdicts.wait(POLL_S)
                 self._around.beat()
                 for each in self.mechanisms:
                     each.while_waiting()
@@ -243,23 +238,23 @@ class RolloutBackend:
                 self._launch(command)
             case Score(prompt=prompt, sample=sample):
                 self._sources[sample.key] = prompt.source
-                self._events.score(prompt, sample)
+                self._verdicts.send(prompt, sample)
             case Abort(keys=keys, keep=keep):
-                self._events.abort(keys, keep=keep)
+                self._abort(keys, keep=keep)
             case CancelScore(keys=keys):
-                for key in keys:
-                    self._sources.pop(key, None)
-                self._events.cancel_scores(keys)
+                self._cancel_scores(set(keys))
             case AwaitVerdict(key=key):
-                self._events.await_verdict(key)
+                self._awaited.add(key)
 
     def cancel(self) -> None:
         """Drops the round: no event of it will follow."""
-        self._events.cancel()
+        self.engine.abort(self.engine.unfinished())
+        self.engine.drain()
+        self._verdicts.clear()
         self._plans.follow()
         for each in self.mechanisms:
             each.cancelled()
-        for kept in (self._under_way.requests, self._sources, self._tally):
+        for kept in (self._under_way.requests, self._sources, self._tally, self._events, self._awaited):
             kept.clear()
 
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
@@ -272,20 +267,27 @@ class RolloutBackend:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._plans.follow()
         self._under_way.requests.clear()
-        workers = self._plans.counted()
-        sent = {each.name: found for each in self.mechanisms if (found := each.counts(workers)) is not None}
+        assert self._verdicts.due is None, "a round ends while something of it is being scored"
+        end = RoundEnd(self._plans.counted(), result)
         recompiles = self.executors.recompiles - self._recompiles
-        counts = self._events.end(RoundCounts(workers, recompiles, self._events.end_scoring(), sent))
-        if result is not None:
-            left_out = any(each.reads_left_out for each in self.mechanisms)
-            self._events.exchange(samples_of(result, left_out=left_out))
-        done = RoundEnd(sum((each.total for each in counts), Counters()), result)
-        measured = {**work_metrics(done.done), **self._tally.take(merged(counts)), **self._events.take_metrics()}
+        scored = {"rollout/recompiles": recompiles, **self._verdicts.end()}
+        measured = {**work_metrics(end.done), **self._tally.take(scored)}
         for each in self.mechanisms:
-            measured |= each.round_ends(done, [count.sent.get(each.name) for count in counts])
+            measured |= each.round_ends(end)
         return measured
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Event | None:
+        """The next event, if one is due."""
+        if not self._events:
+            self._events += self._verdicts.completed()
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        if isinstance(event, Verdict):
+            self._awaited.discard(event.key)
+        return event
 
     def _use_gap(self, busy_rows: int) -> bool:
         """Lets mechanisms use the devices between two plans; whether one did."""
@@ -305,7 +307,7 @@ class RolloutBackend:
             begun = next((found for each in self.mechanisms if (found := each.begun(key)) is not None), None)
             if isinstance(begun, Finished):
                 self._under_way.launched(key, begun.request_id)
-                self._events.finished([begun])
+                self._deliver([begun])
             else:
                 started = self._start(prompt, key, worker, resumed.get(key)) if begun is None else begun
                 self._under_way.launched(key, started)
@@ -315,11 +317,57 @@ class RolloutBackend:
         request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
         for each in self.mechanisms:
             request = each.request(request, prompt)
-        self._events.launch(request if begun is None else resume(request, begun), worker)
+        self.engine.add(request if begun is None else resume(request, begun), worker)
         return request.request_id
 
-    def _deliver(self, finished: Sequence[Finished]) -> None:
-        self._events.finished(finished)
+    def _abort(self, keys: Sequence[SampleKey], *, keep: bool) -> None:
+        """Ends requests. `Abort` says what becomes of those that had ended already and were not delivered."""
+        if keep:
+            self._deliver(self.engine.drain(), is_stopping=True)
+        else:
+            gone = set(keys)
+            undelivered = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
+            self._events = deque(e for e in self._events if all(e is not other for other in undelivered))
+            for event in undelivered:  # drawn no more since it ended
+                self._aborted(event.sample, event.dispatch)
+        requests = self._under_way.requests
+        live = [requests[key] for key in keys if key in requests]
+        last = self.engine.counters.plans - 1
+        for key in keys:
+            for each in self.mechanisms if key not in requests else ():
+                if (sample := each.given_up(key, keep=keep)) is not None:
+                    self._under_way.ended(key)
+                    self._aborted(sample, last)
+        for sample in self.engine.abort(live):
+            self._under_way.ended(sample.key)
+            self._aborted(sample, last)
+
+    def _aborted(self, sample: Sample, dispatch: int) -> None:
+        for each in self.mechanisms:
+            each.aborted(sample.key)
+        self._events.append(SampleAborted(self._around.clock(), replace(sample, finish_reason="abort"), dispatch))
+
+    def _cancel_scores(self, keys: Collection[SampleKey]) -> None:
+        """No verdict on these is delivered."""
+        for key in keys:
+            self._sources.pop(key, None)
+        self._verdicts.cancel(keys)
+        self._awaited.difference_update(keys)
+        self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in keys))
+
+    def _deliver(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
+        """Samples have ended by themselves. `is_stopping`: the round is about to end the others."""
+        now_s, ended = self._around.clock(), list[Sample]()
+        for one in finished:
+            if any(each.keeps(one) for each in self.mechanisms):
+                continue
+            sample = replace(one.sample, text=self._text_of(one.sample))
+            self._events.append(SampleFinished(now_s, sample, one.dispatch))
+            self._under_way.ended(sample.key)
+            self._under_way.num_finished += 1
+            ended.append(sample)
+        for each in self.mechanisms if ended else ():
+            each.finished(ended, is_stopping=is_stopping)
 
     def _show(self, worker: int | None) -> None:
         """A worker was served, and what ended has been delivered; `worker`: of which a plan was collected. Where
@@ -332,3 +380,14 @@ class RolloutBackend:
     def _progress(self, busy: int, rows: int, tokens: int) -> None:
         under_way = self._under_way
         self._around.on_progress(busy, rows, tokens, under_way.num_finished, under_way.num_launched)
+
+
+def work_metrics(done: Counters) -> dict[str, float]:
+    """Metrics of what all workers have counted together."""
+    return {
+        "rollout/preemptions": done.preemptions,
+        "rollout/bubble_ratio": done.bubble_ratio,
+        "rollout/decode_steps": done.steps,
+        "rollout/prefill_tokens": done.prefill_tokens,
+        "rollout/shared_tokens": done.shared_tokens,
+    }

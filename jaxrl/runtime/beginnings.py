@@ -17,7 +17,7 @@ from jaxrl.config import Config, ConfigError, differences
 from jaxrl.config.inputs import read_json
 from jaxrl.data.prompts import PromptSource
 from jaxrl.models.config import ModelConfig
-from jaxrl.record.run_dir import RunFolder
+from jaxrl.record.run_dir import RunDir
 from jaxrl.runtime.weights import refuse_other_model
 from jaxrl.train import manifest
 from jaxrl.train.steps import HOST, STATE, find_step, steps_of
@@ -28,7 +28,7 @@ _NEITHER = ("train_batch_size", "gen_batch_size", "max_response_length", "val_fi
 """Options of `data` that say nothing of the training prompts."""
 
 
-def refuse_other_data(run_dir: RunFolder, prompts: PromptSource, config: Config) -> None:
+def refuse_other_data(run_dir: RunDir, prompts: PromptSource, config: Config) -> None:
     """Raises ConfigError where the run in the folder was saved with other prompts, or the same in another order."""
     saved = _cursor(run_dir.file("checkpoints"))
     if saved is None or not (differs := prompts.differs(saved)):

@@ -28,14 +28,13 @@ from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
-from jaxrl.runtime.rules import batcher_config, workers_of
+from jaxrl.runtime.rules import batcher_config
 from jaxrl.runtime.weights import adapted
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
+from jaxrl.scheduling.tokens.local_workers import Arrival, LocalWorkers, step_ticks
 from jaxrl.schema.devices import sharing_problem
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.layout import Layout
@@ -282,14 +281,14 @@ def build_engines(
     workers: WorkerSet | RemoteWorkers,
     tokenizer: Tokenizer,
     profile: Profile | None,
-    process: int = 0,
-) -> LocalWorkers | SynchronizedWorkers:
-    """The engines of all workers as one; of several processes, those of this one.
+    arrival: Arrival | None,
+) -> LocalWorkers:
+    """The engines of all workers as one.
 
     Args:
       profile: the checked one; None: nothing reads it. It says which plans verify; and where layouts switch,
         logical time is what it predicts, because workers in different layouts do not keep one pace.
-      process: the number of this one.
+      arrival: as in `LocalWorkers`.
 
     Raises ConfigError for a profile of other steps than those of these workers.
     """
@@ -298,7 +297,7 @@ def build_engines(
     ticks = step_ticks
     if profile is not None and config.rollout.layout.switch:
         ticks = PlanCostModel(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
-    return workers_of(config, engines, ticks, process)
+    return LocalWorkers(engines, config.rollout.deal, ticks, arrival)
 
 
 def row_sizes(config: Config, workers: WorkerSet | RemoteWorkers) -> dict[int, tuple[int, ...]]:

@@ -33,8 +33,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
 from jaxrl.runtime.host import HostDevices, LoadRequest
-from jaxrl.runtime.hosts.consistency import written
-from jaxrl.runtime.hosts.fingerprint import differences
+from jaxrl.runtime.host_agreement import disagreement, mark_in
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.train.checkpoint import HostState
 from jaxrl.train.steps import Choice
@@ -120,6 +119,13 @@ class Cluster:
             except self._ray.exceptions.RayActorError as error:
                 self._ask()
                 raise self._losing("a host has died") from error
+
+    def first(self, sent: Sequence[Sequence[Any]]) -> int:
+        """Waits for the answer of one host to one of several calls; which one it is. Raises HostLost as `receive`."""
+        self._seen_s, refs = time.monotonic(), [answers[0] for answers in sent]
+        while not (done := self._ray.wait(refs, timeout=_LOOK_S)[0]):
+            self.look()
+        return refs.index(done[0])
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         """A call to all hosts; their answers."""
@@ -217,7 +223,11 @@ def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
         cluster = Cluster(ray, actors, hosts)
         found = cluster.receive([actor.address.remote() for actor in actors])
         cluster.names = [f"host {i} ({name}, process {pid})" for i, (_, name, pid) in enumerate(found)]
-        counts = cluster.all("join", found[0][0])
+        machines = [name for _, name, _ in found]
+        joining = [
+            actor.join.remote(found[0][0], machines.count(name)) for actor, name in zip(actors, machines, strict=True)
+        ]
+        counts = cluster.receive(joining)
         if len(set(counts)) > 1:
             raise ConfigError(f"all hosts must have as many devices, found {counts}: set hosts.devices_per_host")
         yield cluster
@@ -338,7 +348,6 @@ class RemoteHost:
     def __init__(self, cluster: Cluster, beat: Callable[[str], None]) -> None:
         self.cluster = cluster
         cluster.beat = beat
-        self.process = 0  # the controller speaks for all
         self.models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
         self.trainer = RemoteTrainer(cluster)
         self.critic: RemoteCritic | None = None
@@ -357,15 +366,13 @@ class RemoteHost:
     def _refuse_different(self, config: Config) -> None:
         """Raises ConfigError for hosts with other versions, sources, files or settings, or another run directory."""
         names, folder = self.cluster.names, config.trainer.run_dir
-        with written(folder) as mark:
+        with mark_in(folder) as mark:
             found = self.cluster.all("facts", config, mark)
-        for name, (facts, unseen) in zip(names, found, strict=True):
-            if other := differences(facts, found[0][0]):
-                what, (own, first) = next(iter(other.items()))
-                said = f"{first or 'nothing'} on {names[0]}, {own or 'nothing'} on {name}"
-                raise ConfigError(f"the hosts must agree on {what}: {said}")
-            if unseen:
-                raise ConfigError(f"all hosts must share the folder trainer.run_dir ({folder}): on {name} {unseen}")
+        if problem := disagreement([facts for facts, _ in found], names):
+            raise ConfigError(problem)
+        for name, (_, problem) in zip(names, found, strict=True):
+            if problem:
+                raise ConfigError(f"all hosts must share the folder trainer.run_dir ({folder}): on {name} {problem}")
 
     def place_rollout(self, earlier: Config | None) -> tuple[Config, list[str], int, int]:
         found = self._call("place_rollout", earlier)
@@ -434,6 +441,9 @@ class _HostsOfWorker:
 
     def receive(self, sent: list[Any]) -> Any:
         return self._cluster.receive(sent)[0]
+
+    def first(self, sent: Sequence[list[Any]]) -> int:
+        return self._cluster.first(sent)
 
     def share(self, kind: type) -> None:
         self._cluster.share(kind)

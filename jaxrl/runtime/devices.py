@@ -1,12 +1,11 @@
 """Which devices a run uses, of this process and of all, the meshes over both, and their memory; and what is refused.
 
-Purpose: `ProcessDevices` is what the parts of a run are built from, and `prepare_hosts` finds it. With one process the
-two meshes are one. A world of several refuses devices that do not fit as it opens (`jaxrl.runtime.hosts.world`), with
-the choice and the rules that are here.
+Purpose: `ProcessDevices` is what the parts of a run are built from, and `prepare_hosts` finds it. On one host the two
+meshes are one.
 
-Source: docs/architecture.md (several processes). Training spans all devices, in the order of processes, and its minor
-axes lie inside hosts; a rollout stays inside its host, or its group of hosts (`rollout.hosts_per_worker`). A device's
-id is no index: ids of a second process may begin anywhere, and a device may be left out.
+Source: docs/architecture.md (a run on several hosts). Training spans all devices, in the order of processes, and its
+minor axes lie inside hosts; a rollout stays inside its host, or its group of hosts (`rollout.hosts_per_worker`). A
+device's id is no index: ids of a second process may begin anywhere, and a device may be left out.
 """
 
 from __future__ import annotations
@@ -80,19 +79,6 @@ def refuse_few(option: str, wanted: int, found: int, host: str = "") -> None:
         raise ConfigError(f"{option} ({wanted}) must be at most the devices {where} ({found})")
 
 
-def unequal_problem(counts: Sequence[int], hosts: Sequence[str]) -> str:
-    """A sentence about processes with different numbers of devices; empty: all have as many. `hosts`: their machines'
-    names."""
-    others = [process for process, count in enumerate(counts) if count != counts[0]]
-    if not others:
-        return ""
-    first, more = others[0], f" (and {len(others) - 1} more differ)" if len(others) > 1 else ""
-    return (
-        f"all hosts must have as many devices: process 0 ({hosts[0]}) has {counts[0]}, process {first} "
-        f"({hosts[first]}) has {counts[first]}{more}; set hosts.devices_per_host"
-    )
-
-
 def _refuse_unfit(config: Config, num_devices: int) -> None:
     """Raises ConfigError where a run cannot be cut over so many devices of each process."""
     problem = host_problem(config, num_devices)
@@ -113,16 +99,14 @@ def prepare_jax(config: Config) -> list[Any]:
     return devices[:wanted]
 
 
-def prepare_hosts(config: Config) -> ProcessDevices:
-    """`prepare_jax` for a run that may have several processes: where this one stands among them, with the memory of its
-    own devices.
+def prepare_hosts(config: Config, on_machine: int = 1) -> ProcessDevices:
+    """`prepare_jax` for a run that may have several hosts, each with a process: where this one stands among them, with
+    the memory of its own devices. `on_machine`: how many of the hosts are one machine.
 
-    Raises:
-      ConfigError: another number of processes than `hosts.num` has been started, or the devices do not fit the run.
+    Raises ConfigError where the devices do not fit the run.
     """
-    count = jax.process_count()
-    if count != config.hosts.num:
-        raise ConfigError(f"hosts.num ({config.hosts.num}) must be the number of processes, found {count}")
+    count = config.hosts.num
+    assert count == jax.process_count(), f"hosts.num is {count}, and jax has {jax.process_count()} processes"
     if count == 1:
         devices = tuple(prepare_jax(config))
         return ProcessDevices(0, 1, devices, devices, memory_of(devices))
@@ -131,9 +115,8 @@ def prepare_hosts(config: Config) -> ProcessDevices:
     own = processes[jax.process_index()]
     assert all(len(each) == len(own) for each in processes), "the world was opened with unequal processes"
     _refuse_unfit(config, len(own))
-    sharing = len(own) * (count if config.hosts.launcher == "local" else 1)
     everyone = tuple(device for devices in processes for device in devices)
-    return ProcessDevices(jax.process_index(), count, own, everyone, memory_of(own, sharing))
+    return ProcessDevices(jax.process_index(), count, own, everyone, memory_of(own, len(own) * on_machine))
 
 
 def _set_types(config: Config) -> None:

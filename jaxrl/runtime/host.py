@@ -36,27 +36,39 @@ from jaxrl.train.learner import Learner
 from jaxrl.train.likelihood import LikelihoodObjective
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.train.steps import Peers, whole_step
+from jaxrl.train.steps import ALONE, Peers, whole_step
 from jaxrl.train.teacher import Teacher
 
 
 class Group(Protocol):
-    """The other hosts of a run, as the programs and checkpoints of this one need them."""
+    """The other hosts of a run, as the programs and checkpoints of this one need them.
 
-    @property
-    def peers(self) -> Peers: ...
+    Attributes:
+      peers: compare a checkpoint together. on_machine: hosts of the run that share this machine's memory.
+    """
 
-    def compare(self, config: Config, devices: ProcessDevices) -> ProcessDevices:
-        """`devices` with the least memory of all hosts, once this host is known to be like the others."""
+    peers: Peers
+    on_machine: int
+
+    def with_least(self, devices: ProcessDevices) -> ProcessDevices:
+        """`devices` with the least memory of all hosts."""
         ...
 
     def meet(self, name: str) -> None:
         """Returns once all hosts are about to run the program of a name for the first time."""
         ...
 
-    def dispatched(self, name: str) -> None:
-        """A program of all hosts is about to run."""
-        ...
+
+class NoGroup:
+    """Implements `Group` for a run on one host."""
+
+    peers, on_machine = ALONE, 1
+
+    def with_least(self, devices: ProcessDevices) -> ProcessDevices:
+        return devices
+
+    def meet(self, name: str) -> None:
+        """Nobody else is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,6 @@ class HostDevices:
     config: Config
     notes: list[str]
     count: int
-    num_hosts: int
     platform: str
     backend: str
     kind: str
@@ -120,10 +131,10 @@ class Host:
 
     def open(self, config: Config, kind: str, earlier: Config | None) -> HostDevices:
         """Finds the devices. `kind`: the command that trains; `earlier`: the configuration of the start before."""
-        self.place = place = self._group.compare(config, prepare_hosts(config))
+        self.place = place = self._group.with_least(prepare_hosts(config, self._group.on_machine))
         self.mesh, first, notes = place.mesh, place.devices[0], list[str]()
         self.config = config = with_types(config, platform := platform_of(first), notes.append, earlier, command=kind)
-        described = len(place.devices), place.num_processes, platform, first.platform, first.device_kind, place.memory
+        described = len(place.devices), platform, first.platform, first.device_kind, place.memory
         return HostDevices(config, notes, *described)
 
     def place_rollout(self, earlier: Config | None) -> tuple[Config, list[str], int, int]:
@@ -188,14 +199,7 @@ class Host:
             assert tokenizer is not None, "a teacher reads prompts"
             self._beat("loading the teacher")
             self.teacher = build_teacher(asked.config, asked.teacher, self.trainer, tokenizer, **told)
-        for model in self.models:
-            model.programs.dispatched = self._group.dispatched
         return self.trainer.programs.packed_attention.note
-
-    @property
-    def process(self) -> int:
-        """This host's number."""
-        return self.place.process
 
     @property
     def models(self) -> Sequence[Trainer | Critic | Teacher]:

@@ -22,42 +22,16 @@ from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
 from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts
 from jaxrl.runtime.build import read_tokenizer_and_model
-from jaxrl.runtime.devices import ProcessDevices, devices_by_process, refuse_few
+from jaxrl.runtime.devices import devices_by_process, refuse_few
 from jaxrl.runtime.host import Host, LoadRequest
-from jaxrl.runtime.hosts.broadcast import broadcast_from_any, broadcast_from_rank0
-from jaxrl.runtime.hosts.consistency import unseen
-from jaxrl.runtime.hosts.environment import COUNT_FLAG
-from jaxrl.runtime.hosts.fingerprint import fingerprint
-from jaxrl.runtime.hosts.key_value_store import CoordinationStore
+from jaxrl.runtime.host_agreement import facts, folder_problem
+from jaxrl.runtime.host_group import HostGroup
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Ticket
-from jaxrl.train.steps import Choice, Peers
+from jaxrl.train.steps import Choice
 from jaxrl.types import TrainBatch
 
-_SEEN_WITHIN_S = 5.0  # what the controller writes into the run directory must be seen by all hosts
-
-
-class HostGroup:
-    """The other actors of a run, through the store of `jax.distributed`; implements `jaxrl.runtime.host.Group`."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._store = store = CoordinationStore()
-        self._timeout_s = timeout_s
-        self.peers = Peers(store.process, store.num_processes, broadcast_from_rank0(store), broadcast_from_any(store))
-
-    def compare(self, config: Config, devices: ProcessDevices) -> ProcessDevices:
-        """With the least memory of all hosts."""
-        own = devices.memory.reported
-        self._store.put(f"memory/{devices.process}", str(own or "").encode())
-        found = [self._store.get(f"memory/{i}", self._timeout_s) for i in range(devices.num_processes)]
-        known = [int(each) for each in found if each]
-        return devices.with_least(min(known) if len(known) == devices.num_processes else None)
-
-    def meet(self, name: str) -> None:
-        self._store.barrier(f"meet/{name}", self._timeout_s)
-
-    def dispatched(self, name: str) -> None:
-        """All actors get the same calls in the same order."""
+_COUNT_FLAG = "--xla_force_host_platform_device_count"  # in XLA_FLAGS: overrides how many devices a CPU has
 
 
 class HostActor:
@@ -74,7 +48,7 @@ class HostActor:
 
     @cached_property
     def host(self) -> Host:
-        return Host(HostGroup(self._hosts.stall_timeout_s), self._beat)
+        return Host(HostGroup(self._on_machine), self._beat)
 
     def _beat(self, doing: str) -> None:
         self._beats += 1
@@ -95,17 +69,18 @@ class HostActor:
             port = server.getsockname()[1]
         return f"{node}:{port}", socket.gethostname(), os.getpid()
 
-    def join(self, coordinator: str) -> int:
-        """Opens the world of all hosts; returns how many devices it has here.
+    def join(self, coordinator: str, on_machine: int) -> int:
+        """Opens the world of all hosts, of which this machine has so many; returns how many devices it has here.
 
         Raises:
           ConfigError: there are fewer than `hosts.devices_per_host`.
         """
         hosts, wanted = self._hosts, self._hosts.devices_per_host
+        self._on_machine = on_machine
         self._beat("meeting the other hosts")
         if wanted:
             flags = os.environ.get("XLA_FLAGS", "").split()
-            os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if COUNT_FLAG not in flag)
+            os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if _COUNT_FLAG not in flag)
             jax.config.update("jax_num_cpu_devices", wanted)
         jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -114,7 +89,6 @@ class HostActor:
             hosts.num,
             self._process,
             initialization_timeout=round(hosts.stall_timeout_s),
-            heartbeat_timeout_seconds=max(round(hosts.heartbeat_s), 10),
             cluster_detection_method="deactivate",
         )
         found = devices_by_process(jax.devices(), hosts.num, wanted)[self._process]
@@ -126,7 +100,7 @@ class HostActor:
         written the file `mark`; empty: nothing."""
         hosts = self._hosts
         own = devices_by_process(jax.devices(), hosts.num, hosts.devices_per_host)[self._process]
-        return fingerprint(config, own), unseen(config.trainer.run_dir, mark, _SEEN_WITHIN_S)
+        return facts(config, own), folder_problem(config.trainer.run_dir, mark)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

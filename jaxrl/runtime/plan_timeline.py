@@ -35,12 +35,11 @@ class PlanTracks:
     Args:
       engines: of the workers, by their numbers.
       timeline: where plans are drawn; None: nowhere.
-      several: whether each is one of several workers, here or in other processes.
     """
 
-    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline | None, *, several: bool = False) -> None:
+    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline | None) -> None:
         self._engines, self._timeline = tuple(engines), timeline
-        self._is_alone = len(self._engines) == 1 and not several
+        self._is_alone = len(self._engines) == 1
         self._open: dict[int, tuple[int, AbstractContextManager[None]]] = {}  # by worker: the plan that is drawn
 
     @contextmanager
@@ -52,22 +51,20 @@ class PlanTracks:
             with self._timeline.span("engine", "plan", index=self._engines[worker].counters.plans):
                 yield
         else:
-            self.follow()  # a change of layout may have collected plans
+            self.follow(worker)  # a change of layout may have collected plans
             yield
-            self.follow()
+            self.follow(worker)
 
-    def follow(self) -> None:
-        """Plans may have been collected, or submitted: ends what is drawn of the former, and begins with the next."""
-        if self._timeline is None or self._is_alone:
+    def follow(self, worker: int) -> None:
+        """Plans of a worker may have been collected, or submitted: ends what is drawn of the former, and begins with
+        the next."""
+        oldest, (index, span) = self._engines[worker].oldest_plan, self._open.get(worker, (None, None))
+        if self._timeline is None or self._is_alone or index == oldest:
             return
-        for worker, engine in enumerate(self._engines):
-            index, span = self._open.get(worker, (None, None))
-            if index == engine.oldest_plan:
-                continue
-            if span is not None:
-                span.__exit__(None, None, None)
-                del self._open[worker]
-            if engine.oldest_plan is not None:
-                span = self._timeline.span(f"engine {worker}", "plan", index=engine.oldest_plan)
-                span.__enter__()
-                self._open[worker] = engine.oldest_plan, span
+        if span is not None:
+            span.__exit__(None, None, None)
+            del self._open[worker]
+        if oldest is not None:
+            span = self._timeline.span(f"engine {worker}", "plan", index=oldest)
+            span.__enter__()
+            self._open[worker] = oldest, span

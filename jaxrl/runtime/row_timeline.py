@@ -34,11 +34,10 @@ class RowTracks:
     Args:
       engines: of the workers, by their numbers; those whose trace somebody else has are not drawn.
       timeline: where to.
-      several: whether the number of a worker is part of a row's name, also of a single one.
     """
 
-    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline, *, several: bool = False) -> None:
-        self._engines, self._timeline, self._several = tuple(engines), timeline, several or len(engines) > 1
+    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline) -> None:
+        self._engines, self._timeline, self._several = tuple(engines), timeline, len(engines) > 1
         self._stays: list[dict[tuple[int, int], _Stay]] = [{} for _ in engines]  # by dp group and slot
         self._rows: list[dict[SampleKey, tuple[int, int]]] = [{} for _ in engines]
         self._capacities: list[Capacity] = [engine.batcher.capacity for engine in engines]
@@ -47,20 +46,18 @@ class RowTracks:
             if self._drawn[worker]:
                 engine.batcher.trace = partial(self._trace, worker)
 
-    def follow(self) -> None:
-        """To be called when plans may have been made or collected, or requests aborted or moved."""
-        for worker, engine in enumerate(self._engines):
-            batcher, rows = engine.batcher, self._rows[worker]
-            if not self._drawn[worker]:
-                continue
-            if batcher.capacity is self._capacities[worker] and batcher.num_running == len(rows):
-                continue
-            self._capacities[worker] = batcher.capacity
-            now = {progress.request.key: (progress.group, progress.slot) for progress, _ in batcher.rows()}
-            for key in [key for key, row in rows.items() if now.get(key) != row]:
-                self._end(worker, key, "moved" if key in now else "abort")
-            for key in now.keys() - rows.keys():
-                self._begin(worker, key, now[key])
+    def follow(self, worker: int) -> None:
+        """To be called when plans of a worker may have been made or collected, or requests aborted or moved."""
+        batcher, rows = self._engines[worker].batcher, self._rows[worker]
+        is_known = batcher.capacity is self._capacities[worker] and batcher.num_running == len(rows)
+        if is_known or not self._drawn[worker]:
+            return
+        self._capacities[worker] = batcher.capacity
+        now = {progress.request.key: (progress.group, progress.slot) for progress, _ in batcher.rows()}
+        for key in [key for key, row in rows.items() if now.get(key) != row]:
+            self._end(worker, key, "moved" if key in now else "abort")
+        for key in now.keys() - rows.keys():
+            self._begin(worker, key, now[key])
 
     def _trace(self, worker: int, event: TraceEvent) -> None:
         match event:

@@ -20,7 +20,6 @@ from typing import TypeVar
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Job, Loop
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.mechanisms.reward_timeouts.build import build as build_timeouts
 from jaxrl.mechanisms.simulated_parts import SimulatedParts
 from jaxrl.mechanisms.stream_trainer.session import GradientStream
@@ -28,12 +27,9 @@ from jaxrl.mechanisms.table import batch_rule, is_timeless, of_simulation
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
-from jaxrl.runtime.round_end import Hosts
-from jaxrl.runtime.simulated_hosts import SimulatedHosts
-from jaxrl.runtime.simulated_machine import MachineParts
+from jaxrl.runtime.simulated_machine import SimulatedMachine
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of
 from jaxrl.sim.cost_model import CostModel
@@ -50,16 +46,14 @@ STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A simulated run, ready to go: `loop.run()`. `workers`, `executors` and `clock` are those of process 0; `hosts`:
-    the others of several simulated hosts. `mechanisms`: of process 0, but for layouts, which are those of all."""
+    """A simulated run, ready to go: `loop.run()`."""
 
     loop: Loop
-    workers: LocalWorkers | SynchronizedWorkers
+    workers: LocalWorkers
     executors: SimulatedExecutorSet
     clock: SimulatedClock
     phases: SimulatedPhases
     mechanisms: Sequence[Mechanism] = ()
-    hosts: SimulatedHosts | None = None
 
     def mechanism(self, kind: type[M]) -> M:
         """The mechanism of a class, which the run must have."""
@@ -78,8 +72,6 @@ def build(
     layout_log: LayoutLog | None = None,
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
     feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
-    hosts: Hosts | None = None,
-    clock: SimulatedClock | None = None,
 ) -> Simulation:
     """Puts a simulated run together.
 
@@ -89,27 +81,19 @@ def build(
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
       feeding: stands between the stream session and each stream, to compare other ways to feed it.
-      hosts: the other processes, each with its part of the workers and a clock of its own; None: those of
-        `config.hosts.num` but one are simulated here.
-      clock: of this process; None: a new one.
     """
     if config.algorithm.adv_estimator == "gdpo":  # a simulated reward is one number
         config = replace(config, algorithm=replace(config.algorithm, adv_estimator="grpo"))
     sizes = machine_sizes(config, cost) if sizes is None else sizes
-    clock = SimulatedClock() if clock is None else clock
+    clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
     timeouts = build_timeouts(config)
     if not config.rollout.layout.adapts:
         layouts = {}
     layouts = layout_sizes(config, cost) if layouts is None else layouts
-    process = 0 if hosts is None else hosts.stream.process
-    num_processes = config.hosts.num if hosts is None else hosts.stream.num_processes
-    parts = MachineParts(
-        config, cost, workload, sizes, layouts, None if timeouts is None else timeouts.timeouts, num_processes
-    )
-    own = parts.host(process, clock, phases, layout_log)
-    others = parts.others(clock, phases) if hosts is None and num_processes > 1 else None
-    workers = own.workers() if others is None else own.timed_workers(others)
+    limits = None if timeouts is None else timeouts.timeouts
+    machine = SimulatedMachine(config, cost, workload, sizes, layouts, limits, clock, phases, layout_log)
+    workers, executors = machine.workers, machine.executors
     total = _num_devices(config, sizes)
     trainer, *critics = _trainers(config, cost, total - config.rollout.num_devices, clock)
     pieces = SimulatedParts(
@@ -119,24 +103,24 @@ def build(
         clock,
         phases,
         workers,
-        own.executors,
+        executors,
         sizes.tp,
         total,
-        parts.pace,
+        machine.pace,
         is_timeless(config),
-        own.sessions,
+        machine.sessions,
         timeouts,
-        lambda: own.scoring.next_ns,
+        lambda: machine.scoring.next_ns,
         feeding,
     )
-    mechanisms = of_simulation(pieces)
+    mechanisms = [*of_simulation(pieces), *([] if machine.arrival is None else [machine.arrival])]
     backend = RolloutBackend(
         workers,
-        own.executors,
-        own.scoring,
+        executors,
+        machine.scoring,
         lambda sample: f"({len(sample)} simulated tokens)",
         lambda: [each.synced() for each in (trainer, *critics)],  # no weights to give; they are told of it
-        [*mechanisms, *([] if others is None else [others])],
+        mechanisms,
         Surroundings(
             clock=lambda: clock.now_s,
             timeline=phases,
@@ -144,23 +128,12 @@ def build(
             interrupted=hooks.stop,
             tally=RewardMetrics.configured(config),
         ),
-        others.hosts if others is not None else hosts,
     )
-    mechanisms = [_of_all_hosts(own.sessions, others) if each is own.sessions else each for each in mechanisms]
     job = _job(config, workload, total)
     models = Models(trainer, critics[0] if critics else None)
     config = replace(config, rollout=replace(config.rollout, stop=[]))  # they need text, and there is none
     loop = Loop(config, job, batch_rule(config), backend, models, phases, hooks, mechanisms)
-    return Simulation(loop, workers, own.executors, clock, phases, mechanisms, others)
-
-
-def _of_all_hosts(own: LayoutSessions | None, others: SimulatedHosts | None) -> LayoutSessions:
-    """The layouts of process 0 with those of the others, as they are kept: each goes on as it was."""
-    assert own is not None
-    if others is None:
-        return own
-    sessions = [each for host in others.others for each in host.mechanisms if isinstance(each, LayoutSessions)]
-    return LayoutSessions([*own.sessions, *(session for each in sessions for session in each.sessions)])
+    return Simulation(loop, workers, executors, clock, phases, mechanisms)
 
 
 def _num_devices(config: Config, sizes: MachineSizes) -> int:

@@ -10,8 +10,7 @@ Every hook does nothing here, so a mechanism has only those that it needs. Hooks
 - In each training step: `round_begins`, then `place` with the round's first commands, then as things happen
   `commanded`, `launched`, `begun`, `request`; `between_plans`, `before_turn`, `before_plan`, `after_plan`; `keeps`,
   `finished`, `aborted`; `limits`, `is_close`, `scored`; `while_waiting`, `handed`, `after_event`. At its end `compare`
-  with what it has brought, `counts`, what this process sends all others, and `round_ends` with its metrics; or
-  `cancelled`.
+  with what it has brought and `round_ends` with its metrics; or `cancelled`.
 - Then the update: `update`, `leave_rollout`, `update_begins`, `update_ends` (one that runs beside a round leaves the
   rollout when both have ended, and its hooks are called in the update's thread); or `update_cancelled`. Then
   `enter_rollout` with the new weights, the round of an evaluation, if one is due, and `step_ends`.
@@ -36,7 +35,6 @@ from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -84,7 +82,7 @@ class UnderWay:
     """What there is of the round under way; the backend's, and read by its mechanisms.
 
     Attributes:
-      workers: of this process.
+      workers: of the run.
       clock: seconds from any origin.
       weights: gives the trainer's current weights, on the devices.
       start: starts a response in a worker (None: the one that has least to do), anew or with the tokens that it has;
@@ -95,7 +93,7 @@ class UnderWay:
       running: samples that are still drawn, by (epoch, prompt index); with 0, of every prompt of the round.
     """
 
-    workers: LocalWorkers | SynchronizedWorkers
+    workers: LocalWorkers
     clock: Callable[[], float]
     weights: Callable[[], Any]
     start: Callable[[Prompt, SampleKey, int | None, Sample | None], int]
@@ -104,12 +102,6 @@ class UnderWay:
     num_launched: int = 0
     num_finished: int = 0
     running: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    @property
-    def direct(self) -> LocalWorkers:
-        """The workers, where what is commanded takes effect at once."""
-        assert isinstance(self.workers, LocalWorkers)
-        return self.workers
 
     def begin(self) -> None:
         """A round begins."""
@@ -132,12 +124,17 @@ class RoundEnd:
     """A round that is over.
 
     Attributes:
-      done: what the workers of all processes have counted in it.
+      workers: what each has counted in it.
       result: what its rule has made of it; None: an evaluation's.
     """
 
-    done: Counters
+    workers: Sequence[Counters]
     result: RoundResult | None
+
+    @property
+    def done(self) -> Counters:
+        """What all workers have counted together."""
+        return sum(self.workers, Counters())
 
     @property
     def scored(self) -> Sequence[Group]:
@@ -173,16 +170,13 @@ class Mechanism:
     """Hooks, all of which do nothing.
 
     Attributes:
-      name: of its part of a checkpoint, and of what it sends other processes; one that has neither needs none.
+      name: of its part of a checkpoint; one that has none needs none.
       rounds_ahead: by how many updates a round comes before the update that learns from it.
-      reads_left_out: whether `RoundEnd.scored` needs the tokens of groups that were filtered, also of those that other
-        processes have drawn.
       compares: whether `compare` does something.
     """
 
     name: ClassVar[str] = ""
     rounds_ahead: ClassVar[int] = 0
-    reads_left_out: ClassVar[bool] = False
     compares: ClassVar[bool] = False
 
     def attach(self, under_way: UnderWay) -> None:
@@ -244,8 +238,7 @@ class Mechanism:
         """A worker is served: a plan is made of it, or waited for."""
 
     def before_plan(self, worker: int) -> None:
-        """A plan will be made of a worker, by its index among those of this process. Raises Interrupted where the run
-        cannot go on."""
+        """A plan will be made of a worker. Raises Interrupted where the run cannot go on."""
 
     def after_plan(self, worker: int | None) -> None:
         """A worker was served, and what ended has been delivered to the round.
@@ -274,9 +267,8 @@ class Mechanism:
         return None
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        """Samples have ended by themselves, in any process: every process is told of all. Those of other processes have
-        a length, versions and `finish_reason`, and no tokens. One that the round has not been told of yet may still be
-        `aborted`. `is_stopping`: the round is about to end the others."""
+        """Samples have ended by themselves. One that the round has not been told of yet may still be `aborted`.
+        `is_stopping`: the round is about to end the others."""
 
     def aborted(self, key: SampleKey) -> None:
         """A sample was ended."""
@@ -293,25 +285,16 @@ class Mechanism:
         """A verdict on a sample of a training round has come. `limits_s`: those that it was sent with."""
 
     def handed(self, event: Event) -> None:
-        """The round is handed an event. For other processes, real and simulated; no room needs it."""
+        """The round is handed an event."""
 
     def commanded(self, command: Command) -> None:
-        """The round has a command carried out. As `handed`."""
+        """The round has a command carried out."""
 
     def after_event(self) -> None:
         """The commands that a training round has answered an event with were carried out."""
 
-    def counts(self, workers: Sequence[Counters]) -> Any:
-        """The round is over: what this process has for all, itself too, as JSON values.
-
-        Args:
-          workers: what each worker of this process has counted.
-        """
-        return None
-
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> Mapping[str, float]:
-        """The round is over; its metrics, those of an evaluation (`end.result` is None) are dropped. `by_process`: what
-        `counts` has returned in each process, None where that was nothing."""
+    def round_ends(self, end: RoundEnd) -> Mapping[str, float]:
+        """The round is over; its metrics, those of an evaluation (`end.result` is None) are dropped."""
         return {}
 
     def compare(self, groups: Sequence[Group]) -> Mapping[str, float]:

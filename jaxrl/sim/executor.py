@@ -105,6 +105,8 @@ class SimulatedExecutor:
       turn_end: of responses over several turns, in place of `length_of`: (a response, its step, the tokens that it has)
         -> its tokens at the end of the next turn.
       slowness: plans take so many times as long as the cost model says.
+      call_s, latency_s: where the devices are on another host, seconds for which a call holds the controller up, and
+        until a call is there or its answer is back.
 
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
@@ -126,8 +128,11 @@ class SimulatedExecutor:
         proposals: Proposals | None = None,
         turn_end: Callable[[SampleKey, int, int], int] | None = None,
         slowness: float = 1.0,
+        call_s: float = 0.0,
+        latency_s: float = 0.0,
     ) -> None:
         self._proposals, self._slowness = proposals, slowness
+        self._call_s, self._latency_ns = call_s, nanoseconds(latency_s)
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
@@ -147,7 +152,7 @@ class SimulatedExecutor:
 
     def submit(self, plan: Plan) -> SimulatedTicket:
         """Runs a plan; its outcome is seen when it is collected."""
-        self._clock.advance(self._host_s)
+        self._clock.advance(self._host_s + self._call_s)
         rows = self._rows
         prefill, filled = self._prefill(plan)
         rows.advance(filled, 1)
@@ -158,11 +163,11 @@ class SimulatedExecutor:
             seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
         seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
         self.num_tokens += gains.num_tokens
-        start_ns = max(self._clock.now_ns, self._free_ns)
+        start_ns = max(self._clock.now_ns + self._latency_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
         result = PlanResult(plan.index, gains, num_steps, self.policy_version, seconds)
         self._on_plan(plan, result, start_ns, self._free_ns)
-        ticket = SimulatedTicket(result, self._free_ns)
+        ticket = SimulatedTicket(result, self._free_ns + self._latency_ns)
         self._tickets.append(ticket)
         return ticket
 
@@ -170,6 +175,7 @@ class SimulatedExecutor:
         """Waits for the oldest plan not yet collected."""
         due = self._tickets.popleft()
         assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
+        self._clock.advance(self._call_s)
         self._clock.reach(due.end_ns)
         return due.result
 

@@ -7,12 +7,13 @@ at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from jaxrl.scheduling.tokens.plan import Ticket
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.executor import SimulatedExecutor
+from jaxrl.sim.executor import SimulatedExecutor, SimulatedTicket
 
 
 class SimulatedExecutorSet:
@@ -58,6 +59,11 @@ class SimulatedExecutorSet:
         version, at_ns = self._buffered
         self._clock.reach(at_ns)
         self.executors[worker].policy_version = version
+
+    def first_done(self, tickets: Mapping[int, Ticket]) -> int:
+        """Of plans in flight, by worker, the worker whose result is there first."""
+        ends = {worker: ticket.end_ns for worker, ticket in tickets.items() if isinstance(ticket, SimulatedTicket)}
+        return min(ends, key=lambda worker: (ends[worker], worker))
 
     def occupy(self, from_ns: int, duration_ns: int) -> int:
         """Something else runs on all devices, between plans; when it has ended everywhere."""

@@ -10,7 +10,7 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
 
 def build(parts: RunParts) -> LayoutSessions | None:
-    """A session for each worker's engine of this host; None: layouts stay."""
+    """A session for each worker's engine; None: layouts stay."""
     options, engines = parts.config.rollout.layout, parts.engines.engines
     if not options.adapts:
         return None
@@ -26,6 +26,4 @@ def build(parts: RunParts) -> LayoutSessions | None:
         engines,
         predictors,
         *kept,
-        first=parts.process * len(engines),
-        count=parts.config.num_workers,
     )

@@ -292,22 +292,13 @@ class LayoutControl:
             "switches": [episode.to_json() for episode in self.episodes],
         }
 
-    def own_state(self) -> dict[str, Any]:
-        """The part of the state that this worker alone has: what it has measured, and what its preemptions led to."""
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint, cut between rounds."""
         state: dict[str, Any] = {} if self.planner is None else {"planner": self.planner.state_dict()}
+        state |= {"likely": self._likely, "lengths": [] if self.history is None else self.history.lengths()}
         if self.predictor is not None:
             state["correction"] = self.predictor.state_dict()
         return state
-
-    def shared_state(self) -> dict[str, Any]:
-        """The rest of it, which all workers of a run have alike."""
-        return {"likely": self._likely, "lengths": [] if self.history is None else self.history.lengths()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint, cut between rounds."""
-        own = self.own_state()
-        measured = {name: own.pop(name) for name in own.keys() & {"correction"}}  # comes last, as it always has
-        return own | self.shared_state() | measured
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from another control's state; what the state lacks stays as it is."""

@@ -23,13 +23,11 @@ from jaxrl.mechanisms.adaptive_layouts.control import Decision, LayoutControl
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
-from jaxrl.record.state import plain_state, state_of_plain
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.mechanism import Drawing, Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Sample
 
 _log = logging.getLogger(__name__)
@@ -143,23 +141,12 @@ class LayoutSession:
 
 
 class LayoutSessions(Mechanism):
-    """Layouts that adapt: the sessions of this process's workers, by their numbers.
-
-    Of workers in other processes it knows what these have sent at the end of the last round, so that the checkpoint
-    that one process writes has the state of every worker.
-
-    Args:
-      first, count: the number of the first of these workers, and how many workers there are; 0: these are all.
-    """
+    """Layouts that adapt: the sessions of the workers, by their numbers."""
 
     name = "layouts"
 
-    def __init__(self, sessions: Sequence[LayoutSession], first: int = 0, count: int = 0) -> None:
-        self.sessions, self._first = tuple(sessions), first
-        self._count = count or len(self.sessions)
-        others = set(range(self._count)) - set(range(first, first + len(self.sessions)))
-        # all begin alike
-        self._others = {worker: self.sessions[0].control.own_state() for worker in sorted(others)}
+    def __init__(self, sessions: Sequence[LayoutSession]) -> None:
+        self.sessions = tuple(sessions)
 
     def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
         """Where there are neither weights nor pools, takes the layouts of the next round at no cost."""
@@ -196,19 +183,9 @@ class LayoutSessions(Mechanism):
             for session in self.sessions:
                 session.finished(len(sample))
 
-    def counts(self, workers: Sequence[Counters]) -> dict[str, Any]:
-        """The metrics of this process's workers, and what other processes have to know of each."""
-        ends = [session.end(each.preemptions) for session, each in zip(self.sessions, workers, strict=True)]
-        states = [plain_state(session.control.own_state()) for session in self.sessions]
-        return {"metrics": together(ends), "states": states}
-
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
         """The round's metrics: sums over the workers of what is counted and of seconds spent, means of the others."""
-        states = [state for process in by_process for state in process["states"]]
-        assert len(states) == self._count, f"the layouts of {len(states)} workers have come, of {self._count}"
-        for worker in self._others:
-            self._others[worker] = state_of_plain(states[worker])
-        return together([process["metrics"] for process in by_process])
+        return together([own.end(each.preemptions) for own, each in zip(self.sessions, end.workers, strict=True)])
 
     def cancelled(self) -> None:
         """The round is dropped."""
@@ -216,28 +193,20 @@ class LayoutSessions(Mechanism):
             session.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint, the same in every process but for what was measured in a round that was dropped. One
-        worker's is its session's."""
-        states = {self._first + i: session.state_dict() for i, session in enumerate(self.sessions)}
-        if self._count == 1:
-            return states[0]
-        for worker, own in self._others.items():
-            states[worker] = own | self.sessions[0].control.shared_state()
-        return {"workers": {str(worker): states[worker] for worker in range(self._count)}}
+        """Part of a checkpoint. One worker's is its session's."""
+        states = [session.state_dict() for session in self.sessions]
+        return states[0] if len(states) == 1 else {"workers": {str(i): state for i, state in enumerate(states)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where another run was; without a state, where it starts. If that run had fewer workers, the states of
         those are dealt out in turn."""
         saved = state.get("workers", {"0": state})
-        for worker, session in enumerate(self.sessions, self._first):
+        for worker, session in enumerate(self.sessions):
             session.load_state_dict(saved[str(worker % len(saved))])
-        for worker, own in self._others.items():
-            known = saved[str(worker % len(saved))]
-            self._others[worker] = {name: known.get(name, value) for name, value in own.items()}
 
 
 def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several workers, or of equally many workers in several processes each, as those of all."""
+    """The metrics of several workers as those of all."""
     if len(found) == 1:
         return found[0]
     return {
@@ -256,8 +225,6 @@ def layout_sessions(
     drawing: Drawing,
     log: LayoutLog | None,
     journal: Journal | None,
-    first: int = 0,
-    count: int = 0,
 ) -> LayoutSessions:
     """A session for each engine, whose executors can change their layouts.
 
@@ -265,21 +232,16 @@ def layout_sessions(
       options, degrees, initial: see `LayoutControl`, of every worker.
       predictors: one for each engine, corrected by that engine's step times.
       clock, drawing, log, journal: see `LayoutSession`.
-      first, count: the number of the first engine's worker, and how many workers there are, where others have more; 0:
-        these are all.
     """
     controls = [
         LayoutControl(engine, options, degrees, initial, predictor)
         for engine, predictor in zip(engines, predictors, strict=True)
     ]
-    count = count or len(controls)
     return LayoutSessions(
         [
-            LayoutSession(control, clock, drawing, log, journal, (worker, count))
-            for worker, control in enumerate(controls, first)
-        ],
-        first,
-        count,
+            LayoutSession(control, clock, drawing, log, journal, (worker, len(controls)))
+            for worker, control in enumerate(controls)
+        ]
     )
 
 

@@ -65,11 +65,3 @@ class FilterGroupsSection(Checked):
                 "out: no prompt would be left"
             )
         return None
-
-    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        if not self.enable or not self.path or config.hosts.launcher == "ray":
-            return None
-        return f"algorithm.filter_groups.path ({self.path})", (
-            "the function is asked in the middle of a round, when each host knows the texts of its own responses "
-            "alone; use algorithm.filter_groups.metric"
-        )

@@ -100,8 +100,10 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
 
 def build(parts: RunParts) -> JudgeSession | None:
     """The judge of a training run, as `build_beside`."""
-    if judge_kind(parts.config.reward) is not None:
-        parts.beat("loading the judge")
+    if judge_kind(parts.config.reward) is None:
+        return None
+    parts.beat("loading the judge")
+    assert parts.mesh is not None, "a judge on devices of other hosts is refused"
     session = build_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
     if session is not None:
         parts.rollout_programs += session.judge.machine.programs

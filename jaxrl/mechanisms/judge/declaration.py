@@ -18,5 +18,4 @@ ROOM = Room(
     "reward.judge.model",
     lambda config: judge_kind(config.reward) is not None,
     float_types=lambda config: [config.reward.judge.dtype],
-    excludes_spanning="a worker's processes would have different gaps for it between two plans",
 )

@@ -11,13 +11,12 @@ from jaxrl.mechanisms.ranking_groups.session import RankingSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.plan_cost import cheaper_move, step_seconds
 from jaxrl.scheduling.tokens.local_workers import By, LocalWorkers
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
 
 
 def ranking_session(
     config: Config,
     history: LengthHistory | None,
-    engines: LocalWorkers | SynchronizedWorkers,
+    engines: LocalWorkers,
     buffer: WeightBuffer,
     predictor: LatencyPredictor | None,
     *,

@@ -53,7 +53,7 @@ class RankingSession(Mechanism):
         self._began_s = self._looked_s = self._idle_s = 0.0
 
     def attach(self, under_way: UnderWay) -> None:
-        self._requests, self._engines, self._clock = under_way.requests, under_way.direct, under_way.clock
+        self._requests, self._engines, self._clock = under_way.requests, under_way.workers, under_way.clock
 
         def start(prompt: Prompt, key: SampleKey, worker: int) -> int:
             return under_way.start(prompt, key, worker, None)
@@ -144,7 +144,7 @@ class RankingSession(Mechanism):
     def cancelled(self) -> None:
         self.ahead.cancel()
 
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
         """The round is over; its metrics."""
         if not self._is_training:
             return {}

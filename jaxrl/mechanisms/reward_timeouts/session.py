@@ -5,7 +5,7 @@ Source: RollPacker §4.3; the rule is `jaxrl.mechanisms.reward_timeouts.rule`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
@@ -39,7 +39,7 @@ class TimeoutSession(Mechanism):
     def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
         self.timeouts.learn(prompt, limits_s, verdict.info)
 
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
         return self.timeouts.take_metrics() if self._is_training else {}
 
     def state_dict(self) -> dict[str, Any]:

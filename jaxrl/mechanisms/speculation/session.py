@@ -161,7 +161,6 @@ class HistorySession(Mechanism):
     """
 
     name = "history"
-    reads_left_out = True
 
     def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None) -> None:
         self.store = store
@@ -193,7 +192,7 @@ class HistorySession(Mechanism):
         building = self._indexes.get(prompt.index)
         return None if building is None else self._builder.take(building)
 
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
         return self.end(end.scored, end.done)
 
     def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:

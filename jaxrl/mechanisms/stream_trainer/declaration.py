@@ -61,21 +61,16 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
     if not (devices := config.trainer.num_devices):
         return None
     sharing = config.actor.context_parallel_size
-    return devices_problem(devices, 1) or sharing_problem(sharing, devices // 2, where=f"in a half, for {option}")
+    return devices_problem(devices) or sharing_problem(sharing, devices // 2, where=f"in a half, for {option}")
 
 
-def devices_problem(num_devices: int, num_processes: int) -> str | None:
+def devices_problem(num_devices: int) -> str | None:
     """Why no gradients can be computed beside the rollout on a run's devices: so many have no halves that are meshes
-    like the whole, or they are those of several processes."""
+    like the whole."""
     if 2 not in possible_workers(num_devices):
         return (
             "trainer.stream.enable needs two halves of the devices that are meshes like the whole: the number of "
             f"devices (trainer.num_devices) must be a power of two, found {num_devices}"
-        )
-    if num_processes > 1:
-        return (
-            f"trainer.stream.enable needs all devices in one process, found those of {num_processes} processes: what "
-            "goes between the halves of the devices cannot cross from one process to another"
         )
     return None
 

@@ -64,5 +64,5 @@ class StreamSection(Checked):
         return None
 
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        why = "what goes between the halves of the devices cannot cross from one process to another"
+        why = "weights and gradients that go between the halves of the devices cannot cross between hosts"
         return ("trainer.stream.enable", why) if self.enable else None

@@ -199,7 +199,7 @@ class StreamSession(Mechanism):
     def while_waiting(self) -> None:
         self.feed()
 
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> dict[str, float]:
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
         """The round is over; its metrics. The stream stays open until the update."""
         if not self._is_training:
             return {}

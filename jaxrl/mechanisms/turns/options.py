@@ -148,11 +148,6 @@ class EnvironmentSection(Checked):
             return "rollout.stop excludes environment.kind: a turn ends where the chat template says so"
         return None
 
-    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        if not self.is_on or config.hosts.launcher == "ray":
-            return None
-        return f"environment.kind ({self.kind})", "an answer is an event of one process, which others do not hear of"
-
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if not self.is_on:
             names = frozenset(self.__dataclass_fields__) - {"kind"}

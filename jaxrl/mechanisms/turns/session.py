@@ -157,7 +157,7 @@ class TurnSession(Mechanism):
             return request
         return replace(request, session=request.key, params=replace(request.params, max_tokens=longest))
 
-    def round_ends(self, end: RoundEnd, by_process: Sequence[Any]) -> Mapping[str, float]:
+    def round_ends(self, end: RoundEnd) -> Mapping[str, float]:
         groups = () if end.result is None else (*end.result.groups, *end.result.filtered)
         found = trajectory_metrics(sample for group in groups for sample in group.samples)
         if self._journal is not None and not self._is_over:
@@ -339,7 +339,7 @@ class TurnSession(Mechanism):
 
     def _home(self, key: SampleKey) -> int | None:
         """The worker with the trajectory's KV; None: none has it, or one that takes no more."""
-        workers = self._under_way.direct
+        workers = self._under_way.workers
         engines = enumerate(workers.engines)
         there = [i for i, engine in engines if engine.batcher.blocks.parked_in(key) is not None and workers.is_open(i)]
         return there[0] if there and len(workers.engines) > 1 else None

@@ -134,6 +134,10 @@ class Batcher:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_live(self) -> int:
+        return len(self._requests)
+
     def live(self) -> tuple[int, ...]:
         """Ids of all unfinished requests, in the order of arrival."""
         return tuple(self._requests)

@@ -112,6 +112,11 @@ class Engine:
         return len(self._tickets)
 
     @property
+    def oldest(self) -> Ticket:
+        """The oldest plan in flight, of which there must be one."""
+        return self._tickets[0]
+
+    @property
     def oldest_plan(self) -> int | None:
         """The index of the oldest plan in flight; None where there is none."""
         return self._tickets[0].index if self._tickets else None

@@ -1,9 +1,8 @@
 """Several workers that look like one: requests are dealt to engines, and what ends comes in one logical order.
 
 Purpose: `LocalWorkers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each engine has an executor on devices of
-its own, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when they are added, and may move
-later; a worker may be closed, so that its devices do something else, and opened again. Where nothing of that is wanted,
-several workers are `jaxrl.scheduling.tokens.synchronized.SynchronizedWorkers`, which may be in several processes.
+its own, here or on another host, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when
+they are added, and may move later; a worker may be closed, so that its devices do something else, and opened again.
 
 A mechanism may say which worker each request goes to (`jaxrl.scheduling.mechanism.Mechanism.place`).
 
@@ -17,7 +16,9 @@ something earlier, and is delivered in the order (tick, worker, dispatch, dp gro
 order of everything follows from the plans; with good predictions it is also the order in which the devices are done.
 
 The price: what is decided between two steps (a request that is added, an abort) reaches the devices of the other
-workers a plan later than it would with one plan in flight.
+workers a plan later than it would with one plan in flight; and a worker whose plan takes longer than predicted by more
+than a whole plan makes the others wait. In order of arrival (`arrival`) nobody waits: the worker whose plan is done is
+served, and what ended in it is delivered at once. Somebody has to write that order down, or it cannot be repeated.
 
 Source: RollPacker §4.4 (devices that leave the rollout in its middle) and PAT §4 (nodes that change their layouts one
 by one) are what stands on it; docs/architecture.md (logical time). Departures: the papers' systems order by arrival.
@@ -27,17 +28,25 @@ With one engine, a step is that of the engine alone, and so are plans and their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.layouts.request_migration import MigrationOutcome, migrate_requests, recompute_requests
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
-from jaxrl.scheduling.tokens.event_merger import Deal
-from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.plan import Request, Ticket
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
 from jaxrl.types import Sample
+
+Deal = Literal["tokens", "prompts"]
+"""The worker of a new request; tokens: the open one with the fewest tokens outstanding (ties: the first), prompts: the
+one of the prompt's first request, which is chosen so."""
+
+Arrival = Callable[[Mapping[int, Ticket]], int]
+"""Of the oldest plans in flight, by worker, the worker whose plan is done; waits for one."""
 
 Ticks = Callable[[int, PlanTimes], int]
 """(worker, a plan's load) -> what the plan costs. It may not look at `duration_s`, which a clock measured."""
@@ -45,6 +54,8 @@ Ticks = Callable[[int, PlanTimes], int]
 By = How | Callable[[Engine, Engine, Collection[int]], How]
 """How requests move, or what says it of (source, target, their ids): `cheaper_move` with a predictor
 (`jaxrl.scheduling.layouts.plan_cost`)."""
+
+_NEVER = 1 << 62
 
 PREFILL_TOKENS_PER_STEP = 256
 """Prefill tokens that cost as much as a decode step, roughly: where reading the weights once takes as long as so many
@@ -64,17 +75,12 @@ class _Placement:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _Held:
-    """A request that ended and has not been delivered."""
+    """A request that ended and has not been delivered. `order`: its tick, worker, dispatch, dp group and slot."""
 
-    tick: int
-    worker: int
-    finished: Finished
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return self.tick, self.worker, self.finished.dispatch, self.finished.dp_group, self.finished.slot
+    order: tuple[int, int, int, int, int]
+    finished: Finished = field(compare=False)
 
 
 class LocalWorkers:
@@ -82,9 +88,9 @@ class LocalWorkers:
 
     Args:
       engines: each over an executor on devices of its own, all of one block size and with the same weights.
-      deal: the worker of a new request; `tokens`: the open one with the fewest tokens outstanding (ties: the first);
-        `prompts`: the one that got the prompt's first request, which is chosen so.
+      deal: see `Deal`.
       ticks: what a plan costs; a pure function.
+      arrival: in whose order plans are collected; None: in logical order.
 
     Attributes:
       engines: by the worker's index.
@@ -98,19 +104,28 @@ class LocalWorkers:
                 print(finished.sample)
     """
 
-    def __init__(self, engines: Sequence[Engine], deal: Deal = "tokens", ticks: Ticks = step_ticks) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        deal: Deal = "tokens",
+        ticks: Ticks = step_ticks,
+        arrival: Arrival | None = None,
+    ) -> None:
         if not engines or not all(engine.is_idle for engine in engines):
             raise ValueError("workers: there must be at least one engine, and all must be idle")
         self.engines = tuple(engines)
         self._deal_by = deal
-        self._cost = ticks
+        self._cost, self._arrival = ticks, arrival
         self._open = set(range(len(engines)))
         self._ticks = [0] * len(engines)
         self._last_delivered = 0  # the latest tick that was delivered
         self._passed: list[dict[int, int]] = [{} for _ in engines]  # by dispatch, the tick after that plan
         self._expected = [0] * len(engines)  # what the oldest plan in flight should cost
         self._planned: set[int] = set()  # workers with no more to plan, until one is collected or requests come or go
-        self._held: list[_Held] = []
+        self._held: list[_Held] = []  # a heap
+        self._changed = set(range(len(engines)))  # workers of which what follows is not right any more
+        self._busy_until = [_NEVER] * len(engines)  # of busy workers, their ticks
+        self._dues = [(_NEVER, 0, worker) for worker in range(len(engines))]  # of busy workers, the order of service
         self._placements: dict[int, _Placement] = {}  # of every live request, in the order in which they were added
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
         self._num_live = [0] * len(engines)
@@ -155,6 +170,7 @@ class LocalWorkers:
         now = self._now()
         was_idle = self.engines[worker].is_idle
         self.engines[worker].add(request)
+        self._changed.add(worker)
         if was_idle:
             self._ticks[worker] = max(self._ticks[worker], now)
         limit = len(request.prompt_ids) + request.params.max_tokens
@@ -171,11 +187,14 @@ class LocalWorkers:
         """
         ids = list(request_ids)
         held = {one.finished.request_id: one.finished.sample for one in self._held}
+        self._changed.update(range(len(self.engines)))
         unknown = sorted(set(ids) - self._placements.keys() - held.keys())
         if unknown or len(set(ids)) < len(ids):
             raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
         samples = {i: replace(held[i], finish_reason="abort") for i in ids if i in held}
-        self._held = [one for one in self._held if one.finished.request_id not in samples]
+        if samples:
+            self._held = [one for one in self._held if one.finished.request_id not in samples]
+            heapq.heapify(self._held)
         for worker, engine in enumerate(self.engines):
             own = [i for i in ids if i in self._placements and self._placements[i].worker == worker]
             samples.update(zip(own, engine.abort(own), strict=True))
@@ -183,10 +202,22 @@ class LocalWorkers:
         return [samples[i] for i in ids]
 
     @property
-    def turn(self) -> int | None:
-        """The worker that `step` serves next; None where no worker has anything to do."""
-        busy = [worker for worker, engine in enumerate(self.engines) if not engine.is_idle]
-        return min(busy, key=self._due, default=None)
+    def num_unfinished(self) -> int:
+        """How many `unfinished` has."""
+        return sum(engine.batcher.num_live for engine in self.engines)
+
+    def next_worker(self) -> int | None:
+        """The worker to serve next; None where no worker has anything to do. In order of arrival it waits until one has
+        something to do."""
+        if len(self.engines) == 1:
+            return None if self.engines[0].is_idle else 0
+        self._refresh()
+        ahead, _, worker = min(self._dues)
+        if ahead == MAX_IN_FLIGHT and self._arrival is not None:
+            waiting = [worker for ahead, _, worker in self._dues if ahead == MAX_IN_FLIGHT]
+            tickets = {worker: self.engines[worker].oldest for worker in waiting if self.engines[worker].num_in_flight}
+            worker = self._arrival(tickets) if tickets else worker
+        return None if ahead == _NEVER else worker
 
     def makes_plan(self, worker: int) -> bool:
         """Whether the next `step` of a worker makes a plan; one of several then waits for none."""
@@ -203,12 +234,12 @@ class LocalWorkers:
         submits its next plan and then waits for the one before.
 
         Args:
-          worker: the one to serve; by default the one whose `turn` it is.
+          worker: the one to serve; by default `next_worker`.
         """
-        worker = self.turn if worker is None else worker
+        worker = self.next_worker() if worker is None else worker
         if worker is not None:
             self._hold(worker, self._serve(worker))
-        return self._deliver(self._low_watermark())
+        return self._deliver(self._low_watermark() if self._arrival is None else None)
 
     def drain(self) -> list[Finished]:
         """Collects everything in flight without a new plan, and returns everything that has ended."""
@@ -353,6 +384,7 @@ class LocalWorkers:
             self._num_live[placement.worker] -= 1
             self._limits[placement.worker] -= placement.limit
             self._planned.discard(placement.worker)
+            self._changed.add(placement.worker)
             self._done[placement.worker] = None
 
     def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> MigrationOutcome:
@@ -376,6 +408,7 @@ class LocalWorkers:
             self._limits[target] += placement.limit
             self._placements[request_id] = replace(placement, worker=target)
         self._planned -= {source, target}
+        self._changed |= {source, target}
         self._done[source] = self._done[target] = None
         return moved
 
@@ -387,6 +420,7 @@ class LocalWorkers:
 
     def _serve(self, worker: int) -> list[Finished]:
         engine = self.engines[worker]
+        self._changed.add(worker)
         if len(self.engines) == 1:
             return engine.step()
         if not self.makes_plan(worker):
@@ -400,6 +434,7 @@ class LocalWorkers:
         """All workers are idle: what was before decides nothing of what comes, so that a run that begins here again
         goes on the same."""
         self._ticks = [0] * len(self.engines)
+        self._changed.update(range(len(self.engines)))
         self._last_delivered = 0
         self._first.clear()
         for engine in self.engines:
@@ -418,8 +453,18 @@ class LocalWorkers:
 
     def _low_watermark(self) -> int | None:
         """No end of this tick or an earlier one is still to come; None: none at all is."""
-        busy = [self._ticks[worker] for worker, engine in enumerate(self.engines) if not engine.is_idle]
-        return min(busy, default=None)
+        self._refresh()
+        least = min(self._busy_until)
+        return None if least == _NEVER else least
+
+    def _refresh(self) -> None:
+        """Looks again at the workers that have changed: with many of them, looking at all would take longer than what
+        they do."""
+        for worker in self._changed:
+            is_busy = not self.engines[worker].is_idle
+            self._busy_until[worker] = self._ticks[worker] if is_busy else _NEVER
+            self._dues[worker] = self._due(worker) if is_busy else (_NEVER, 0, worker)
+        self._changed.clear()
 
     def _ticks_of(self, worker: int, times: PlanTimes) -> int:
         """At least one, so that what ends in a plan ends after everything that ended before it."""
@@ -427,19 +472,24 @@ class LocalWorkers:
 
     def _pass(self, worker: int, times: PlanTimes) -> None:
         """A plan was collected."""
+        self._changed.add(worker)
         self._ticks[worker] += self._ticks_of(worker, times)
         self._passed[worker][times.index] = self._ticks[worker]
 
     def _collect(self, worker: int) -> None:
         """Collects what a worker has in flight."""
         self._planned.discard(worker)
+        self._changed.add(worker)
         self._hold(worker, self.engines[worker].drain())
 
     def _hold(self, worker: int, ended: Sequence[Finished]) -> None:
         """Takes in what ended in the plans collected so far."""
         passed, self._passed[worker] = self._passed[worker], {}
         several = len(self.engines) > 1
-        self._held += [_Held(passed[one.dispatch] if several else 0, worker, one) for one in ended]
+        for one in ended:
+            tick = passed[one.dispatch] if several else 0
+            heapq.heappush(self._held, _Held((tick, worker, one.dispatch, one.dp_group, one.slot), one))
+        self._changed.add(worker)
         self._leave([one.request_id for one in ended])
         self._done[worker] = None
         times = self.engines[worker].next_times()
@@ -447,11 +497,9 @@ class LocalWorkers:
 
     def _deliver(self, low_watermark: int | None) -> list[Finished]:
         """What ended up to a tick, or all of it, in logical order."""
-        ready: list[_Held] = []
-        waiting: list[_Held] = []
-        for one in self._held:
-            (ready if low_watermark is None or one.tick <= low_watermark else waiting).append(one)
-        self._held = waiting
-        ready.sort(key=lambda one: one.order)
-        self._last_delivered = max([self._last_delivered, *(one.tick for one in ready)])
-        return [one.finished for one in ready]
+        found: list[Finished] = []
+        while self._held and (low_watermark is None or self._held[0].order[0] <= low_watermark):
+            one = heapq.heappop(self._held)
+            self._last_delivered = max(self._last_delivered, one.order[0])
+            found.append(one.finished)
+        return found
