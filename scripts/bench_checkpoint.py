@@ -39,16 +39,15 @@ import numpy as np
 from bench import records
 from bench.frame import Benchmark, Record, Session
 from bench.measure import say
-from jaxrl.runtime.hosts.broadcast import broadcast_from_any, broadcast_from_rank0
-from jaxrl.runtime.hosts.key_value_store import CoordinationStore
 
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.state import join_arrays, split_arrays
+from jaxrl.runtime.host_group import HostGroup
 from jaxrl.scheduling.rounds.carried import pack_groups, unpack_samples
 from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState
-from jaxrl.train.steps import ALONE, Peers
+from jaxrl.train.steps import ALONE
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 QUICK = {"gigabytes": 0.02, "processes": [1], "responses": 32, "tokens": 500, "repetitions": 1}
@@ -135,9 +134,8 @@ def weights(
     if num > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", num, process)
-        store = CoordinationStore()
-        peers = Peers(process, num, broadcast_from_rank0(store), broadcast_from_any(store))
-        together = lambda name: store.barrier(name, 600)  # noqa: E731 - one line for one name
+        group = HostGroup()
+        peers, together = group.peers, group.meet
     own_devices = {device.process_index: device for device in jax.devices()}  # one of each process
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.asarray([own_devices[i] for i in range(num)]), "x"), jax.P("x"))
     shape = (num, _LEAF_BYTES // 4 // num)

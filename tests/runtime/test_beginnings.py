@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.data.prompts import PromptSource, load_train
-from jaxrl.record.run_dir import RunFolder
+from jaxrl.record.run_dir import RunDir
 from jaxrl.runtime.beginnings import refuse_other_data
 from jaxrl.train import manifest
 
@@ -44,7 +44,7 @@ def look(tmp_path: Path) -> Callable[..., None]:
     def source(config: Config) -> PromptSource:
         return PromptSource(load_train(config), Bytes(), config)
 
-    place, folder = tmp_path / "run" / "checkpoints" / "3", RunFolder(tmp_path / "run")
+    place, folder = tmp_path / "run" / "checkpoints" / "3", RunDir(tmp_path / "run")
     (place / "host").mkdir(parents=True)
     state = {"values": {"data": source(configured()).state()}}
     (place / "host" / "metadata").write_text(json.dumps(state))

@@ -11,7 +11,7 @@ import pytest
 from keyword_options import with_options
 from rounds import rule_sections
 
-from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
 from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
@@ -21,13 +21,9 @@ from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, Window
 from jaxrl.mechanisms.table import batch_rule, composition_problem
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
-from jaxrl.runtime.rules import batcher_config, carried, lookahead, workers_of
+from jaxrl.runtime.rules import batcher_config, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
-from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.synchronized import SynchronizedWorkers
-from jaxrl.sim.replay import ReplayExecutor
 
 LONGEST = 77  # tokens of a response
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -181,30 +177,3 @@ def test_what_is_refused(options: dict[str, Any], message: str):
 def test_what_the_summary_says_of_carried_prompts():
     assert carried("tail batching", 0) == {}
     assert carried("tail batching", 3) == {"prompts begun and not trained on": "3 (tail batching)"}
-
-
-# ---------------------------------------------------------------- several workers
-
-
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({}, None),
-        ({"rollout": {"num_workers": 2}}, 4 * (16 * 256 + 512)),
-        ({"hosts": {"num": 3}}, 4 * (16 * 256 + 512)),
-        ({"rollout": {"num_workers": 4, "decode_steps": 2, "max_num_batched_tokens": 100}}, 4 * (2 * 256 + 100)),
-        ({"rollout": {"num_workers": 2}, "trainer": {"stream": {"enable": True}}}, None),
-    ],
-)
-def test_commands_take_effect_four_plans_later_with_several_workers(sections: dict[str, Any], expected: int | None):
-    assert lookahead(from_mapping({"model": {"path": "x"}, **sections})) == expected
-
-
-def test_the_workers_of_a_process_have_the_numbers_of_their_place():
-    several = from_mapping({"model": {"path": "x"}, "rollout": {"num_workers": 6}, "hosts": {"num": 3}})
-    engines = [Engine(ReplayExecutor({}, 1, 4, 99, 4, 64), batcher_config(several)) for _ in range(2)]
-    workers = workers_of(several, engines, process=2)
-    assert isinstance(workers, SynchronizedWorkers)
-    assert (workers.numbers, workers.placements.num_workers) == ((4, 5), 6)
-    alone = workers_of(from_mapping({"model": {"path": "x"}}), engines[:1])
-    assert isinstance(alone, LocalWorkers)

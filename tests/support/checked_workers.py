@@ -8,8 +8,7 @@ from typing import Any
 from checking import CheckingExecutor, make_engine, make_request
 
 from jaxrl.scheduling.tokens.engine import Engine, Finished
-from jaxrl.scheduling.tokens.event_merger import Deal
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.local_workers import Deal, LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
 
 

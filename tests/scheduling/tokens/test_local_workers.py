@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
 from jaxrl.scheduling.tokens.engine import Engine, Finished
-from jaxrl.scheduling.tokens.event_merger import Deal
-from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, LocalWorkers, step_ticks
-from jaxrl.scheduling.tokens.plan import Request, resume
+from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, Deal, LocalWorkers, step_ticks
+from jaxrl.scheduling.tokens.plan import Request, Ticket, resume
 from jaxrl.scheduling.tokens.progress import PlanTimes
 
 # ---------------------------------------------------------------- dealing
@@ -76,18 +75,18 @@ def test_every_worker_gets_two_plans_before_the_host_waits():
     for request in requests:
         workers.add(request)
     for submitted in ([1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]):
-        assert (workers.turn is None, workers.makes_plan(workers.turn or 0)) == (False, True)
-        assert not workers.waits(workers.turn or 0)
+        assert (workers.next_worker() is None, workers.makes_plan(workers.next_worker() or 0)) == (False, True)
+        assert not workers.waits(workers.next_worker() or 0)
         assert workers.step() == []
         assert [len(executor.plans) for executor in executors] == submitted
         assert [engine.num_in_flight for engine in workers.engines] == submitted
     for served, submitted in ((0, [3, 2, 2]), (1, [3, 3, 2]), (2, [3, 3, 3]), (0, [4, 3, 3])):
-        assert workers.turn == served
+        assert workers.next_worker() == served
         assert workers.waits(served)
         collected = workers.engines[served].counters.plans
         workers.step()
         assert workers.engines[served].counters.plans == collected + 1
-        assert workers.turn == served, "it gets its next plan before any other is waited for"
+        assert workers.next_worker() == served, "it gets its next plan before any other is waited for"
         assert workers.makes_plan(served)
         workers.step()
         assert [len(executor.plans) for executor in executors] == submitted
@@ -101,7 +100,7 @@ def test_a_worker_that_has_nothing_more_to_plan_is_not_asked_again_until_somethi
     for request in requests[:2]:
         workers.add(request)
     counts = count_schedules(workers)
-    while workers.makes_plan(workers.turn or 0):
+    while workers.makes_plan(workers.next_worker() or 0):
         workers.step()
     assert [len(executor.plans) for executor in executors] == [1, 1]
     assert counts == [2, 2], "once for the plan, and once in vain"
@@ -109,7 +108,7 @@ def test_a_worker_that_has_nothing_more_to_plan_is_not_asked_again_until_somethi
     workers.add(requests[2])
     assert by_worker(workers) == [(0, 2), (1,)]
     assert workers.makes_plan(0)
-    assert workers.turn == 0
+    assert workers.next_worker() == 0
     run(workers)
     assert [len(executor.plans) for executor in executors] == [2, 1]
 
@@ -138,13 +137,39 @@ def test_the_worker_whose_plan_should_end_first_is_served():
         workers.add(request)
     waited, planned = list[int | None](), list[int | None]()
     while len(waited) < 12:
-        turn = workers.turn
+        turn = workers.next_worker()
         assert turn is not None
         (waited if workers.waits(turn) else planned).append(turn)
         workers.step()
     assert planned[:4] == [0, 1, 1, 0], "its devices run dry first"
     assert waited == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
     assert planned[4:] == waited[:-1]
+
+
+def test_in_order_of_arrival_the_worker_whose_plan_is_done_is_served_and_its_ends_are_delivered():
+    """Worker 1 comes first again and again; by their plans both would have their turns."""
+    requests = [make_request(i, max_tokens=30, prompt=i) for i in range(4)]
+    of = {request.key: length for request, length in zip(requests, (30, 6, 30, 9), strict=True)}
+    engines = [make_engine(of)[0] for _ in range(2)]
+    asked_of = list[tuple[int, ...]]()
+
+    def arrival(tickets: Mapping[int, Ticket]) -> int:
+        assert all(ticket.index == engines[worker].oldest_plan for worker, ticket in tickets.items())
+        asked_of.append(tuple(tickets))
+        return max(tickets)
+
+    workers = LocalWorkers(engines, arrival=arrival)
+    for request in requests:
+        workers.add(request)
+    assert by_worker(workers) == [(0, 2), (1, 3)]
+    delivered = list[int]()
+    while not workers.engines[1].is_idle:
+        delivered += [finished.request_id for finished in workers.step()]
+    assert delivered == [1, 3], "at once, though worker 0 stands at its first plans"
+    assert workers.engines[0].counters.plans == 0
+    assert set(asked_of) == {(0, 1)}, "it is asked where both can only wait"
+    run(workers)
+    assert workers.is_idle
 
 
 def test_an_end_is_held_until_no_worker_can_bring_an_earlier_one():

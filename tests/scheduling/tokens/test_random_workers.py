@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import Engine, Finished
-from jaxrl.scheduling.tokens.event_merger import Deal
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.local_workers import Deal, LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.types import Sample
 
