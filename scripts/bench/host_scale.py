@@ -1,87 +1,48 @@
-"""Simulated runs on many hosts, with the code of process 0 timed while it runs.
+"""Simulated runs on many hosts, with the controller's code timed while it runs, and plans without devices.
 
 `configured` is the run: tail batching, 16 responses a prompt, a worker of eight H100s on each host, a 7B model at
-tensor parallelism 2. `play` runs it, and returns for each step what it took in simulated seconds and what the code of
-process 0 took in this process: merging, deciding and publishing are those of a real run
-(`jaxrl.runtime.simulated_hosts`), so their CPU seconds are a real process's too. What stands for the other hosts, for
-devices and for the shared store is left out (`Stopwatch`).
+tensor parallelism 2. `play` runs it, and returns for each step what it took in simulated seconds and what the
+controller took in this process: everything but what stands for devices. `plan_seconds` measures the engine with the
+batcher of real runs, which is slower than the one that simulations have.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxrl.config import Config, from_mapping
 from jaxrl.runtime.simulation import Simulation
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request, RowResult, Ticket
+from jaxrl.scheduling.tokens.stacks import WHOLE
 from jaxrl.sim.configured import with_simulated_hosts
+from jaxrl.types import SampleKey, SamplingParams
 
 from .simulated import simulate
-from .worker import resident_bytes
 
 SAMPLES = 16
-_ELSEWHERE = ""
-KEPT = ("timing_s/gen", "timing_s/step", "hosts/order_wait_s", "hosts/stream_s", "hosts/waited_s")
-"""The metrics that a step keeps: whoever looks at memory over many steps keeps little."""
-PARTS = ("events", "round", "commands", "end")
-"""events: merging, publishing and handing over; round: the rule and the round; commands: carrying out what they say;
-end: of the round."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleStep:
-    """A step: its kind of round, its metrics, the CPU seconds of process 0's code by part, events handled, and resident
-    memory afterwards."""
+    """A step: its kind of round, seconds of the rollout and of all, CPU seconds of the controller, and its plans."""
 
     is_long: bool
-    metrics: dict[str, float]
-    cpu_s: dict[str, float]
-    events: int
-    memory_mib: float
-
-    @property
-    def share(self) -> float:
-        """Of process 0's code in the step."""
-        return sum(self.cpu_s.values()) / self.metrics["timing_s/step"]
-
-
-class Stopwatch:
-    """CPU seconds of this thread by part; an inner part's are not an outer one's."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._open = [_ELSEWHERE]
-        self._since = time.thread_time()
-
-    def around(self, owner: Any, method: str, name: str) -> None:
-        """Has a method of one object timed."""
-        own = getattr(owner, method)
-
-        def timed(*args: Any, **more: Any) -> Any:
-            self._turn()
-            self._open.append(name)
-            try:
-                return own(*args, **more)
-            finally:
-                self._turn()
-                self._open.pop()
-
-        setattr(owner, method, timed)
-
-    def take(self) -> dict[str, float]:
-        """Seconds of the parts since the last call."""
-        found, self._seconds = self._seconds, {}
-        return {name: found.get(name, 0.0) for name in PARTS}
-
-    def _turn(self) -> None:
-        now, name = time.thread_time(), self._open[-1]
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-        self._since = now
+    rollout_s: float
+    step_s: float
+    cpu_s: float
+    plans: int
 
 
 def configured(
-    hosts: int, rows: int, seed: int, steps: int, lengths: tuple[float, float, int], **simulate: Any
+    hosts: int, rows: int, seed: int, steps: int, order: str, lengths: tuple[float, float, int], **simulate: Any
 ) -> Config:
     """A run of `hosts` hosts with a batch of `rows` responses for each. `lengths`: median, sigma and longest."""
     median, sigma, longest = lengths
@@ -95,6 +56,7 @@ def configured(
         },
         "rollout": {
             "n": SAMPLES,
+            "order": order,
             "dtype": "bfloat16",
             "tensor_model_parallel_size": 2,
             "max_num_seqs": max(rows // 2, 1),
@@ -119,44 +81,83 @@ def configured(
 
 def play(config: Config) -> list[ScaleStep]:
     """All steps of a run."""
-    watch, found, events = Stopwatch(), list[ScaleStep](), [0]
+    watch, found = Stopwatch(), list[ScaleStep]()
 
     def ended(step: int, measured: dict[str, float], groups: Any) -> None:
         is_long = measured.get("rollout/long_round", 0.0) == 1.0
-        kept = {name: measured[name] for name in KEPT}
-        found.append(ScaleStep(is_long, kept, watch.take(), events[0], resident_bytes() / 2**20))
-        events[0] = 0
+        found.append(ScaleStep(is_long, measured["timing_s/gen"], measured["timing_s/step"], *watch.take()))
 
-    simulate(config, ended, lambda simulation: _watch(simulation, watch, events))
+    def before(simulation: Simulation) -> None:
+        for executor in simulation.executors.executors:
+            watch.leave_out(executor)
+        watch.take()
+
+    simulate(config, ended, before)
     return found
 
 
-def _watch(simulation: Simulation, watch: Stopwatch, events: list[int]) -> None:
-    """Has the parts of process 0 timed, without what stands for other hosts and devices."""
-    loop: Any = simulation.loop
-    backend: Any = loop._backend
-    hosts: Any = simulation.hosts
-    assert hosts is not None, "one host has nothing to merge"
-    wait = backend.wait
+class Stopwatch:
+    """CPU seconds of this thread without those of executors, and their plans."""
 
-    def counted() -> Any:
-        events[0] += 1
-        return wait()
+    def __init__(self) -> None:
+        self._since, self._elsewhere_s, self._plans = time.thread_time(), 0.0, 0
 
-    backend.wait = counted
-    for owner, method, name in (
-        (loop, "_handle", "round"),
-        (loop.rule, "plan", "round"),
-        (loop.rule, "settle", "round"),
-        (backend, "wait", "events"),
-        (backend, "apply", "commands"),
-        (backend, "end", "end"),
-    ):
-        watch.around(owner, method, name)
-    for owner, methods in (
-        (hosts.board, ("put", "get", "folder", "delete")),
-        (hosts, ("on_launch", "on_abort", "on_completion", "handed", "commanded", "counts", "round_ends", "exchange")),
-        (backend._plans, ("run_synchronized", "show")),
-    ):
-        for method in methods:
-            watch.around(owner, method, _ELSEWHERE)
+    def leave_out(self, executor: Any) -> None:
+        """Does not count what an executor takes to run its plans."""
+        own = executor.submit
+
+        def submit(plan: Plan) -> Ticket:
+            began = time.thread_time()
+            ticket = own(plan)
+            self._elsewhere_s += time.thread_time() - began
+            self._plans += 1
+            return ticket
+
+        executor.submit = submit
+
+    def take(self) -> tuple[float, int]:
+        """Since the last call."""
+        now = time.thread_time()
+        found = now - self._since - self._elsewhere_s, self._plans
+        self._since, self._elsewhere_s, self._plans = now, 0.0, 0
+        return found
+
+
+class _NoDevices:
+    """Runs plans in no time: every row gets as many tokens as it may."""
+
+    num_groups, block_size, max_prefill_tokens, stacks = 1, 16, 1 << 30, WHOLE
+
+    def __init__(self, num_slots: int, num_blocks: int) -> None:
+        self.num_slots, self.num_blocks = num_slots, num_blocks
+        self._results: deque[PlanResult] = deque()
+        ids, logprobs = np.zeros(64, np.int32), np.zeros(64, np.float32)
+        self._rows = [RowResult(ids[:n], logprobs[:n], logprobs[:n], False, None, None) for n in range(65)]
+
+    def check(self, request: Request) -> None: ...
+
+    def submit(self, plan: Plan) -> Ticket:
+        ends = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
+        rows = {row.request_id: self._rows[row.max_new] for row in plan.decode}
+        rows |= dict.fromkeys(ends - rows.keys(), self._rows[1])
+        self._results.append(PlanResult(plan.index, rows, plan.num_steps, 0, 0.0))
+        return self._results[-1]
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        return self._results.popleft()
+
+
+def plan_seconds(num_rows: int, plans: int = 200) -> float:
+    """CPU seconds of the engine and the batcher for a plan of so many rows, of 16 decode steps."""
+    longest = 16 * (plans + 8)
+    executor: Any = _NoDevices(num_rows, num_rows * (longest // 16 + 2))
+    workers = LocalWorkers([Engine(executor, BatcherConfig(decode_steps=16, max_model_len=longest + 64))])
+    params = SamplingParams(max_tokens=longest)
+    for i in range(num_rows):
+        workers.add(Request(i, SampleKey(0, i, 0), (1,) * 8, params))
+    for _ in range(4):  # the prefill
+        workers.step()
+    began = time.thread_time()
+    for _ in range(plans):
+        workers.step()
+    return (time.thread_time() - began) / plans

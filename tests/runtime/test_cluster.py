@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, wait_for_steps
+from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, num_steps, wait_for_steps
 from talking_runs import TALK
 from tiny import write_tiny_model
 
@@ -28,7 +29,7 @@ from jaxrl.runtime.cluster import bundle_of
 
 slow = pytest.mark.slow
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-HOSTS = ("hosts.launcher=ray", "hosts.num=2", "hosts.devices_per_host=1")
+HOSTS = ("hosts.num=2", "hosts.devices_per_host=1")
 WORKERS = ("rollout.num_workers=2",)
 SMALL = (
     *WIDE,
@@ -39,11 +40,19 @@ SMALL = (
 RULES = {
     "plain": (),
     "tail batching": ("rollout.tail_batching.enable=true", "algorithm.filter_groups.enable=true"),
+    "over-provisioning": ("rollout.over_provisioning.enable=true", "rollout.order=logical"),
     "partial rollout": ("rollout.partial_rollout.enable=true",),
     "one step off, adapters": ("trainer.one_step_off=true", "model.lora_rank=4"),
     "drafts": ("rollout.speculation.enable=true", "rollout.temperature=0.06"),
     "critic": ("algorithm.adv_estimator=gae", "critic.optim.lr=0.01"),
-    "teacher": ("algorithm.adv_estimator=none", "algorithm.teacher.path={teacher}"),
+    "teacher": ("algorithm.adv_estimator=none", "algorithm.teacher.path={folder}/teacher"),
+    "experts": ("model.path={folder}/experts",),
+    "int8": ("rollout.quantization=int8", "rollout.kv_cache_dtype=int8"),
+    "planner": ("rollout.layout.planner=true", "rollout.max_num_seqs=4"),
+}
+EXPERTS = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 16},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 
 
@@ -61,23 +70,23 @@ RULES = {
 def test_what_an_actor_takes_of_a_node(
     num: int, each: int, nodes: list[dict[str, float]], on_cpu: bool, expected: dict[str, float]
 ):
-    hosts = HostsSection(num=num, launcher="ray", devices_per_host=each)
-    assert bundle_of(hosts, nodes, on_cpu=on_cpu) == expected
+    assert bundle_of(HostsSection(num=num, devices_per_host=each), nodes, on_cpu=on_cpu) == expected
 
 
 def test_a_judge_on_the_devices_is_refused():
     judge = {"kind": "judge", "judge": {"model": "m", "prompt": "{response}"}}
-    with pytest.raises(ConfigError, match=r"reward\.judge\.model \(m\) and hosts\.launcher=ray exclude each other"):
-        from_mapping({"model": {"path": "m"}, "reward": judge, "hosts": {"num": 2, "launcher": "ray"}})
+    with pytest.raises(ConfigError, match=r"reward\.judge\.model \(m\) and hosts\.num \(2\) exclude each other"):
+        from_mapping({"model": {"path": "m"}, "reward": judge, "hosts": {"num": 2}})
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
     made = Runs(tmp_path_factory.mktemp("cluster"), tiny_model)
     made.config["trainer"]["compilation_cache_dir"] = str(made.folder / "cache")
-    place = write_tiny_model(made.folder / "teacher")
-    model = config_of(place)
-    export_hf(decoder.init(model, jax.random.key(7), jnp.float32), model, place, dtype=jnp.float32)
+    for name, more in (("teacher", {}), ("experts", EXPERTS)):
+        place = write_tiny_model(made.folder / name, **more)
+        model = config_of(place)
+        export_hf(decoder.init(model, jax.random.key(7), jnp.float32), model, place, dtype=jnp.float32)
     return made
 
 
@@ -99,11 +108,39 @@ def living(pids: list[int]) -> list[int]:
 @needs_ray
 @pytest.mark.parametrize("rule", RULES)
 def test_actors_end_as_one_process_with_as_many_workers(rule: str, runs: Runs):
-    options = [each.format(teacher=runs.folder / "teacher") for each in (*SMALL, *RULES[rule])]
+    options = [each.format(folder=runs.folder) for each in (*SMALL, *RULES[rule])]
     one, two = (runs.folder / f"{name} {rule}" for name in ("one", "two"))
     runs.finish(one, *options, *WORKERS, devices=2)
     runs.finish(two, *options, *HOSTS)
     assert_same_end(two, one)
+
+
+@slow
+@needs_ray
+@pytest.mark.parametrize("rule", ["plain", "partial rollout", "int8"])
+def test_a_worker_that_spans_hosts_ends_as_one_on_as_many_devices(rule: str, runs: Runs):
+    options = (*SMALL, *RULES[rule], "rollout.warmup=true", "rollout.tensor_model_parallel_size=2")
+    one, spanning = (runs.folder / f"{name} {rule}" for name in ("one wide", "spanning"))
+    runs.finish(one, *options, devices=2)
+    runs.finish(spanning, *options, *HOSTS, "rollout.hosts_per_worker=2")
+    assert_same_end(spanning, one)
+
+
+@slow
+@needs_ray
+@pytest.mark.parametrize("legs", [((1, 2), (2, 1), (1, 2)), ((2, 2), (4, 1), (2, 2))])
+def test_a_run_resumes_on_another_number_of_hosts(legs: tuple[tuple[int, int], ...], runs: Runs):
+    """With as many workers, and tokens that are carried. On four devices one process adds up in another order."""
+    count = legs[0][0] * legs[0][1]
+    moved, whole = (runs.folder / f"{name} {count}" for name in ("moved", "unmoved"))
+    options = (*SMALL, *RULES["partial rollout"], f"rollout.num_workers={count}")
+    for leg, (num, each) in enumerate(legs, 1):
+        placed = (f"hosts.num={num}", f"hosts.devices_per_host={each}") if num > 1 else ()
+        runs.finish(moved, *options, *placed, f"trainer.total_training_steps={2 * leg}", devices=count)
+    assert num_steps(moved) == 6
+    placed = (f"hosts.num={count}", "hosts.devices_per_host=1", "trainer.total_training_steps=6")
+    runs.finish(whole, *options, *placed)
+    assert_same_end(moved, whole)
 
 
 @slow
@@ -121,6 +158,35 @@ def test_turns_are_answered_on_several_hosts(runs: Runs):
     runs.finish(runs.folder / "turns", *options, *HOSTS)
     runs.finish(runs.folder / "turns one", *options, *WORKERS, devices=2)
     assert_same_end(runs.folder / "turns", runs.folder / "turns one")
+
+
+@slow
+@needs_ray
+def test_a_file_of_the_user_filters_groups_on_several_hosts(runs: Runs):
+    (runs.folder / "varied.py").write_text("def varied(group):\n    return len({s.text for s in group}) > 1\n")
+    filtering = f"{{enable: true, path: {runs.folder}/varied.py, name: varied}}"
+    options = (*SMALL, f"algorithm.filter_groups={filtering}")
+    runs.finish(runs.folder / "filtered", *options, *HOSTS)
+    runs.finish(runs.folder / "filtered one", *options, *WORKERS, devices=2)
+    assert_same_end(runs.folder / "filtered", runs.folder / "filtered one")
+
+
+@slow
+@needs_ray
+def test_the_order_of_arrival_is_repeated_after_a_kill(runs: Runs):
+    """The killed run's last step is played again in the order that the journal has, so its metrics come out alike."""
+    options = (*SMALL, *RULES["partial rollout"], "rollout.order=arrival", "trainer.save_freq=3")
+    broken, copied = runs.folder / "arrived", runs.folder / "arrived twice"
+    with runs.start(broken, *options, *HOSTS, "trainer.total_training_steps=50") as process:
+        wait_for_steps(process, broken, 5)
+        process.kill()
+        process.wait(PATIENCE_S)
+    done = num_steps(broken)
+    shutil.copytree(broken, copied)
+    last = f"trainer.total_training_steps={done}"
+    runs.finish(broken, *options, *HOSTS, last)
+    runs.finish(copied, *options, *WORKERS, last, devices=2)
+    assert_same_end(copied, broken)
 
 
 @slow

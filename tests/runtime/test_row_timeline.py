@@ -44,7 +44,7 @@ def test_every_response_is_drawn_once_on_its_row():
         engine.add(request)
     while not engine.is_idle:
         engine.step()
-        tracks.follow()
+        tracks.follow(0)
     assert sorted(each["name"] for each in picture.drawn) == sorted(f"0.{i}.0" for i in range(9))
     assert {each["name"]: each["tokens"] for each in picture.drawn} == {f"0.{i}.0": 3 + 2 * i for i in range(9)}
     assert {each["end"] for each in picture.drawn} == {"stop"}
@@ -76,7 +76,7 @@ def test_an_aborted_request_ends_when_it_is_looked_for_or_its_row_is_given_away(
     engine.step()
     engine.abort([requests[0].request_id])
     assert not picture.drawn
-    tracks.follow()
+    tracks.follow(0)
     assert [(each["name"], each["end"]) for each in picture.drawn] == [("0.0.0", "abort")]
     engine.abort([requests[1].request_id])
     engine.add(requests[rows])
@@ -86,9 +86,9 @@ def test_an_aborted_request_ends_when_it_is_looked_for_or_its_row_is_given_away(
     assert [(each["name"], each["end"]) for each in picture.drawn[1:]] == [("0.1.0", "abort")]
     engine.abort(engine.unfinished())
     engine.drain()
-    tracks.follow()
+    tracks.follow(0)
     assert len(picture.drawn) == rows + 2
-    tracks.follow()
+    tracks.follow(0)
     assert len(picture.drawn) == rows + 2
 
 
@@ -98,7 +98,7 @@ def test_workers_have_rows_of_their_own():
     tracks = RowTracks(engines, picture)
     for i, engine in enumerate(engines):
         engine.generate([make_request(i)])
-    tracks.follow()
+    tracks.follow(0)
     assert [each["row"] for each in picture.drawn] == ["0.0.0", "1.0.0"]
     assert picture.drawn[0]["order"] < picture.drawn[1]["order"]
 
@@ -107,7 +107,7 @@ def test_an_engine_that_another_listens_to_is_left_alone():
     heard: list[TraceEvent] = []
     engine, _ = make_engine({make_request(0).key: 5}, trace=heard.append)
     picture = Picture()
-    RowTracks([engine], picture).follow()
+    RowTracks([engine], picture).follow(0)
     engine.generate([make_request(0)])
     assert heard
     assert not picture.drawn
