@@ -22,7 +22,7 @@ import pytest
 import yaml
 from chat_server import chat_server, says
 from page_world import World, environment
-from pages import CONFIGS, PAGES, ROOT, SHELLS, Block, Command, blocks, commands_of, inner_commands
+from pages import CONFIGS, PAGES, ROOT, SHELLS, Block, Command, blocks, commands_of
 from served import serving
 from small_models import requests
 from tiny import write_tiny_model
@@ -79,9 +79,6 @@ MISSING = {
 @pytest.mark.parametrize("block", of("yaml", "gin"))
 def test_a_block_is_a_configuration(block: Block, folder: Path):
     values = list(yaml.safe_load_all(block.text)) if block.language == "yaml" else [{}]
-    if "apiVersion" in values[0]:
-        _check_manifest(values)
-        return
     file = folder / f"run.{block.language}"
     file.write_text(block.text, encoding="utf-8")
     given = "" if block.language == "yaml" else block.text
@@ -96,17 +93,21 @@ def _has(values: dict[str, Any], option: str) -> bool:
     return name in values.get(section, {})
 
 
-def _check_manifest(values: list[dict[str, Any]]) -> None:
-    """Kubernetes': the container's command is one of ours, for as many hosts as there are pods."""
-    service, job = values
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    (words,) = [words for text in container["args"] for words in inner_commands(text)]
-    options = parse(*_parser(), words[1:])
-    config = load(None, [*options.overrides, "model.path=none"])
-    assert config.hosts.num == job["spec"]["completions"] == job["spec"]["parallelism"]
-    name, subdomain = config.hosts.coordinator.partition(":")[0].split(".")
-    assert name == f"{job['metadata']['name']}-0"
-    assert subdomain == service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "cluster").iterdir()), ids=lambda file: file.name)
+def test_a_file_for_a_cluster_starts_a_command_of_ours(file: Path):
+    text = file.read_text(encoding="utf-8")
+    assert "# Not tried: " in text
+    if file.suffix == ".sh":
+        subprocess.run(["bash", "-n", file], check=True)
+    else:
+        yaml.safe_load(text)
+    (command,) = re.findall(r"^[^#\n]*\bjaxrl (train (?:[^\"&\n]|\n +(?=hosts))+)", text, re.M)
+    words = re.sub(r"\$\w+", "2", command.replace("\\\n", " ")).split()
+    options = parse(*_parser(), words)
+    hosts = load(None, [*options.overrides, "model.path=none"]).hosts
+    assert hosts.num > 1
+    assert hosts.address
+    assert hosts.devices_per_host
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -333,7 +334,6 @@ PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "docs/your-reward.md: def compute_score": reward,
     "docs/serving.md: import openai": asking,
     "docs/serving.md: import asyncio": not_here,
-    "docs/several-hosts.md: import os, socket": not_here,
 }
 """How each block runs, by its page and its beginning. One that is not here fails."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from page_world import SMALL, World, environment
-from pages import PAGES, ROOT, Command, commands_of, inner_commands, page_commands, read_blocks
+from pages import PAGES, ROOT, Command, commands_of, page_commands, read_blocks
 from runs import asked
 
 from jaxrl.cli import _parser, main
@@ -72,12 +72,6 @@ def check_options(command: Command, folder: Path) -> None:
 def check_jaxrl(command: Command, folder: Path) -> None:
     """The arguments are known, and its configuration is one."""
     read_arguments(command.words[1:])
-
-
-def check_started(command: Command, folder: Path) -> None:
-    """The same for what srun and mpirun start."""
-    (inner,) = inner_commands(command.text)
-    read_arguments([word.replace("$SLURM_NNODES", "4") for word in inner[1:]])
 
 
 def check_curl(command: Command, folder: Path) -> None:
@@ -158,9 +152,8 @@ RULES = (
     Rule(r"python scripts/(sabotage|mutants)", cannot="runs this suite, over and over", check=check_options),
     Rule(r"python -m pytest", cannot="is this suite", check=check_nothing),
     Rule(r"python tests/support/record_runs", cannot="takes minutes; tests/commands runs it", check=check_nothing),
-    Rule(r"ray start", cannot="a cluster that stays; tests/faults/test_host_ray.py starts one", check=check_nothing),
-    Rule(r"srun|mpirun", cannot="needs a cluster, or Open MPI", check=check_started),
-    Rule(r"jaxrl train .*hosts.launcher=ray", cannot="needs a cluster of Ray's with four nodes"),
+    Rule(r"ray start", cannot="a cluster that stays; tests/rewards/test_ray_cluster.py starts one", check=check_nothing),
+    Rule(r"jaxrl train .*hosts.num=", cannot="needs Ray; tests/runtime/test_cluster.py has such runs"),
     Rule(r"jaxrl train .*agents_sdk", cannot="needs openai-agents; tests/mechanisms/turns has its protocol"),
     Rule(
         r"jaxrl serve", cannot="goes on until it is stopped: test_page_blocks.py runs servers with the page's clients"
@@ -185,7 +178,6 @@ RULES = (
     Rule(r"jaxrl profile", PROFILED, slow=True),
     Rule(r"jaxrl (sft|dpo|train) .*runs/sft", SMALL | LEARNS | {"model.lora_rank": "0"}, slow=True),
     Rule(r"jaxrl (sft|dpo)", SMALL | LEARNS),
-    Rule(r"jaxrl train .*hosts.launcher=local", how="process", slow=True),
     Rule(r"jaxrl train .*run.yaml", ON_TWO, slow=True),
     Rule(r"jaxrl train .*(Qwen/|openai/)", SMALL, how="process", more=("hub",), slow=True),
     Rule(r"jaxrl train .*adaptive_layout", SMALL | ON_EIGHT, more=(PROFILE,), slow=True),

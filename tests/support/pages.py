@@ -15,7 +15,7 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "mechanisms").glob("*.md")),
 )
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "cluster")
 SHELLS = ("bash", "sh", "console")
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```[ ]*$", re.M | re.S)
 _NAME = re.compile(r"[A-Za-z_]\w*=")
@@ -135,11 +135,6 @@ def page_commands() -> list[Command]:
         for command in commands_of(block):
             found.setdefault(command.key, command)
     return list(found.values())
-
-
-def inner_commands(text: str) -> list[list[str]]:
-    """The words of each `jaxrl ...` that another program is to start, `sh -c '...'` included."""
-    return [shlex.split(match[1]) for match in re.finditer(r"\b(jaxrl (?:[^'|)\n]|\n +)+)", text)]
 
 
 def _logical_lines(block: Block) -> Iterator[tuple[int, str]]:
