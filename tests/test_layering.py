@@ -70,7 +70,6 @@ WITHOUT_JAX = {
     "jaxrl.report.page",
     "jaxrl.rewards.pool",
     "jaxrl.runtime.backend",
-    "jaxrl.runtime.hosts.liveness",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
     "jaxrl.mechanisms.stream_trainer.session",
