@@ -77,7 +77,7 @@ def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: P
     sizes = ["data.max_response_length=6", "rollout.max_num_seqs=4", "rollout.val_kwargs.n=2", "rollout.warmup=false"]
     model = [f"model.path={tiny_model}", "model.random_init=true", "rollout.val_kwargs.temperature=1.0"]
     out = tmp_path / "out.jsonl"
-    trained = ["hosts.num=16", "rollout.num_workers=16", "hosts.launcher=local"]  # has no effect on this command
+    trained = ["hosts.num=16", "rollout.num_workers=16"]  # has no effect on this command
     assert main(["eval", *model, *TASK, *sizes, *trained, "--out", str(out)]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names[:4] == ["parameters", "rollout.dtype:", "num_prompts", "avg@2"]

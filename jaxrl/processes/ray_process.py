@@ -1,9 +1,9 @@
-"""A process that uses ray, from both sides: Ray is the way to several machines, for rewards and for hosts.
+"""A process that uses ray, from both sides: rewards on several machines.
 
 Purpose: ray ends the process that uses it when it has lost the cluster's head for a minute ("The program will
-terminate"), and installs handlers of signals. In the trainer or a launcher that would be the end of a run, without a
-word. So these start a process of its own (`RayProcess`), and start it again if it ends. That process begins with
-`begin` and `connect`, which alone imports ray.
+terminate"), and installs handlers of signals. In the trainer that would be the end of a run, without a word. So a pool
+starts a process of its own (`RayProcess`), and starts it again if it ends. That process begins with `begin` and
+`connect`, which alone imports ray.
 
 Source: ray 2.60, of which a killed head was tried; https://github.com/ray-project/ray/issues/45570.
 """

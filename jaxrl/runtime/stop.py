@@ -10,9 +10,6 @@ each signal into a pipe, and a thread reads it. So a main thread that waits in n
 nothing. Only native code that holds the interpreter's lock does; that is the watchdog's business
 (`jaxrl.record.watchdog`).
 
-A launcher passes the wish to stop on as a signal of its own (`WISH`), which does what a first SIGTERM does and never
-counts as a second one: a service or a batch system may send SIGTERM to the launcher and to all its processes at once.
-
 Imports nothing heavy, so that it is in place before anything else is.
 """
 
@@ -27,8 +24,6 @@ from contextlib import contextmanager, suppress
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 """What the last line on stderr calls the end by a signal. The exit status is 128 plus its number: 130 or 143."""
-WISH = signal.SIGUSR2
-"""From a launcher: somebody has asked the run to stop."""
 
 _FLUSH_S = 1.0  # a reader of our output that has stopped reading does not hold the end up
 _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
@@ -37,20 +32,22 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 class Stop:
     """What the two signals do once `watch` has taken them over; without that it is simply never asked.
 
+    Args:
+      end: ends the process, with a sentence and a status.
+
     Attributes:
       asked: whether a signal has asked for a stop.
       number: which one did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[str, int], object] | None = None) -> None:
         self.asked = False
         self.number: signal.Signals | None = None
-        self._by_wish = False  # asked by a launcher alone, so far
         self._say: Callable[[str], None] | None = None
         self._held = 0
         self._temporaries: list[os.PathLike[str]] = []
         self._waiting: signal.Signals | None = None  # came while held
-        self._end: Callable[[str, int], object] | None = None  # in place of `end`
+        self._end = end
         self._lock = threading.Lock()
 
     def __call__(self) -> bool:
@@ -65,7 +62,6 @@ class Stop:
         for number in WORDS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell ignores SIGINT for what it starts with `&`
                 signal.signal(number, _nothing)
-        signal.signal(WISH, _nothing)
         os.register_at_fork(after_in_child=_forget)
         # multiprocessing has a process that cleans up after one that was ended at once; it need not warn of that
         ours = "ignore:resource_tracker:UserWarning"
@@ -75,15 +71,6 @@ class Stop:
         """From now on the first signal only asks for a stop; `say` tells what that means."""
         with self._lock:
             self._say = say
-
-    @contextmanager
-    def ending_by(self, end: Callable[[str, int], object]) -> Iterator[None]:
-        """Inside, a signal that ends the process calls `end`, with a sentence and a status, which does not return."""
-        earlier, self._end = self._end, end
-        try:
-            yield
-        finally:
-            self._end = earlier
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -112,15 +99,11 @@ class Stop:
     def _listen(self, reader: int) -> None:
         while True:
             number = os.read(reader, 1)[0]
-            if number in WORDS or number == WISH:
+            if number in WORDS:
                 self._take(signal.Signals(number))
 
     def _take(self, number: signal.Signals) -> None:
         with self._lock:
-            if self.asked and (number == WISH or self._by_wish):
-                self._by_wish &= number == WISH
-                return
-            self._by_wish, number = number == WISH, signal.SIGTERM if number == WISH else number
             if self._say is not None and not self.asked:
                 self.asked, self.number = True, number
                 text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
@@ -151,7 +134,7 @@ class Stop:
 def _forget() -> None:
     """In a forked child: its signals are its own, and not bytes in the pipe that it shares with us."""
     signal.set_wakeup_fd(-1)
-    for number in (*WORDS, WISH):
+    for number in WORDS:
         if signal.getsignal(number) == _nothing:
             signal.signal(number, signal.SIG_DFL)
 

@@ -85,8 +85,8 @@ def test_configurations_that_come_with_jaxrl(tmp_path: Path, monkeypatch: pytest
 def test_options_go_on_section_by_section():
     complete = Overrides()
     assert list(complete(prefix="")) == [f"{name}." for name in dict.fromkeys(o.path.split(".")[0] for o in options())]
-    assert list(complete(prefix="hosts.l")) == ["hosts.launcher="]
-    assert complete(prefix="hosts.l")["hosts.launcher="].startswith("What starts the processes")
+    assert list(complete(prefix="hosts.a")) == ["hosts.address="]
+    assert complete(prefix="hosts.a")["hosts.address="].startswith("The address of the Ray cluster")
     assert "rollout.layout." in complete(prefix="rollout.")
     assert "rollout.layout.switch=" not in complete(prefix="rollout.")
     assert list(complete(prefix="rollout.warmup=")) == ["rollout.warmup=true", "rollout.warmup=false"]

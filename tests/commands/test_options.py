@@ -34,7 +34,7 @@ def test_one_option_with_all_that_is_known():
     text = options_text("rollout.n")
     for words in ("Samples per prompt", "default   8", "unit      samples", "bounds    at least 1", "rollout: {n: 8}"):
         assert words in text
-    assert "values    none, local, ray" in options_text("hosts.launcher")
+    assert "values    logical, arrival" in options_text("rollout.order")
     assert "at most   65536 (" in text
 
 

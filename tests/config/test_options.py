@@ -66,10 +66,6 @@ REFUSED = [
         "data.train_batch_size (12 prompts)",
     ),
     ({**FILTERED, "algorithm.filter_groups.metric": ""}, "algorithm.filter_groups.metric is empty"),
-    (
-        {**FILTERED, "algorithm.filter_groups.path": "f.py", "hosts.num": 2},  # no host has the tokens of the others
-        "algorithm.filter_groups.path (f.py) and hosts.num (2) exclude each other",
-    ),
     # workers that span hosts
     ({SPANS: 2}, f"{SPANS} (2) must cut hosts.num (1) along the major axes of the mesh, into groups of one of 1 "),
     (

@@ -56,10 +56,8 @@ def test_what_excludes_workers_that_span_hosts():
     assert problem(rollout={**spans, "tail_batching": ON, "speculation": drafts}) is None
     assert problem(rollout={**spans, "layout": {"planner": True}}) == (
         "rollout.layout.planner and rollout.layout.switch excludes rollout.hosts_per_worker (2): tp is all devices of "
-        "a worker, and each of its processes would measure another time"
+        "such a worker"
     )
-    judged = {"kind": "judge", "judge": {"model": "m"}}
-    assert "reward.judge.model excludes rollout.hosts_per_worker (2)" in (problem(rollout=spans, reward=judged) or "")
 
 
 @pytest.mark.parametrize("rule", [{}, {"tail_batching": ON}, {"partial_rollout": ON}, {"over_provisioning": ON}])

@@ -28,13 +28,12 @@ class Watched:
     """A watchdog with a clock of its own: 20 looks in its limit, none but those of `after`."""
 
     limit_s: float
-    waits: bool = False
     now_s: float = 0.0
     reports: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.watchdog = Watchdog(self.limit_s, self.ends.append, waits=lambda: self.waits, clock=lambda: self.now_s)
+        self.watchdog = Watchdog(self.limit_s, self.ends.append, clock=lambda: self.now_s)
 
     def after(self, seconds: float) -> None:
         """That time goes by, with a look every period."""
@@ -118,18 +117,6 @@ def test_zero_turns_it_off_and_closing_does_not_wait_for_the_limit():
     Watchdog(600.0, ends.append).close()
     assert time.monotonic() - began < 10
     assert ends == []
-
-
-def test_a_wait_for_other_hosts_is_no_hang_of_this_one():
-    run = Watched(1000.0, waits=True)
-    run.after(5000.0)
-    assert run.ends == []
-    run.waits = False
-    run.after(950.0)
-    assert run.ends == []
-    run.after(50.0)
-    assert run.ends[0].startswith("no progress for 1e+03 s in starting ")
-    run.watchdog.close()
 
 
 def test_time_in_which_the_process_is_suspended_does_not_count():

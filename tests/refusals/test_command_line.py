@@ -17,7 +17,7 @@ from jaxrl.cli import main
 
 COMMANDS = (
     "train, sft, dpo, simulate, tune, generate, serve, eval, export, replay, score, check-numerics, explain-config, "
-    "explain-layout, profile, hosts, options, completion, report"
+    "explain-layout, profile, options, completion, report"
 )
 REFUSED = {
     "trian": "unknown command 'trian': did you mean train?",
@@ -123,8 +123,6 @@ REFUSED = {
     "tune --run run --rule partial_rollout --steps 8": (
         "--steps (8) must be above 8, which are left out while a buffer fills"
     ),
-    "hosts --json ''": "hosts: --json must not be empty, found ''",
-    "hosts --json .": "hosts: --json (.) is a folder: name a file in it",
     "profile 'model.path={model}'": "profile: give the table's file with --out, or as rollout.layout.profile",
     "profile --out .": "profile: --out (.) is a folder: name a file in it",
     "eval --out .": "eval: --out (.) is a folder: name a file in it",

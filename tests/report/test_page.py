@@ -247,14 +247,6 @@ def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path, plain):
         assert "step 9: an epoch begins" in figure
 
 
-def test_what_several_hosts_cost_is_drawn_where_there_are_several(tmp_path, plain):
-    assert "Several hosts" not in plain
-    lines = [{"hosts/order_wait_s": 0.5 * step, "hosts/stream_s": 0.1, "hosts/gate_s": 0.2} for step in range(1, 4)]
-    figure = figure_of(page_of(tmp_path, lines), "Several hosts")
-    assert figure.count("<polyline") == 3
-    assert "devices idle for the order" in figure
-
-
 def test_a_step_that_rolls_out_for_the_next_one_is_drawn_once(tmp_path):
     """One-step-off: a line has its batch's round, which ran before the step, and the seconds of the next one."""
     each = {"timing_s/gen": 40.0, "timing_s/reward": 3.0, "timing_s/update_actor": 20.0, "timing_s/ahead": 43.0}

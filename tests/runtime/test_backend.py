@@ -60,7 +60,7 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
 ):
     """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
     places: list[Any] = []
-    control = SimpleNamespace(follows=False, own_state=dict)
+    control = SimpleNamespace(follows=False)
     session: Any = SimpleNamespace(
         control=control,
         enter=lambda: None,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.runtime.stop import WISH, Stop
+from jaxrl.runtime.stop import Stop
 
 SIGNAL = """
 import os, signal, sys, threading, time, types
@@ -84,39 +84,10 @@ stop._temporaries = Temporaries()
     assert run(before).returncode == 143
 
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
-WISHES = {
-    "wish": ([WISH], TERM, []),
-    "again": ([WISH, WISH], TERM, []),
-    "then-terminated": ([WISH, TERM], TERM, []),
-    "after-terminated": ([TERM, WISH], TERM, []),
-    "after-interrupted": ([INT, WISH], INT, []),
-    "then-terminated-twice": ([WISH, TERM, INT], TERM, [130]),
-    "twice-with-a-wish-between": ([TERM, WISH, TERM], TERM, [143]),
-}
-
-
-@pytest.mark.parametrize("name", WISHES)
-def test_a_launchers_wish_is_no_second_signal(name: str):
-    numbers, asked_by, statuses = WISHES[name]
-    stop, ended = Stop(), []
-    stop.save_first(lambda text: None)
-    with stop.ending_by(lambda sentence, status: ended.append(status)):
-        for number in numbers:
-            stop._take(number)
-    assert (stop.number, ended) == (asked_by, statuses)
-
-
-def test_a_launchers_wish_ends_what_cannot_save_yet():
-    stop, ended = Stop(), []
-    with stop.ending_by(lambda sentence, status: ended.append((sentence, status))):
-        stop._take(WISH)
-    assert ended == [("terminated", 143)]
-
-
 def test_a_signal_between_files_that_belong_together_ends_the_process_behind_them():
-    stop, ended = Stop(), []
-    with stop.ending_by(lambda sentence, status: ended.append((sentence, status))), stop.held():
+    ended: list[tuple[str, int]] = []
+    stop = Stop(lambda sentence, status: ended.append((sentence, status)))
+    with stop.held():
         with stop.held():
             stop._take(signal.SIGTERM)
         assert ended == [], "the outer block is not over"
@@ -124,8 +95,9 @@ def test_a_signal_between_files_that_belong_together_ends_the_process_behind_the
 
 
 def test_a_second_signal_does_not_wait_for_them():
-    stop, ended = Stop(), []
-    with stop.ending_by(lambda sentence, status: ended.append((sentence, status))), stop.held():
+    ended: list[tuple[str, int]] = []
+    stop = Stop(lambda sentence, status: ended.append((sentence, status)))
+    with stop.held():
         stop._take(signal.SIGTERM)
         stop._take(signal.SIGINT)
         assert ended == [("interrupted", 130)]

@@ -306,8 +306,7 @@ def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
     samples = [next_finished(backend) for _ in keys]
     for sample in samples:
         backend.apply(Score(PROMPTS[0], sample))
-    events: Any = backend._events
-    assert events._verdicts.completed() == []
+    assert backend._verdicts.completed() == []
     backend.apply(CancelScore(keys[:1]))
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)

@@ -7,6 +7,6 @@ ROOM = Room(
     "rollout.layout.planner and rollout.layout.switch",
     lambda config: config.rollout.layout.adapts,
     changes=frozenset({LAYOUTS}),
-    excludes_spanning="tp is all devices of a worker, and each of its processes would measure another time",
+    excludes_spanning="tp is all devices of such a worker",
     reads_profile=lambda config: config.rollout.layout.switch,
 )

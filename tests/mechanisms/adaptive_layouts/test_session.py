@@ -18,7 +18,6 @@ from adaptive_runs import LARGE, WORKLOAD, config
 from jaxrl.loop import Hooks
 from jaxrl.mechanisms.adaptive_layouts.session import LayoutSession, LayoutSessions
 from jaxrl.record.journal import Journal
-from jaxrl.record.state import dump_state, plain_state, state_of_plain
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.mechanism import RoundEnd
 from jaxrl.scheduling.tokens.progress import Counters
@@ -123,12 +122,6 @@ class Control:
     def finished(self, length: int) -> None:
         self.heard.append(length)
 
-    def own_state(self) -> dict[str, Any]:
-        return {name: value for name, value in self.state.items() if name == "planner"}
-
-    def shared_state(self) -> dict[str, Any]:
-        return {name: value for name, value in self.state.items() if name != "planner"}
-
     def state_dict(self) -> dict[str, Any]:
         return self.state
 
@@ -136,21 +129,16 @@ class Control:
         self.heard.append(state)
 
 
-def sessions_of(controls: Sequence[Control], process: int = 0, num_processes: int = 1) -> LayoutSessions:
-    """Sessions of one of several processes with as many workers each."""
+def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
     drawing: Any = None
     found: list[Any] = list(controls)
-    first, count = process * len(found), num_processes * len(found)
-    sessions = [
-        LayoutSession(each, lambda: 0.0, drawing, None, None, (first + i, count)) for i, each in enumerate(found)
-    ]
-    return LayoutSessions(sessions, first, count)
+    sessions = [LayoutSession(each, lambda: 0.0, drawing, None, None, (i, len(found))) for i, each in enumerate(found)]
+    return LayoutSessions(sessions)
 
 
 def ended(sessions: LayoutSessions, *preemptions: int) -> dict[str, float]:
     """The metrics of a round of these workers alone."""
-    told = sessions.counts([Counters(preemptions=count) for count in preemptions])
-    return sessions.round_ends(RoundEnd(Counters(), None), [told])
+    return sessions.round_ends(RoundEnd([Counters(preemptions=count) for count in preemptions], None))
 
 
 def test_metrics_add_up_or_are_means():
@@ -187,43 +175,3 @@ def test_a_checkpoint_goes_to_as_many_workers_as_there_are(before: int, after: i
     controls = [Control({}, {}) for _ in range(after)]
     sessions_of(controls).load_state_dict(saved)
     assert [each.heard for each in controls] == [[{"of": name}] for name in expected]
-
-
-def stateful(name: str) -> Control:
-    """Of a worker whose planner is at `name`, with what all workers have alike."""
-    return Control({}, {"planner": {"at": name, "counts": np.asarray([[1, 2]])}, "likely": "short", "lengths": [3, 4]})
-
-
-def test_a_checkpoint_of_one_process_has_every_workers_state():
-    """After the first round each process has told the others; until then all workers begin alike."""
-    one, other = (sessions_of([stateful(name) for name in names], i, 2) for i, names in enumerate(("ab", "cd")))
-    before = one.state_dict()["workers"]
-    assert [before[str(worker)]["planner"]["at"] for worker in range(4)] == ["a", "b", "a", "a"]
-    told = json.loads(json.dumps([sessions.counts([Counters(), Counters()]) for sessions in (one, other)]))
-    states = [state for process in told for state in process["states"]]
-    assert all(each.keys() == {"planner"} for each in states), "what they have alike is not told"
-    for sessions in (one, other):
-        sessions.round_ends(RoundEnd(Counters(), None), told)
-    saved = one.state_dict()
-    expected = sessions_of([stateful(name) for name in "abcd"]).state_dict()
-    assert dump_state(saved) == dump_state(expected) == dump_state(other.state_dict())
-    assert list(saved["workers"]) == ["0", "1", "2", "3"]
-    assert saved["workers"]["3"]["planner"]["counts"].dtype == np.int64
-
-
-@pytest.mark.parametrize(("before", "expected"), [("abcd", "cd"), ("ab", "ab"), ("a", "aa"), ("abc", "ca")])
-def test_each_process_goes_on_with_the_states_of_its_own_workers(before: str, expected: str):
-    saved = sessions_of([stateful(name) for name in before]).state_dict()
-    controls = [stateful("x") for _ in expected]
-    resumed = sessions_of(controls, 1, 2)
-    resumed.load_state_dict(saved)
-    assert [each.heard[0]["planner"]["at"] for each in controls] == list(expected)
-    again = resumed.state_dict()["workers"]
-    assert [again[str(worker)]["planner"]["at"] for worker in (0, 1)] == [before[0], before[1 % len(before)]]
-
-
-def test_a_state_goes_to_other_processes_and_back():
-    state = {"a": np.asarray([0.1, -np.inf]), "b": {"c": [1, float("nan")], "d": None}, "e": np.zeros((0, 3), np.int64)}
-    found = state_of_plain(json.loads(json.dumps(plain_state(state), allow_nan=False)))
-    assert dump_state(found) == dump_state(state)
-    assert found["e"].shape == (0, 3)

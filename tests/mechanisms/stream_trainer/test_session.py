@@ -132,7 +132,7 @@ class House:
         self.session.after_event()
 
     def end(self) -> dict[str, float]:
-        return self.session.round_ends(RoundEnd(Counters(), None), [])
+        return self.session.round_ends(RoundEnd([], None))
 
     def until_freed(self, kind: str = "plain", update: int = 1) -> None:
         self.begin(kind, update)

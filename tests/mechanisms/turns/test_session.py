@@ -332,8 +332,8 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
         backend.apply(Launch(PROMPTS[1], left, begun))
         for _ in range(num_plans):
             session.before_turn()
-            if backend._events.num_plannable is not None:
-                session.after_plan(backend._events.run_plan())
+            if not backend.engine.is_idle:
+                served(backend, session)
         backend.apply(Abort(left, keep=True))
         ended = [backend.wait() for _ in left]
         finished |= {event.sample.key: event.sample for event in ended if isinstance(event, SampleFinished)}
@@ -360,6 +360,13 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
     assert waited, "none was cut off while it waited"
 
 
+def served(backend: RolloutBackend, session: TurnSession) -> None:
+    """A worker was served, and no event was handed over."""
+    finished, collected = backend._plans.run()
+    backend._deliver(finished)
+    session.after_plan(collected)
+
+
 def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
     backend, session = backend_of(parts, answers := Answers(10**6))
     keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
@@ -367,7 +374,7 @@ def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
     backend.wait()
     backend.apply(Launch(PROMPTS[1], keys))
     while len(answers.asked) < 2:
-        backend._events.run_plan()
+        served(backend, session)
     assert session.awaits
     backend.apply(Abort(keys))
     ended = [backend.wait() for _ in keys]
