@@ -90,11 +90,12 @@ def _control(
     """The run of hosts elsewhere, started again from the newest checkpoint where one is lost."""
     from jaxrl.runtime.cluster import HostLost, open_cluster  # loads jax
 
-    left, saved = config.hosts.max_restarts, -1
+    left, saved, bundle = config.hosts.max_restarts, -1, None
     while True:
         progress(f"starting {config.hosts.num} hosts ...")
         try:
-            with open_cluster(config.hosts) as cluster:
+            with open_cluster(config.hosts, bundle) as cluster:
+                bundle = cluster.bundle
                 return _open(kind, config, go, say, stop, progress, cluster)
         except HostLost as error:
             now = max(steps_of(Path(config.trainer.run_dir).expanduser() / "checkpoints"), default=-1)

@@ -84,20 +84,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested state as JSON values alone: an array as an object, and a number that is not finite, which JSON has not, as
-    one with its text. `state_of_plain` is the reverse."""
-    return {key: _plain(value) for key, value in state.items()}
-
-
-def state_of_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `plain_state` was given, but that a tuple is a list."""
-    return json.loads(json.dumps(values, allow_nan=False), object_hook=_special)
-
-
 def dump_state(state: Mapping[str, Any]) -> str:
     """`Loop.host_state` as JSON, arrays included."""
-    body = json.dumps({"state": plain_state(state)}, allow_nan=False)
+    body = json.dumps({"state": _plain(state)}, allow_nan=False)
     return f"{_head(body)}\n{body}"
 
 

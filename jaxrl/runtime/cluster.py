@@ -75,12 +75,15 @@ class Cluster:
     """The actors of a run.
 
     Args:
-      actors: of the hosts, in their order. names: of the hosts' machines, with process ids.
+      actors: of the hosts, in their order. bundle: what each takes of its node.
+
+    Attributes:
+      names: of the hosts' machines, with process ids.
       beat: called while a call runs and some host reports progress.
     """
 
-    def __init__(self, ray: Any, actors: Sequence[Any], hosts: HostsSection) -> None:
-        self._ray, self.actors, self._hosts = ray, tuple(actors), hosts
+    def __init__(self, ray: Any, actors: Sequence[Any], hosts: HostsSection, bundle: Mapping[str, float]) -> None:
+        self._ray, self.actors, self._hosts, self.bundle = ray, tuple(actors), hosts, bundle
         self.names = [f"host {i}" for i in range(len(actors))]
         self.beat: Callable[[str], None] = lambda doing: None
         self._seen = [0] * len(actors)
@@ -180,11 +183,15 @@ class Cluster:
 
 
 @contextmanager
-def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
+def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None) -> Iterator[Cluster]:
     """Starts the actors and joins them; ends them however the block ends.
+
+    Args:
+      before: what an actor took of its node before one was lost; None: the run starts.
 
     Raises:
       ConfigError: Ray is not installed, or its cluster has not the hosts that are asked for.
+      RunFailed: it has them no more, since one was lost.
     """
     try:
         import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
@@ -200,11 +207,14 @@ def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
     group = None
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        bundle = bundle_of(hosts, nodes, on_cpu=os.environ.get("JAX_PLATFORMS") == "cpu")
+        bundle = before or bundle_of(hosts, nodes, on_cpu=os.environ.get("JAX_PLATFORMS") == "cpu")
         strategy = "STRICT_SPREAD" if len(nodes) >= hosts.num else "SPREAD"
-        group = ray.util.placement_group([bundle] * hosts.num, strategy=strategy)
+        group = ray.util.placement_group([dict(bundle)] * hosts.num, strategy=strategy)
         if not group.wait(hosts.stall_timeout_s):
-            raise ConfigError(f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {bundle}")
+            room = f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {dict(bundle)}"
+            if before is None:
+                raise ConfigError(room)
+            raise RunFailed(f"{room} since a host was lost; the same command resumes once it has")
         members: Any = {"progress": ray.method(concurrency_group="health")(HostActor.progress)}
         remote: Any = ray.remote
         kind = remote(concurrency_groups={"health": 1})(type("HostActor", (HostActor,), members))
@@ -220,7 +230,7 @@ def open_cluster(hosts: HostsSection) -> Iterator[Cluster]:
                 runtime_env={"env_vars": variables},
             )
             actors.append(options.remote(i, hosts))
-        cluster = Cluster(ray, actors, hosts)
+        cluster = Cluster(ray, actors, hosts, bundle)
         found = cluster.receive([actor.address.remote() for actor in actors])
         cluster.names = [f"host {i} ({name}, process {pid})" for i, (_, name, pid) in enumerate(found)]
         machines = [name for _, name, _ in found]

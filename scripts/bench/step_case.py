@@ -118,10 +118,10 @@ def run(spec: StepSpec, ask: Ask) -> None:
         timeline = stack.enter_context(Timeline(scratch / "timeline.json"))
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
         workers = build_workers(config, model, mesh)
-        engines = build_engines(config, workers, tokenizer, None)
+        engines = build_engines(config, workers, tokenizer, None, None)
         kept = journal, timeline, None, None
         around = row_sizes(config, workers), is_timeless(config), lambda *_: None, lambda doing: None, stack
-        parts = RunParts(config, 0, mesh, engines, workers, trainer, None, tokenizer, pool, None, *kept, *around)
+        parts = RunParts(config, mesh, engines, workers, trainer, None, tokenizer, pool, None, *kept, *around)
         mechanisms = of_run(parts)
         text_of, surroundings = text_by(tokenizer), Surroundings(journal=journal, timeline=timeline)
         backend = RolloutBackend(engines, workers, pool, text_of, lambda: trainer.params, mechanisms, surroundings)

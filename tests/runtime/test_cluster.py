@@ -50,6 +50,10 @@ RULES = {
     "int8": ("rollout.quantization=int8", "rollout.kv_cache_dtype=int8"),
     "planner": ("rollout.layout.planner=true", "rollout.max_num_seqs=4"),
 }
+VARIED = """
+def varied(data_source, rewards, infos, responses, extra_info):
+    return len(set(responses)) > 1
+"""
 EXPERTS = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 16},
     **{"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
@@ -104,9 +108,10 @@ def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@slow
 @needs_ray
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", ["tail batching", *(pytest.param(rule, marks=slow) for rule in RULES if rule != "tail batching")]
+)
 def test_actors_end_as_one_process_with_as_many_workers(rule: str, runs: Runs):
     options = [each.format(folder=runs.folder) for each in (*SMALL, *RULES[rule])]
     one, two = (runs.folder / f"{name} {rule}" for name in ("one", "two"))
@@ -133,7 +138,8 @@ def test_a_run_resumes_on_another_number_of_hosts(legs: tuple[tuple[int, int], .
     """With as many workers, and tokens that are carried. On four devices one process adds up in another order."""
     count = legs[0][0] * legs[0][1]
     moved, whole = (runs.folder / f"{name} {count}" for name in ("moved", "unmoved"))
-    options = (*SMALL, *RULES["partial rollout"], f"rollout.num_workers={count}")
+    carrying = "rollout.partial_rollout={enable: true, at_end: leave}"
+    options = (*SMALL, carrying, f"rollout.num_workers={count}")
     for leg, (num, each) in enumerate(legs, 1):
         placed = (f"hosts.num={num}", f"hosts.devices_per_host={each}") if num > 1 else ()
         runs.finish(moved, *options, *placed, f"trainer.total_training_steps={2 * leg}", devices=count)
@@ -163,7 +169,7 @@ def test_turns_are_answered_on_several_hosts(runs: Runs):
 @slow
 @needs_ray
 def test_a_file_of_the_user_filters_groups_on_several_hosts(runs: Runs):
-    (runs.folder / "varied.py").write_text("def varied(group):\n    return len({s.text for s in group}) > 1\n")
+    (runs.folder / "varied.py").write_text(VARIED)
     filtering = f"{{enable: true, path: {runs.folder}/varied.py, name: varied}}"
     options = (*SMALL, f"algorithm.filter_groups={filtering}")
     runs.finish(runs.folder / "filtered", *options, *HOSTS)

@@ -179,9 +179,9 @@ SIMULATED = {
     "two_workers": Spec(("rollout.num_workers=2", "rollout.deal=prompts", PARTIAL), acts=("rollout/resumed_share",)),
     "two_hosts": Spec(("simulate.num_hosts=2", "simulate.host_spread=0.1", TAIL), acts=("rollout/long_round",)),
     "four_hosts": Spec(
-        ("simulate.num_hosts=4", "simulate.host_spread=0.2", PARTIAL, FILTER), acts=("hosts/order_wait_s",)
+        ("simulate.num_hosts=4", "simulate.host_spread=0.2", PARTIAL, FILTER), acts=("rollout/resumed_share",)
     ),
-    "hosts_by_arrival": Spec(("simulate.num_hosts=2", "simulate.host_order=arrival", "rollout.num_workers=4")),
+    "hosts_by_arrival": Spec(("simulate.num_hosts=2", "rollout.order=arrival", "rollout.num_workers=4")),
     "two_tasks": Spec((TWO_TASKS, "data.source_quotas={math: 4, code: 2}", "simulate.score_in_turn=true")),
     "resumed": Spec((TAIL, PLANNER), first=_HALF),
     "resumed_partial": Spec((PARTIAL, OFF, "rollout.num_workers=2"), first=_HALF),
@@ -223,7 +223,7 @@ EXCLUDED = {
 REFUSED = {
     *(frozenset(("ranked", each)) for each in ("tail", "stream", "switch", "planner", "turns", "hosts2", "hosts4")),
     *(frozenset(("own", each)) for each in ("stream", "four", "hosts2", "hosts4")),
-    *(frozenset((each, hosts)) for each in ("stream", "turns") for hosts in ("hosts2", "hosts4")),
+    *(frozenset(("stream", hosts)) for hosts in ("hosts2", "hosts4")),
 }
 
 
@@ -243,9 +243,9 @@ SWITCHES = (
     "rollout.layout={switch: true, min_gain: 0, cooldown: 2, allow_synthetic: true, profile: inputs/profile.json,"
     " correction_weight: 0}",  # a clock would have its say in when the layout switches
 )
-TWO_HOSTS = ("hosts.launcher=local", "hosts.num=2", "hosts.devices_per_host=1")
-FOUR_HOSTS = ("hosts.launcher=local", "hosts.num=4", "hosts.devices_per_host=1")
-HOSTS_OF_TWO = ("hosts.launcher=local", "hosts.num=2", "hosts.devices_per_host=2")
+TWO_HOSTS = ("hosts.num=2", "hosts.devices_per_host=1")
+FOUR_HOSTS = ("hosts.num=4", "hosts.devices_per_host=1")
+HOSTS_OF_TWO = ("hosts.num=2", "hosts.devices_per_host=2")
 SPANNING = (*TWO_HOSTS, "rollout.warmup=true", "rollout.hosts_per_worker=2", "rollout.tensor_model_parallel_size=2")
 LORA = ("model={lora_rank: 4, lora_dropout: 0.2}", "actor.use_kl_loss=true")
 TURNS = (

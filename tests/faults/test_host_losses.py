@@ -1,0 +1,210 @@
+"""Runs on two hosts that lose something at random moments: an actor, the controller, Ray's node, room on the disk.
+
+Forty losses over six mechanisms. Each run ends, or resumes with the same command, at the bits of one that lost nothing,
+says so in one sentence, and leaves no process behind. Nodes are Ray nodes of their own on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, kill, wait_for_steps
+from small_disk import SmallDisk, train_command
+from talking_runs import TALK
+
+from jaxrl.processes.process_tree import descendants
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
+]
+HOSTS = ("hosts.num=2", "hosts.devices_per_host=1", "hosts.stall_timeout_s=30")
+SMALL = (
+    *WIDE,
+    STOPS,
+    *("data.max_prompt_length=20", "data.max_response_length=12", "actor.ppo_max_token_len_per_gpu=32"),
+    *("rollout.block_size=32", "rollout.num_blocks=9", "trainer.total_training_steps=5", "trainer.save_freq=1"),
+)
+TALKING = (
+    *("environment={kind: native, path: FOLDER/talk.py, name: Talk, num_workers: 1}", "rollout.stop=[]"),
+    *("reward={kind: environment, path: ''}", "data.max_response_length=40", "actor.ppo_max_token_len_per_gpu=64"),
+    *("rollout.num_blocks=30",),
+)
+RULES = {
+    "tail batching": ("rollout.tail_batching.enable=true", "algorithm.filter_groups.enable=true"),
+    "partial rollout": ("rollout.partial_rollout.enable=true",),
+    "one step off, adapters": ("trainer.one_step_off=true", "model.lora_rank=4"),
+    "drafts": ("rollout.speculation.enable=true", "rollout.temperature=0.06"),
+    "critic": ("algorithm.adv_estimator=gae", "critic.optim.lr=0.01"),
+    "turns": TALKING,
+}
+LOSSES = {"actor killed": 2, "actor stopped": 1, "controller killed": 2, "node killed": 1}
+RESTARTED = re.compile(r"(?m)^.*; starting all hosts again from (step \d+|the beginning)$")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
+    made = Runs(tmp_path_factory.mktemp("losses"), tiny_model)
+    made.config["trainer"]["compilation_cache_dir"] = str(made.folder / "cache")
+    (made.folder / "talk.py").write_text(TALK.replace("* self.scale", "* 0").replace("number % 41 == 0", "False"))
+    return made
+
+
+def options_of(runs: Runs, rule: str) -> list[str]:
+    return [each.replace("FOLDER", str(runs.folder)) for each in (*SMALL, *RULES[rule], *HOSTS)]
+
+
+def undisturbed(runs: Runs, rule: str) -> Path:
+    run_dir = runs.folder / f"undisturbed {rule}"
+    if not run_dir.exists():
+        runs.finish(run_dir, *options_of(runs, rule))
+    return run_dir
+
+
+def processes_named(process: subprocess.Popen[str], name: str) -> list[int]:
+    found = []
+    for pid in descendants(process.pid):
+        with suppress(OSError):
+            if name in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return sorted(found)
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("loss", "turn"), [(loss, turn) for loss, count in LOSSES.items() for turn in range(count)])
+def test_a_loss_at_a_random_moment(loss: str, turn: int, rule: str, runs: Runs):
+    draw, whole, options = random.Random(f"{loss} {turn} {rule}"), undisturbed(runs, rule), options_of(runs, rule)
+    run_dir = runs.folder / f"{loss} {turn} {rule}"
+    with runs.start(run_dir, *options) as process:
+        wait_for_steps(process, run_dir, draw.randrange(1, 4))
+        time.sleep(draw.uniform(0, 2))
+        below = descendants(process.pid)
+        if loss == "controller killed":
+            kill(process)
+        elif loss == "node killed":
+            os.kill(processes_named(process, "raylet/raylet")[0], signal.SIGKILL)
+            process.communicate(timeout=PATIENCE_S)
+            assert process.returncode != 0
+        else:
+            victim = draw.choice(processes_named(process, "HostActor"))
+            os.kill(victim, signal.SIGKILL if loss == "actor killed" else signal.SIGSTOP)
+            assert len(RESTARTED.findall(end(process))) == 1
+    assert_gone(below)
+    if loss in ("controller killed", "node killed"):
+        runs.finish(run_dir, *options)
+    assert_same_end(run_dir, whole)
+    shutil.rmtree(run_dir)
+
+
+@pytest.mark.parametrize("rule", ["tail batching", "turns"])
+def test_a_full_disk(rule: str, runs: Runs, tmp_path: Path):
+    whole, options = undisturbed(runs, rule), options_of(runs, rule)
+    with SmallDisk(tmp_path / "disk", 16 << 10) as disk:
+        disk.leave(400)
+        run_dir = disk.path / "run"
+        status, output = disk.run(train_command(runs, run_dir, *options))
+        assert status == 1, output
+        assert re.fullmatch(r"jaxrl: .*no space left on the device; .*: make room and run again", output)
+        disk.make_room()
+        status, output = disk.run(train_command(runs, run_dir, *options))
+        assert status == 0, output
+        disk.copy_out("run", tmp_path / "copy")
+    assert_same_end(tmp_path / "copy", whole)
+
+
+@pytest.mark.parametrize("loss", ["actor killed", "controller killed"])
+def test_a_reward_that_hangs(loss: str, runs: Runs):
+    """Its samples time out, which the journal repeats; nothing else is late."""
+    (runs.folder / "hangs.py").write_text(
+        "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    total = sum(solution_str.encode())\n    time.sleep(60 * (total % 5 == 0))\n    return total % 7 / 6\n"
+    )
+    hanging = (f"reward.path={runs.folder}/hangs.py", "reward.timeout_s=1", "reward.num_workers=4")
+    options = [*options_of(runs, "partial rollout"), *hanging]
+    whole, run_dir = runs.folder / "hanging", runs.folder / f"hanging {loss}"
+    if not whole.exists():
+        runs.finish(whole, *options)
+    with runs.start(run_dir, *options) as process:
+        wait_for_steps(process, run_dir, 2)
+        if loss == "controller killed":
+            kill(process)
+        else:
+            os.kill(processes_named(process, "HostActor")[0], signal.SIGKILL)
+            end(process)
+    if loss == "controller killed":
+        runs.finish(run_dir, *options)
+    assert_same_end(run_dir, whole)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """A cluster of a head without room for hosts and three nodes with room for one each: its address, and the nodes."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listens:
+        port = listens.getsockname()[1]
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    head = [*ray, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir=/tmp/r{port}"]
+    started = [subprocess.Popen(head, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with suppress(OSError), closing(socket.create_connection(("127.0.0.1", port))):
+            break
+        time.sleep(0.2)
+    node = [*ray, f"--address=127.0.0.1:{port}", "--num-cpus=1"]
+    started += [subprocess.Popen(node, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(3)]
+    try:
+        yield f"127.0.0.1:{port}", started[1:]
+    finally:
+        below = [pid for process in started for pid in descendants(process.pid)]
+        for process in reversed(started):
+            process.kill()
+            process.wait()
+        for pid in below:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(f"/tmp/r{port}", ignore_errors=True)
+
+
+def test_a_node_of_a_cluster_is_lost(nodes: tuple[str, list[subprocess.Popen[bytes]]], runs: Runs):
+    """The hosts begin again on the nodes that are left."""
+    address, started = nodes
+    whole, options = undisturbed(runs, "partial rollout"), options_of(runs, "partial rollout")
+    run_dir = runs.folder / "lost node"
+    with runs.start(run_dir, *options, f"hosts.address={address}") as process:
+        wait_for_steps(process, run_dir, 2)
+        with_actor = [
+            node
+            for node in started
+            if any(
+                "HostActor" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+                for pid in descendants(node.pid)
+                if Path(f"/proc/{pid}/cmdline").exists()
+            )
+        ]
+        assert len(with_actor) == 2
+        below = descendants(with_actor[0].pid)
+        for pid in [with_actor[0].pid, *below]:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        output = end(process)
+    assert len(RESTARTED.findall(output)) == 1, output
+    assert_same_end(run_dir, whole)
