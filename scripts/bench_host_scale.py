@@ -2,7 +2,7 @@
 """Rollouts on many simulated hosts: what the order of results costs, and what the controller does.
 
     python scripts/bench_host_scale.py [--hosts 8 32 128] [--rows 64] [--spreads 0 0.1] [--seeds 0 1 2]
-        [--orders logical arrival] [--plan-rows 64 256 1024] [--json]
+        [--orders logical arrival] [--plan-rows 64 256 1024] [--calls 300] [--json]
 
 Tail batching on hosts of eight H100s each, with a batch of --rows responses for each host, 16 a prompt. Calls to hosts
 have the latencies of section `simulate` (`scripts/bench/host_scale.py`). Short rounds and long ones are told apart.
@@ -10,6 +10,8 @@ have the latencies of section `simulate` (`scripts/bench/host_scale.py`). Short 
 - rollout: simulated seconds, in logical order and in order of arrival, and by how much the first is longer.
 - controller: CPU seconds of everything but modelled devices, as a share of the simulated step, and ms for each plan.
 - plan: CPU ms of the engine with the batcher of real runs, for plans of --plan-rows rows of one worker.
+- call: ms until a Ray actor on this machine has such a plan and its result is back, and CPU ms of the controller
+  (with --calls; needs ray).
 
 Medians over the seeds, which draw the lengths and which host is how slow; the least and the most beside them.
 """
@@ -25,12 +27,12 @@ from typing import Any
 
 from bench import records
 from bench.frame import Benchmark, Record, Session
-from bench.host_scale import ScaleStep, configured, plan_seconds, play
+from bench.host_scale import ScaleStep, call_seconds, configured, plan_seconds, play
 from bench.measure import say
 
 QUICK = {
     "hosts": [3], "rows": 16, "spreads": [0.1], "seeds": [0], "steps": 3, "longest": 200, "median": 40.0,
-    "plan_rows": [8],
+    "plan_rows": [8], "calls": 0,
 }  # fmt: skip
 
 
@@ -45,6 +47,7 @@ def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
     made.add_argument("--longest", type=int, default=16384, help="cap on a length, tokens (16384)")
     made.add_argument("--plan-rows", type=int, nargs="+", default=[64, 256, 1024], help="(64 256 1024)")
+    made.add_argument("--calls", type=int, default=300, help="of a Ray actor for each of --plan-rows; 0: none (300)")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -61,10 +64,17 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
         for rows, seconds in plans.items():
             of_row = f"{1e6 * seconds / rows:.1f} us a row"
             say(f"a plan of {rows} rows: {1e3 * seconds:.2f} ms of the controller's CPU, {of_row}")
+        calls = {rows: call_seconds(rows, options.calls) for rows in options.plan_rows if options.calls}
+        for rows, (wall, cpu) in calls.items():
+            say(f"a call with a plan of {rows} rows: {1e3 * wall:.2f} ms, {1e3 * cpu:.2f} ms of the controller's CPU")
         cases = [
             case for hosts in options.hosts for spread in options.spreads for case in _cases(options, hosts, spread)
         ]
-    return session.record(cases, plan_ms={rows: 1e3 * seconds for rows, seconds in plans.items()})
+    return session.record(
+        cases,
+        plan_ms={rows: 1e3 * seconds for rows, seconds in plans.items()},
+        call_ms={rows: [1e3 * each for each in found] for rows, found in calls.items()},
+    )
 
 
 def _cases(options: argparse.Namespace, hosts: int, spread: float) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
 from jaxrl.runtime.host import HostDevices, LoadRequest
-from jaxrl.runtime.host_agreement import disagreement, mark_in
+from jaxrl.runtime.host_agreement import disagreement, mark_in, software
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.train.checkpoint import HostState
 from jaxrl.train.steps import Choice
@@ -193,6 +193,8 @@ def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None)
       ConfigError: Ray is not installed, or its cluster has not the hosts that are asked for.
       RunFailed: it has them no more, since one was lost.
     """
+    software()  # before an actor starts: the source may change while a run goes on
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # it is said here, in a sentence
     try:
         import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
         from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
@@ -378,7 +380,7 @@ class RemoteHost:
         names, folder = self.cluster.names, config.trainer.run_dir
         with mark_in(folder) as mark:
             found = self.cluster.all("facts", config, mark)
-        if problem := disagreement([facts for facts, _ in found], names):
+        if problem := disagreement([software(), *(facts for facts, _ in found)], ["the controller", *names]):
             raise ConfigError(problem)
         for name, (_, problem) in zip(names, found, strict=True):
             if problem:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,18 @@ _HEAD_BYTES, _TAIL_BYTES = 2**23, 2**20
 _SEEN_WITHIN_S = 5.0  # a file of another host; network file systems keep what a folder held for some seconds
 
 
+@cache
+def software() -> dict[str, str]:
+    """What this process runs, as it was when this was called for the first time."""
+    found = versions() | {"jaxrl": jaxrl.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
+    source = {"the source of jaxrl": _digest_of_folder(Path(jaxrl.__file__).parent, ".py")}
+    return {f"the version of {name}": version for name, version in found.items()} | source
+
+
 def facts(config: Config, devices: Sequence[Any]) -> dict[str, str]:
     """Those of this host by name, first those that explain others. `devices`: of this host."""
-    found = versions() | {"jaxrl": jaxrl.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
     return (
-        {f"the version of {name}": version for name, version in found.items()}
-        | {"the source of jaxrl": _digest_of_folder(Path(jaxrl.__file__).parent, ".py")}
+        software()
         | _models(config)
         | {
             "the kind of devices": f"{platform_of(devices[0])} {devices[0].device_kind}",
@@ -84,12 +91,13 @@ def _digest(file: Path) -> str:
 
 
 def disagreement(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
-    """A sentence about the first fact that is not the same on all hosts, whose `names` it uses; empty: all agree."""
+    """A sentence about the first fact that is not the same for all that have it; empty: all agree. `names`: of the
+    hosts, and whatever else has facts."""
     for fact in dict.fromkeys(fact for own in facts for fact in own):
-        values = [own.get(fact, "nothing") for own in facts]
-        for name, value in zip(names, values, strict=True):
-            if value != values[0]:
-                return f"the hosts must agree on {fact}: {values[0]} on {names[0]}, {value} on {name}"
+        values = [(own[fact], name) for own, name in zip(facts, names, strict=True) if fact in own]
+        for value, name in values:
+            if value != values[0][0]:
+                return f"the hosts must agree on {fact}: {values[0][0]} on {values[0][1]}, {value} on {name}"
     return ""
 
 

@@ -3,19 +3,21 @@
 `configured` is the run: tail batching, 16 responses a prompt, a worker of eight H100s on each host, a 7B model at
 tensor parallelism 2. `play` runs it, and returns for each step what it took in simulated seconds and what the
 controller took in this process: everything but what stands for devices. `plan_seconds` measures the engine with the
-batcher of real runs, which is slower than the one that simulations have.
+batcher of real runs, which is slower than the one that simulations have; `call_seconds` what Ray takes to bring a plan
+to an actor and its result back.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.rollout.remote import PackedResult
 from jaxrl.runtime.simulation import Simulation
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -131,6 +133,7 @@ class _NoDevices:
     def __init__(self, num_slots: int, num_blocks: int) -> None:
         self.num_slots, self.num_blocks = num_slots, num_blocks
         self._results: deque[PlanResult] = deque()
+        self.last: tuple[Plan, PlanResult] | None = None
         ids, logprobs = np.zeros(64, np.int32), np.zeros(64, np.float32)
         self._rows = [RowResult(ids[:n], logprobs[:n], logprobs[:n], False, None, None) for n in range(65)]
 
@@ -141,23 +144,72 @@ class _NoDevices:
         rows = {row.request_id: self._rows[row.max_new] for row in plan.decode}
         rows |= dict.fromkeys(ends - rows.keys(), self._rows[1])
         self._results.append(PlanResult(plan.index, rows, plan.num_steps, 0, 0.0))
+        self.last = plan, self._results[-1]
         return self._results[-1]
 
     def collect(self, ticket: Ticket) -> PlanResult:
         return self._results.popleft()
 
 
-def plan_seconds(num_rows: int, plans: int = 200) -> float:
-    """CPU seconds of the engine and the batcher for a plan of so many rows, of 16 decode steps."""
+def _decoding(num_rows: int, plans: int) -> tuple[LocalWorkers, _NoDevices]:
+    """A worker whose rows all decode, for so many plans of 16 steps."""
     longest = 16 * (plans + 8)
-    executor: Any = _NoDevices(num_rows, num_rows * (longest // 16 + 2))
-    workers = LocalWorkers([Engine(executor, BatcherConfig(decode_steps=16, max_model_len=longest + 64))])
+    executor = _NoDevices(num_rows, num_rows * (longest // 16 + 2))
+    modelled: Any = executor
+    workers = LocalWorkers([Engine(modelled, BatcherConfig(decode_steps=16, max_model_len=longest + 64))])
     params = SamplingParams(max_tokens=longest)
     for i in range(num_rows):
         workers.add(Request(i, SampleKey(0, i, 0), (1,) * 8, params))
     for _ in range(4):  # the prefill
         workers.step()
+    return workers, executor
+
+
+def plan_seconds(num_rows: int, plans: int = 200) -> float:
+    """CPU seconds of the engine and the batcher for a plan of so many rows."""
+    workers, _ = _decoding(num_rows, plans)
     began = time.thread_time()
     for _ in range(plans):
         workers.step()
     return (time.thread_time() - began) / plans
+
+
+def _own(row: RowResult) -> RowResult:
+    """The same with arrays of its own, as devices give them."""
+    arrays = row.token_ids, row.sampled_logprobs, row.rollout_logprobs
+    return RowResult(*(array.copy() for array in arrays), False)
+
+
+def call_seconds(num_rows: int, calls: int = 300) -> tuple[float, float]:
+    """Of submitting a plan of so many rows to a Ray actor and collecting its result: seconds until it is there, and CPU
+    seconds of this process."""
+    import ray
+
+    class Echo:  # here, so that it goes to the actor with its code
+        def submit(self, plan: Plan) -> None: ...
+
+        def collect(self) -> PackedResult:
+            return PackedResult.of(result)
+
+    _, executor = _decoding(num_rows, 1)
+    assert executor.last is not None
+    plan, result = executor.last
+    rows = {request_id: _own(row) for request_id, row in result.rows.items()}
+    result = replace(result, rows=rows)
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    remote: Any = ray.remote(Echo)
+    actor = remote.remote()
+
+    def call() -> None:
+        _, found = ray.get([actor.submit.remote(plan), actor.collect.remote()])
+        found.unpacked()
+
+    for _ in range(20):
+        call()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        call()
+    found = (time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls
+    ray.kill(actor)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, num_steps, wait_for_steps
+from runs import MADE_UP_PROFILE, PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, num_steps, wait_for_steps
 from talking_runs import TALK
 from tiny import write_tiny_model
 
@@ -147,6 +148,32 @@ def test_a_run_resumes_on_another_number_of_hosts(legs: tuple[tuple[int, int], .
     placed = (f"hosts.num={count}", "hosts.devices_per_host=1", "trainer.total_training_steps=6")
     runs.finish(whole, *options, *placed)
     assert_same_end(moved, whole)
+
+
+@slow
+@needs_ray
+def test_layouts_switch_on_the_hosts(runs: Runs):
+    """Each host's worker by itself, by a made-up profile. The first step's responses are those of one process; what an
+    update on four devices adds up in one process it adds up in another order."""
+    profile, one, two = (runs.folder / name for name in ("profile.json", "switched one", "switched"))
+    layout = (
+        f"{{switch: true, min_gain: 0, cooldown: 2, allow_synthetic: true, profile: {profile}, correction_weight: 0}}"
+    )
+    options = (*SMALL, "rollout.num_workers=2", "rollout.max_num_seqs=2", f"rollout.layout={layout}")
+    program = (MADE_UP_PROFILE, f"--out={profile}")
+    with runs.start(runs.folder / "none", *options, devices=4, program=program) as process:
+        end(process)
+    runs.finish(one, *options, devices=4)
+    runs.finish(two, *options, "hosts.num=2", "hosts.devices_per_host=2")
+    measured, expected = ((run_dir / "metrics.jsonl").read_text().splitlines() for run_dir in (two, one))
+    for name in (
+        "rollout/layout/switches",
+        "rollout/layout/moved_tokens",
+        "response_length/mean",
+        "rollout/decode_steps",
+    ):
+        assert json.loads(measured[0])[name] == json.loads(expected[0])[name]
+    assert json.loads(measured[0])["rollout/layout/switches"] > 0
 
 
 @slow
