@@ -184,7 +184,7 @@ def explain_config(
         explained = _explain_learning(config, model, num_devices, DeviceMemory(platform, memory, each or 0), command)
         return replace(explained, warnings=(*types, *explained.warnings))
     refuse_devices(config, num_devices)
-    refuse_sharing(config, num_devices - config.rollout.num_devices)
+    refuse_sharing(config, num_devices - config.num_own_devices)
     rolling = config.rollout.num_devices or num_devices // config.num_host_groups
     config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
@@ -276,7 +276,7 @@ def _spanning(config: Config, model_config: ModelConfig) -> str:
 def _layout(config: Config, num_devices: int) -> tuple[int, int]:
     """(dp, tp) of the rollout on all of `num_devices` or on its own."""
     rollout = config.rollout
-    tp, own = rollout.tp, rollout.num_devices
+    tp, own = rollout.tp, config.num_own_devices
     if num_devices < 1:
         raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
     if num_devices % config.hosts.num:
@@ -297,7 +297,7 @@ def _counts(
     prompts, mini = data.train_batch_size, config.mini_batch_prompts
     if num_prompts is None and data.task:
         num_prompts = data.task_size
-    training = num_devices - config.rollout.num_devices
+    training = num_devices - config.num_own_devices
     full = full_microbatch(config, model_config, training, platform)
     device_samples, sharing = full.rows * (full.length // config.max_model_length), config.actor.context_parallel_size
     evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0

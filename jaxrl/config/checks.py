@@ -233,7 +233,7 @@ def _check_tokens(c: Config) -> None:
 
 def _check_devices(c: Config) -> None:
     devices, own, tp = c.trainer.num_devices, c.rollout.num_devices, 1 if c.is_tp_open else c.rollout.tp
-    problem = devices_problem(own, devices, tp, "trainer.num_devices", c.rollout.num_workers)
+    problem = devices_problem(own, devices, tp, "trainer.num_devices", c.workers_per_group)
     if problem is not None:
         raise ConfigError(problem)
 
@@ -254,12 +254,6 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
         raise ConfigError(
             f"rollout.num_workers ({workers}) counts the workers of all hosts, and must be a multiple of {several}, or "
             "1 for one per host"
-        )
-    if c.rollout.num_devices:
-        raise ConfigError(
-            f"rollout.num_devices ({c.rollout.num_devices}) and {several} exclude each other: a host's devices would "
-            "be only the rollout's or only the trainer's, and weights would have to cross between hosts outside a "
-            "program; leave it 0"
         )
     if c.trainer.num_devices:
         raise ConfigError(
@@ -291,6 +285,8 @@ def _check_spanning(c: Config, several: str) -> None:
             f"rollout.num_workers ({rollout.num_workers}) must be {several} / {option}, or 1 for as many: a host has a "
             "part of one worker"
         )
+    if rollout.num_devices:
+        raise ConfigError(f"rollout.num_devices ({rollout.num_devices}) and {option} exclude each other")
     if c.is_tp_open:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size is auto, and with {option} there is nothing to choose: set it to "

@@ -381,6 +381,11 @@ class Config:
         return with_workers_of_hosts(self.rollout.num_workers, self.num_host_groups)
 
     @property
+    def num_own_devices(self) -> int:
+        """The rollout's own devices, of all hosts; 0: it has none."""
+        return self.rollout.num_devices * self.hosts.num
+
+    @property
     def num_host_groups(self) -> int:
         """Groups of hosts that have workers of their own: every host, or as many together as a worker spans."""
         return self.hosts.num // self.rollout.hosts_per_worker

@@ -45,8 +45,8 @@ class RolloutSection:
         int,
         Ge(0),
         MAX_DEVICES,
-        "Devices of the rollout's own, the last ones (needs trainer.one_step_off); 0: rollout and training take turns "
-        "on the same devices.",
+        "Devices of the rollout's own, the last of each host (needs trainer.one_step_off); 0: rollout and training "
+        "take turns on the same devices.",
     ] = 0
     num_workers: Annotated[
         int,

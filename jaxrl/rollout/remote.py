@@ -110,8 +110,8 @@ class PackedResult:
         parts = zip(*(np.split(each, ends) for each in arrays), strict=True) if len(self.ids) else ()
         verified = [None] * len(self.ids) if self.verified is None else self.verified
         rows = {
-            request_id: RowResult(*part, stopped, counts)
-            for request_id, part, stopped, counts in zip(
+            request_id: RowResult(ids, sampled, rollout, stopped, counts)
+            for request_id, (ids, sampled, rollout), stopped, counts in zip(
                 self.ids.tolist(), parts, self.stopped.tolist(), verified, strict=True
             )
         }
@@ -187,6 +187,10 @@ class RemoteExecutor:
         self._use(move.to_tp)
         return taken
 
+    def take_buffered(self) -> None:
+        """Goes on with the weights that `RemoteWorkers.buffer_weights` has brought."""
+        self._channel.receive(self._channel.send("take_buffered", self._worker))
+
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._channel.receive(self._channel.send("executor", self._worker, method, *arguments))
 
@@ -215,6 +219,20 @@ class RemoteWorkers:
         """Brings the weights in training, which are on the hosts, to all workers."""
         del train_params
         self._all("sync_weights", policy_version)
+
+    def buffer_weights(self, train_params: Any, policy_version: int) -> None:
+        """Begins to bring the weights in training to all workers, beside those in use."""
+        del train_params
+        self._all("buffer_weights", policy_version)
+
+    @property
+    def is_buffered(self) -> bool:
+        """Whether buffered weights have arrived on all hosts."""
+        return all(self._all("is_buffered"))
+
+    def take_buffered(self, worker: int) -> None:
+        """A worker goes on with the buffered weights."""
+        self.executors[worker].take_buffered()
 
     def allocate(self) -> None:
         self._all("call", "workers.allocate")

@@ -39,7 +39,8 @@ from jaxrl.rollout.calls import MeshTicket
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.tokens.plan import Ticket
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, Meet, alone, compile_threads
-from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.layout import Layout, tp_degrees
+from jaxrl.sharding.reshard import reshard
 from jaxrl.sharding.rules import rollout_calls, rollout_shardings
 from jaxrl.sharding.submesh_arrays import submesh_arrays
 
@@ -55,12 +56,19 @@ class WorkerSet:
       whole: of all hosts, where there are several: `mesh` is one of the parts into which `submeshes` cuts it, and the
         trainer's weights are on it.
       meet: where all hosts meet once they have compiled the programs that make the weights.
+      source: of several hosts, the trainer's part of this one's devices, where the rollout has devices of its own: then
+        `whole` is of the trainer's devices.
     """
 
     def __init__(
-        self, mesh: Mesh, executors: Sequence[MeshExecutor], whole: Mesh | None = None, meet: Meet = alone
+        self,
+        mesh: Mesh,
+        executors: Sequence[MeshExecutor],
+        whole: Mesh | None = None,
+        meet: Meet = alone,
+        source: Mesh | None = None,
     ) -> None:
-        self.mesh, self._meet, self._met = mesh, meet, False
+        self.mesh, self._meet, self._met, self._source = mesh, meet, False, source
         self._whole, self._is_global = whole or mesh, whole is not None
         self.executors = tuple(executors)
         self._buffered: tuple[int, list[Any]] | None = None  # a version, and each worker's part of its weights
@@ -126,7 +134,10 @@ class WorkerSet:
         """The trainer's weights for each worker, in `_layouts`. Each part owns its buffers: a worker that moves its own
         deletes them."""
         first, layouts = self.executors[0], self._layouts()
-        together = Layout(self._whole, layouts[0].tp)
+        tp = layouts[0].tp
+        if self._source is not None:  # a smaller part may have no layout of this degree
+            tp = max(degree for degree in tp_degrees(self._source) if degree <= tp)
+        together = Layout(self._whole, tp)
         if not self._met and self._is_global:
             form = first.config.dtype, first.config.max_tp
             for program, arguments in rollout_calls(train_params, first.model, together, *form, **first.form):
@@ -134,8 +145,19 @@ class WorkerSet:
             self._meet("weights")
             self._met = True
         whole = first.rollout_form(train_params, together)
+        if self._source is not None:
+            whole = self._brought(whole, Layout(self._source, tp), Layout(self.mesh, layouts[0].tp))
         forms = (rollout_shardings(first.model, each, first.config.max_tp, **first.form) for each in layouts)
         return [submesh_arrays(whole, form) for form in forms]
+
+    def _brought(self, whole: Any, source: Layout, target: Layout) -> Any:
+        """Weights on the trainer's devices of all hosts, on the rollout's own devices of this one."""
+        first = self.executors[0]
+        here, there = (
+            rollout_shardings(first.model, layout, first.config.max_tp, **first.form) for layout in (source, target)
+        )
+        moved, _ = reshard(submesh_arrays(whole, here), there)
+        return moved
 
     def allocate(self) -> None:
         """Allocates the pools of the workers that have none."""

@@ -224,7 +224,7 @@ def build_workers(
       mesh: of the rollout, on this host or its group of hosts.
       weights: as in `MeshExecutor`. Read only where a single worker has all of the trainer's devices: several have each
         other, and the one of a host cannot have a global program run for itself alone.
-      place: among several hosts; default: there is one. meet: as in `WorkerSet`.
+      place: among several hosts, with the trainer's devices; default: there is one. meet: as in `WorkerSet`.
     """
     rollout, parts = config.rollout, submeshes(mesh, config.workers_per_group)
     is_alone = place is None or place.num_processes == 1
@@ -232,7 +232,9 @@ def build_workers(
     sizes = _executor_config(config, model, mesh, rollout.tp, reported)
     source = weights if len(parts) == 1 and is_alone else None
     executors = [MeshExecutor(model, Layout(part, rollout.tp), sizes, source) for part in parts]
-    return WorkerSet(mesh, executors, None if place is None or is_alone else place.mesh, meet)
+    if place is None or is_alone:
+        return WorkerSet(mesh, executors, meet=meet)
+    return WorkerSet(mesh, executors, place.mesh, meet, place.rollout_mesh() if rollout.num_devices else None)
 
 
 def _executor_config(

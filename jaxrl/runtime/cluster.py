@@ -202,7 +202,7 @@ def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None)
         )
     except ImportError as error:
         raise ConfigError(f"hosts.num ({hosts.num}) needs ray: pip install 'jaxrl[ray]' ({error})") from None
-    from jaxrl.runtime.host_actor import HostActor
+    from jaxrl.runtime.host_actor import GROUPS, HostActor
 
     _connect(ray, hosts)
     actors: list[Any] = []
@@ -217,9 +217,11 @@ def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None)
             if before is None:
                 raise ConfigError(room)
             raise RunFailed(f"{room} since a host was lost; the same command resumes once it has")
-        members: Any = {"progress": ray.method(concurrency_group="health")(HostActor.progress)}
+        members: Any = {
+            name: ray.method(concurrency_group=group)(getattr(HostActor, name)) for name, group in GROUPS.items()
+        }
         remote: Any = ray.remote
-        kind = remote(concurrency_groups={"health": 1})(type("HostActor", (HostActor,), members))
+        kind = remote(concurrency_groups=dict.fromkeys(GROUPS.values(), 1))(type("HostActor", (HostActor,), members))
         variables = {name: value for name, value in os.environ.items() if name.startswith(_INHERITED)}
         for i in range(hosts.num):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
@@ -293,16 +295,16 @@ class RemoteTrainer:
         self._sent: list[Any] = []
 
     def accumulate(self, batch: TrainBatch) -> None:
-        self._sent += self._cluster.send("call", f"{self.name}.accumulate", self._cluster.put(batch))
+        self._sent += self._cluster.send("learn", f"{self.name}.accumulate", self._cluster.put(batch))
 
     def apply(self) -> dict[str, float]:
         sent, self._sent = self._sent, []
-        applied = self._cluster.send("call", f"{self.name}.apply")
+        applied = self._cluster.send("learn", f"{self.name}.apply")
         self._cluster.receive(sent)
         return self._cluster.receive(applied)[0]
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"] = "actor") -> list[np.ndarray]:
-        return self._cluster.all("call", f"{self.name}.token_logprobs", self._cluster.put(batch), which)[0]
+        return self._cluster.all("learn", f"{self.name}.token_logprobs", self._cluster.put(batch), which)[0]
 
 
 class RemoteCritic(RemoteTrainer):
@@ -311,7 +313,7 @@ class RemoteCritic(RemoteTrainer):
     name = "critic"
 
     def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
-        return self._cluster.all("call", "critic.token_values", self._cluster.put(batch))[0]
+        return self._cluster.all("learn", "critic.token_values", self._cluster.put(batch))[0]
 
 
 class RemoteTeacher:

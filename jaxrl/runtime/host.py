@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,8 +143,10 @@ class Host:
         config, place, notes = self.config, self.place, list[str]()
         self.rollout_mesh = place.rollout_mesh(config.rollout.hosts_per_worker)
         if own := config.rollout.num_devices:
-            self.mesh = make_mesh(place.devices[:-own])
-            self.rollout_mesh = make_mesh(place.devices[-own:])
+            num_local = len(place.local_devices)
+            training = [device for i, device in enumerate(place.devices) if i % num_local < num_local - own]
+            self.mesh = make_mesh(training, place.num_processes)
+            self.rollout_mesh = make_mesh(place.local_devices[-own:])
         self.config = config = with_degree(config, self.rollout_mesh, notes.append, earlier, place.memory)
         notes += share_notes(config, place.local_devices)
         Layout(submeshes(self.rollout_mesh, config.workers_per_group)[0], config.rollout.tp)  # refused before all else
@@ -238,5 +240,6 @@ class Host:
         config = self.config
         # with devices of the rollout's own an update may be under way: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.params
-        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self._group.meet)
+        place = replace(self.place, devices=tuple(self.mesh.devices.flat))
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, place, self._group.meet)
         return self.workers

@@ -1,7 +1,8 @@
 """A host's process in a run on several hosts: the actor that Ray starts there, and how it joins the others.
 
 Purpose: `HostActor` holds the host's `jaxrl.runtime.host.Host` and carries out the controller's calls, one after
-another, in the order in which they were sent. `progress`, which has a thread of its own, answers while a call runs.
+another, in the order in which they were sent. What answers while a call runs has a thread of its own (`HEALTH`), and so
+have the calls of training (`LEARNING`): with devices of the rollout's own, an update runs beside a round.
 
 Source: docs/architecture.md (a run on several hosts); Ray's actors and concurrency groups.
 """
@@ -32,6 +33,11 @@ from jaxrl.train.steps import Choice
 from jaxrl.types import TrainBatch
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"  # in XLA_FLAGS: overrides how many devices a CPU has
+
+
+HEALTH, LEARNING = "health", "learning"
+GROUPS = {"progress": HEALTH, "is_buffered": HEALTH, "learn": LEARNING, "annotate": LEARNING}
+"""Methods with their concurrency groups, each of which is a thread."""
 
 
 class HostActor:
@@ -109,6 +115,10 @@ class HostActor:
         self._beat(path.replace(".", " ").replace("_", " "))
         return reduce(getattr, path.split("."), self.host)(*arguments, **named)  # type: ignore[operator]
 
+    def learn(self, path: str, *arguments: Any) -> Any:
+        """`call`, of a model in training."""
+        return self.call(path, *arguments)
+
     def get(self, path: str) -> Any:
         """The value of an attribute."""
         return reduce(getattr, path.split("."), self.host)
@@ -142,6 +152,15 @@ class HostActor:
     def sync_weights(self, policy_version: int) -> None:
         self._beat("sync of weights")
         self.host.workers.sync_weights(self.host.params, policy_version)
+
+    def buffer_weights(self, policy_version: int) -> None:
+        self.host.workers.buffer_weights(self.host.params, policy_version)
+
+    def is_buffered(self) -> bool:
+        return self.host.workers.is_buffered
+
+    def take_buffered(self, worker: int) -> None:
+        self.host.workers.take_buffered(worker)
 
     def warm_up(self) -> int:
         """Compiles the programs of the rollout, and for other devices than CPUs those of the update with them; returns

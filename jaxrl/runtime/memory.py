@@ -217,7 +217,7 @@ def memory_plan(
         `refuse_invariant` for `actor.numerics`, and for a KV cache that the platform does not take.
     """
     own = config.rollout.num_devices
-    rolling, training = own or num_devices // config.num_host_groups, num_devices - own
+    rolling, training = own or num_devices // config.num_host_groups, num_devices - config.num_own_devices
     if config.actor.numerics == "invariant":
         refuse_invariant(model_config, platform, config.actor.numerics_tp)
     if platform == "tpu" and config.rollout.kv_codes != "none":

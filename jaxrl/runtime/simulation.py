@@ -95,7 +95,7 @@ def build(
     machine = SimulatedMachine(config, cost, workload, sizes, layouts, limits, clock, phases, layout_log)
     workers, executors = machine.workers, machine.executors
     total = _num_devices(config, sizes)
-    trainer, *critics = _trainers(config, cost, total - config.rollout.num_devices, clock)
+    trainer, *critics = _trainers(config, cost, total - config.num_own_devices, clock)
     pieces = SimulatedParts(
         config,
         cost,

@@ -64,7 +64,7 @@ def num_devices_of(config: Config) -> int:
 
 def rollout_devices_of(config: Config) -> int:
     """How many devices roll out: all, in turns with training, or only the rollout's own."""
-    total, own, num_hosts = num_devices_of(config), config.rollout.num_devices, config.hosts.num
+    total, num_hosts = num_devices_of(config), config.hosts.num
     if total % num_hosts:
         raise ConfigError(
             f"simulate.num_devices ({total}) must be a multiple of simulate.num_hosts ({num_hosts}): all hosts have as "
@@ -73,7 +73,7 @@ def rollout_devices_of(config: Config) -> int:
     problem = host_problem(config, total // num_hosts, "simulate.num_devices")
     if problem is not None:
         raise ConfigError(problem)
-    return own or total
+    return config.num_own_devices or total
 
 
 def worker_devices_of(config: Config) -> int:

@@ -152,6 +152,19 @@ def test_a_run_resumes_on_another_number_of_hosts(legs: tuple[tuple[int, int], .
 
 @slow
 @needs_ray
+@pytest.mark.parametrize("rule", ["ranking groups", "one step off"])
+def test_devices_of_the_rollouts_own(rule: str, runs: Runs):
+    """Of each host one device rolls out and one learns."""
+    ranked = ("rollout.ranking_groups.enable=true",) if rule == "ranking groups" else ()
+    one, two = (runs.folder / f"{name} {rule}" for name in ("own one", "own two"))
+    options = (*SMALL, "trainer.one_step_off=true", "trainer.total_training_steps=6", *ranked)
+    runs.finish(one, *options, "rollout.num_devices=2", *WORKERS, devices=4)
+    runs.finish(two, *options, "rollout.num_devices=1", *WORKERS, "hosts.num=2", "hosts.devices_per_host=2")
+    assert_same_end(two, one, but="ranking" if ranked else "")
+
+
+@slow
+@needs_ray
 def test_layouts_switch_on_the_hosts(runs: Runs):
     """Each host's worker by itself, by a made-up profile. The first step's responses are those of one process; what an
     update on four devices adds up in one process it adds up in another order."""

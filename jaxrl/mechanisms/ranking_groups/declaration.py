@@ -22,8 +22,8 @@ def _problem(config: Config, racing: Sequence[str]) -> str | None:
             "rollout.num_devices: workers take the next step's weights while others still draw the present one's, so "
             "the rollout needs devices of its own"
         )
-    if rollout.num_workers < 2:
-        needs.append(f"rollout.num_workers to be at least 2, found {rollout.num_workers}: they share the groups")
+    if config.num_workers < 2:
+        needs.append(f"rollout.num_workers to be at least 2, found {config.num_workers}: they share the groups")
     if needs:
         return f"{option} needs {'; and '.join(needs)}"
     if rollout.max_active_requests:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from jaxrl.schema.declared import Checked
+
 
 @dataclass(frozen=True)
-class RankingGroupsSection:
+class RankingGroupsSection(Checked):
     """Prompts ranked by the lengths of their last responses; workers get long and short ones in turn."""
 
     enable: Annotated[bool, "Switch ranking groups on."] = False
@@ -29,3 +31,8 @@ class RankingGroupsSection:
         "cheaper.",
     ] = "auto"
     two_tier: Annotated[bool, "Groups get as many workers as their lengths need; off: as many as any other."] = True
+
+    def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
+        if not self.enable or self.move != "kv":
+            return None
+        return "rollout.ranking_groups.move (kv)", "the KV of a response stays on its host; use recompute"

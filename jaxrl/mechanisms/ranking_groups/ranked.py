@@ -38,6 +38,8 @@ def ranking_session(
     by: By = "recompute"
     if options.move != "auto":
         by = "migrate" if options.move == "kv" else "recompute"
-    elif predictor is not None and predictor.profile.switches:  # one degree alone tells nothing of moving KV
+    elif (
+        predictor is not None and predictor.profile.switches and config.hosts.num == 1
+    ):  # one degree alone tells nothing of moving KV
         by = partial(cheaper_move, predictor)
     return RankingSession(ranking, buffer, by)
