@@ -7,8 +7,8 @@ start stands in docs/architecture.md, "Starting a run".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,9 @@ from jaxrl.train.steps import find_step, steps_of
 if TYPE_CHECKING:
     from jaxrl.runtime.cluster import Cluster
 
+Hosts = Callable[[Callable[[str], None]], AbstractContextManager["Cluster"]]
+"""Starts the hosts of a run, and tells the watchdog of progress."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -37,7 +40,7 @@ class Opened:
       earlier: the configuration of the start before; None: there was none.
       say: shows a line.
       began_s: of `time.monotonic`.
-      cluster: the hosts of which this is the controller; None: this one has the devices.
+      hosts: starts the hosts of which this is the controller; None: this one has the devices.
       stages: what is said of the start while it goes on.
       stack: closed at the end of the run.
     """
@@ -49,7 +52,7 @@ class Opened:
     watchdog: Watchdog
     say: Callable[[str], None]
     began_s: float
-    cluster: Cluster | None
+    hosts: Hosts | None
     stages: StartupProgress
     stack: ExitStack
 
@@ -91,12 +94,18 @@ def _control(
     from jaxrl.runtime.cluster import HostLost, open_cluster  # loads jax
 
     left, saved, bundle = config.hosts.max_restarts, -1, None
+
+    @contextmanager
+    def hosts(beat: Callable[[str], None]) -> Iterator[Cluster]:
+        nonlocal bundle
+        beat(f"starting {config.hosts.num} hosts")
+        with open_cluster(config.hosts, beat, bundle) as cluster:
+            bundle = cluster.bundle
+            yield cluster
+
     while True:
-        progress(f"starting {config.hosts.num} hosts ...")
         try:
-            with open_cluster(config.hosts, bundle) as cluster:
-                bundle = cluster.bundle
-                return _open(kind, config, go, say, stop, progress, cluster)
+            return _open(kind, config, go, say, stop, progress, hosts)
         except HostLost as error:
             now = max(steps_of(Path(config.trainer.run_dir).expanduser() / "checkpoints"), default=-1)
             left, saved = (config.hosts.max_restarts if now > saved else left) - 1, now
@@ -112,7 +121,7 @@ def _open(
     say: Callable[[str], None],
     stop: Stop,
     progress: Callable[[str], None],
-    cluster: Cluster | None = None,
+    hosts: Hosts | None = None,
 ) -> RunOutcome:
     began_s = time.monotonic()
     with ExitStack() as stack:
@@ -129,7 +138,7 @@ def _open(
         for name in config.trainer.logger:
             sink_package(name)
         config = with_cache_folder(config)
-        return go(Opened(config, run_dir, earlier, stop, watchdog, say, began_s, cluster, stages, stack))
+        return go(Opened(config, run_dir, earlier, stop, watchdog, say, began_s, hosts, stages, stack))
 
 
 def _refuse_no_folder(config: Config) -> None:

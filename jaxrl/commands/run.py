@@ -59,10 +59,10 @@ class TrainingRun(ABC):
         self.tokenizer: Tokenizer
         self.model: ModelConfig
         self.host: Host | RemoteHost
-        if opened.cluster is None:
+        if opened.hosts is None:
             self.host = Host(NoGroup(), self.watchdog.beat)
         else:
-            self.host = RemoteHost(opened.cluster, self.watchdog.beat)
+            self.host = RemoteHost(self.stack.enter_context(opened.hosts(self.watchdog.beat)))
         self.devices = self.host.open(self.config, self.run_dir.kind, self.earlier)
         self.config = self.devices.config
         self.said: list[str] = [*self.devices.notes]

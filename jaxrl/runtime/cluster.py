@@ -76,16 +76,22 @@ class Cluster:
 
     Args:
       actors: of the hosts, in their order. bundle: what each takes of its node.
+      beat: called while a call runs and some host reports progress.
 
     Attributes:
       names: of the hosts' machines, with process ids.
-      beat: called while a call runs and some host reports progress.
     """
 
-    def __init__(self, ray: Any, actors: Sequence[Any], hosts: HostsSection, bundle: Mapping[str, float]) -> None:
-        self._ray, self.actors, self._hosts, self.bundle = ray, tuple(actors), hosts, bundle
+    def __init__(
+        self,
+        ray: Any,
+        actors: Sequence[Any],
+        hosts: HostsSection,
+        bundle: Mapping[str, float],
+        beat: Callable[[str], None],
+    ) -> None:
+        self._ray, self.actors, self._hosts, self.bundle, self._beat = ray, tuple(actors), hosts, bundle, beat
         self.names = [f"host {i}" for i in range(len(actors))]
-        self.beat: Callable[[str], None] = lambda doing: None
         self._seen = [0] * len(actors)
         self._doing = ["starting"] * len(actors)
         self._seen_s = time.monotonic()
@@ -171,7 +177,7 @@ class Cluster:
             self.committed = max(self.committed, committed) if i == 0 else self.committed
             if beats != self._seen[i]:
                 self._seen[i], self._seen_s = beats, time.monotonic()
-                self.beat("")
+                self._beat("")
         return [i for i, ref in enumerate(refs) if ref not in answered]
 
     def _losing(self, sentence: str) -> HostLost:
@@ -183,10 +189,13 @@ class Cluster:
 
 
 @contextmanager
-def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None) -> Iterator[Cluster]:
+def open_cluster(
+    hosts: HostsSection, beat: Callable[[str], None], before: Mapping[str, float] | None = None
+) -> Iterator[Cluster]:
     """Starts the actors and joins them; ends them however the block ends.
 
     Args:
+      beat: called while a call runs and some host reports progress.
       before: what an actor took of its node before one was lost; None: the run starts.
 
     Raises:
@@ -212,7 +221,7 @@ def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None)
         bundle = before or bundle_of(hosts, nodes, on_cpu=os.environ.get("JAX_PLATFORMS") == "cpu")
         strategy = "STRICT_SPREAD" if len(nodes) >= hosts.num else "SPREAD"
         group = ray.util.placement_group([dict(bundle)] * hosts.num, strategy=strategy)
-        if not group.wait(hosts.stall_timeout_s):
+        if not _there(group, hosts.stall_timeout_s, beat):
             room = f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {dict(bundle)}"
             if before is None:
                 raise ConfigError(room)
@@ -234,7 +243,7 @@ def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None)
                 runtime_env={"env_vars": variables},
             )
             actors.append(options.remote(i, hosts))
-        cluster = Cluster(ray, actors, hosts, bundle)
+        cluster = Cluster(ray, actors, hosts, bundle, beat)
         found = cluster.receive([actor.address.remote() for actor in actors])
         cluster.names = [f"host {i} ({name}, process {pid})" for i, (_, name, pid) in enumerate(found)]
         machines = [name for _, name, _ in found]
@@ -253,6 +262,16 @@ def open_cluster(hosts: HostsSection, before: Mapping[str, float] | None = None)
             with suppress(Exception):
                 ray.util.remove_placement_group(group)
         ray.shutdown()
+
+
+def _there(group: Any, timeout_s: float, beat: Callable[[str], None]) -> bool:
+    """Waits for the nodes of a placement group, which a cluster may have to start first; whether they are there."""
+    until_s = time.monotonic() + timeout_s
+    while not group.wait(min(_ASK_S, timeout_s)):
+        if time.monotonic() > until_s:
+            return False
+        beat("")
+    return True
 
 
 def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_cpu: bool) -> dict[str, float]:
@@ -359,9 +378,8 @@ class RemoteStore:
 class RemoteHost:
     """All hosts of a run as one: the methods of `jaxrl.runtime.host.Host`, each a call to all."""
 
-    def __init__(self, cluster: Cluster, beat: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        cluster.beat = beat
         self.models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
         self.trainer = RemoteTrainer(cluster)
         self.critic: RemoteCritic | None = None
