@@ -52,8 +52,8 @@ def check(c: Config) -> None:
     for section in _checked(c):
         if (problem := section.problem(c)) is not None:
             raise ConfigError(problem)
-    _check_devices(c)
     check_across_hosts(c, "hosts.num", "hosts.devices_per_host")
+    _check_devices(c)
 
 
 def _check_data(c: Config) -> None:

@@ -128,7 +128,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ("decode", "--profile", r"--profile needs --at-context"),
     ("decode", "--rows 8 0", r"--rows \(0\) must be at least 1"),
     ("decode", "--shape SmolLM3", r"--shape \(SmolLM3\) must be one of tiny, SmolLM2-135M"),
-    ("host_scale", "--hosts 1", r"--hosts \(1\) must be at least 2"),
     ("host_scale", "--hosts 3 --rows 5", r"must be a multiple of 16 responses"),
     ("host_scale", "--rows 0", r"--rows \(0\) must be at least 1"),
     ("host_scale", "--spreads -0.1", r"--spreads \(-0.1\) must be at least 0"),

@@ -80,7 +80,7 @@ def submit(pool: RewardPool, *responses: str, source: str = "test", first: int =
         pool.submit(Prompt(0, 7, (1,), "?", source, "a"), sample)
 
 
-def collect(pool: RewardPool, limit_s: float = 30.0) -> dict[int, Verdict]:
+def collect(pool: RewardPool, limit_s: float = 120.0) -> dict[int, Verdict]:
     verdicts: list[Verdict] = []
     deadline = time.monotonic() + limit_s
     while pool.num_pending and time.monotonic() < deadline:

@@ -107,7 +107,6 @@ def test_refused_at_the_start(make_config):
         ({"rollout__temperature": 0.9}, r"teacher\.endpoint needs rollout\.temperature=1, found 0\.9"),
         ({"algorithm__teacher__endpoint_model": ""}, r"algorithm\.teacher\.endpoint_model is missing"),
         ({"algorithm__teacher__endpoint": "ftp://x/v1"}, r"algorithm\.teacher\.endpoint must be a URL such as"),
-        ({"hosts__num": 2}, r"algorithm\.teacher\.endpoint and hosts\.num \(2\) exclude each other"),
     ],
 )
 def test_options(options, sentence, make_config):
