@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -28,10 +28,12 @@ from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays
 from jaxrl.report.page import write_report
 from jaxrl.runtime.build import retuning_note
-from jaxrl.runtime.cluster import RemoteHost, RemoteStore
 from jaxrl.runtime.host import Host, NoGroup
 from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic
 from jaxrl.types import RunFailed
+
+if TYPE_CHECKING:
+    from jaxrl.runtime.cluster import RemoteHost, RemoteStore
 
 
 class TrainingRun(ABC):
@@ -62,6 +64,8 @@ class TrainingRun(ABC):
         if opened.hosts is None:
             self.host = Host(NoGroup(), self.watchdog.beat)
         else:
+            from jaxrl.runtime.cluster import RemoteHost
+
             self.host = RemoteHost(self.stack.enter_context(opened.hosts(self.watchdog.beat)))
         self.devices = self.host.open(self.config, self.run_dir.kind, self.earlier)
         self.config = self.devices.config

@@ -6,7 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -23,7 +23,6 @@ from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices
@@ -48,6 +47,9 @@ from jaxrl.sharding.memory import (
 )
 from jaxrl.sharding.mesh import platform_of, submeshes
 from jaxrl.train.update_memory import plan_chunk, plan_remat
+
+if TYPE_CHECKING:
+    from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
 
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
 _FLOAT8_FROM = 8.9  # compute capability: Ada and Hopper

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms.parts import RunParts
@@ -20,9 +21,11 @@ from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import DraftRule, StepCosts
 from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, draft_lengths, history_store
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.remote import RemoteExecutor
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
+
+if TYPE_CHECKING:
+    from jaxrl.rollout.remote import RemoteExecutor
 
 
 def build(parts: RunParts) -> HistorySession | None:
