@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 from jaxrl.commands.opening import Opened, open_run
@@ -22,7 +21,6 @@ from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.stop import Stop
-from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.types import Prompt, Sample, SampleKey
 
 
@@ -47,10 +45,11 @@ def start(
     progress: Callable[[str], None] = lambda line: None,
 ) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes, with arguments and errors as in `open_run`."""
-    return open_run("train", config, partial(_start, rule=batch_rule(config)), say, stop, progress)
+    batch_rule(config)  # its settings may be refused
+    return open_run("train", config, _start, say, stop, progress)
 
 
-def _start(opened: Opened, rule: BatchRule) -> RunOutcome:
+def _start(opened: Opened) -> RunOutcome:
     config, run_dir, watchdog, stack = opened.config, opened.run_dir, opened.watchdog, opened.stack
     acting = environments(config, log=run_dir.early_file("environments.log"))
     if acting is not None:
@@ -69,4 +68,4 @@ def _start(opened: Opened, rule: BatchRule) -> RunOutcome:
     watchdog.beat("looking for devices, reading tokenizer and model")
     from jaxrl.commands.train import Run  # loads jax, which takes a second: a refusal does not wait for it
 
-    return Run(opened, rule, problems, held_out, pool, acting).go()
+    return Run(opened, batch_rule(config), problems, held_out, pool, acting).go()

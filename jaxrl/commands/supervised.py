@@ -50,10 +50,11 @@ def method_of(kind: str, config: Config) -> Method:
 
 def _start(kind: str, config: Config, stop: Stop | None, progress: Callable[[str], None]) -> RunOutcome:
     config = as_read(config, kind)
-    method = method_of(kind, config)
     if not config.data.train_files:
         raise ConfigError(f"data.train_files is missing: jaxrl {kind} learns from files")
-    return open_run(kind, config, lambda opened: SupervisedRun(opened, method).go(), stop=stop, progress=progress)
+    return open_run(
+        kind, config, lambda opened: SupervisedRun(opened, method_of(kind, config)).go(), stop=stop, progress=progress
+    )
 
 
 class SupervisedRun(TrainingRun):

@@ -18,6 +18,7 @@ import itertools
 import os
 import pickle
 import signal
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
+from jaxrl.record.files import reason
 from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
 from jaxrl.runtime.host import HostDevices, LoadRequest
 from jaxrl.runtime.host_agreement import disagreement, mark_in, software
@@ -291,17 +293,29 @@ def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_c
 
 def _connect(ray: Any, hosts: HostsSection) -> None:
     """Joins the cluster at `hosts.address`; without one, makes a cluster on this machine."""
+    address = hosts.address or os.environ.get("RAY_ADDRESS", "")
+    _refuse_silent(address)
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     try:
-        if address := hosts.address or os.environ.get("RAY_ADDRESS"):
+        if address:
             ray.init(address=address, **options)
         else:
             ray.init(address="local", num_cpus=max(os.cpu_count() or 1, hosts.num), **options)
     except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"hosts.address ({hosts.address}): {error}") from None
+        raise ConfigError(f"hosts.address ({address}): {error}") from None
     for number, handler in kept.items():
         signal.signal(number, handler)  # signals stay the program's
+
+
+def _refuse_silent(address: str) -> None:
+    """Raises ConfigError where nothing answers at host:port; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), _ASK_S).close()
+        except OSError as error:
+            raise ConfigError(f"hosts.address ({address}): nothing answers there ({reason(error)})") from None
 
 
 class RemoteTrainer:

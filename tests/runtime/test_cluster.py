@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import jax
@@ -26,7 +27,7 @@ from jaxrl.models import decoder
 from jaxrl.models.loading import config_of
 from jaxrl.models.safetensors import export_hf
 from jaxrl.processes.process_tree import descendants
-from jaxrl.runtime.cluster import bundle_of
+from jaxrl.runtime.cluster import bundle_of, open_cluster
 
 slow = pytest.mark.slow
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -76,6 +77,18 @@ def test_what_an_actor_takes_of_a_node(
     num: int, each: int, nodes: list[dict[str, float]], on_cpu: bool, expected: dict[str, float]
 ):
     assert bundle_of(HostsSection(num=num, devices_per_host=each), nodes, on_cpu=on_cpu) == expected
+
+
+def test_a_cluster_that_is_not_there_is_refused():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listens:
+        address = f"127.0.0.1:{listens.getsockname()[1]}"
+    with (
+        pytest.raises(
+            ConfigError, match=rf"^hosts\.address \({address}\): nothing answers there \(connection refused\)$"
+        ),
+        open_cluster(HostsSection(num=2, address=address), lambda doing: None),
+    ):
+        pass
 
 
 def test_a_judge_on_the_devices_is_refused():
