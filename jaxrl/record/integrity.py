@@ -2,8 +2,7 @@
 
 `refuse_damaged` reads the files. The others compare them with `run.json`, which holds the last complete checkpoint and
 the checksums of the files that only grow (`RunDir.record_checkpoint`). The journal has its own checksum
-(`jaxrl.record.journal`). There is none for what other processes than the first write, nor for timelines and what
-rewards print.
+(`jaxrl.record.journal`). There is none for timelines and what rewards print.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class _Stay:
 
 
 class RowTracks:
-    """Draws the rows of the workers of this process.
+    """Draws the rows of the workers.
 
     Args:
       engines: of the workers, by their numbers; those whose trace somebody else has are not drawn.

@@ -22,7 +22,7 @@ from jaxrl.record.metrics import read_metrics
 
 LORA = ("model.lora_rank=4",)
 SLOW = pytest.mark.slow
-HOSTS = ("hosts.launcher=local", "hosts.num=2", "hosts.devices_per_host=1")
+HOSTS = ("hosts.num=2", "hosts.devices_per_host=1")
 
 
 class Learning(Runs):
