@@ -15,6 +15,7 @@ Source: docs/architecture.md (a run on several hosts); Ray's placement groups an
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import pickle
 import signal
@@ -296,7 +297,7 @@ def _connect(ray: Any, hosts: HostsSection) -> None:
     address = hosts.address or os.environ.get("RAY_ADDRESS", "")
     _refuse_silent(address)
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
             ray.init(address=address, **options)

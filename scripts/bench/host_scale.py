@@ -9,6 +9,7 @@ to an actor and its result back.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -176,8 +177,7 @@ def plan_seconds(num_rows: int, plans: int = 200) -> float:
 
 def _own(row: RowResult) -> RowResult:
     """The same with arrays of its own, as devices give them."""
-    arrays = row.token_ids, row.sampled_logprobs, row.rollout_logprobs
-    return RowResult(*(array.copy() for array in arrays), False)
+    return RowResult(row.token_ids.copy(), row.sampled_logprobs.copy(), row.rollout_logprobs.copy(), False)
 
 
 def call_seconds(num_rows: int, calls: int = 300) -> tuple[float, float]:
@@ -197,7 +197,7 @@ def call_seconds(num_rows: int, calls: int = 300) -> tuple[float, float]:
     rows = {request_id: _own(row) for request_id, row in result.rows.items()}
     result = replace(result, rows=rows)
     if not ray.is_initialized():
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     remote: Any = ray.remote(Echo)
     actor = remote.remote()
 
