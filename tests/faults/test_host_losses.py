@@ -103,13 +103,12 @@ def test_a_loss_at_a_random_moment(loss: str, turn: int, rule: str, runs: Runs):
             kill(process)
         elif loss == "node killed":
             os.kill(processes_named(process, "raylet/raylet")[0], signal.SIGKILL)
-            process.communicate(timeout=PATIENCE_S)
-            assert process.returncode != 0
+            process.communicate(timeout=PATIENCE_S)  # Ray ends it, or it begins again in a cluster of its own
         else:
             os.kill(draw.choice(actors), signal.SIGKILL if loss == "actor killed" else signal.SIGSTOP)
             assert len(RESTARTED.findall(end(process))) == 1
     assert_gone(actors)
-    if loss in ("controller killed", "node killed"):
+    if process.returncode:
         runs.finish(run_dir, *options)
     assert_same_end(run_dir, whole)
     shutil.rmtree(run_dir)
@@ -123,7 +122,8 @@ def test_a_full_disk(rule: str, runs: Runs, tmp_path: Path):
         run_dir = disk.path / "run"
         status, output = disk.run(train_command(runs, run_dir, *options))
         assert status == 1, output
-        assert re.fullmatch(r"jaxrl: .*no space left on the device; .*: make room and run again", output)
+        said = output.splitlines()[-1]
+        assert re.fullmatch(r"jaxrl: .*no space left on the device; .*: make room and run again", said), output
         disk.make_room()
         status, output = disk.run(train_command(runs, run_dir, *options))
         assert status == 0, output
