@@ -162,14 +162,17 @@ def nodes(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]
         port = listens.getsockname()[1]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     head = [*ray, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir=/tmp/r{port}"]
-    started = [subprocess.Popen(head, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet |= {"env": os.environ | {"RAY_AUTH_MODE": "disabled"}}
+    started = [subprocess.Popen(head, **quiet)]
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(OSError), closing(socket.create_connection(("127.0.0.1", port))):
             break
         time.sleep(0.2)
+    time.sleep(10)  # it listens before it takes nodes
     node = [*ray, f"--address=127.0.0.1:{port}", "--num-cpus=1"]
-    started += [subprocess.Popen(node, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(3)]
+    started += [subprocess.Popen(node, **quiet) for _ in range(3)]
     try:
         yield f"127.0.0.1:{port}", started[1:]
     finally:
@@ -188,7 +191,8 @@ def test_a_node_of_a_cluster_is_lost(nodes: tuple[str, list[subprocess.Popen[byt
     address, started = nodes
     whole, options = undisturbed(runs, "partial rollout"), options_of(runs, "partial rollout")
     run_dir = runs.folder / "lost node"
-    with runs.start(run_dir, *options, f"hosts.address={address}") as process:
+    patient = "hosts.stall_timeout_s=200"  # for nodes to join
+    with runs.start(run_dir, *options, patient, f"hosts.address={address}") as process:
         wait_for_steps(process, run_dir, 2)
         with_actor = [
             node
