@@ -47,8 +47,6 @@ _ASK_S = 5.0
 _MOST_SHARED = 4096
 _INHERITED = ("JAX_", "XLA_", "JAXRL_", "OMP_", "OPENBLAS_", "HF_", "NCCL_", "LIBTPU_", "PYTHONPATH")
 """Beginnings of the names of environment variables that actors get from the controller."""
-_TOKENS = os.path.expanduser("~/.ray/auth_token"), os.environ.get("RAY_AUTH_TOKEN_PATH", "")
-"""Where Ray keeps the token of a cluster."""
 
 
 _SHARED: OrderedDict[int, Any] = OrderedDict()  # in an actor: what has come, by its number
@@ -209,8 +207,6 @@ def open_cluster(
     """
     software()  # before an actor starts: the source may change while a run goes on
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # it is said here, in a sentence
-    if _address(hosts) and any(map(os.path.exists, _TOKENS)):  # else Ray sends none to a cluster that asks for it
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
         from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
@@ -296,14 +292,9 @@ def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_c
     return {"CPU": 1.0}
 
 
-def _address(hosts: HostsSection) -> str:
-    """Of the cluster; empty: the run makes one."""
-    return hosts.address or os.environ.get("RAY_ADDRESS", "")
-
-
 def _connect(ray: Any, hosts: HostsSection) -> None:
     """Joins the cluster at `hosts.address`; without one, makes a cluster on this machine."""
-    address = _address(hosts)
+    address = hosts.address or os.environ.get("RAY_ADDRESS", "")
     _refuse_silent(address)
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -313,7 +304,8 @@ def _connect(ray: Any, hosts: HostsSection) -> None:
         else:
             ray.init(address="local", num_cpus=max(os.cpu_count() or 1, hosts.num), **options)
     except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"hosts.address ({address}): {error}") from None
+        hint = "; RAY_AUTH_MODE (token, disabled) must be what its nodes were started with" if address else ""
+        raise ConfigError(f"hosts.address ({address}): {error}{hint}") from None
     for number, handler in kept.items():
         signal.signal(number, handler)  # signals stay the program's
 
