@@ -188,7 +188,7 @@ class RemoteExecutor:
         return taken
 
     def take_buffered(self) -> None:
-        """Goes on with the weights that `RemoteWorkers.buffer_weights` has brought."""
+        """Switches to the weights that `RemoteWorkers.buffer_weights` has brought."""
         self._channel.receive(self._channel.send("take_buffered", self._worker))
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -231,7 +231,7 @@ class RemoteWorkers:
         return all(self._all("is_buffered"))
 
     def take_buffered(self, worker: int) -> None:
-        """A worker goes on with the buffered weights."""
+        """A worker switches to the buffered weights."""
         self.executors[worker].take_buffered()
 
     def allocate(self) -> None:

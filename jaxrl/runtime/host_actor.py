@@ -76,7 +76,10 @@ class HostActor:
         return f"{node}:{port}", socket.gethostname(), os.getpid()
 
     def join(self, coordinator: str, on_machine: int) -> int:
-        """Opens the world of all hosts, of which this machine has so many; returns how many devices it has here.
+        """Joins the `jax.distributed` world of all hosts; returns how many devices this host has.
+
+        Args:
+          coordinator: host:port of the first host. on_machine: hosts of the run on this machine.
 
         Raises:
           ConfigError: there are fewer than `hosts.devices_per_host`.

@@ -82,7 +82,7 @@ class Verdicts:
 
     @property
     def due(self) -> SampleKey | None:
-        """The sample whose verdict is to be handed over next; None: none is."""
+        """The sample whose verdict the round receives next; None: nothing is being scored."""
         return next(iter(self._sent), None)
 
     def begin(self, step: int, round_index: int) -> None:
@@ -117,7 +117,7 @@ class Verdicts:
         return self._take([] if self._known else self._scoring.wait(timeout_s))
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        """No verdict on these samples is handed over."""
+        """The round receives no verdict on these samples."""
         self._scoring.cancel(keys)
         now_s = self._clock()
         for key in keys:

@@ -267,7 +267,7 @@ class Mechanism:
         return None
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        """Samples have ended by themselves. One that the round has not been told of yet may still be `aborted`.
+        """Samples have ended by themselves. The round can still abort one before it receives the event (`aborted`).
         `is_stopping`: the round is about to end the others."""
 
     def aborted(self, key: SampleKey) -> None:

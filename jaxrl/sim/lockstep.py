@@ -217,8 +217,7 @@ class LockstepBatcher(Batcher):
             batch.leave(progress, len(row.token_ids))
             reason = finish_reason(progress, row, stop_check)
             assert reason is not None, "a row that stopped has a reason"
-            num_before = progress.num_tokens - len(row.token_ids)
-            ended.append(Ended(progress, reason, result.index, group, slot, num_before))
+            ended.append(Ended(progress, reason, result.index, group, slot))
             self._end(progress)
             if self.trace is not None:
                 key, length = progress.request.key, progress.num_tokens

@@ -57,19 +57,6 @@ class Verdict:
     outside: bool = False
     is_replayed: bool = False
 
-    def at(self, time_s: float) -> Verdict:
-        """The same, heard of at another time; `dataclasses.replace` takes three times as long."""
-        return Verdict(
-            time_s,
-            self.key,
-            self.reward,
-            self.status,
-            self.info,
-            self.duration_s,
-            self.outside,
-            self.is_replayed,
-        )
-
     @property
     def failure(self) -> str:
         """Why there is no score; empty: there is one."""

@@ -171,11 +171,6 @@ class Batcher:
         """What verification brought so far decides nothing from here on."""
         self.verify_rule = None if self.config.verify_rule is None else self.config.verify_rule()
 
-    def rewind(self, index: int) -> None:
-        """The next plan gets this number, because plans after it have been dropped; none may be in flight."""
-        assert not self._flights, "plans are numbered anew while some are in flight"
-        self.next_index = index
-
     # Planning
 
     def schedule(self) -> Plan | None:
@@ -409,11 +404,10 @@ class Batcher:
             if progress.ended:
                 self.counters.dropped_tokens += len(row.token_ids)
                 continue
-            num_before = progress.num_tokens
             progress.append(row, result.policy_version)
             reason = finish_reason(progress, row, stop_check)
             if reason is not None:
-                ended.append(Ended(progress, reason, index, named.dp_group, named.slot, num_before))
+                ended.append(Ended(progress, reason, index, named.dp_group, named.slot))
                 self._park(progress)
                 self._end(progress)
                 if self.trace is not None:

@@ -38,15 +38,13 @@ MAX_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A response that ended by itself: its sample, where and when (in logical time) it ended, and its tokens before the
-    plan that it ended in."""
+    """A response that ended by itself: its sample, where and when (in logical time) it ended."""
 
     request_id: int
     sample: Sample
     dispatch: int
     dp_group: int
     slot: int
-    num_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,5 +286,4 @@ def _finished(ended: Ended) -> Finished:
         dispatch=ended.dispatch,
         dp_group=ended.dp_group,
         slot=ended.slot,
-        num_before=ended.num_before,
     )

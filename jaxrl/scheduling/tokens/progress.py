@@ -283,14 +283,13 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that ended in a plan, the row it had there, and the tokens of its response before that plan."""
+    """A request that ended in a plan, and the row it had there."""
 
     progress: Progress
     reason: FinishReason
     dispatch: int
     dp_group: int
     slot: int
-    num_before: int
 
 
 StopCheck = Callable[[Request, Sequence[int]], int | None]
