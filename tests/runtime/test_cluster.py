@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -122,16 +123,21 @@ def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
+def assert_hosts_are_one(runs: Runs, name: str, options: Sequence[str]) -> None:
+    """Two actors end with the bits of one process with two workers."""
+    one, two = (runs.folder / f"{place} {name}" for place in ("one", "two"))
+    runs.finish(one, *options, *WORKERS, devices=2)
+    runs.finish(two, *options, *HOSTS)
+    assert_same_end(two, one)
+
+
 @needs_ray
 @pytest.mark.parametrize(
     "rule", ["tail batching", *(pytest.param(rule, marks=slow) for rule in RULES if rule != "tail batching")]
 )
 def test_actors_end_as_one_process_with_as_many_workers(rule: str, runs: Runs):
     options = [each.format(folder=runs.folder) for each in (*SMALL, *RULES[rule])]
-    one, two = (runs.folder / f"{name} {rule}" for name in ("one", "two"))
-    runs.finish(one, *options, *WORKERS, devices=2)
-    runs.finish(two, *options, *HOSTS)
-    assert_same_end(two, one)
+    assert_hosts_are_one(runs, rule, options)
 
 
 @slow
@@ -214,9 +220,7 @@ def test_turns_are_answered_on_several_hosts(runs: Runs):
         "actor.ppo_max_token_len_per_gpu=64",
         "rollout.num_blocks=30",
     )
-    runs.finish(runs.folder / "turns", *options, *HOSTS)
-    runs.finish(runs.folder / "turns one", *options, *WORKERS, devices=2)
-    assert_same_end(runs.folder / "turns", runs.folder / "turns one")
+    assert_hosts_are_one(runs, "turns", options)
 
 
 @slow
@@ -225,9 +229,7 @@ def test_a_file_of_the_user_filters_groups_on_several_hosts(runs: Runs):
     (runs.folder / "varied.py").write_text(VARIED)
     filtering = f"{{enable: true, path: {runs.folder}/varied.py, name: varied}}"
     options = (*SMALL, f"algorithm.filter_groups={filtering}")
-    runs.finish(runs.folder / "filtered", *options, *HOSTS)
-    runs.finish(runs.folder / "filtered one", *options, *WORKERS, devices=2)
-    assert_same_end(runs.folder / "filtered", runs.folder / "filtered one")
+    assert_hosts_are_one(runs, "filtered", options)
 
 
 @slow
