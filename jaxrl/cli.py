@@ -506,7 +506,7 @@ def _completion(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     removing = _removing(options)
     if not options.others:
-        from jaxrl.mechanisms.table import page_parts
+        from jaxrl.mechanisms import page_parts
         from jaxrl.report.page import write_report
 
         print(

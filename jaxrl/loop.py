@@ -1,8 +1,8 @@
 """THE loop: collect -> score -> advantages -> pack -> gradients -> update -> sync weights -> save.
 
-Purpose: one file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer
-and the store come in as protocols. What a round launches, which groups it yields, and what becomes of the others is the
-batch rule's decision (`jaxrl.scheduling.rounds.batches`).
+Purpose: one file for every run, real or simulated; `jaxrl.runtime.run.Run` has what it is made of. It imports no jax.
+What a round launches, which groups it yields, and what becomes of the others is the batch rule's decision
+(`jaxrl.scheduling.rounds.batches`).
 
 A step starts and ends at a *boundary*: there, the trainer's state and `Loop.host_state` hold everything that decides
 the future, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again. A
@@ -11,9 +11,9 @@ first thing in the next step, and its seconds are that step's.
 
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
 
-**Mechanisms** (`jaxrl.scheduling.mechanism`) are what else a run may have: each has hooks that are called here and in
-the backend, and neither knows any by name. One of them may order a step's update and the next step's round in its own
-way; the batch of a round that came before its step waits in `Loop`, and is part of a checkpoint.
+**Mechanisms** (`jaxrl.scheduling.mechanism`) have hooks that are called here and in the backend, and neither knows any
+by name. One of them may order a step's update and the next step's round in its own way (`PhaseOrder`); the batch of a
+round that came before its step waits in `Loop`, and is part of a checkpoint.
 
 **What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
 `timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
@@ -26,72 +26,31 @@ step) and `timing_s/overlap` (seconds in which rollout and update ran at once). 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
-from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult, RoundTime
+from jaxrl.scheduling.mechanism import PhaseOrder, RoundInfo
+from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
-from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Launch, RoundStarted, Verdict
+from jaxrl.scheduling.rounds.events import Interrupted, Launch, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
-from jaxrl.train.learning import Models, learn
-from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
+from jaxrl.train.learning import learn
+from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch
+
+if TYPE_CHECKING:
+    from jaxrl.runtime.backend import RolloutBackend
+    from jaxrl.runtime.run import Run
 
 STATE_SCHEMA = 4
 _OWN_STATE = ("schema", "step", "seed", "data", "departures", "rule", "ahead")  # names in a checkpoint
-
-
-class Backend(Protocol):
-    """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`.
-
-    `wait` raises `Interrupted` where a stop was asked for, or where the run cannot go on; the loop then cancels the
-    round."""
-
-    @property
-    def generating(self) -> bool: ...
-
-    def enter_rollout(self, policy_version: int) -> None: ...
-
-    def leave_rollout(self) -> None: ...
-
-    def begin(self, info: RoundInfo, params: SamplingParams, /) -> None: ...
-
-    def wait(self) -> Event: ...
-
-    def apply(self, command: Command) -> None: ...
-
-    def cancel(self) -> None: ...
-
-    def end(self, result: RoundResult | None = None, /) -> dict[str, float]: ...
-
-
-class Prompts(Protocol):
-    """`jaxrl.data.prompts.PromptSource`."""
-
-    def next(self, num_prompts: int, /) -> list[Prompt]: ...
-
-    def get(self, epoch: int, index: int, /) -> Prompt: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Phases(Protocol):
-    """`jaxrl.record.timeline.Timeline`."""
-
-    def phase(self, name: str, track: str = ..., **args: Any) -> AbstractContextManager[None]: ...
-
-    def take_phases(self, *names: str) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,77 +66,31 @@ class Collected:
         return numbers.seconds_of(numbers.ROUND_PHASES, self.metrics)
 
 
-@dataclass(slots=True)
-class Hooks:
-    """What the loop calls: callbacks of the run that it belongs to.
-
-    on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's metrics and groups.
-    save: write a checkpoint of (step, host state). stop: whether to stop at the next opportunity. beat: an update has
-    ended.
-    """
-
-    on_phase: Callable[[int, str], None]
-    on_step: Callable[[int, dict[str, float], Sequence[Group]], None]
-    on_eval: Callable[[int, dict[str, float], Sequence[Group]], None]
-    save: Callable[[int, dict[str, Any]], None]
-    stop: Callable[[], bool]
-    beat: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a run is about.
-
-    Attributes:
-      prompts: to train on. validation: the held-out ones; empty: nothing is evaluated.
-      total_steps: the last step.
-      stop_token_ids: that end a response.
-      num_devices: of rollout and training together.
-    """
-
-    prompts: Prompts
-    validation: Sequence[Prompt]
-    total_steps: int
-    stop_token_ids: tuple[int, ...]
-    num_devices: int
-
-
 class Loop:
-    """One run from `step` to `job.total_steps`.
+    """Runs steps from `step` to `run.total_steps` over a backend."""
 
-    Args:
-      rule: says what rounds launch, and which groups they yield.
-      backend: rollout and rewards. models: what learns.
-      phases: where time is taken. hooks: the callbacks of the run.
-      mechanisms: in the order in which they are called; all but those that the backend alone calls.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        job: Job,
-        rule: BatchRule,
-        backend: Backend,
-        models: Models,
-        phases: Phases,
-        hooks: Hooks,
-        mechanisms: Sequence[Mechanism] = (),
-    ) -> None:
-        self.config = config
+    def __init__(self, run: Run, backend: RolloutBackend) -> None:
+        assert run.rule is not None, "an evaluation alone has no loop"
+        assert run.models is not None
+        assert run.prompts is not None
+        assert run.timeline is not None
+        self.config = config = run.config
         self.step = 0
-        self.total_steps = job.total_steps
+        self.total_steps = run.total_steps
         self.departures = Departures()
-        self.rule = rule
-        self._job = job
-        self._prompts = job.prompts
-        self._backend = backend
-        self._models = models
-        self._phases = phases
-        self._hooks = hooks
-        self._mechanisms = tuple(mechanisms)
-        names = [each.name for each in mechanisms if each.name]
+        self.rule = run.rule
+        self._run = run
+        self._prompts = run.prompts
+        self.backend = backend
+        self._phases = run.timeline
+        self._models = run.models
+        self._mechanisms = run.mechanisms
+        names = [each.name for each in run.mechanisms if each.name]
         assert len({*names, *_OWN_STATE}) == len(names) + len(_OWN_STATE), f"parts of a checkpoint: {names}"
-        self._rounds_ahead = max((each.rounds_ahead for each in mechanisms), default=0)
+        self._order = next((each.phase_order for each in run.mechanisms if each.phase_order), PhaseOrder())
+        self._gradients = [each.gradient_source for each in run.mechanisms if each.gradient_source]
+        self._group_rewards = [each.group_rewards for each in run.mechanisms if each.group_rewards]
+        self._parking = [each.parking for each in run.mechanisms if each.parking]
         self._shaping = RewardShaping.configured(config)
         self._alarms = Alarms(config)
         self._saved_step: int | None = None
@@ -247,28 +160,28 @@ class Loop:
         Raises:
           RunFailed: the run cannot go on. What a checkpoint may hold has been saved.
         """
-        self._backend.enter_rollout(self.step)
-        if self.config.trainer.val_before_train and self.step == 0 and self._job.validation:
+        self.backend.enter_rollout(self.step)
+        if self.config.trainer.val_before_train and self.step == 0 and self._run.validation:
             self._evaluate()
             self._phases.take_phases()  # its time belongs to no step
             self._end_if_failing()
-        while self.step < self.total_steps and not self._hooks.stop():
+        while self.step < self.total_steps and not self._run.stop():
             boundary = self.host_state()
             try:
                 self._run_step()
             except Interrupted as early:
                 # the trainer has not moved since the boundary: the step will run again as if it had never begun
-                for each in self._mechanisms:
-                    each.update_cancelled()
+                for each in self._gradients:
+                    each.abandon()
                 if self._saved_step != boundary["step"]:
-                    self._hooks.save(boundary["step"], boundary)
+                    self._run.save(boundary["step"], boundary)
                 if str(early):
                     raise RunFailed(f"{early}; saved after step {boundary['step']}") from early
                 return False
             self._end_if_failing()
         self._save()
-        if any(each.has_begun for each in self._mechanisms):
-            self._backend.cancel()  # where a stop was asked for, the next round may have begun
+        if any(each.has_begun for each in self._parking):
+            self.backend.cancel()  # where a stop was asked for, the next round may have begun
         return self.step >= self.total_steps
 
     def _end_if_failing(self) -> None:
@@ -284,34 +197,23 @@ class Loop:
                 self._save()
             earlier = self._waiting
             # where rounds are ahead, the batch of the next update is not that of the first round, and not there yet
-            now = self._collect(step, () if self._rounds_ahead else None) if earlier is None else earlier
-            self._waiting, (batch, learned) = self._update(step, now.groups)
+            now = self._collect(step, () if self._order.rounds_ahead else None) if earlier is None else earlier
+            self._waiting, (batch, learned) = self._order.update(CurrentStep(self, step, now.groups), now.groups)
             for group in now.groups:
                 self.departures.leave(group.prompt.key, "trained")
             self.step = step
             with self._phase("sync"):
-                self._backend.enter_rollout(step)
+                self.backend.enter_rollout(step)
             if self._evaluates(step):
                 self._evaluate()
         seconds = {"timing_s/save": 0.0} | self._phases.take_phases()
         measured = now.metrics | numbers.off_policy_metrics(now.groups, step) | learned | seconds
         rounds = (None if each is None else each.seconds for each in (earlier, self._waiting))
         measured |= numbers.seconds_of_other_steps(measured, *rounds)
-        measured |= numbers.throughput(batch, measured, self._job.num_devices)
+        measured |= numbers.throughput(batch, measured, self._run.num_devices)
         for each in self._mechanisms:
             each.step_ends(measured)
-        self._hooks.on_step(step, measured, now.groups)
-
-    def _update(self, step: int, groups: list[Group]) -> tuple[Collected | None, tuple[TrainBatch, dict[str, float]]]:
-        """Runs update `step` on `groups`; returns what the next step's round has brought, if it ran, and the update's
-        batch and metrics."""
-        under_way = StepUnderWay(self, step, groups)
-        for each in self._mechanisms:
-            done = each.update(under_way, groups)
-            if done is not None:
-                return done
-        under_way.leave_rollout()
-        return None, under_way.learn()
+        self._run.on_step(step, measured, now.groups)
 
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:
         """One round for training step `step`: the rule's groups, scored.
@@ -329,45 +231,43 @@ class Loop:
             certain = (lambda: waiting) if waiting else None
         beside = waiting is None and step < self.total_steps and not self._evaluates(step - 1)
         next_launches = partial(self._next_launches, step + 1) if beside else None
-        self._backend.begin(RoundInfo(step, 0, current.kind, self.step + 1, certain, next_launches), params)
+        info = RoundInfo(step, 0, current.kind, self.step + 1, certain, next_launches)
+        self.backend.begin(info, params)
         try:
             while not current.done:
-                generating = self._backend.generating
+                generating = self.backend.generating
                 with self._phase("gen" if generating else "reward"):
-                    while not current.done and self._backend.generating == generating:
+                    while not current.done and self.backend.generating == generating:
                         self._handle(current, step)
-                        for each in self._mechanisms:
-                            each.after_event()
+                        for each in self._gradients:
+                            each.look()
         except Interrupted:
-            self._backend.cancel()
+            self.backend.cancel()
             raise
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
         compared: dict[str, float] = {}
-        if any(each.compares for each in self._mechanisms):
+        if self._group_rewards:
             with self._phase("reward"):
-                compared = self._compare(result.groups)
+                compared = self._compare(result.groups, info)
         seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
         seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._shaping is not None:
             measured |= self._shaping.metrics([sample for group in result.groups for sample in group.samples])
-        measured |= result.metrics | self._backend.end(result)
+        measured |= result.metrics | self.backend.end(result)
         measured |= {name: measured.get(name, 0.0) + value for name, value in compared.items()}
         measured |= numbers.hidden_scoring(measured, seconds)
         return Collected(result.groups, measured | seconds)
 
-    def _compare(self, groups: Sequence[Group]) -> dict[str, float]:
-        measured: dict[str, float] = {}
-        for each in self._mechanisms:
-            measured |= each.compare(groups)
-        return measured
+    def _compare(self, groups: Sequence[Group], info: RoundInfo) -> dict[str, float]:
+        return {name: value for each in self._group_rewards for name, value in each(groups, info).items()}
 
     def _next_launches(self, step: int) -> list[Launch] | None:
         """All that the round for training step `step` launches, once update `step` - 2 has ended; asked in the round
         before, beside that update."""
-        if not any(each.update_has_ended for each in self._mechanisms):
+        if not self._order.update_has_ended:
             return None
         time = RoundTime(step, step - 2, self.total_steps - step + 1)
         return [Launch(each.prompt, each.keys) for each in self.rule.ahead(self._prompts, time)]
@@ -375,7 +275,7 @@ class Loop:
     def _handle(self, current: Round, training_step: int | None = None) -> None:
         """Hands the next event to a round, and carries out what it answers. `training_step`: None for an evaluation,
         whose rewards are as they were given."""
-        event = self._backend.wait()
+        event = self.backend.wait()
         if isinstance(event, Verdict):
             episode = current.ledger.finished[event.key].episode
             shows_nothing = event.status == "ok" and episode is not None and not episode.was_answered
@@ -386,20 +286,15 @@ class Loop:
                 event = event.unshaped
             elif self._shaping is not None:
                 event = self._shaping.shaped(event, current.ledger.finished[event.key].num_drawn)
-        commands: Sequence[Command] = current.handle(event)
-        if isinstance(event, RoundStarted) and training_step is not None:
-            for each in self._mechanisms:
-                commands = each.place(commands, training_step)
-        for command in commands:
-            self._backend.apply(command)
+        self.backend.apply(current.handle(event))
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
         phase = partial(self._phase, track=track)
-        begun = [batch for each in self._mechanisms for batch in each.update_begins(groups, phase)]
-        learnt = learn(self.config, self._models, begun, groups, step, phase, self._hooks.beat)
+        begun = [batch for each in self._gradients for batch in each.update_begins(groups, phase)]
+        learnt = learn(self.config, self._models, begun, groups, step, phase, self._run.beat)
         batch, measured = learnt.batch, learnt.metrics()
-        for each in self._mechanisms:
+        for each in self._gradients:
             measured |= each.update_ends()
         self._failing = self._alarms.updated(step, learnt.skipped(), measured, batch)
         return batch, measured | numbers.spread("critic/advantages", np.concatenate(batch.advantages))
@@ -409,32 +304,32 @@ class Loop:
     def _evaluates(self, step: int) -> bool:
         """Whether step `step` ends with an evaluation."""
         every = self.config.trainer.test_freq
-        return bool(self._job.validation) and every > 0 and (step % every == 0 or step == self.total_steps)
+        return bool(self._run.validation) and every > 0 and (step % every == 0 or step == self.total_steps)
 
     def _evaluate(self) -> None:
         """Samples the held-out prompts. A stop that is asked for meanwhile ends it without numbers."""
         val = self.config.rollout.val_kwargs
         params = self._sampling(val.temperature, val.top_k, val.top_p, 0.0)
         with self._phase("testing"):
-            current = Round(self._job.validation, val.n)
-            self._backend.begin(RoundInfo(self.step, 1, "eval"), params)
+            current, info = Round(self._run.validation, val.n), RoundInfo(self.step, 1, "eval")
+            self.backend.begin(info, params)
             try:
                 while not current.done:
                     self._handle(current)
             except Interrupted as early:
-                self._backend.cancel()
+                self.backend.cancel()
                 self._failing = self._failing or str(early) or None
                 return  # the step's update stands; only these numbers are missing
-            self._backend.end()
+            self.backend.end()
             groups = current.groups()
-            self._compare(groups)
+            self._compare(groups, info)
             measured = numbers.evaluation_metrics(groups, self.config.data.max_response_length)
-            self._hooks.on_eval(self.step, measured, groups)
+            self._run.on_eval(self.step, measured, groups)
 
     def _save(self) -> None:
         if self._saved_step != self.step:
             with self._phase("save"):
-                self._hooks.save(self.step, self.host_state())
+                self._run.save(self.step, self.host_state())
             self._saved_step = self.step
 
     def _sampling(self, temperature: float, top_k: int, top_p: float, min_p: float) -> SamplingParams:
@@ -444,18 +339,18 @@ class Loop:
             top_p=top_p,
             min_p=min_p,
             max_tokens=self.config.data.max_response_length,
-            stop_token_ids=self._job.stop_token_ids,
+            stop_token_ids=self._run.stop_token_ids,
             stop_strings=tuple(self.config.rollout.stop),
         )
 
     def _phase(self, name: str, track: str = "loop") -> AbstractContextManager[None]:
         """A phase drawn on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""
         if track == "loop":
-            self._hooks.on_phase(self._running_step, name)
+            self._run.on_phase(self._running_step, name)
         return self._phases.phase(name, track)
 
 
-class StepUnderWay:
+class CurrentStep:
     """Implements `jaxrl.scheduling.mechanism.Step` for update `step` of a loop, on `groups`."""
 
     def __init__(self, loop: Loop, step: int, groups: list[Group]) -> None:
@@ -472,4 +367,4 @@ class StepUnderWay:
         return self._loop._learn_from(self._groups, self.step, track)
 
     def leave_rollout(self) -> None:
-        self._loop._backend.leave_rollout()
+        self._loop.backend.leave_rollout()

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.files import load
-from jaxrl.mechanisms import table
+from jaxrl.mechanisms.speculation import verify_rule
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.session import draft_lengths
 from jaxrl.models import decoder
@@ -253,7 +253,7 @@ class Bench:
         executor.start_in(layout.tp)  # it may have ended in another one
         executor.sync_weights(self.weights(devices), 0)
         executor.allocate()
-        return Engine(executor, batcher_config(config, table.verify_rule(config, executor, None, None)))
+        return Engine(executor, batcher_config(config, verify_rule(config, executor, None, None)))
 
     def sample(self, number: int) -> Sample:
         """What the reference has drawn for a request."""

@@ -20,7 +20,9 @@ from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.table import environments, join_pools, of_evaluation, refuse_unread
+from jaxrl.mechanisms.judge import Judge
+from jaxrl.mechanisms.judge.build import read_judge
+from jaxrl.mechanisms.judge.endpoint import join_endpoint
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import trajectory_metrics
 from jaxrl.models.config import ModelConfig
@@ -29,7 +31,6 @@ from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.build import (
     build_engine,
     build_executor,
@@ -41,10 +42,13 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.mesh_machine import MeshMachine
+from jaxrl.runtime.run import Run
 from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
@@ -85,18 +89,18 @@ def evaluate(
     config = with_degree(config, mesh, said.append)
     said += share_notes(config, mesh.devices.ravel().tolist())
     tokenizer, model = read_tokenizer_and_model(config)
-    refuse_unread(config)
+    if Judge.is_on(config):
+        read_judge(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     if place is not None:
         refuse_other_model(place, config, model, mesh)
     with ExitStack() as stack:
-        if (acting := environments(config)) is not None:
-            stack.enter_context(closing(acting))
+        acting = stack.enter_context(closing(EnvironmentPool(config))) if config.environment.is_on else None
         prompts = validation_prompts(config, tokenizer, environments=acting)
         if not prompts:
             raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
-        join_pools(config, pool)
+        join_endpoint(config, pool)
         pool.warm()
         params = load_weights(config, model, mesh, place)
         # open from here on: that it cannot be written is known before the evaluation, not after it
@@ -104,7 +108,7 @@ def evaluate(
         use_compilation_cache(config)
         for line in said:
             say(line)
-        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool, acting, progress)
+        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool, acting, progress, stack)
         if file is not None:
             _write_samples(file, groups, config.data)
     say_failed(errors, sum(len(group.samples) for group in groups), say)
@@ -132,8 +136,9 @@ def _responses(
     params: Any,
     prompts: Sequence[Prompt],
     pool: RewardPool,
-    acting: EnvironmentPool | None,
+    environments: EnvironmentPool | None,
     progress: Callable[[int, int], None],
+    stack: ExitStack,
 ) -> tuple[list[Group], list[str]]:
     """The scored responses to every prompt; why rewards failed, one text each."""
     executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
@@ -148,30 +153,33 @@ def _responses(
     )
     engine = build_engine(config, executor, tokenizer)
     total = len(prompts) * val.n
-    mechanisms = of_evaluation(config, mesh, executor.wait_quiet, pool, tokenizer, acting)
-    backend = RolloutBackend(
-        engine,
-        executor,
-        pool,
-        text_by(tokenizer),
-        lambda: params,
-        mechanisms,
-        Surroundings(on_progress=lambda busy, rows, tokens, done, launched: progress(done, total)),
+    run = Run(
+        config=config,
+        workers=LocalWorkers([engine]),
+        executors=executor,
+        machine=MeshMachine(config, mesh, executor, stack),
+        weights=lambda: params,
+        scoring=pool,
+        text_of=lambda sample: tokenizer.decode(sample.token_ids.tolist()),
+        conversation=None if environments is None else environments.conversation(tokenizer),
+        on_progress=lambda busy, rows, tokens, done, launched: progress(done, total),
     )
+    backend = run.backend(evaluates=True)
     backend.enter_rollout(0)
     current = Round(prompts, val.n)
-    backend.begin(RoundInfo(0, 1, "eval"), sampling)
+    info = RoundInfo(0, 1, "eval")
+    backend.begin(info, sampling)
     errors: list[str] = []
     while not current.done:
         event = backend.wait()
         if isinstance(event, Verdict) and event.status != "ok":
             errors.append(event.failure)
         event = event.unshaped if isinstance(event, Verdict) else event
-        for command in current.handle(event):
-            backend.apply(command)
+        backend.apply(current.handle(event))
     groups = current.groups()
-    for each in mechanisms:
-        each.compare(groups)
+    for each in run.mechanisms:
+        if each.group_rewards is not None:
+            each.group_rewards(groups, info)
     return groups, errors
 
 

@@ -18,7 +18,7 @@ from jaxrl.config import Config
 from jaxrl.config.checks import host_problem
 from jaxrl.config.options import total_steps
 from jaxrl.config.rollout_correction import uncorrected
-from jaxrl.mechanisms.table import batch_rule, refuse_devices
+from jaxrl.mechanisms import batch_rule, refuse_devices
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES

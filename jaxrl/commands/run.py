@@ -18,7 +18,7 @@ import jax
 from jaxrl.commands.opening import Opened
 from jaxrl.config import ConfigError
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.table import page_parts
+from jaxrl.mechanisms import page_parts
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.failures import summary_of
 from jaxrl.record.files import reason, way_on

@@ -17,7 +17,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
-from jaxrl.mechanisms.table import join_pools
+from jaxrl.mechanisms.judge.endpoint import join_endpoint
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
@@ -112,7 +112,7 @@ def score(
         return places[key.prompt_index]
 
     with closing(build_pool(config, scorer, where=where)) as pool:
-        join_pools(config, pool, where)
+        join_endpoint(config, pool, where)
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()

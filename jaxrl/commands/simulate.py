@@ -22,8 +22,7 @@ import numpy as np
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.inputs import reading
-from jaxrl.loop import Hooks
-from jaxrl.mechanisms.table import batch_rule, page_parts
+from jaxrl.mechanisms import batch_rule, page_parts
 from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.integrity import lost_lines, refuse_damaged
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
@@ -161,11 +160,14 @@ def _run(
             config,
             cost,
             workload,
-            Hooks(record.on_phase, on_step, record.on_eval, save, stop=lambda: False),
             sizes=sizes,
             layouts=layouts,
             timeline=run_dir.file("timeline.json"),
             layout_log=record.layouts,
+            on_phase=record.on_phase,
+            on_step=on_step,
+            on_eval=record.on_eval,
+            save=save,
         )
         loop = simulation.loop
         with closing(simulation.phases):

@@ -15,7 +15,9 @@ from jaxrl.config import Config
 from jaxrl.config.domains import domains
 from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import load_train, load_validation, refuse_sources
-from jaxrl.mechanisms.table import batch_rule, environments, join_pools, refuse_requests
+from jaxrl.mechanisms import batch_rule
+from jaxrl.mechanisms.judge.endpoint import join_endpoint
+from jaxrl.mechanisms.judge.verdicts import refuse_fields
 from jaxrl.record.run_record import RunOutcome
 from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import build_pool
@@ -35,7 +37,7 @@ def _refuse_rows(config: Config, *problems: Sequence[Problem]) -> None:
     if any(domain.kind == "code" for domain in domains(config.reward).values()):
         for problem in chain(*problems):
             refuse_tests(config, problem.where, request(problem))
-    refuse_requests(config, map(request, chain(*problems)))
+    refuse_fields(config, map(request, chain(*problems)))
 
 
 def start(
@@ -51,8 +53,11 @@ def start(
 
 def _start(opened: Opened) -> RunOutcome:
     config, run_dir, watchdog, stack = opened.config, opened.run_dir, opened.watchdog, opened.stack
-    acting = environments(config, log=run_dir.early_file("environments.log"))
-    if acting is not None:
+    acting = None
+    if config.environment.is_on:
+        from jaxrl.mechanisms.turns.pool import EnvironmentPool
+
+        acting = EnvironmentPool(config, log=run_dir.early_file("environments.log"))
         watchdog.beat("starting the environments")
         stack.enter_context(closing(acting))
     watchdog.beat("reading the data")
@@ -63,9 +68,9 @@ def _start(opened: Opened) -> RunOutcome:
     watchdog.beat("reading the reward function")
     log = run_dir.early_file("rewards.log")  # a reward file may print while it is imported
     pool = stack.enter_context(closing(build_pool(config, build_scorer(config), log=log)))
-    join_pools(config, pool)
+    join_endpoint(config, pool)
 
     watchdog.beat("looking for devices, reading tokenizer and model")
-    from jaxrl.commands.train import Run  # loads jax, which takes a second: a refusal does not wait for it
+    from jaxrl.commands.train import RolloutTraining  # loads jax, which takes a second: a refusal does not wait for it
 
-    return Run(opened, batch_rule(config), problems, held_out, pool, acting).go()
+    return RolloutTraining(opened, batch_rule(config), problems, held_out, pool, acting).go()

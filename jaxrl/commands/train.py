@@ -18,28 +18,28 @@ from jaxrl.config.options import total_steps
 from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
-from jaxrl.loop import Hooks, Job, Loop
-from jaxrl.mechanisms.parts import RunParts
-from jaxrl.mechanisms.table import is_timeless, notes, of_run, reads_profile, refuse_devices, refuse_unread
+from jaxrl.loop import Loop
+from jaxrl.mechanisms import enabled, refuse_devices
+from jaxrl.mechanisms.judge import Judge
+from jaxrl.mechanisms.judge.build import read_judge
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.record.journal import Journal
 from jaxrl.record.run_record import RunRecord
 from jaxrl.record.state import split_arrays
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.arrival import ArrivalOrder
-from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.beginnings import refuse_other_data
 from jaxrl.runtime.build import (
     build_engines,
     read_tokenizer_and_model,
     refuse_too_large,
-    row_sizes,
     with_planned_update,
 )
 from jaxrl.runtime.host import LoadRequest
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
+from jaxrl.runtime.mesh_machine import MeshMachine
 from jaxrl.runtime.rules import carried
+from jaxrl.runtime.run import Run
 from jaxrl.runtime.teacher import endpoint_teacher, read_teacher, refuse_context
 from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.scheduling.rounds.batches import BatchRule
@@ -49,7 +49,7 @@ from jaxrl.train.learning import Models
 from jaxrl.types import Group
 
 
-class Run(TrainingRun):
+class RolloutTraining(TrainingRun):
     """A training run while it is being built and while it goes.
 
     Args:
@@ -81,12 +81,16 @@ class Run(TrainingRun):
             self.host.refuse_other_init()
         self._data(problems, held_out)
         refuse_other_data(self.run_dir, self.prompts, config)
-        self.profile = self.host.checked_profile() if reads_profile(config) else None
-        self.said += [*notes(config), *filter(None, [uncorrected(config), self.prompts.repeats()])]
+        self.profile = (
+            self.host.checked_profile() if any(each.reads_profile(config) for each in enabled(config)) else None
+        )
+        self.said += filter(None, (each.note(config) for each in enabled(config)))
+        self.said += [*filter(None, [uncorrected(config), self.prompts.repeats()])]
         layout_sizes(config, self.model, self.num_rollout_devices, memory.reported)
         trained = with_planned_update(config, self.model, self.num_trainer_devices, memory)
         self.find_checkpoints()
-        refuse_unread(config)
+        if Judge.is_on(config):
+            read_judge(config)
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
         self.is_over = self.resuming and self.step >= self.total_steps
@@ -125,77 +129,58 @@ class Run(TrainingRun):
 
     def train(self, record: RunRecord, stack: ExitStack) -> Mapping[str, str]:
         self.watchdog.beat("building the engine")
-        loop, backend = self._loop(record, stack)
+        loop = self._loop(record, stack)
         if self.host_state is not None:
             loop.load_host_state(self.host_state)
         self.begin(record)
-        self._warm_up(backend, record, stack)
+        self._warm_up(loop, record, stack)
         self.stop.save_first(record.view.message)
         loop.run()
         self.step = loop.step
         return carried(self.rule.name, loop.num_carried)
 
-    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend]:
+    def _loop(self, record: RunRecord, stack: ExitStack) -> Loop:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
         host = self.host
         workers = self.workers = host.build_workers()
         arrival = ArrivalOrder(workers.first_done, journal) if config.rollout.order == "arrival" else None
-        engines = build_engines(config, workers, self.tokenizer, self.profile, arrival)
         here: Any = host  # mechanisms that need devices of this process are refused where it has none
-        parts = self.parts = RunParts(
-            config,
-            here.rollout_mesh,
-            engines,
-            here.workers,
-            here.trainer,
-            here.teacher,
-            self.tokenizer,
-            self.pool,
-            self.environments,
-            journal,
-            timeline,
-            record.layouts,
-            self.profile,
-            row_sizes(config, workers),
-            is_timeless(config),
-            record.view.waiting,
-            self.watchdog.beat,
-            stack,
+        devices = here.rollout_mesh, workers, stack, here.trainer, here.teacher
+        self.machine = machine = MeshMachine(config, *devices, self.profile, timeline)
+        run = Run(
+            config=config,
+            workers=build_engines(config, workers, self.tokenizer, self.profile, arrival),
+            executors=workers,
+            machine=machine,
+            weights=lambda: host.params,
+            scoring=self.pool,
+            text_of=lambda sample: self.tokenizer.decode(sample.token_ids.tolist()),
+            timeline=timeline,
+            rule=self.rule,
+            models=Models(host.trainer, host.critic, host.teacher or self.asked),
+            prompts=self.prompts,
+            validation=self.validation if config.trainer.test_freq or config.trainer.val_before_train else (),
+            total_steps=self.total_steps,
+            stop_token_ids=stop_ids(self.tokenizer, self.model.eos_token_ids),
+            num_devices=self.devices.count,
+            conversation=None
+            if self.environments is None
+            else self.environments.conversation(self.tokenizer, self.said),
+            journal=journal,
+            layout_log=record.layouts,
+            on_phase=record.on_phase,
+            on_step=partial(self._stepped, record),
+            on_eval=record.on_eval,
+            on_progress=record.on_progress,
+            on_waiting=record.view.waiting,
+            save=partial(self._save, journal),
+            stop=self.stop,
+            beat=self.watchdog.beat,
+            mechanisms=() if arrival is None else (arrival,),
         )
-        mechanisms = [*of_run(parts), *([] if arrival is None else [arrival])]
-        self.said += parts.notes
-        backend = RolloutBackend(
-            engines,
-            workers,
-            self.pool,
-            text_by(self.tokenizer),
-            lambda: host.params,
-            mechanisms,
-            Surroundings(
-                journal=journal,
-                timeline=timeline,
-                on_progress=record.on_progress,
-                beat=self.watchdog.beat,
-                interrupted=self.stop,
-                tally=RewardMetrics.configured(config),
-            ),
-        )
-        job = Job(
-            self.prompts,
-            self.validation if config.trainer.test_freq or config.trainer.val_before_train else (),
-            self.total_steps,
-            stop_ids(self.tokenizer, self.model.eos_token_ids),
-            self.devices.count,
-        )
-        models = Models(host.trainer, host.critic, host.teacher or self.asked)
-        hooks = self._hooks(record, journal)
-        return Loop(config, job, self.rule, backend, models, timeline, hooks, mechanisms), backend
-
-    def _hooks(self, record: RunRecord, journal: Journal) -> Hooks:
-        stepped, save = partial(self._stepped, record), partial(self._save, journal)
-        return Hooks(record.on_phase, stepped, record.on_eval, save, self.stop, self.watchdog.beat)
+        return run.loop()
 
     def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
         committed = self.store.latest_step()  # for sure only then: saving waits for the save before
@@ -209,7 +194,7 @@ class Run(TrainingRun):
             record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
             self.beside.pop().complete(self.watchdog.beat)
 
-    def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:
+    def _warm_up(self, loop: Loop, record: RunRecord, stack: ExitStack) -> None:
         """Compiles the rollout's programs, and begins with the update's and those of other layouts.
 
         For GPUs the update's are compiled here as well: compiling tries kernels on the device and takes the fastest,
@@ -218,11 +203,11 @@ class Run(TrainingRun):
         everywhere.
         """
         programs = [each.programs for each in self.host.models]
-        workers, update = self.workers, [*programs[:1], *self.parts.update_programs, *programs[1:]]
+        workers, update = self.workers, [*programs[:1], *self.machine.update_programs, *programs[1:]]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()
-        rolling = self.parts.rollout_programs
+        rolling = self.machine.rollout_programs
         now, later = (rolling, update) if self.devices.backend == "cpu" else ([*update, *rolling], [])
 
         def progress(done: int, total: int) -> None:
@@ -231,7 +216,7 @@ class Run(TrainingRun):
 
         assert record.timeline is not None, "only a simulated run goes without"
         with record.timeline.span("loop", "compile"):
-            backend.enter_rollout(self.step)
+            loop.backend.enter_rollout(self.step)
             count = workers.warm_up(progress, now)
         record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
         ahead = workers.compile_ahead(layout_degrees(self.config, self.num_rollout_devices), later)

@@ -28,13 +28,13 @@ from annotated_types import Ge
 from jaxrl.commands.arguments import MAX_PROCESSES, MAX_SEEDS, MAX_STEPS
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
-from jaxrl.loop import Hooks
-from jaxrl.mechanisms.table import RULES, batch_rule, rooms_of
+from jaxrl.mechanisms import MECHANISMS, batch_rule, enabled
 from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.runtime.stop import end_with_parent, ignored_by_children
+from jaxrl.scheduling.mechanism import UNFINISHED
 from jaxrl.schema.declared import Cap, fields_problem
 from jaxrl.schema.limits import MAX_FACTOR
 from jaxrl.sim.configured import (
@@ -53,12 +53,13 @@ from jaxrl.sim.tuning import PLAIN, Factors, Search, Table, Trial, Tried, label,
 from jaxrl.sim.workload import Workload
 
 LEAST_RESPONSES = 20  # with fewer, the longest is a matter of chance
+_RULES = [each for each in MECHANISMS if UNFINISHED in each.decides]
 SEARCHES: Mapping[str, Search] = {
-    room.option.removeprefix("rollout."): Search(
-        room.option, room.searched, tuple(other.option for other, _ in RULES if other is not room)
+    each.option.removeprefix("rollout."): Search(
+        each.option, each.searched, tuple(other.option for other in _RULES if other is not each)
     )
-    for room, _ in RULES
-    if room.searched is not None
+    for each in _RULES
+    if each.searched is not None
 }
 """By the name of a rule's section."""
 _STEPS = "trainer.total_training_steps"
@@ -236,7 +237,7 @@ def _doubts(config: Config, workload: Workload, run_dir: str) -> Iterator[str]:
 def _missing(config: Config, workload: RecordedWorkload, run_dir: str) -> Iterator[str]:
     """Long responses that the record lacks."""
     longest = workload.lengths[-1]
-    if any(room.drops_slowest(config) for room in rooms_of(config)):
+    if any(each.drops_slowest(config) for each in enabled(config)):
         yield "the run itself ended its slowest responses early, so long ones are missing from its record"
     known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
     if known > 1.25 * longest:
@@ -277,16 +278,15 @@ def _simulate(job: Job) -> Trial:
     """Runs one simulation; nothing is written."""
     steps: list[dict[str, float]] = []
 
-    def ignored(*_: Any) -> None:
-        return None
+    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
+        steps.append(measured)
 
-    hooks = Hooks(ignored, lambda step, measured, groups: steps.append(measured), ignored, ignored, lambda: False)
     config = job.config
     cost, _ = cost_model(config)
     sizes = machine_sizes(config, cost, model_sizes(config))
     layouts = layout_sizes(config, cost, model_sizes(config))
     with rare_collections():
-        build(config, cost, job.workload, hooks, sizes=sizes, layouts=layouts).loop.run()
+        build(config, cost, job.workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
     return trial(steps, config.data.train_batch_size, job.warm_up)
 
 

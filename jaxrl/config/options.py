@@ -24,9 +24,9 @@ from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.supervised import DpoSection, SftSection
 from jaxrl.config.teacher import TeacherSection
 from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.stream_trainer.options import StreamSection
-from jaxrl.mechanisms.turns.options import EnvironmentSection
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.stream_trainer import StreamTrainer
+from jaxrl.mechanisms.turns import Turns
 from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
@@ -222,7 +222,7 @@ class AlgorithmSection:
     use_kl_in_reward: Annotated[bool, "Take the KL to the reference model off the reward."] = False
     kl_penalty: Annotated[KlEstimate, "Estimate of the KL in the reward."] = "kl"
     kl_coef: Annotated[float, Ge(0), "Weight of the KL in the reward."] = 0.001
-    filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
+    filter_groups: DynamicSampling.Options = field(default_factory=DynamicSampling.Options)
     teacher: TeacherSection = field(default_factory=TeacherSection)
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
 
@@ -248,7 +248,7 @@ class TrainerSection(Checked):
     seed: Annotated[int, Ge(0), SEED, "Seed of random weights and of sampling."] = 0
     num_devices: Annotated[int, Ge(0), MAX_DEVICES, "Devices of the run; 0: all that there are."] = 0
     one_step_off: Annotated[bool, "Roll out for step t + 1 with the weights before update t."] = False
-    stream: StreamSection = field(default_factory=StreamSection)
+    stream: StreamTrainer.Options = field(default_factory=StreamTrainer.Options)
     init_from: Annotated[
         str, Names("folder"), "A run directory or checkpoint folder to take only the parameters from."
     ] = ""
@@ -295,7 +295,7 @@ class Config:
     critic: CriticSection = field(default_factory=CriticSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
-    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    environment: Turns.Options = field(default_factory=Turns.Options)
     trainer: TrainerSection = field(default_factory=TrainerSection)
     hosts: HostsSection = field(default_factory=HostsSection)
     simulate: SimulateSection = field(default_factory=SimulateSection)

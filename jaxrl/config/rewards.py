@@ -10,13 +10,12 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from jaxrl.mechanisms.judge.options import JudgeSection
+from jaxrl.mechanisms.judge import Judge
 from jaxrl.schema.declared import Cap, Names, Or
-from jaxrl.schema.limits import MAX_WAIT
+from jaxrl.schema.limits import MAX_WAIT, ScoreWhen
 
 RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom", "environment"]
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
-ScoreWhen = Literal["sample", "group", "rollout"]
 Place = Literal["workers", "endpoint", "devices"]
 """Where samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
 
@@ -196,7 +195,7 @@ class RewardSection:
         "and what could not be scored has it; -1.0: rewards from -1 to 1, as of verl's math_dapo.",
     ] = 0.0
     code: CodeSection = field(default_factory=CodeSection)
-    judge: JudgeSection = field(default_factory=JudgeSection)
+    judge: Judge.Options = field(default_factory=Judge.Options)
     overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
 
     @property
@@ -205,10 +204,10 @@ class RewardSection:
         return frozenset({self.kind, *(domain.kind for domain in self.domains.values())})
 
     @property
-    def models(self) -> tuple[JudgeSection, ...]:
+    def models(self) -> tuple[Judge.Options, ...]:
         """Sections of models that score some kinds, outside the worker processes."""
         return (self.judge,)
 
-    def model_of(self, kind: RewardKind) -> JudgeSection | None:
+    def model_of(self, kind: RewardKind) -> Judge.Options | None:
         """The one that scores a kind; None: worker processes do."""
         return next((model for model in self.models if kind in model.kinds), None)

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Interval
 
 from jaxrl.config.hosts import MAX_HOSTS
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
-from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.ranking_groups.options import RankingGroupsSection
-from jaxrl.mechanisms.speculation.options import SpeculationSection
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
+from jaxrl.mechanisms.over_provisioning import OverProvisioning
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.ranking_groups import RankedRounds
+from jaxrl.mechanisms.speculation import Speculation
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import BYTES, MAX_SAMPLES, Narrow, OpenFloatType
@@ -152,12 +152,12 @@ class RolloutSection:
         "sampling, recompute: to that of the policy before the update, as for all others, mask: they are not learnt "
         "from.",
     ] = "recorded"
-    tail_batching: TailBatchingSection = field(default_factory=TailBatchingSection)
-    partial_rollout: PartialRolloutSection = field(default_factory=PartialRolloutSection)
-    over_provisioning: OverProvisioningSection = field(default_factory=OverProvisioningSection)
-    speculation: SpeculationSection = field(default_factory=SpeculationSection)
-    ranking_groups: RankingGroupsSection = field(default_factory=RankingGroupsSection)
-    layout: LayoutSection = field(default_factory=LayoutSection)
+    tail_batching: TailBatching.Options = field(default_factory=TailBatching.Options)
+    partial_rollout: PartialRollout.Options = field(default_factory=PartialRollout.Options)
+    over_provisioning: OverProvisioning.Options = field(default_factory=OverProvisioning.Options)
+    speculation: Speculation.Options = field(default_factory=Speculation.Options)
+    ranking_groups: RankedRounds.Options = field(default_factory=RankedRounds.Options)
+    layout: AdaptiveLayouts.Options = field(default_factory=AdaptiveLayouts.Options)
     val_kwargs: ValSamplingSection = field(default_factory=ValSamplingSection)
 
     @property

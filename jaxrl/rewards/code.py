@@ -19,7 +19,7 @@ from math import inf
 from typing import Any
 
 from jaxrl.config.rewards import CodeSection
-from jaxrl.mechanisms.reward_timeouts.rule import limit_of
+from jaxrl.mechanisms.reward_timeouts import limit_of
 from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
-from jaxrl.mechanisms.dynamic_sampling.group_filter import THE_REWARD
+from jaxrl.mechanisms.dynamic_sampling import THE_REWARD
 from jaxrl.rewards.pool_base import in_words
 from jaxrl.scheduling.rounds.events import Verdict, named_values
 from jaxrl.scheduling.rounds.shaping import RewardShaping

@@ -7,10 +7,8 @@ the samples completed, even when one arrives late. What else a run may have are 
 
 Source: docs/architecture.md. Rewards beside the rollout: RollPacker §4.3.
 
-Real and simulated runs differ in what they give to the backend: a mesh, a pool of processes, a tokenizer, a journal and
-the machine's clock; or modelled devices and scoring, both on one simulated clock, and no journal. The host waits for a
-plan's end before it looks for verdicts: the round first receives the responses that ended in the plan, then of the
-verdicts that came in meanwhile.
+The host waits for a plan's end before it looks for verdicts: the round first receives the responses that ended in the
+plan, then of the verdicts that came in meanwhile.
 
 Verdicts are all that a clock, or something outside the run, decides here, such as that a scorer timed out. Those are
 journalled before the round receives them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
@@ -23,19 +21,15 @@ alone (`jaxrl.scheduling.tokens.local_workers`), wherever their devices are.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.record.journal import Journal
 from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.runtime.plan_timeline import PlanTimeline
 from jaxrl.runtime.plans import PlanRunner
-from jaxrl.runtime.verdicts import Scoring, Verdicts
-from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
+from jaxrl.runtime.verdicts import Verdicts
+from jaxrl.scheduling.mechanism import PhaseOrder, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -51,100 +45,41 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.tokens.engine import Engine, Finished
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
+if TYPE_CHECKING:
+    from jaxrl.runtime.run import Run
+
 POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 
-class Executors(Protocol):
-    """What a run needs of executors besides running plans: of one (`jaxrl.rollout.executor.MeshExecutor` and
-    `jaxrl.sim.executor.SimulatedExecutor` have it), or of all workers' together. `allocate` makes pools where there
-    are none, and leaves others as they are."""
-
-    @property
-    def recompiles(self) -> int: ...
-
-    def sync_weights(self, train_params: Any, policy_version: int, /) -> None: ...
-
-    def allocate(self) -> None: ...
-
-    def release(self, *, weights: bool = False) -> None: ...
-
-
-@dataclass(slots=True)
-class Surroundings:
-    """What a backend has around it.
-
-    Attributes:
-      clock: seconds from any origin, for the times of events; the scoring uses the same clock.
-      journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
-      timeline: where plans and busy rows are drawn; None: nowhere.
-      on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
-      beat: called whenever the pool has been asked for verdicts: it works, and ends what takes longer than its limits.
-      interrupted: whether a stop was asked for; asked after every plan, because a response may be long.
-      tally: counts the verdicts that the round receives; None: a new one.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    journal: Journal | None = None
-    timeline: PlanTimeline | None = None
-    on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None
-    beat: Callable[[], None] = lambda: None
-    interrupted: Callable[[], bool] = lambda: False
-    tally: RewardMetrics | None = None
-
-
-def text_by(tokenizer: Tokenizer) -> Callable[[Sample], str]:
-    """Makes a response's text from its tokens."""
-    return lambda sample: tokenizer.decode(sample.token_ids.tolist())
-
-
 class RolloutBackend:
-    """Implements `jaxrl.loop.Backend`.
+    """The rollout and the scoring of a run. `wait` raises `Interrupted` where a stop was asked for, or where the run
+    cannot continue; the loop then cancels the round."""
 
-    Args:
-      engine, executors: the engine and the executor under it; or several workers' engines, and their executors
-        together.
-      scoring: scores finished samples beside the rollout.
-      text_of: makes a response's text, for scorers and people.
-      weights: gives the trainer's current weights, on the devices.
-      mechanisms: in the order in which their hooks are called.
-      around: the clock and the like; None: the machine's clock, and nothing else.
-    """
-
-    def __init__(
-        self,
-        engine: Engine | LocalWorkers,
-        executors: Executors,
-        scoring: Scoring,
-        text_of: Callable[[Sample], str],
-        weights: Callable[[], Any],
-        mechanisms: Sequence[Mechanism] = (),
-        around: Surroundings | None = None,
-    ) -> None:
-        self.engine = LocalWorkers([engine]) if isinstance(engine, Engine) else engine
-        self.executors = executors
-        self.mechanisms = tuple(mechanisms)
-        self._around = around = around or Surroundings()
-        self._tally = around.tally or RewardMetrics()
-        self._weights, self._text_of = weights, text_of
+    def __init__(self, run: Run) -> None:
+        self.engine, self.executors, self.mechanisms = run.workers, run.executors, run.mechanisms
+        self._run = run
+        self._tally = RewardMetrics.configured(run.config)
+        self._device_users = [each.device_user for each in run.mechanisms if each.device_user]
+        self._order = next((each.phase_order for each in run.mechanisms if each.phase_order), PhaseOrder())
         self._sources: dict[SampleKey, str] = {}  # of samples whose verdict has still to be delivered
         self._request_ids = itertools.count()
         self._ready, self._version = False, 0  # of the rollout's weights
         self._unused: int | None = None  # the same, where no round has begun with them
         self._step, self._recompiles, self._is_training = -1, 0, True
         self._params = SamplingParams()
-        self._under_way = UnderWay(self.engine, around.clock, weights, self._start, self._deliver)
-        self._plans = PlanRunner(self.engine, self.mechanisms, around.timeline)
-        self._verdicts = Verdicts(scoring, around.clock, around.journal, self.mechanisms)
+        self._state = RoundState(run.workers, run.clock, run.weights, self._start, self._deliver)
+        self._plans = PlanRunner(run.workers, run.mechanisms, run.timeline)
+        limits = next((each.score_limits for each in run.mechanisms if each.score_limits), None)
+        self._verdicts = Verdicts(run.scoring, run.clock, run.journal, limits)
         self._events: deque[Event] = deque()
-        self._awaited: set[SampleKey] = set()  # no plan is made before these verdicts are there
         for each in self.mechanisms:
-            each.attach(self._under_way)
+            each.attach(self._state)
+        self._parking = [each.parking for each in run.mechanisms if each.parking]
 
     # -- memory phases -----------------------------------------------------------------------------------------------
 
@@ -157,15 +92,14 @@ class RolloutBackend:
         entered = [each.enter_rollout(policy_version, was_released=released) for each in self.mechanisms]
         if any(entered):
             return
-        self.executors.sync_weights(self._weights(), policy_version)
+        self.executors.sync_weights(self._run.weights(), policy_version)
         self.executors.allocate()  # also where all but a worker that was freed in the last round have their pools
         self._ready, self._unused = True, policy_version
 
     def leave_rollout(self) -> None:
         """Gives the memory of the KV pool and the rollout weights to the update, unless a mechanism holds them."""
-        for each in self.mechanisms:
-            each.leave_rollout()
-        if self._ready and not any(each.holds_rollout for each in self.mechanisms):
+        holds = [each.leave_rollout() for each in self.mechanisms]
+        if self._ready and not any(holds):
             self.executors.release(weights=True)
             self._ready, self._unused = False, None
 
@@ -177,9 +111,9 @@ class RolloutBackend:
         assert self._ready, "a round begins before enter_rollout"
         self._step, self._params, self._unused = info.step, params, None
         self._is_training = info.is_training
-        self._under_way.begin()
+        self._state.begin()
         self._verdicts.begin(info.step, info.index)
-        self._events.append(RoundStarted(self._around.clock()))
+        self._events.append(RoundStarted(self._run.clock()))
         self._plans.begin()
         self._recompiles = self.executors.recompiles
         for each in self.mechanisms:
@@ -187,7 +121,7 @@ class RolloutBackend:
 
     @property
     def _has_begun(self) -> bool:
-        return any(each.has_begun for each in self.mechanisms)
+        return any(each.has_begun for each in self._parking)
 
     @property
     def generating(self) -> bool:
@@ -196,9 +130,9 @@ class RolloutBackend:
         Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
         has been delivered; a plan of rows that have all stopped may then still be in flight.
         """
-        drawing = bool(self._under_way.requests) and not self._awaited
-        untold = any(not isinstance(event, Verdict) for event in self._events)
-        return drawing or untold or any(each.awaits for each in self.mechanisms)
+        drawing = bool(self._state.requests) and not self._state.awaited
+        undelivered = any(not isinstance(event, Verdict) for event in self._events)
+        return drawing or undelivered or any(each.has_pending for each in self._parking)
 
     def wait(self) -> Event:
         """The next event; blocks on the engine while it runs, then on the scoring.
@@ -206,45 +140,45 @@ class RolloutBackend:
         Raises Interrupted where a stop was asked for and no event is due.
         """
         while (event := self._next()) is None:
-            if self._around.interrupted() and not any(each.defers_stop for each in self.mechanisms):
+            if self._run.stop() and not self._order.defers_stop:
                 raise Interrupted
-            if not (self._awaited or self.engine.is_idle):
+            if not (self._state.awaited or self.engine.is_idle):
                 self._use_gap(min(self.engine.num_unfinished, self.engine.num_rows))
                 for each in self.mechanisms:
-                    each.before_turn()
+                    each.before_plan(None)
                 finished, collected = self._plans.run()
                 self._deliver(finished)
                 self._show(collected)
-            elif (awaits := any(each.awaits for each in self.mechanisms)) or self._verdicts.due is not None:
-                if not self._use_gap(0) and not awaits:  # it waits itself, for either
+            elif (pending := any(each.has_pending for each in self._parking)) or self._verdicts.due is not None:
+                if not self._use_gap(0) and not pending:  # a mechanism waits itself, for either
                     self._events += self._verdicts.wait(POLL_S)
-                self._around.beat()
+                self._run.beat("")
                 for each in self.mechanisms:
                     each.while_waiting()
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         if isinstance(event, Verdict):
             event = self._tally.add(self._sources.pop(event.key), event, is_training=self._is_training)
-        for each in self.mechanisms:
-            each.handed(event)
         return event
 
-    def apply(self, command: Command) -> None:
-        """Carries out a command of the round."""
+    def apply(self, commands: Sequence[Command]) -> None:
+        """Carries out the round's answer to an event."""
         for each in self.mechanisms:
-            each.commanded(command)
-        match command:
-            case Launch():
-                self._launch(command)
-            case Score(prompt=prompt, sample=sample):
-                self._sources[sample.key] = prompt.source
-                self._verdicts.send(prompt, sample)
-            case Abort(keys=keys, keep=keep):
-                self._abort(keys, keep=keep)
-            case CancelScore(keys=keys):
-                self._cancel_scores(set(keys))
-            case AwaitVerdict(key=key):
-                self._awaited.add(key)
+            commands = each.on_commands(commands)
+        for command in commands:
+            self._state.num_commands += 1
+            match command:
+                case Launch():
+                    self._launch(command)
+                case Score(prompt=prompt, sample=sample):
+                    self._sources[sample.key] = prompt.source
+                    self._verdicts.send(prompt, sample)
+                case Abort(keys=keys, keep=keep):
+                    self._abort(keys, keep=keep)
+                case CancelScore(keys=keys):
+                    self._cancel_scores(set(keys))
+                case AwaitVerdict(key=key):
+                    self._state.awaited.add(key)
 
     def cancel(self) -> None:
         """Drops the round: no event of it will follow."""
@@ -253,20 +187,20 @@ class RolloutBackend:
         self._verdicts.clear()
         self._plans.follow()
         for each in self.mechanisms:
-            each.cancelled()
-        for kept in (self._under_way.requests, self._sources, self._tally, self._events, self._awaited):
+            each.round_cancelled()
+        for kept in (self._state.requests, self._sources, self._tally, self._events, self._state.awaited):
             kept.clear()
 
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
         """The round is over; its metrics. `result`: what its rule has made of it; None: an evaluation's, or none has
         any use for it."""
-        assert not (self._under_way.requests if self._has_begun else self.engine.unfinished()), (
+        assert not (self._state.requests if self._has_begun else self.engine.unfinished()), (
             "a round ends while it is running"
         )
         if not self._has_begun:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._plans.follow()
-        self._under_way.requests.clear()
+        self._state.requests.clear()
         assert self._verdicts.due is None, "a round ends while something of it is being scored"
         end = RoundEnd(self._plans.counted(), result)
         recompiles = self.executors.recompiles - self._recompiles
@@ -286,12 +220,12 @@ class RolloutBackend:
             return None
         event = self._events.popleft()
         if isinstance(event, Verdict):
-            self._awaited.discard(event.key)
+            self._state.awaited.discard(event.key)
         return event
 
     def _use_gap(self, busy_rows: int) -> bool:
-        """Lets mechanisms use the devices between two plans; whether one did."""
-        used = [each.between_plans(busy_rows) for each in self.mechanisms]
+        """Lets mechanisms use the devices between two plans; returns whether one did."""
+        used = [use(busy_rows) for use in self._device_users]
         if not any(used):
             return False
         for engine in self.engine.engines:
@@ -301,22 +235,20 @@ class RolloutBackend:
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
         prompt, resumed = command.prompt, {sample.key: sample for sample in command.resumed}
-        for each in self.mechanisms:
-            each.launched(command)
         for key, worker in itertools.zip_longest(command.keys, command.workers):
-            begun = next((found for each in self.mechanisms if (found := each.begun(key)) is not None), None)
-            if isinstance(begun, Finished):
-                self._under_way.launched(key, begun.request_id)
-                self._deliver([begun])
+            parked = next((found for each in self._parking if (found := each.adopt(key)) is not None), None)
+            if isinstance(parked, Finished):
+                self._state.launched(key, parked.request_id)
+                self._deliver([parked])
             else:
-                started = self._start(prompt, key, worker, resumed.get(key)) if begun is None else begun
-                self._under_way.launched(key, started)
+                started = self._start(prompt, key, worker, resumed.get(key)) if parked is None else parked
+                self._state.launched(key, started)
 
     def _start(self, prompt: Prompt, key: SampleKey, worker: int | None, begun: Sample | None = None) -> int:
         """Gives a response to a worker, with the tokens that it has; returns the id of its request."""
         request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
         for each in self.mechanisms:
-            request = each.request(request, prompt)
+            request = each.on_request(request, prompt)
         self.engine.add(request if begun is None else resume(request, begun), worker)
         return request.request_id
 
@@ -329,45 +261,45 @@ class RolloutBackend:
             undelivered = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
             self._events = deque(e for e in self._events if all(e is not other for other in undelivered))
             for event in undelivered:  # drawn no more since it ended
-                self._aborted(event.sample, event.dispatch)
-        requests = self._under_way.requests
+                self._aborted(event.sample, event.dispatch, keep=keep)
+        requests = self._state.requests
         live = [requests[key] for key in keys if key in requests]
         last = self.engine.counters.plans - 1
         for key in keys:
-            for each in self.mechanisms if key not in requests else ():
-                if (sample := each.given_up(key, keep=keep)) is not None:
-                    self._under_way.ended(key)
-                    self._aborted(sample, last)
+            for each in self._parking if key not in requests else ():
+                if (sample := each.release(key, keep=keep)) is not None:
+                    self._state.ended(key)
+                    self._aborted(sample, last, keep=keep)
         for sample in self.engine.abort(live):
-            self._under_way.ended(sample.key)
-            self._aborted(sample, last)
+            self._state.ended(sample.key)
+            self._aborted(sample, last, keep=keep)
 
-    def _aborted(self, sample: Sample, dispatch: int) -> None:
+    def _aborted(self, sample: Sample, dispatch: int, *, keep: bool) -> None:
         for each in self.mechanisms:
-            each.aborted(sample.key)
-        self._events.append(SampleAborted(self._around.clock(), replace(sample, finish_reason="abort"), dispatch))
+            each.on_aborted(sample.key, keep=keep)
+        self._events.append(SampleAborted(self._run.clock(), replace(sample, finish_reason="abort"), dispatch))
 
     def _cancel_scores(self, keys: Collection[SampleKey]) -> None:
         """No verdict on these is delivered."""
         for key in keys:
             self._sources.pop(key, None)
         self._verdicts.cancel(keys)
-        self._awaited.difference_update(keys)
+        self._state.awaited.difference_update(keys)
         self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in keys))
 
     def _deliver(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
         """Samples have ended by themselves. `is_stopping`: the round is about to end the others."""
-        now_s, ended = self._around.clock(), list[Sample]()
+        now_s, ended = self._run.clock(), list[Sample]()
         for one in finished:
-            if any(each.keeps(one) for each in self.mechanisms):
+            if any(each.park(one) for each in self._parking):
                 continue
-            sample = replace(one.sample, text=self._text_of(one.sample))
+            sample = replace(one.sample, text=self._run.text_of(one.sample))
             self._events.append(SampleFinished(now_s, sample, one.dispatch))
-            self._under_way.ended(sample.key)
-            self._under_way.num_finished += 1
+            self._state.ended(sample.key)
+            self._state.num_finished += 1
             ended.append(sample)
         for each in self.mechanisms if ended else ():
-            each.finished(ended, is_stopping=is_stopping)
+            each.on_finished(ended, is_stopping=is_stopping)
 
     def _show(self, worker: int | None) -> None:
         """A worker was served, and what ended has been delivered; `worker`: of which a plan was collected. Where
@@ -378,8 +310,7 @@ class RolloutBackend:
             self._plans.show(self._progress if self.generating else None)
 
     def _progress(self, busy: int, rows: int, tokens: int) -> None:
-        under_way = self._under_way
-        self._around.on_progress(busy, rows, tokens, under_way.num_finished, under_way.num_launched)
+        self._run.on_progress(busy, rows, tokens, self._state.num_finished, self._state.num_launched)
 
 
 def work_metrics(done: Counters) -> dict[str, float]:

@@ -16,8 +16,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms import table
-from jaxrl.mechanisms.speculation.options import SpeculationSection
+from jaxrl.mechanisms.speculation import Speculation, proposer, verify_rule
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, resolve_path
@@ -106,7 +105,7 @@ def on_one_worker(config: Config) -> Config:
     """The configuration where nothing is trained: one worker on all devices of this host, whatever the run has, and no
     drafts."""
     rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
-    rollout = dataclasses.replace(rollout, speculation=SpeculationSection())
+    rollout = dataclasses.replace(rollout, speculation=Speculation.Options())
     return dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
 
 
@@ -262,7 +261,7 @@ def _executor_config(
         kv_codes=rollout.kv_codes,
         seed=config.trainer.seed,
         truncate=any(truncates),
-        proposer=table.proposer(config, platform),
+        proposer=proposer(config, platform),
         max_tp=max_tp(config, mesh.size),
         layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )
@@ -276,7 +275,7 @@ def build_engine(
     sizes: Mapping[int, Sequence[int]] | None = None,
 ) -> Engine:
     """The engine of `config.rollout` over an executor; `profile`, `sizes` (of `row_sizes`): where a rule reads them."""
-    rule = table.verify_rule(config, executor, profile, sizes)
+    rule = verify_rule(config, executor, profile, sizes)
     return Engine(executor, batcher_config(config, rule), stop_check=stop_string_check(tokenizer))
 
 

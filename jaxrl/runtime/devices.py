@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import host_problem
 from jaxrl.config.commands import LEARNING
-from jaxrl.mechanisms.table import float_types
+from jaxrl.mechanisms.judge import Judge
 from jaxrl.sharding.memory import DeviceMemory, memory_of
 from jaxrl.sharding.mesh import make_mesh, submeshes
 
@@ -120,7 +120,9 @@ def prepare_hosts(config: Config, on_machine: int = 1) -> ProcessDevices:
 
 
 def _set_types(config: Config) -> None:
-    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype, *float_types(config))
+    types = [config.rollout.dtype, config.actor.dtype, config.actor.param_dtype]
+    if Judge.is_on(config):
+        types.append(config.reward.judge.dtype)
     if "float64" in types:
         jax.config.update("jax_enable_x64", True)
 

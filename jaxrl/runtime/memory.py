@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.room import FreedMemory, RolloutMemory
-from jaxrl.mechanisms.table import freed_memory, rollout_memory
+from jaxrl.mechanisms import enabled, is_timeless
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, kv_layers
 from jaxrl.models.numerics import refuse_invariant
+from jaxrl.scheduling.mechanism import FreedMemory, RolloutMemory
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
 from jaxrl.train.update_memory import (
@@ -104,7 +104,7 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
         return useful
     resident = {} if rollout.num_devices else resident_parts(config, model_config, devices * config.num_host_groups)
     weights = _rollout_weights(config, model_config, devices)
-    beside = rollout_memory(config, devices, "cpu", weights)  # bytes are the same on every platform
+    beside = _beside(config, devices, "cpu", weights)  # bytes are the same on every platform
     taken = sum(resident.values()) + weights + sum(each.total for each in beside)
     left = int(memory_bytes * rollout.memory_fraction) - taken
     block = _block_bytes(config, model_config, devices)
@@ -119,6 +119,12 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
             f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
         )
     return min(useful, fitting)
+
+
+def _beside(config: Config, num_devices: int, platform: str, weight_bytes: int) -> list[RolloutMemory]:
+    """What mechanisms have on the rollout's devices."""
+    given = config, num_devices, platform, weight_bytes, is_timeless(config)
+    return [memory for each in enabled(config) if (memory := each.rollout_memory(*given)) is not None]
 
 
 def _options(beside: Sequence[RolloutMemory]) -> str:
@@ -213,7 +219,7 @@ def memory_plan(
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
     Raises:
-      ValueError: as `layout_sizes` and `rollout_memory`, as `choose_packed` for `actor.attention`, as
+      ValueError: as `layout_sizes` and `Mechanism.rollout_memory`, as `choose_packed` for `actor.attention`, as
         `refuse_invariant` for `actor.numerics`, and for a KV cache that the platform does not take.
     """
     own = config.rollout.num_devices
@@ -231,9 +237,10 @@ def memory_plan(
     longest, block_size = config.max_model_length, config.rollout.block_size
     usable, stacks = num_blocks - _RESERVED_BLOCKS, kv_layers_of(config, model_config).stacks
     weights = _rollout_weights(config, model_config, rolling)
-    beside = rollout_memory(config, rolling, platform, weights)
+    beside = _beside(config, rolling, platform, weights)
     stays = {name: size for each in beside if each.stays for name, size in each.parts.items()}
-    freed = freed_memory(config, model_config, training, platform, remat, chunk)
+    given = config, model_config, training, platform, remat, chunk
+    freed = [memory for each in enabled(config) if (memory := each.freed_memory(*given)) is not None]
     return MemoryPlan(
         resident=resident_parts(config, model_config, training),
         rollout={

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
 from jaxrl.rewards.reward_metrics import PoolMetrics
-from jaxrl.scheduling.mechanism import Mechanism
+from jaxrl.scheduling.mechanism import ScoreLimits
 from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -63,7 +63,7 @@ class Verdicts:
       scoring: scores finished samples.
       clock: stamps verdicts that the journal gives.
       journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
-      mechanisms: may give the samples of training prompts time limits, and are called with their verdicts.
+      limits: gives the samples of training prompts time limits, and learns from their verdicts.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Verdicts:
         scoring: Scoring,
         clock: Callable[[], float],
         journal: Journal | None = None,
-        mechanisms: Sequence[Mechanism] = (),
+        limits: ScoreLimits | None = None,
     ) -> None:
-        self._scoring, self._clock, self._journal, self._mechanisms = scoring, clock, journal, mechanisms
+        self._scoring, self._clock, self._journal, self._limits = scoring, clock, journal, limits
         self._step, self._round = -1, 0
         self._sent: dict[SampleKey, _Scored] = {}  # not handed over, in the order in which the samples completed
         self._known: list[Verdict] = []  # from the journal, or without a scorer
@@ -97,8 +97,8 @@ class Verdicts:
             failed = Verdict(self._clock(), key, 0.0, episode.failed, {"error": episode.error})
             self._known.append(self._failed.add(failed))
             return
-        if not self._round:
-            scored.limits_s = next(filter(None, (each.limits(prompt) for each in self._mechanisms)), ())
+        if self._limits is not None and not self._round:
+            scored.limits_s = self._limits.limits(prompt)
         entry = None if self._journal is None else self._journal.find(self._step, "verdict", self._place(key))
         if entry is None:
             self._busy.begin(key, self._clock())
@@ -157,7 +157,8 @@ class Verdicts:
 
     def _journal_if_decided(self, scored: _Scored, verdict: Verdict) -> None:
         """Writes down what a clock, or something outside the run, has decided, or other time limits might change."""
-        is_close = not self._round and any(each.is_close(scored.prompt, verdict) for each in self._mechanisms)
+        limits = None if self._round else self._limits
+        is_close = limits is not None and limits.is_close(scored.prompt, verdict)
         if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS or is_close):
             self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
 
@@ -165,8 +166,8 @@ class Verdicts:
         """A verdict has come; mechanisms take in what the scorer has said of a training sample."""
         scored = self._sent[verdict.key]
         scored.verdict = verdict
-        for each in self._mechanisms if not self._round else ():
-            each.scored(scored.prompt, scored.limits_s, verdict)
+        if self._limits is not None and not self._round:
+            self._limits.scored(scored.prompt, scored.limits_s, verdict)
 
     def _place(self, key: SampleKey) -> tuple[int, ...]:
         """The key of a verdict in the journal."""

@@ -1,24 +1,23 @@
-"""What a mechanism may do, and when: the hooks that a run calls on each of a list of mechanisms.
+"""A mechanism: one class with its options, what it composes with, and the hooks that a run calls.
 
-Purpose: a mechanism (a switch of the README) is a `Mechanism` with some of these methods. The loop (`jaxrl.loop`) and
-the backend (`jaxrl.runtime.backend`, with its events, plans and verdicts) hold a list of them and know none by name;
-with an empty list they train synchronously, on one batch after another.
+Purpose: a mechanism (a switch of the README) is a subclass of `Mechanism`. `jaxrl.mechanisms.MECHANISMS` lists them.
+The loop (`jaxrl.loop`) and the backend (`jaxrl.runtime.backend`) call the hooks of those that a run has built, in the
+order of that list, and know none by name. Without any they train synchronously, on one batch after another.
 
-Every hook does nothing here, so a mechanism has only those that it needs. Hooks are called in the order of the list.
+Every hook does nothing here, so a mechanism defines only those that it needs. What one mechanism alone needs is no
+hook, but an object that it supplies: `phase_order`, `gradient_source`, `score_limits`, `parking`, `device_user` or
+`group_rewards`, or, for the loop, a `batch_rule`.
 
-- Once: `attach`; `enter_rollout`, when the first weights come to the rollout's devices.
-- In each training step: `round_begins`, then `place` with the round's first commands, then as things happen
-  `commanded`, `launched`, `begun`, `request`; `between_plans`, `before_turn`, `before_plan`, `after_plan`; `keeps`,
-  `finished`, `aborted`; `limits`, `is_close`, `scored`; `while_waiting`, `handed`, `after_event`. At its end `compare`
-  with what it has brought and `round_ends` with its metrics; or `cancelled`.
-- Then the update: `update`, `leave_rollout`, `update_begins`, `update_ends` (one that runs beside a round leaves the
-  rollout when both have ended, and its hooks are called in the update's thread); or `update_cancelled`. Then
-  `enter_rollout` with the new weights, the round of an evaluation, if one is due, and `step_ends`.
-- `state_dict` and `load_state_dict` are for checkpoints, at step boundaries.
-- `holds_rollout`, `has_begun`, `update_has_ended` and `defers_stop` are asked where an answer is needed.
+When hooks are called:
 
-Source: docs/architecture.md; the form is that of optax's `GradientTransformation`: one small protocol, and everything
-composes.
+- Once: `attach`. `enter_rollout`, when weights come to the rollout's devices.
+- In a round: `round_begins`; `on_commands` before the commands that answer an event are carried out; `on_request` for
+  each request; `before_plan` and `after_plan`; `on_finished` and `on_aborted` as samples end; `while_waiting`, where
+  nothing can be done before a verdict comes. Then `round_ends` with its metrics, or `round_cancelled`.
+- Around an update: `leave_rollout`, and `step_ends` once the next weights are there.
+- At step boundaries: `state_dict` and `load_state_dict`.
+
+Source: docs/architecture.md. The form is that of optax's `GradientTransformation`: one small protocol composes all.
 """
 
 from __future__ import annotations
@@ -27,26 +26,44 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from jaxrl.scheduling.rounds.batches import RoundResult
-from jaxrl.scheduling.rounds.events import Command, Event, Launch, Verdict
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult
+from jaxrl.scheduling.rounds.events import Command, Launch, Verdict
+from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+    from jaxrl.loop import Run
+    from jaxrl.models.config import ModelConfig
+    from jaxrl.report.curves import PagePart
+
 Phase = Callable[[str], AbstractContextManager[None]]
-"""Around a part of a step that takes time, by its name: `timing_s/<name>` in the step's metrics."""
+"""Times a part of a step under a name: `timing_s/<name>` in the step's metrics."""
+
+UNFINISHED = "what becomes of unfinished responses"
+"""For `Mechanism.decides`."""
+
+LAYOUTS = "the layouts of workers"
+PROMPTS_OF_ROUNDS = "which prompts share a round"
+WORKERS = "which worker has a request"
+"""For `Mechanism.changes` and `relies_on`."""
 
 
-class Drawing(Protocol):
-    """Where a mechanism draws what it does (`jaxrl.record.timeline.Timeline`); seconds are those of the run's clock."""
+class Tracer(Protocol):
+    """Where a mechanism draws what it does (`jaxrl.record.timeline.Timeline`). Seconds are those of the run's clock."""
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
 
     def counter(self, track: str, /, **values: float) -> None: ...
+
+
+# -- a round -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +75,10 @@ class RoundInfo:
       index: 0 of a training round, 1 of an evaluation, which may have prompts of the same key.
       kind: the batch rule's kind of round (`jaxrl.scheduling.rounds.round.RoundKind`), or "eval".
       update: the update that comes next.
-      certain: gives the groups that are certain to be in the batch of that update, scored or not; None: none can be
-        known, because the batch is that of a later round.
-      next_launches: what the round after this one launches, all of it; None where it may not begin within this one, and
-        it returns None while its weights are not there.
+      certain: returns the groups that are certain to be in the batch of that update, scored or not; None where none is
+        certain, because the batch is that of a later round.
+      next_launches: returns all that the next round launches, or None while its weights are not there; None where the
+        next round must not begin within this one.
     """
 
     step: int
@@ -73,24 +90,25 @@ class RoundInfo:
 
     @property
     def is_training(self) -> bool:
-        """Whether it is no evaluation."""
         return self.index == 0
 
 
 @dataclass(slots=True)
-class UnderWay:
-    """What there is of the round under way; the backend's, and read by its mechanisms.
+class RoundState:
+    """The state of the current round. The backend writes it, mechanisms read it.
 
     Attributes:
       workers: of the run.
       clock: seconds from any origin.
-      weights: gives the trainer's current weights, on the devices.
-      start: starts a response in a worker (None: the one that has least to do), anew or with the tokens that it has;
-        returns the id of its request.
-      deliver: tells the round of responses that have ended, as if their workers had just said so.
+      weights: returns the trainer's current weights, on the devices.
+      start: starts a response in a worker (None: the least loaded one), anew or behind the tokens of a sample; returns
+        the id of its request.
+      deliver: reports responses to the round as finished.
       requests: ids of the live requests, by sample.
-      num_launched, num_finished: samples of the round, those that ended by themselves.
-      running: samples that are still drawn, by (epoch, prompt index); with 0, of every prompt of the round.
+      num_launched, num_finished: samples of the round, and those that ended by themselves.
+      num_commands: commands of the round so far.
+      running: samples that are still generated, by (epoch, prompt index); 0 is kept for each prompt of the round.
+      awaited: samples without whose verdicts no plan is made.
     """
 
     workers: LocalWorkers
@@ -101,11 +119,12 @@ class UnderWay:
     requests: dict[SampleKey, int] = field(default_factory=dict)
     num_launched: int = 0
     num_finished: int = 0
+    num_commands: int = 0
     running: Counter[tuple[int, int]] = field(default_factory=Counter)
+    awaited: set[SampleKey] = field(default_factory=set)
 
     def begin(self) -> None:
-        """A round begins."""
-        self.num_launched = self.num_finished = 0
+        self.num_launched = self.num_finished = self.num_commands = 0
         self.running.clear()
 
     def launched(self, key: SampleKey, request_id: int) -> None:
@@ -114,18 +133,17 @@ class UnderWay:
         self.requests[key] = request_id
 
     def ended(self, key: SampleKey) -> None:
-        """A sample is drawn no more."""
         self.requests.pop(key, None)
         self.running[key.epoch, key.prompt_index] -= 1
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """A round that is over.
+    """A finished round.
 
     Attributes:
-      workers: what each has counted in it.
-      result: what its rule has made of it; None: an evaluation's.
+      workers: what each worker counted in it.
+      result: what the batch rule made of it; None for an evaluation.
     """
 
     workers: Sequence[Counters]
@@ -133,28 +151,28 @@ class RoundEnd:
 
     @property
     def done(self) -> Counters:
-        """What all workers have counted together."""
+        """The counters of all workers together."""
         return sum(self.workers, Counters())
 
     @property
     def scored(self) -> Sequence[Group]:
-        """The groups that have left it with a reward: trained on, or filtered."""
+        """The groups that left the round with rewards: trained on, or filtered."""
         return () if self.result is None else (*self.result.groups, *self.result.filtered)
 
 
+# -- what one mechanism supplies ---------------------------------------------------------------------------------------
+
+
 class Step(Protocol):
-    """What `Mechanism.update` may ask of the loop. `step`: the one whose update is due."""
+    """A step of the loop whose update is due, as a `PhaseOrder` runs it."""
 
     step: int
 
     @property
-    def is_last(self) -> bool:
-        """Whether no step comes after this one."""
-        ...
+    def is_last(self) -> bool: ...
 
     def collect(self, waiting: Sequence[Group] | None = None) -> Any:
-        """Runs the round of the next step. `waiting`: the batch of the next update, where that is not the round's
-        own."""
+        """Runs the round of the next step. `waiting`: the batch of the next update, where that is not the round's."""
         ...
 
     def learn(self, track: str = "loop") -> Any:
@@ -162,190 +180,325 @@ class Step(Protocol):
         ...
 
     def leave_rollout(self) -> None:
-        """Gives the memory of the rollout to the update."""
+        """Frees the rollout's memory for the update."""
         ...
 
 
-class Mechanism:
-    """Hooks, all of which do nothing.
+class PhaseOrder:
+    """In which order a step runs its update and the next step's round. This one runs the update alone.
 
     Attributes:
-      name: of its part of a checkpoint; one that has none needs none.
       rounds_ahead: by how many updates a round comes before the update that learns from it.
-      compares: whether `compare` does something.
+      update_has_ended: whether the update beside the current round has succeeded, so that the next weights are there.
+      defers_stop: whether a requested stop has to wait, because something is running that cannot be undone.
+    """
+
+    rounds_ahead: ClassVar[int] = 0
+    update_has_ended: bool = False
+    defers_stop: bool = False
+
+    def update(self, step: Step, groups: Sequence[Group]) -> tuple[Any, Any]:
+        """Returns what `Step.collect` and `Step.learn` returned; None in place of the first where no round was run."""
+        step.leave_rollout()
+        return None, step.learn()
+
+
+class GradientSource(Protocol):
+    """Computes gradients of a batch before its update begins."""
+
+    def look(self) -> None:
+        """The commands that answer an event of a training round have been carried out."""
+        ...
+
+    def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
+        """Returns batches of which the trainer has the gradients already."""
+        ...
+
+    def update_ends(self) -> Mapping[str, float]:
+        """Returns metrics of the update."""
+        ...
+
+    def abandon(self) -> None:
+        """The step is dropped before its update: the trainer has not moved."""
+        ...
+
+
+class ScoreLimits(Protocol):
+    """Time limits for scoring the samples of training rounds."""
+
+    def limits(self, prompt: Prompt) -> tuple[float, ...]:
+        """Seconds by test case; empty: the scorer's own."""
+        ...
+
+    def is_close(self, prompt: Prompt, verdict: Verdict) -> bool:
+        """Whether other time limits might have changed a verdict."""
+        ...
+
+    def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
+        """A verdict has come on a sample that was submitted with these limits."""
+        ...
+
+
+class Parking(Protocol):
+    """Holds samples outside of the round: until an answer comes, or until the next round launches them."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether parked samples of the round wait for something that may come now."""
+        ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether workers have something of the next round."""
+        ...
+
+    def park(self, finished: Finished) -> bool:
+        """Whether it takes a response that has ended: the round does not receive it then."""
+        ...
+
+    def adopt(self, key: SampleKey) -> int | Finished | None:
+        """Of a sample that is launched: the id of its request if it is running, what has ended if it has, else None."""
+        ...
+
+    def release(self, key: SampleKey, *, keep: bool) -> Sample | None:
+        """Gives up a parked sample, which is to be aborted. `keep`: a later round may resume it."""
+        ...
+
+
+DeviceUser = Callable[[int], bool]
+"""Uses the rollout's devices between two plans, given the number of busy rows (0: no plan is made before a verdict
+comes). Returns whether it used them, for one program's time."""
+
+GroupRewards = Callable[[Sequence[Group], RoundInfo], Mapping[str, float]]
+"""Changes the rewards of a finished round's complete groups, and returns metrics."""
+
+
+# -- what it declares --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What `jaxrl tune` searches of a batch rule.
+
+    Attributes:
+      options: of its section: factors of the prompts that are launched, then of the samples of each.
+      values: that each option takes by default.
+      warm_up: steps left out of every mean, until the rule carries what it will.
+      period: steps until its rounds begin anew, given the first factor and the prompts of a batch.
+    """
+
+    options: tuple[str, ...]
+    values: tuple[float, ...]
+    warm_up: int = 0
+    period: Callable[[float, int], int] = lambda factor, num_prompts: 1
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """Memory of a mechanism on each device of the rollout, beside weights and KV pool.
+
+    Attributes:
+      name: of all of it, for messages.
+      parts: bytes by name, as `jaxrl explain-config` lists them.
+      option: to lower where it leaves too little for a KV pool; empty: none makes it smaller.
+      lower: options with their values, to lower where it is larger than the pool and does not fit.
+      positions: of a decode step of a dp group that have logits, beside one for each row.
+      stays: whether it also lies on devices that leave the rollout before the end of a round.
+      line: what else `jaxrl explain-config` says of it.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    option: str = ""
+    lower: str = ""
+    positions: int = 0
+    stays: bool = False
+    line: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class FreedMemory:
+    """Memory of a mechanism on devices that leave the rollout before the end of a round.
+
+    Attributes:
+      column: its name in `jaxrl explain-config`.
+      parts: bytes by name.
+      what, why: what needs them, and why so many, for the refusal where they do not fit.
+      advice: what else helps than to lower options of the update.
+    """
+
+    column: str
+    parts: Mapping[str, int]
+    what: str
+    why: str
+    advice: str
+
+
+class Mechanism:
+    """Base class: composes with everything, takes no memory, and does nothing.
+
+    Attributes:
+      name: of its part of a checkpoint; empty where it has none.
+      title: for messages. option: what switches it on.
+      decides: what it alone may decide; two mechanisms that decide the same exclude each other.
+      changes: what it changes that others may rely on. relies_on: what no other mechanism may change, with the reason.
+      races: which samples of a round count depends on which of them end first.
+      orders: which prompts make up a batch depends on which are complete first, though all samples of a prompt count.
+      excludes_spanning: why it does not work where workers span hosts; empty: it does.
+      evaluates: whether an evaluation alone has it.
+      searched: of a rule that `jaxrl tune` searches.
     """
 
     name: ClassVar[str] = ""
-    rounds_ahead: ClassVar[int] = 0
-    compares: ClassVar[bool] = False
+    title: ClassVar[str] = ""
+    option: ClassVar[str] = ""
+    decides: ClassVar[frozenset[str]] = frozenset()
+    changes: ClassVar[frozenset[str]] = frozenset()
+    relies_on: ClassVar[Mapping[str, str]] = {}
+    races: ClassVar[bool] = False
+    orders: ClassVar[bool] = False
+    excludes_spanning: ClassVar[str] = ""
+    evaluates: ClassVar[bool] = False
+    searched: ClassVar[Searched | None] = None
 
-    def attach(self, under_way: UnderWay) -> None:
-        """Called once, by the backend, before all else."""
+    phase_order: PhaseOrder | None = None
+    gradient_source: GradientSource | None = None
+    score_limits: ScoreLimits | None = None
+    parking: Parking | None = None
+    device_user: DeviceUser | None = None
+    group_rewards: GroupRewards | None = None
+
+    # -- of a configuration ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def is_on(cls, config: Config) -> bool:
+        """Whether a configuration asks for it; by default, by `option`: a switch, or a section with `enable`."""
+        found: Any = config
+        for part in cls.option.split("."):
+            found = getattr(found, part)
+        return found if isinstance(found, bool) else found.enable
+
+    @classmethod
+    def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
+        """Why a configuration with it is impossible, as a sentence. `racing`: titles of the mechanisms that race."""
+        return None
+
+    @classmethod
+    def devices_problem(cls, num_devices: int) -> str | None:
+        """Why it cannot run on this many devices."""
+        return None
+
+    @classmethod
+    def reads_profile(cls, config: Config) -> bool:
+        """Whether it reads `rollout.layout.profile`."""
+        return False
+
+    @classmethod
+    def drops_slowest(cls, config: Config) -> bool:
+        """Whether it ends the slowest responses of a prompt for good."""
+        return False
+
+    @classmethod
+    def note(cls, config: Config) -> str | None:
+        """What a start says about it."""
+        return None
+
+    @classmethod
+    def rollout_memory(
+        cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
+    ) -> RolloutMemory | None:
+        """What it needs on the rollout's devices. `weight_bytes`: of the rollout's weights, per device. `is_timeless`:
+        as in `jaxrl.mechanisms.is_timeless`. Raises ValueError where it cannot work with the memory it may have."""
+        return None
+
+    @classmethod
+    def freed_memory(
+        cls, config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+    ) -> FreedMemory | None:
+        """What it needs on devices that leave the rollout early; arguments as in
+        `jaxrl.train.update_memory.update_phases`."""
+        return None
+
+    @classmethod
+    def page_part(cls) -> PagePart | None:
+        """Its charts on a run's page."""
+        return None
+
+    @classmethod
+    def batch_rule(cls, config: Config, batch: BatchSettings) -> BatchRule | None:
+        """A new batch rule, with nothing carried. Raises ValueError for impossible limits."""
+        return None
+
+    @classmethod
+    def build(cls, run: Run) -> Self | None:
+        """The mechanism of a run that asks for it; None where it has no hooks there."""
+        return None
 
     # -- memory phases -----------------------------------------------------------------------------------------------
 
+    def attach(self, state: RoundState) -> None:
+        """Called once, by the backend, before all else."""
+
     def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
         """Weights of a version are due on the rollout's devices. Returns whether it has brought them there itself.
-
-        Args:
-          was_released: there are neither weights nor pools.
-        """
+        `was_released`: there are neither weights nor pools."""
         return False
 
-    @property
-    def holds_rollout(self) -> bool:
-        """Whether weights and pools of the rollout have to stay for the update."""
+    def leave_rollout(self) -> bool:
+        """The update is due. Returns whether weights and pools of the rollout have to stay for it."""
         return False
-
-    def leave_rollout(self) -> None:
-        """The update is due: what lies on the rollout's devices has to go."""
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def round_begins(self, info: RoundInfo) -> None:
         """A round begins, with idle workers but for what a mechanism has begun of it."""
 
-    def place(self, commands: Sequence[Command], step: int) -> Sequence[Command]:
-        """The first commands of a training round, with workers for what they launch."""
+    def on_commands(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """The round's answer to an event, before it is carried out; the first one is what it launches at its start."""
         return commands
 
-    def request(self, request: Request, prompt: Prompt) -> Request:
-        """A request as its worker gets it."""
+    def on_request(self, request: Request, prompt: Prompt) -> Request:
+        """A request before it goes to its worker."""
         return request
 
-    def launched(self, launch: Launch) -> None:
-        """The round launches samples."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether workers have something of the round after the one under way."""
-        return False
-
-    def begun(self, key: SampleKey) -> int | Finished | None:
-        """Of a sample that is launched: the id of its request if it runs already, what has ended if it has ended, or
-        None if it has to be started."""
-        return None
-
-    def between_plans(self, busy_rows: int) -> bool:
-        """The devices may be used; returns whether they were, for one program's time.
-
-        Args:
-          busy_rows: rows for which there is work; 0 where no plan will be made before a verdict comes.
-        """
-        return False
-
-    def before_turn(self) -> None:
-        """A worker is served: a plan is made of it, or waited for."""
-
-    def before_plan(self, worker: int) -> None:
-        """A plan will be made of a worker. Raises Interrupted where the run cannot go on."""
+    def before_plan(self, worker: int | None) -> None:
+        """A worker's turn has come. None: it is not chosen yet, and the round has received all that ended before. Then
+        the worker of which a plan will be made. Raises Interrupted where the run cannot continue."""
 
     def after_plan(self, worker: int | None) -> None:
-        """A worker was served, and what ended has been delivered to the round.
-
-        Args:
-          worker: of which a plan has been collected; None: of none.
-        """
+        """A worker has had its turn, and what ended has been delivered to the round. `worker`: whose plan has been
+        collected; None: nobody's."""
 
     def while_waiting(self) -> None:
         """Nothing can be done before a verdict comes."""
 
-    def keeps(self, finished: Finished) -> bool:
-        """Whether the mechanism takes a response that has ended for itself, as one of the next round, or because it
-        will go on; the round under way does not receive it then."""
-        return False
+    def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
+        """Samples have ended by themselves. The round may still abort one before it receives the event.
+        `is_stopping`: the round is about to abort the others."""
 
-    @property
-    def awaits(self) -> bool:
-        """Whether something is awaited that responses need before they go on, and may come now: `before_turn` looks,
-        and `while_waiting` waits a moment for it, or for a verdict."""
-        return False
-
-    def given_up(self, key: SampleKey, *, keep: bool) -> Sample | None:
-        """A sample is to be ended. What it has so far, where the mechanism has it and gives it up now. `keep`: a later
-        round may go on with it."""
-        return None
-
-    def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        """Samples have ended by themselves. The round can still abort one before it receives the event (`aborted`).
-        `is_stopping`: the round is about to end the others."""
-
-    def aborted(self, key: SampleKey) -> None:
-        """A sample was ended."""
-
-    def limits(self, prompt: Prompt) -> tuple[float, ...]:
-        """Time limits for scoring a sample of a training round, in seconds, by test case; empty: the scorer's own."""
-        return ()
-
-    def is_close(self, prompt: Prompt, verdict: Verdict) -> bool:
-        """Whether other time limits might have changed a verdict of a training round."""
-        return False
-
-    def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
-        """A verdict on a sample of a training round has come. `limits_s`: those that it was sent with."""
-
-    def handed(self, event: Event) -> None:
-        """The round is handed an event."""
-
-    def commanded(self, command: Command) -> None:
-        """The round has a command carried out."""
-
-    def after_event(self) -> None:
-        """The commands that a training round has answered an event with were carried out."""
+    def on_aborted(self, key: SampleKey, *, keep: bool) -> None:
+        """A sample was aborted. `keep`: a later round may resume it."""
 
     def round_ends(self, end: RoundEnd) -> Mapping[str, float]:
-        """The round is over; its metrics, those of an evaluation (`end.result` is None) are dropped."""
+        """The round has ended; returns its metrics, which are dropped where it is an evaluation."""
         return {}
 
-    def compare(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Groups of a round that is over, all of their samples scored, of a training round those that it has brought:
-        rewards may still change. Returns metrics."""
-        return {}
-
-    def cancelled(self) -> None:
+    def round_cancelled(self) -> None:
         """The round is dropped: no event of it will follow."""
 
-    # -- an update ---------------------------------------------------------------------------------------------------
-
-    def update(self, step: Step, groups: Sequence[Group]) -> tuple[Any, Any] | None:
-        """Runs the update of a step in an order of its own, and the next step's round before it or beside it.
-
-        Returns:
-          What `Step.collect` and `Step.learn` have returned; None in place of the first if no round was run, and None
-          alone to leave the update to the loop.
-        """
-        return None
-
-    @property
-    def update_has_ended(self) -> bool:
-        """Whether the update beside the round under way has ended well, so that the next weights are there."""
-        return False
-
-    @property
-    def defers_stop(self) -> bool:
-        """Whether a stop that is asked for has to wait: something is under way that cannot be undone."""
-        return False
-
-    def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
-        """An update begins; returns batches of which the trainer has the gradients already."""
-        return []
-
-    def update_ends(self) -> Mapping[str, float]:
-        """An update has ended; its metrics."""
-        return {}
-
-    def update_cancelled(self) -> None:
-        """A step is dropped before its update: the trainer has not moved."""
+    # -- a step ------------------------------------------------------------------------------------------------------
 
     def step_ends(self, measured: Mapping[str, float]) -> None:
         """A step has ended, with these metrics."""
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any] | None:
-        """Its part of a checkpoint, JSON values and arrays; None: it has none."""
+        """Its part of a checkpoint, JSON values and arrays."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run was; an empty state: of a run without it. Raises ValueError for one that it cannot
-        go on from."""
+        """Resumes from a checkpoint; an empty state is that of a run without it. Raises ValueError for a state that it
+        cannot resume from."""

@@ -18,6 +18,7 @@ Narrow = Literal["none", "int8", "fp8"]
 BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8, "int8": 1, "uint8": 1, "fp8": 1}
 """Of a number."""
 AtEnd = Literal["flush", "leave"]
+ScoreWhen = Literal["sample", "group", "rollout"]
 
 MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until their step is over")
 MAX_SAMPLES = Cap(65536, "a prompt's samples are kept in memory until the last one is scored")

@@ -17,7 +17,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import check_across_hosts, host_problem
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.inputs import read_json
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.shapes import SHAPES

@@ -60,6 +60,9 @@ class SimulatedExecutorSet:
         self._clock.reach(at_ns)
         self.executors[worker].policy_version = version
 
+    def share(self, kind: type) -> None:
+        """Nothing is sent anywhere."""
+
     def first_done(self, tickets: Mapping[int, Ticket]) -> int:
         """Of plans in flight, by worker, the worker whose result is there first."""
         ends = {worker: ticket.end_ns for worker, ticket in tickets.items() if isinstance(ticket, SimulatedTicket)}

@@ -14,7 +14,7 @@ A task may be scored on the rollout's devices (`DeviceScoring`): a verdict then 
 plans, as soon as its response is there.
 
 A task of code has one test case for each response, which takes all of its scoring's seconds; its limit comes with the
-response, as in a real run (RollPacker §4.3; `jaxrl.mechanisms.reward_timeouts.rule`).
+response, as in a real run (RollPacker §4.3; `jaxrl.mechanisms.reward_timeouts`).
 
 Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool, and of
 a task of code reward 0 with a test case that was cut off, as from the code scorer. Crashes and errors of scorers, and
@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.workload import Workload

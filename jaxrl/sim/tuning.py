@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.mechanisms.room import Searched
+from jaxrl.scheduling.mechanism import Searched
 from jaxrl.scheduling.rounds.batches import provisioned
 
 Factors = tuple[float, ...]  # one for each option of a search; none: plain batches

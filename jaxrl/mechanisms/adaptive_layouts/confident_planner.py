@@ -43,12 +43,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import check_preemptions, checked_degrees, fitting_degree
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 WINDOWS = (1, 2, 4, 8)
 PRIOR_ROUNDS = 8.0
@@ -133,7 +135,7 @@ class ConfidentPlanner:
     SCHEMA = 1
 
     def __init__(
-        self, options: LayoutSection, degrees: Sequence[int], initial: int, trial_rounds: int = TRIAL_ROUNDS
+        self, options: AdaptiveLayouts.Options, degrees: Sequence[int], initial: int, trial_rounds: int = TRIAL_ROUNDS
     ) -> None:
         self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
         self._trial_rounds = trial_rounds

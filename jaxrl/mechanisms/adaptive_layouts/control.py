@@ -28,10 +28,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
@@ -41,6 +40,9 @@ from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 SCHEMA = 1
 STEPS_SEEN = 4  # plans after a switch that give the real step time
@@ -119,7 +121,7 @@ class LayoutControl:
     Args:
       engine: over an executor that can change its layout.
       options: `rollout.layout`.
-      degrees: those that rounds may use (`LayoutSection.degrees_on`), ascending.
+      degrees: those that rounds may use (`AdaptiveLayouts.Options.degrees_on`), ascending.
       initial: the degree that rounds start in; with a planner, the first round of each kind.
       predictor: of step times and costs; None: a round stays in the degree that it starts in.
 
@@ -135,7 +137,7 @@ class LayoutControl:
     def __init__(
         self,
         engine: Engine,
-        options: LayoutSection,
+        options: AdaptiveLayouts.Options,
         degrees: Sequence[int],
         initial: int,
         predictor: LatencyPredictor | None = None,

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from jaxrl.report.curves import PagePart
-
 _WIDTH, _LEFT, _RIGHT = 360, 46, 12
 _LIVE_TOP, _LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM, _HEIGHT = 10, 128, 146, 186, 210
 _SHOWN = 3
@@ -135,6 +133,3 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.3g} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"
-
-
-PART = PagePart(section=lambda run: layouts_section(run.layouts))

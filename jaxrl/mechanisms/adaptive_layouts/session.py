@@ -17,18 +17,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.mechanisms.adaptive_layouts.control import Decision, LayoutControl
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
-from jaxrl.record.journal import Journal
-from jaxrl.record.layouts import LayoutLog
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
-from jaxrl.scheduling.mechanism import Drawing, Mechanism, RoundEnd, RoundInfo
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, Tracer
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.types import Sample
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
+    from jaxrl.record.journal import Journal
+    from jaxrl.record.layouts import LayoutLog
 
 _log = logging.getLogger(__name__)
 KIND = "layout"
@@ -43,8 +45,8 @@ class LayoutSession:
 
     Args:
       control: the rules over its engine.
-      clock: seconds from any origin, the same as `drawing` has.
-      drawing, log: where switches are shown; None: nowhere.
+      clock: seconds from any origin, the same as `tracer` has.
+      tracer, log: where switches are shown; None: nowhere.
       journal: where decisions go; None for a simulated clock, which decides the same again.
       worker: its number, and of how many; named in journal, log and timeline, where there are several. The only one
         writes what was written before there were several.
@@ -54,7 +56,7 @@ class LayoutSession:
         self,
         control: LayoutControl,
         clock: Callable[[], float],
-        drawing: Drawing,
+        tracer: Tracer,
         log: LayoutLog | None,
         journal: Journal | None,
         worker: tuple[int, int] = (0, 1),
@@ -63,7 +65,7 @@ class LayoutSession:
         self._worker, self._num_workers = worker
         self._place = worker if self._num_workers > 1 else ()  # of a key in the journal, behind round and dispatch
         self._of_worker = f" {self._worker}" if self._place else ""  # behind the names of tracks
-        self._clock, self._drawing, self._log, self._journal = clock, drawing, log, journal
+        self._clock, self._tracer, self._log, self._journal = clock, tracer, log, journal
         self._at = (0, 0, "")  # step, round, kind
         self._spans: list[tuple[float, float]] = []  # start times of the round's switches, in the timeline's clock
 
@@ -107,7 +109,7 @@ class LayoutSession:
 
     def after_plan(self) -> None:
         self.control.after_plan(self._clock())
-        self._drawing.counter(f"tp{self._of_worker}", tp=self.control.tp)
+        self._tracer.counter(f"tp{self._of_worker}", tp=self.control.tp)
 
     def finished(self, length: int) -> None:
         """A response ended by itself."""
@@ -119,7 +121,7 @@ class LayoutSession:
         for (began, ended), episode in zip(self._spans, self.control.episodes, strict=True):
             told = episode.to_json()
             name = f"tp {told['from_tp']} to {told['to_tp']} ({told['how']})"
-            self._drawing.complete(f"layout{self._of_worker}", name, began, ended, **told)
+            self._tracer.complete(f"layout{self._of_worker}", name, began, ended, **told)
         if self._log is not None:
             predictor = self.control.predictor
             source = "none" if predictor is None else predictor.profile.source
@@ -160,12 +162,14 @@ class LayoutSessions(Mechanism):
         for session in self.sessions:
             session.begin(info.step, info.index, info.kind)
 
-    def before_plan(self, worker: int) -> None:
+    def before_plan(self, worker: int | None) -> None:
         """Lets the layout of one worker change, before a plan of it. Raises Interrupted where nothing can go on.
 
         A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
         until then it is the same round.
         """
+        if worker is None:
+            return
         follows = any(session.control.follows for session in self.sessions)
         try:
             self.sessions[worker].before_plan(decides=not follows)
@@ -177,7 +181,7 @@ class LayoutSessions(Mechanism):
         if worker is not None:
             self.sessions[worker].after_plan()
 
-    def finished(self, samples: Sequence[Sample], *, is_stopping: bool = False) -> None:
+    def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
         """Responses ended by themselves, in any worker."""
         for sample in samples:
             for session in self.sessions:
@@ -187,7 +191,7 @@ class LayoutSessions(Mechanism):
         """The round's metrics: sums over the workers of what is counted and of seconds spent, means of the others."""
         return together([own.end(each.preemptions) for own, each in zip(self.sessions, end.workers, strict=True)])
 
-    def cancelled(self) -> None:
+    def round_cancelled(self) -> None:
         """The round is dropped."""
         for session in self.sessions:
             session.cancel()
@@ -216,33 +220,31 @@ def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def layout_sessions(
-    options: LayoutSection,
+    options: AdaptiveLayouts.Options,
     degrees: Sequence[int],
     initial: int,
     engines: Sequence[Engine],
     predictors: Sequence[LatencyPredictor | None],
     clock: Callable[[], float],
-    drawing: Drawing,
+    tracer: Tracer,
     log: LayoutLog | None,
     journal: Journal | None,
-) -> LayoutSessions:
+) -> list[LayoutSession]:
     """A session for each engine, whose executors can change their layouts.
 
     Args:
       options, degrees, initial: see `LayoutControl`, of every worker.
       predictors: one for each engine, corrected by that engine's step times.
-      clock, drawing, log, journal: see `LayoutSession`.
+      clock, tracer, log, journal: see `LayoutSession`.
     """
     controls = [
         LayoutControl(engine, options, degrees, initial, predictor)
         for engine, predictor in zip(engines, predictors, strict=True)
     ]
-    return LayoutSessions(
-        [
-            LayoutSession(control, clock, drawing, log, journal, (worker, len(controls)))
-            for worker, control in enumerate(controls)
-        ]
-    )
+    return [
+        LayoutSession(control, clock, tracer, log, journal, (worker, len(controls)))
+        for worker, control in enumerate(controls)
+    ]
 
 
 def _num_workers(entry: Mapping[str, Any]) -> int:

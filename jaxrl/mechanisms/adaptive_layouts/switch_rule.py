@@ -32,15 +32,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.scheduling.layouts.batch_state import BatchState, Rows, StepTimes, load_at, num_tokens, remaining_s
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 SCHEMA = 1
 
@@ -145,7 +147,7 @@ class LayoutSwitchRule:
       model: predicts times.
     """
 
-    options: LayoutSection
+    options: AdaptiveLayouts.Options
     degrees: tuple[int, ...]
     model: LatencyModel
     _last: Switch | None = field(default=None, init=False)

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class TpPlanner:
 
     Example::
 
-        planner = TpPlanner(LayoutSection(), degrees=(1, 2, 4, 8), initial=2)
+        planner = TpPlanner(AdaptiveLayouts.Options(), degrees=(1, 2, 4, 8), initial=2)
         planner.degree("short")         # 2
         planner.observe(10, "short")    # 2: nothing to compare with
         planner.observe(11, "short")    # 4: 11 > 1.05 x 10
@@ -60,7 +61,7 @@ class TpPlanner:
 
     SCHEMA = 1
 
-    def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
+    def __init__(self, options: AdaptiveLayouts.Options, degrees: Sequence[int], initial: int) -> None:
         self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
         self._kinds: dict[str, _Kind] = {}
 

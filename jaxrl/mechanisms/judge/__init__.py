@@ -1,1 +1,279 @@
-"""A judge model on the devices of the rollout (RollPacker §4.3)."""
+"""A judge: a language model, or a reward model, that scores beside the actor on the same devices, or at an endpoint.
+
+On the devices it has an engine like the actor's and takes turns with it. A turn is one plan of the judge. When it may
+take one follows from counts and never from clocks: a plan of the actor and one of the judge alternate at the most, so
+neither starves. While responses decode the judge has gaps, and once only verdicts are awaited it has the devices to
+itself. `reward.judge.when` says so: `gaps`, while at most `busy_share` of the rows are busy; `after`, while none is.
+
+A template is text with `{name}` where the value of a field goes; `{{name}}` stands for `{name}` itself. All other
+braces stay as they are, so that JSON and `\\boxed{}` can be written as they are.
+
+Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU share itself out (MPS).
+
+Departures: judge and actor take turns. The paper does not say where its judge is while half of the devices compute
+gradients (§4.4); here a turn takes those as well, after the microbatch that is running, so that a verdict has the same
+layout, and the same bits, in every round.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from annotated_types import Ge, Interval
+
+from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundState
+from jaxrl.schema.chat_template import template_problem
+from jaxrl.schema.declared import Cap, Names, shown
+from jaxrl.schema.endpoint import PACE, EndpointOptions, endpoint_problem
+from jaxrl.schema.limits import MAX_GIB
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+    from jaxrl.config.rewards import RewardSection
+    from jaxrl.mechanisms.judge.pool import JudgePool
+    from jaxrl.runtime.run import Run
+
+_OF_DEVICES = frozenset(
+    [
+        *("lora_adapter_path", "max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers"),
+        *("when", "busy_share"),
+    ]
+)
+_OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
+SCORE = (  # a tag, a heading or a label; marks around the number; what makes it no score: a percentage, a range
+    r"(?i)(?<!max[ _])(?<!maximum[ _])(?<!possible[ _])(?<![a-z])score"
+    r"(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
+    r"[\s*_`\"'“<(\[{$]*+(?:\\(?:(?:boxed|textbf)\{|[(\[])\s*+){0,2}((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
+    r"(?![a-z\d%]|,\d|\s*+(?:%|percent|(?:to|or|[-–—])\s*+\d))(?:[\s*_]*+(?:/|out of)[\s*_]*+(?P<of>\d+(?:\.\d+)?))?"
+)
+"""What reads a score where `score_pattern` is empty; `of`: the highest one, where the judge says it."""
+_FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
+
+
+def judge_kind(reward: RewardSection) -> Literal["judge", "model"] | None:
+    """The kind of reward that a model on the run's devices gives; None where there is no such model."""
+    if "model" in reward.kinds:
+        return "model"
+    return "judge" if "judge" in reward.kinds and reward.judge.model else None
+
+
+class Judge(Mechanism):
+    """Gives a judge on the rollout's devices its turns. `pool` scores what the run's scoring gives it."""
+
+    @dataclass(frozen=True)
+    class Options(EndpointOptions):
+        """A language model that scores (reward.kind=judge), or a reward model with a scalar head (kind model)."""
+
+        model: Annotated[
+            str,
+            Names("folder"),
+            "The judge's model on the run's devices, as model.path; empty: the endpoint is asked.",
+        ] = ""
+        lora_adapter_path: Annotated[
+            str, Names("folder"), "A folder of adapters as peft writes it, merged into the judge's model; empty: none."
+        ] = ""
+        system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
+        apply_chat_template_kwargs: Annotated[
+            dict[str, Any],
+            "Variables for the judge's chat template, such as `{enable_thinking: false}`; an endpoint is sent them as "
+            "`chat_template_kwargs`.",
+        ] = field(default_factory=dict)
+        prompt: Annotated[
+            str,
+            "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data "
+            "in braces; `{{answer}}` is text.",
+        ] = (
+            "Judge the response to the question.\n\nQuestion:\n{question}\n\nReference answer:\n{answer}\n\nResponse:\n"
+            "{response}\n\nIs the response correct? Give your verdict on a last line of this form: Score: <0 to 10>"
+        )
+        score_pattern: Annotated[
+            str,
+            "A regular expression whose last match in a verdict holds the score in its first group; empty: it reads "
+            "`Score: 7`, as models write that.",
+        ] = ""
+        min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
+        max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
+        num_samples: Annotated[
+            int, Ge(1), Cap(64, "each is a response of the judge"), "Verdicts per sample; their mean."
+        ] = 1
+        temperature: Annotated[float, Ge(0), "Of the judge's sampling; 0: greedy."] = 0.0
+        max_tokens: Annotated[int, Ge(1), "Tokens of a verdict at most."] = 256
+        max_prompt_tokens: Annotated[
+            int,
+            Ge(1),
+            "Tokens that a model on the devices reads; of longer ones the response is cut. An endpoint has its own "
+            "limit.",
+        ] = 4096
+        dtype: Annotated[Literal["bfloat16", "float32", "float64"], "Type of the judge's weights on the devices."] = (
+            "bfloat16"
+        )
+        max_num_seqs: Annotated[int, Ge(1), "Verdicts that the judge writes at once."] = 8
+        max_memory_gib: Annotated[
+            float,
+            Ge(0),
+            MAX_GIB,
+            "GiB per device for the judge: resident layers, buffers and KV; 0: half of its weights.",
+        ] = 0.0
+        resident_layers: Annotated[
+            int,
+            Ge(-1),
+            "Layers that stay on the devices, while the others are streamed; -1: as many as max_memory_gib takes.",
+        ] = -1
+        when: Annotated[
+            Literal["gaps", "after"],
+            "When the judge runs; gaps: between plans, once at most busy_share of the rows decode, and after the "
+            "rollout; after: once no row decodes.",
+        ] = "gaps"
+        busy_share: Annotated[
+            float, Interval(ge=0, le=1), "The share of the rows that may be busy when the judge takes a turn."
+        ] = 0.5
+
+        kinds = frozenset({"judge", "model"})  # of rewards, that are scored so
+
+        def allows_turn(self, busy_rows: int, num_rows: int) -> bool:
+            """Whether a judge on the devices may take a turn; always where no row is busy."""
+            return busy_rows == 0 or (self.when == "gaps" and busy_rows <= self.busy_share * num_rows)
+
+        def place(self, kind: str) -> Literal["endpoint", "devices"]:
+            """Where samples of one of its kinds are scored."""
+            return "endpoint" if kind == "judge" and self.endpoint else "devices"
+
+        def explained(self, kind: str) -> tuple[str, str, str]:
+            """What scores one of its kinds, its time limit, and how much it does at once."""
+            if self.place(kind) == "devices":
+                adapters = f" with {self.lora_adapter_path}" if self.lora_adapter_path else ""
+                return f"{kind}: {self.model}{adapters}", "none", f"{self.max_num_seqs} verdicts, {self.when}"
+            rate = f", {self.requests_per_minute:g} a minute" if self.requests_per_minute else ""
+            return (
+                f"judge: {self.endpoint_model or 'a model'} at {self.endpoint}",
+                f"{self.request_timeout_s:g} s a request",
+                f"{self.max_requests} requests{rate}",
+            )
+
+        def unread(self, kinds: frozenset[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+            """Options that rewards of these kinds do not read: the section, their names (None: all of it), and why."""
+            if not self.kinds & kinds:
+                yield "reward.judge", None, "no reward's kind is judge or model"
+            elif self.endpoint:
+                yield "reward.judge", _OF_DEVICES, "an endpoint is the judge, and no model on the devices"
+            else:
+                yield "reward.judge", PACE, "a model on the devices scores, and no endpoint"
+            if "model" in kinds:
+                yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
+
+        def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
+            """Why it cannot score, as a sentence; None if it can.
+
+            Args:
+              option_of: the kinds of rewards that are asked for, each with the section that asks for it.
+              has_answers: whether prompts have reference answers.
+            """
+            if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
+                return endpoint_problem("reward.judge", self)
+            if self.kinds <= option_of.keys():
+                return (
+                    f"{option_of['model']}.kind is model, and another kind is judge: reward.judge names one model, "
+                    "which is a reward model or a judge"
+                )
+            if self.kinds & option_of.keys() and (problem := template_problem(self.apply_chat_template_kwargs)):
+                return f"reward.judge.apply_chat_template_kwargs.{problem}"
+            if "judge" in option_of:
+                return _source_problem(self) or _text_problem(self, has_answers)
+            if "model" in option_of:
+                if not self.model:
+                    return "reward.judge.model is missing: reward.kind=model needs a reward model's folder"
+                if self.endpoint:
+                    return (
+                        f"reward.judge.endpoint ({self.endpoint}) needs reward.kind=judge: a reward model is a folder"
+                    )
+            return None
+
+    title = "a judge on the devices"
+    option = "reward.judge.model"
+    evaluates = True
+
+    def __init__(self, pool: JudgePool) -> None:
+        self.pool = pool
+        self.device_user = self._turn
+
+    @classmethod
+    def is_on(cls, config: Config) -> bool:
+        return judge_kind(config.reward) is not None
+
+    @classmethod
+    def rollout_memory(
+        cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
+    ) -> RolloutMemory:
+        from jaxrl.mechanisms.judge.memory import rollout_memory
+
+        return rollout_memory(config, num_devices)
+
+    @classmethod
+    def build(cls, run: Run) -> Self | None:
+        """Loads the judge. A simulated run models it in its scoring."""
+        if run.machine.mesh is None or not cls.is_on(run.config):
+            return None
+        from jaxrl.mechanisms.judge.build import build_pool
+
+        return cls(build_pool(run, run.machine.mesh))
+
+    def attach(self, state: RoundState) -> None:
+        self._workers = state.workers
+
+    def leave_rollout(self) -> bool:
+        self.pool.release()
+        return False
+
+    def _turn(self, busy_rows: int) -> bool:
+        return self.pool.turn(busy_rows, self._workers.num_rows)
+
+
+def template_fields(template: str) -> list[str]:
+    """The names of a template's fields, each once, in their order."""
+    return list(dict.fromkeys(match[2] for match in _FIELD.finditer(template) if match[2]))
+
+
+def fill_template(template: str, value_of: Callable[[str], str]) -> str:
+    """The template with its fields' values in one pass: braces in a value are text."""
+    return _FIELD.sub(lambda match: value_of(match[2]) if match[2] else "{" + match[1] + "}", template)
+
+
+def _source_problem(judge: Judge.Options) -> str | None:
+    if bool(judge.model) == bool(judge.endpoint):
+        found = "both" if judge.model else "neither"
+        return f"reward.kind=judge needs one of reward.judge.model and reward.judge.endpoint, found {found}"
+    if judge.model:
+        unread = {"endpoint_model": judge.endpoint_model, "api_key_env": judge.api_key_env}
+        name = next((name for name, value in unread.items() if value), None)
+        return name and f"reward.judge.{name} ({unread[name]}) needs reward.judge.endpoint, which is empty"
+    return endpoint_problem("reward.judge", judge)
+
+
+def _text_problem(judge: Judge.Options, has_answers: bool) -> str | None:
+    fields = template_fields(judge.prompt)
+    if "response" not in fields:
+        return f"reward.judge.prompt must have the field {{response}}, found {shown(judge.prompt)}"
+    if "answer" in fields and not has_answers:
+        return "reward.judge.prompt has the field {answer}, but data.answer_key is empty: write a prompt without it"
+    try:
+        groups = re.compile(judge.score_pattern or SCORE).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"reward.judge.score_pattern ({shown(judge.score_pattern)}) is no regular expression: {error}"
+    if not groups:
+        return (
+            f"reward.judge.score_pattern ({shown(judge.score_pattern)}) must have a group: the parentheses that hold "
+            "the score"
+        )
+    if not judge.min_score < judge.max_score:
+        return (
+            f"reward.judge.min_score ({judge.min_score:g}) must be below reward.judge.max_score ({judge.max_score:g})"
+        )
+    if judge.num_samples > 1 and judge.temperature == 0:
+        return (
+            f"reward.judge.num_samples ({judge.num_samples}) needs reward.judge.temperature above 0: greedy verdicts "
+            "on a sample are all the same"
+        )
+    return None

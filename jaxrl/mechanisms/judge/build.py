@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,14 @@ from jax.sharding import Mesh
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.judge.declaration import judge_kind
+from jaxrl.mechanisms.judge import judge_kind
 from jaxrl.mechanisms.judge.memory import JudgeMemory, judge_length, judge_memory
 from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.session import JudgeSession
-from jaxrl.mechanisms.judge.turns import JudgeTurns
-from jaxrl.mechanisms.judge.verdict_tokens import Reading, Scalars, WrittenVerdicts
-from jaxrl.mechanisms.parts import RunParts
+from jaxrl.mechanisms.judge.verdicts import Reading, Scalars, WrittenVerdicts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.models.peft import merged_layers, read_lora
-from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
@@ -34,6 +31,9 @@ from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import host_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
+
+if TYPE_CHECKING:
+    from jaxrl.runtime.run import Run
 
 
 class JudgeMachine:
@@ -98,31 +98,18 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
     return tokenizer, model
 
 
-def build(parts: RunParts) -> JudgeSession | None:
-    """The judge of a training run, as `build_beside`."""
-    if judge_kind(parts.config.reward) is None:
-        return None
-    parts.beat("loading the judge")
-    assert parts.mesh is not None, "a judge on devices of other hosts is refused"
-    session = build_beside(parts.config, parts.mesh, parts.wait_quiet, parts.pool)
-    if session is not None:
-        parts.rollout_programs += session.judge.machine.programs
-    return session
-
-
-def build_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: RewardPool) -> JudgeSession | None:
+def build_pool(run: Run, mesh: Mesh) -> JudgePool:
     """Loads a judge's weights into the host's memory, layer by layer through the devices of a rollout, and joins it to
-    the rollout's reward pool; None: no model scores on the devices.
+    the run's reward pool.
 
-    Args:
-      quiet: waits for the actor's programs, and for gradients on freed devices. On a CPU it does so before the judge's
-        begin: XLA:CPU can hang on two collectives at once.
+    Before its programs begin it waits for the actor's, and for gradients on freed devices; on a CPU also before they
+    are dispatched, because XLA:CPU can hang on two collectives at once.
 
     Raises:
       ValueError: as `read_judge` and `judge_memory`, or the host has not the memory.
     """
-    if judge_kind(config.reward) is None:
-        return None
+    config, pool = run.config, run.scoring
+    run.beat("loading the judge")
     judge, seed = config.reward.judge, config.trainer.seed
     tokenizer, model = read_judge(config)
     plan = judge_memory(config, model, mesh.size)
@@ -141,11 +128,12 @@ def build_beside(config: Config, mesh: Mesh, quiet: Callable[[], None], pool: Re
         reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
     engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
-    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), quiet, alone=collectives)
-    scoring = JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share))
+    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), run.machine.wait_quiet, alone=collectives)
+    scoring = JudgePool(reading, engine, machine, judge)
     assert isinstance(pool, RewardRouter), "a judge scores beside others"
     pool.join("devices", scoring)
-    return JudgeSession(scoring)
+    run.machine.add_programs(machine.programs, of_update=False)
+    return scoring
 
 
 def _sizes(config: Config, plan: JudgeMemory, tp: int) -> ExecutorConfig:

@@ -31,8 +31,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.mechanisms.judge.verdict_text import JudgeText
+from jaxrl.mechanisms.judge import Judge
+from jaxrl.mechanisms.judge.verdicts import JudgeText
 from jaxrl.processes.endpoint_client import Client, Failed, Refused, UnderWay, read_json
 from jaxrl.rewards.pool_base import Ended, RewardPool, awaited, in_words, taken, verdict_of
 from jaxrl.rewards.reward_metrics import PoolMetrics
@@ -61,7 +61,7 @@ class EndpointPool:
 
     def __init__(
         self,
-        judge: JudgeSection,
+        judge: Judge.Options,
         *,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -218,7 +218,7 @@ def verdict_seed(seed: int, key: SampleKey, number: int) -> int:
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") >> 1
 
 
-def request_body(judge: JudgeSection, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, Any]:
+def request_body(judge: Judge.Options, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, Any]:
     """A chat completion's body. Variables of the chat template stand where vLLM and SGLang read them; a body without
     them has no such entry, because other servers refuse what they do not know."""
     body = {"model": judge.endpoint_model, "messages": messages, "max_tokens": max_tokens}

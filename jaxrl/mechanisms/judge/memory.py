@@ -16,13 +16,13 @@ import math
 from dataclasses import dataclass
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.judge.declaration import judge_kind
-from jaxrl.mechanisms.room import RolloutMemory
+from jaxrl.mechanisms.judge import judge_kind
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
+from jaxrl.scheduling.mechanism import RolloutMemory
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
@@ -53,14 +53,12 @@ class JudgeMemory:
     host_bytes: int
 
 
-def rollout_memory(config: Config, num_devices: int) -> RolloutMemory | None:
-    """Of the model that `reward.judge.model` names, of which the config is read; None where there is no judge.
+def rollout_memory(config: Config, num_devices: int) -> RolloutMemory:
+    """Of the model that `reward.judge.model` names, of which the config is read.
 
     Raises:
       ValueError: as `judge_memory`, and what reading the model's config may raise.
     """
-    if judge_kind(config.reward) is None:
-        return None
     judge, option = config.reward.judge, "reward.judge.model"
     sizes = judge_memory(config, config_of(resolve_path(judge.model, option), option), num_devices)
     return RolloutMemory(

@@ -2,13 +2,13 @@
 
 Purpose: `JudgePool` is the pool of `reward.kind=judge` and `reward.kind=model` where the model lies on the run's
 devices. It has an engine like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`), and
-works when the backend gives it a turn (`jaxrl.mechanisms.judge.turns`), or where nothing else is left to do.
+works when the backend gives it a turn, or where nothing else is left to do.
 
 Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers streamed from the host).
 
 A turn is one plan, waited for: nothing of the judge is in flight when the actor makes its next plan, and the actor's
 plan before it is seen to end, so that neither's seconds count as the other's (layouts learn from the actor's). Nothing
-it does depends on a clock: its tokens depend on keys (`jaxrl.mechanisms.judge.verdict_tokens.verdict_key`), and what it
+it does depends on a clock: its tokens depend on keys (`jaxrl.mechanisms.judge.verdicts.verdict_key`), and what it
 holds on the devices comes with the first turn of a rollout and goes before the update.
 """
 
@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxrl.mechanisms.judge.turns import JudgeTurns
-from jaxrl.mechanisms.judge.verdict_tokens import Reading, verdict_key
+from jaxrl.mechanisms.judge import Judge
+from jaxrl.mechanisms.judge.verdicts import Reading, verdict_key
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest, describe
 from jaxrl.scheduling.rounds.events import Verdict
@@ -78,7 +78,7 @@ class JudgePool:
       reading: what the judge reads and how it is read.
       engine: over the judge's executor.
       machine: its weights and programs.
-      rule: when it may take a turn.
+      options: `reward.judge`, which say when it may take a turn.
       clock: stamps its verdicts.
     """
 
@@ -87,11 +87,11 @@ class JudgePool:
         reading: Reading,
         engine: Engine,
         machine: Machine,
-        rule: JudgeTurns,
+        options: Judge.Options,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.machine = engine, machine
-        self._reading, self._rule, self._clock = reading, rule, clock
+        self._reading, self._options, self._clock = reading, options, clock
         self._ids = itertools.count()
         self._judged: dict[SampleKey, _Judged] = {}
         self._sample_of: dict[int, SampleKey] = {}
@@ -177,7 +177,7 @@ class JudgePool:
             verdict comes.
           num_rows: rows of the rollout.
         """
-        if not self._judged or not self._rule.allows(busy_rows, num_rows):
+        if not self._judged or not self._options.allows_turn(busy_rows, num_rows):
             return False
         self._run_plan()
         self._gap_turns += busy_rows > 0

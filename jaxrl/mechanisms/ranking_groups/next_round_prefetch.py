@@ -51,7 +51,7 @@ class WeightBuffer(Protocol):
 
 
 class NextRoundPrefetches:
-    """What a backend has of the next round while the present one runs.
+    """Samples of the next round, parked while the present one runs (`jaxrl.scheduling.mechanism.Parking`).
 
     Args:
       engines: of the workers.
@@ -85,9 +85,9 @@ class NextRoundPrefetches:
         return self._version is not None
 
     @property
-    def num_begun(self) -> int:
-        """Responses of the next round that were started."""
-        return len(self._running) + len(self._ended)
+    def has_begun(self) -> bool:
+        """Whether responses of the next round were started."""
+        return bool(self._running or self._ended)
 
     def draws_now(self, worker: int) -> bool:
         """Whether a worker still has the weights of the present round."""
@@ -113,7 +113,7 @@ class NextRoundPrefetches:
                 self._running[key] = self._start(prompt, key, worker)
             self._began_s = self._clock() if self._began_s is None else self._began_s
 
-    def took(self, finished: Finished) -> bool:
+    def park(self, finished: Finished) -> bool:
         """Keeps what has ended if it is of the next round; returns whether it is."""
         key = finished.sample.key
         if self._running.pop(key, None) is None:
@@ -135,6 +135,11 @@ class NextRoundPrefetches:
             self._switch(worker)
         self._version = None
         self._waiting.clear()  # the round launches them
+
+    has_pending = False  # nothing of the present round waits here
+
+    def release(self, key: SampleKey, *, keep: bool) -> None:
+        """Samples of the present round are none of its own."""
 
     def adopt(self, key: SampleKey) -> int | Finished | None:
         """The round launches a response: its request if it runs already, or what it has become; None: neither."""

@@ -30,15 +30,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxrl.mechanisms.ranking_groups.options import RankingGroupsSection
 from jaxrl.mechanisms.ranking_groups.outliers import Outliers, RankedGroup
 from jaxrl.mechanisms.ranking_groups.two_tier import Allotment, Load, Part, StepSeconds, allot, rollout_s
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.types import SampleKey
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.ranking_groups import RankedRounds
 
 SCHEMA = 1
 
@@ -159,7 +161,7 @@ class RankingGroups:
 
     def __init__(
         self,
-        options: RankingGroupsSection,
+        options: RankedRounds.Options,
         num_workers: int,
         history: LengthHistory,
         step_s: StepSeconds | None = None,

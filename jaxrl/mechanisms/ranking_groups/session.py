@@ -20,10 +20,8 @@ from typing import Any
 from jaxrl.mechanisms.ranking_groups.next_round_prefetch import NextRoundPrefetches, WeightBuffer
 from jaxrl.mechanisms.ranking_groups.outliers import Outliers
 from jaxrl.mechanisms.ranking_groups.rule import RankedRound, RankingGroups
-from jaxrl.record import metrics as numbers
-from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, UnderWay
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Command, Launch, NextRoundPrefetch
-from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import By
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -51,15 +49,16 @@ class RankingSession(Mechanism):
         self._is_training = False  # the round under way is one of training
         self._num_launched = self._num_carried = self._num_moved = 0
         self._began_s = self._looked_s = self._idle_s = 0.0
+        self._unplaced: int | None = None  # the step of a round whose launches have no workers yet
 
-    def attach(self, under_way: UnderWay) -> None:
-        self._requests, self._engines, self._clock = under_way.requests, under_way.workers, under_way.clock
+    def attach(self, state: RoundState) -> None:
+        self._requests, self._engines, self._clock = state.requests, state.workers, state.clock
 
         def start(prompt: Prompt, key: SampleKey, worker: int) -> int:
-            return under_way.start(prompt, key, worker, None)
+            return state.start(prompt, key, worker, None)
 
-        parts = self._engines, self._buffer, under_way.weights, start, under_way.clock
-        self.ahead = NextRoundPrefetches(*parts)
+        parts = self._engines, self._buffer, state.weights, start, state.clock
+        self.ahead = self.parking = NextRoundPrefetches(*parts)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -69,8 +68,7 @@ class RankingSession(Mechanism):
         self.ahead.enter(policy_version)
         return True
 
-    @property
-    def holds_rollout(self) -> bool:
+    def leave_rollout(self) -> bool:
         return self.ahead.is_on
 
     # -- a round -----------------------------------------------------------------------------------------------------
@@ -82,6 +80,7 @@ class RankingSession(Mechanism):
         self._began_s = self._looked_s = self._clock()
         self._idle_s = 0.0
         self._is_training = info.is_training
+        self._unplaced = info.step if info.is_training else None
         if info.is_training:
             self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
 
@@ -93,30 +92,25 @@ class RankingSession(Mechanism):
             return None
         return NextRoundPrefetch(info.step - 1, tuple(self._ranking.ahead(launches, info.step + 1)))
 
-    def place(self, commands: Sequence[Command], step: int) -> list[Command]:
-        return self._ranking.begin(commands, step)
+    def on_commands(self, commands: Sequence[Command]) -> Sequence[Command]:
+        if (step := self._unplaced) is not None:
+            commands, self._unplaced = self._ranking.begin(commands, step), None
+        for command in commands:
+            if isinstance(command, Launch):
+                self._launched(command)
+        return commands
 
-    @property
-    def has_begun(self) -> bool:
-        return self.ahead.num_begun > 0
-
-    def begun(self, key: SampleKey) -> int | Finished | None:
-        return self.ahead.adopt(key)
-
-    def launched(self, launch: Launch) -> None:
+    def _launched(self, launch: Launch) -> None:
         self._num_launched += len(launch.keys)
         self._num_carried += len(launch.resumed)
         if self._ranking.now is not self._round:
             self._round, self._books = self._ranking.now, self._ranking.outliers()
 
-    def keeps(self, finished: Finished) -> bool:
-        return self.ahead.took(finished)
-
-    def finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
+    def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
         for sample in samples:
-            self.aborted(sample.key)
+            self.on_aborted(sample.key, keep=False)
 
-    def aborted(self, key: SampleKey) -> None:
+    def on_aborted(self, key: SampleKey, *, keep: bool) -> None:
         """A response of the round is gone."""
         if self._books is not None:
             self._books.ended(key)
@@ -141,7 +135,7 @@ class RankingSession(Mechanism):
         self._looked_s = now_s
         self.ahead.look()
 
-    def cancelled(self) -> None:
+    def round_cancelled(self) -> None:
         self.ahead.cancel()
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
@@ -153,6 +147,8 @@ class RankingSession(Mechanism):
         return measured
 
     def step_ends(self, measured: Mapping[str, float]) -> None:
+        from jaxrl.record import metrics as numbers
+
         update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)
         self._ranking.learned(update_s, measured.get("rollout/spec/tokens_per_step", 1.0))
 

@@ -1,1 +1,261 @@
-"""Drafts from a prompt's responses of the epochs before (RhymeRL §5)."""
+"""History speculation: rows draft from the same prompt's earlier responses, and a step verifies several tokens.
+
+It also keeps the lengths of earlier responses, where ranking groups need them without drafts.
+
+Source: RhymeRL §5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from annotated_types import Ge, Interval
+
+from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
+from jaxrl.mechanisms.speculation.session import HistorySession, draft_lengths, history_store
+from jaxrl.scheduling.mechanism import RolloutMemory
+from jaxrl.schema.declared import MAX_INT, Cap, Checked
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+    from jaxrl.mechanisms.speculation.proposer import Drafting
+    from jaxrl.report.charts import Chart
+    from jaxrl.report.curves import PagePart
+    from jaxrl.report.runs import Run as RecordedRun
+    from jaxrl.rollout.executor import MeshExecutor
+    from jaxrl.rollout.remote import RemoteExecutor
+    from jaxrl.runtime.run import Run
+    from jaxrl.scheduling.layouts.latency_profile import Profile
+
+
+class Speculation(HistorySession):
+    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from."""
+
+    @dataclass(frozen=True)
+    class Options(Checked):
+        """Drafts from a prompt's earlier responses, verified several tokens a step; the tokens stay the same."""
+
+        enable: Annotated[bool, "Switch history speculation on."] = False
+        epochs: Annotated[
+            int,
+            Ge(1),
+            Cap(64, "every response of them is kept in memory"),
+            "Draft from a prompt's last so many rollouts.",
+        ] = 1
+        max_prefix: Annotated[
+            int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
+        ] = 7
+        min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest of these tokens, where more are not found."] = 3
+        min_window: Annotated[
+            int, Interval(ge=1, le=256), "Tokens that a row drafts at first, and after a rejection."
+        ] = 2
+        window_step: Annotated[
+            int, Interval(ge=0, le=256), "By how many tokens the window grows when all drafted tokens were accepted."
+        ] = 2
+        max_window: Annotated[int, Interval(ge=1, le=256), "The most tokens that a row drafts in a step."] = 32
+        verify_tokens: Annotated[
+            int,
+            Ge(0),
+            Cap(65536, "the activations of all of them exist at once"),
+            "Drafted tokens that a step may verify, per dp group; its rows share them. 0: what suits the devices.",
+        ] = 0
+        max_batch: Annotated[
+            int,
+            Ge(0),
+            "The most rows of a dp group with which a plan verifies drafts; 0: what rollout.layout.profile says of the "
+            "present rate of acceptance, and without a profile as many as verify_tokens allows.",
+        ] = 0
+        max_bytes: Annotated[
+            int, Ge(1), "Bytes of host memory for history and its indexes; the oldest responses go first."
+        ] = 1 << 30
+        num_indexes: Annotated[
+            int,
+            Ge(0),
+            Cap(16384, "each has room for the longest history"),
+            "Prompts whose history is on the devices at once, per dp group; 0: one for each row.",
+        ] = 0
+
+        def problem(self, config: Any) -> str | None:
+            option, data, n = "rollout.speculation", config.data, config.rollout.n
+            for least, most in (("min_prefix", "max_prefix"), ("min_window", "max_window")):
+                if getattr(self, least) > getattr(self, most):
+                    return (
+                        f"{option}.{least} ({getattr(self, least)} tokens) must be at most {option}.{most} "
+                        f"({getattr(self, most)} tokens)"
+                    )
+            text = n * self.epochs * (data.max_response_length + self.max_prefix + 1)
+            prefixes = self.max_prefix - self.min_prefix + 1
+            if self.enable and text * prefixes > MAX_INT:
+                return (
+                    f"{option}: rollout.n ({n}) × {option}.epochs ({self.epochs}) responses of "
+                    f"data.max_response_length ({data.max_response_length} tokens) with {prefixes} lengths of "
+                    f"prefixes ({option}.min_prefix to {option}.max_prefix) must be at most {MAX_INT} entries of an "
+                    f"index, found {text * prefixes}"
+                )
+            return None
+
+    title = "history speculation"
+    option = "rollout.speculation.enable"
+
+    @classmethod
+    def reads_profile(cls, config: Config) -> bool:
+        """Whether plans verify by what `rollout.layout.profile` says."""
+        spec = config.rollout.speculation
+        return spec.enable and not spec.max_batch and bool(config.rollout.layout.profile)
+
+    @classmethod
+    def note(cls, config: Config) -> str | None:
+        """Says where plans verify without knowing whether that pays."""
+        spec = config.rollout.speculation
+        if spec.max_batch or config.rollout.layout.profile:
+            return None
+        return (
+            "rollout.speculation: plans verify drafts wherever a step has room for them, whether or not that is "
+            "faster; give rollout.layout.profile a file of `jaxrl profile`, or set rollout.speculation.max_batch"
+        )
+
+    @classmethod
+    def rollout_memory(
+        cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
+    ) -> RolloutMemory | None:
+        """Indexes, for which a dp group of `rollout.max_num_seqs` rows has room, and the tokens that a step checks."""
+        drafting, spec, name = proposer(config, platform), config.rollout.speculation, "draft indexes"
+        assert drafting is not None
+        return RolloutMemory(
+            name,
+            {name: drafting.num_bytes(config.rollout.max_num_seqs)},
+            "rollout.speculation.num_indexes",
+            f"rollout.speculation.num_indexes ({spec.num_indexes or config.rollout.max_num_seqs} per dp group) or "
+            f"rollout.speculation.epochs ({spec.epochs})",
+            positions=drafting.verify_tokens,
+        )
+
+    @classmethod
+    def page_part(cls) -> PagePart:
+        from jaxrl.report.curves import PagePart
+
+        return PagePart(_charts)
+
+    @classmethod
+    def build(cls, run: Run) -> Self | None:
+        options, builder = run.config.rollout.speculation, None
+        if not options.enable and not run.config.rollout.ranking_groups.enable:
+            return None
+        if options.enable:
+            run.executors.share(DraftIndex)
+            builder = run.machine.index_builder()
+        session = cls(history_store(options), builder)
+        run.machine.on_close(session.close)
+        run.history = session.store
+        return session
+
+
+def draft_config(config: Config, platform: str, costs: StepCosts | None = None) -> DraftConfig | None:
+    """When plans verify drafts, by `rollout.speculation`; None: never.
+
+    Args:
+      platform: of the rollout's devices (`cpu`, `gpu`, ...).
+      costs: what steps take; None: not known.
+    """
+    spec = config.rollout.speculation
+    if not spec.enable:
+        return None
+    window = Window(spec.min_window, spec.window_step, spec.max_window)
+    return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
+
+
+def proposer(config: Config, platform: str) -> Drafting | None:
+    """What an executor that verifies drafts is built for; None where `rollout.speculation` is off.
+
+    Args:
+      platform: of the rollout's devices.
+    """
+    from jaxrl.mechanisms.speculation.proposer import Drafting
+
+    drafts, spec = draft_config(config, platform), config.rollout.speculation
+    if drafts is None:
+        return None
+    num_responses = config.rollout.n * spec.epochs
+    return Drafting(
+        num_responses,
+        num_responses * config.data.max_response_length,
+        drafts.verify_tokens,
+        draft_lengths(spec),
+        drafts.window,
+        spec.num_indexes,
+    )
+
+
+def verify_rule(
+    config: Config,
+    executor: MeshExecutor | RemoteExecutor,
+    profile: Profile | None = None,
+    row_sizes: Mapping[int, Sequence[int]] | None = None,
+) -> Callable[[], DraftRule] | None:
+    """Makes what says which plans of an executor verify; None where `rollout.speculation` is off.
+
+    Args:
+      profile: checked; None: nothing reads it. row_sizes: as in `step_costs`, where there is a profile.
+
+    Raises ConfigError as `step_costs` does.
+    """
+    costs = None
+    if profile is not None and row_sizes is not None and Speculation.reads_profile(config):
+        costs = step_costs(config, profile, executor, row_sizes)
+    drafts = draft_config(config, executor.platform, costs)
+    return None if drafts is None else partial(DraftRule, drafts)
+
+
+def step_costs(
+    config: Config, profile: Profile, executor: MeshExecutor | RemoteExecutor, row_sizes: Mapping[int, Sequence[int]]
+) -> StepCosts:
+    """What the steps of an executor take, in the layout that it has when it is asked.
+
+    Args:
+      profile: checked; nothing that is measured in the run changes what it says, so plans do not depend on a clock.
+      row_sizes: row counts of its programs, by degree.
+
+    Raises:
+      ConfigError: the profile has no steps that verify drafts, or of other widths.
+    """
+    from jaxrl.config import ConfigError
+    from jaxrl.scheduling.layouts.latency import LatencyPredictor
+
+    for tp in row_sizes:
+        widths, measured = executor.verify_widths(tp), profile.verify_widths(tp)
+        if widths != measured:
+            raise ConfigError(
+                f"rollout.layout.profile: {config.rollout.layout.profile} has steps at tp {tp} that verify "
+                f"{measured or 'nothing'}, and rollout.speculation needs {widths} (drafted tokens of a row, by the "
+                "number of rows): run `jaxrl profile` with the same rollout.speculation options, or set "
+                "rollout.speculation.max_batch, which asks no profile"
+            )
+    predictor = LatencyPredictor(profile, config.rollout.layout, row_sizes)
+    return StepCosts(
+        lambda rows, context: predictor.decode_step_s(executor.tp, rows, context),
+        lambda rows, context: predictor.verify_step_s(executor.tp, rows, context),
+    )
+
+
+def _charts(run: RecordedRun) -> list[Chart]:
+    """What speculation brought, with the steps at which an epoch begins; none where it is off."""
+    from jaxrl.report.charts import Chart, Curve
+    from jaxrl.report.curves import with_epochs
+
+    if not run.series("rollout/spec/accept_rate"):
+        return []
+    shares = [
+        Curve("accepted, of those drafted", run.series("rollout/spec/accept_rate")),
+        Curve("of decoded tokens from drafts", run.series("rollout/spec/drafted_share"), "c2"),
+        Curve("of plans that verify", run.series("rollout/spec/plans_share"), "c4"),
+    ]
+    tokens = [Curve("tokens", run.series("rollout/spec/tokens_per_step"))]
+    charts = [
+        Chart("Drafts from history", "share", shares, "rollout/spec/accept_rate", top=1),
+        Chart("Tokens of a step that verifies", "per row", tokens, "rollout/spec/tokens_per_step"),
+    ]
+    return [with_epochs(run, chart) for chart in charts]

@@ -20,17 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths, num_buckets
-from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation import Speculation
 
 TRACK = "history"
 """Of the timeline."""
@@ -42,7 +44,7 @@ class Drawing(Protocol):
     def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
 
 
-def draft_lengths(options: SpeculationSection) -> DraftLengths:
+def draft_lengths(options: Speculation.Options) -> DraftLengths:
     """The contexts and drafts of `rollout.speculation`."""
     return DraftLengths(options.min_prefix, options.max_prefix, options.max_window)
 
@@ -53,7 +55,7 @@ def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> i
     return 4 * (lengths.text_size(num_responses, num_tokens) + places + num_buckets(places) + 1)
 
 
-def history_store(options: SpeculationSection) -> HistoryStore:
+def history_store(options: Speculation.Options) -> HistoryStore:
     """An empty store for `rollout.speculation`; where that is off, of lengths alone."""
     if not options.enable:
         return HistoryStore(0)
@@ -63,7 +65,7 @@ def history_store(options: SpeculationSection) -> HistoryStore:
     )
 
 
-def build_index(history: PromptHistory, options: SpeculationSection) -> DraftIndex:
+def build_index(history: PromptHistory, options: Speculation.Options) -> DraftIndex:
     """The index over a prompt's last responses, each with its reward for a weight."""
     responses = [response for rollout in history.rollouts for response in rollout.responses()]
     rewards = np.concatenate([rollout.rewards for rollout in history.rollouts])
@@ -108,7 +110,7 @@ class IndexBuilder:
 
     def __init__(
         self,
-        options: SpeculationSection,
+        options: Speculation.Options,
         drawing: Drawing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -181,7 +183,7 @@ class HistorySession(Mechanism):
         for index in [index for index, building in self._begun.items() if building.is_done]:
             self._begun.pop(index).take()
 
-    def request(self, request: Request, prompt: Prompt) -> Request:
+    def on_request(self, request: Request, prompt: Prompt) -> Request:
         index = self.index_of(prompt)
         return request if index is None else replace(request, history=index)
 
@@ -221,7 +223,7 @@ class HistorySession(Mechanism):
             "rollout/spec/build_wait_s": now[1] - before[1],
         }
 
-    def cancelled(self) -> None:
+    def round_cancelled(self) -> None:
         """The round is dropped."""
         self._is_training = False
 

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.simulated_parts import SimulatedParts
+from jaxrl.mechanisms.speculation import draft_config
 from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel
-from jaxrl.mechanisms.speculation.drafts import draft_config
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
-from jaxrl.mechanisms.speculation.session import Building, HistorySession, IndexBuilder, history_store
+from jaxrl.mechanisms.speculation.session import Building, IndexBuilder
 from jaxrl.scheduling.rounds.history import PromptHistory
 from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel
@@ -43,17 +42,6 @@ class BlankIndexes(IndexBuilder):
         done: Future[DraftIndex] = Future()
         done.set_result(_BLANK)
         return Building(done, lambda: _BLANK)
-
-
-def build(parts: SimulatedParts) -> HistorySession | None:
-    """What a simulated run keeps of its responses, empty; None where nothing has any use for it."""
-    config, clock, options = parts.config, parts.clock, parts.config.rollout.speculation
-    if not options.enable and not config.rollout.ranking_groups.enable:
-        return None
-    builder = BlankIndexes(options, clock=lambda: clock.now_s) if options.enable else None
-    session = HistorySession(history_store(options), builder)
-    parts.history = session.store
-    return session
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,14 +45,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jaxrl.mechanisms.stream_trainer.options import StreamSection
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.stream_trainer import StreamTrainer
 
 SCHEMA = 1
 MAX_POINTS = 128
@@ -236,7 +238,7 @@ class ScaleDown:
         rule.end()                      # or rule.cancel(), when the round is dropped
     """
 
-    def __init__(self, options: StreamSection, candidates: Sequence[Sequence[int]]) -> None:
+    def __init__(self, options: StreamTrainer.Options, candidates: Sequence[Sequence[int]]) -> None:
         self.options = options
         self.candidates = tuple(tuple(sorted(workers)) for workers in candidates)
         self._histories: dict[str, LengthHistory] = {}

@@ -1,6 +1,6 @@
 """The simulated stream trainer: gradients beside the rollout take time on the freed devices, and are made nowhere.
 
-Purpose: `SimulatedStream` is a `jaxrl.mechanisms.stream_trainer.session.GradientStream` on modelled devices;
+Purpose: `SimulatedStream` is a `jaxrl.mechanisms.stream_trainer.GradientStream` on modelled devices;
 `jaxrl.mechanisms.stream_trainer.gradients` is the real one. The freed devices have a time of their own, beside the
 clock's: what they are given begins when they are free, and the rollout does not wait for it. Another model on all
 devices takes its time from them as from the others (`occupy`).
@@ -18,22 +18,13 @@ is under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from jaxrl.mechanisms.simulated_parts import SimulatedParts
-from jaxrl.mechanisms.stream_trainer.scale_down import halves
-from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
-from jaxrl.mechanisms.stream_trainer.stream_pace import pace_of
-from jaxrl.scheduling.layouts.plan_cost import cheaper_move
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
-from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.trainer import blank_logprobs, load_of
-from jaxrl.train import batch_preparation
 from jaxrl.types import Group, TrainBatch
 
 Which = Literal["actor", "ref"]
@@ -43,7 +34,7 @@ Prepare = Callable[[Sequence[Group], int, Logprobs], TrainBatch]
 
 
 class SimulatedStream:
-    """Implements `jaxrl.mechanisms.stream_trainer.session.GradientStream`.
+    """Implements `jaxrl.mechanisms.stream_trainer.GradientStream`.
 
     Args:
       cost: of the devices. clock: of the rollout, which waits for the stream in `finish` and `close` alone.
@@ -121,30 +112,3 @@ class SimulatedStream:
     def _charge(self, seconds: float) -> None:
         assert self._free_ns is not None, "the stream is closed"
         self._free_ns += nanoseconds(seconds)
-
-
-def build(parts: SimulatedParts) -> StreamSession | None:
-    """The stream trainer on either half of the devices; None: it is off. It needs no journal, because a simulated clock
-    decides the same again."""
-    config, options = parts.config, parts.config.trainer.stream
-    if not options.enable:
-        return None
-    workers, clock, count = parts.workers, parts.clock, parts.num_devices
-    assert isinstance(workers, LocalWorkers), "gradients beside the rollout move requests between workers"
-
-    def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-        return batch_preparation.prepared(config, groups, step, logprobs)
-
-    def one(freed: tuple[int, ...]) -> GradientStream:
-        before = partial(parts.executors.free_ns, freed)
-        stream = SimulatedStream(parts.cost, clock, count, count // 2, prepare, before)
-        parts.executors.beside.append(stream.occupy)
-        return parts.feeding(stream)
-
-    streams = {freed: one(freed) for freed in halves(len(workers.engines))}
-    pace = pace_of(options.pace, PLATFORM)
-    by = partial(cheaper_move, parts.pace) if parts.pace is not None and parts.pace.profile.switches else "recompute"
-    release = parts.executors.release_some
-    return StreamSession(
-        options, workers, streams, release, pace, drawing=parts.phases, clock=lambda: clock.now_s, by=by
-    )

@@ -21,11 +21,6 @@ from collections.abc import Mapping
 from jaxrl.scheduling.rounds.round import PromptKey
 
 
-def pace_of(chosen: float, platform: str) -> float:
-    """`trainer.stream.pace`, with 0 resolved for a platform (`cpu`, `gpu`, `tpu`)."""
-    return chosen or (4.0 if platform == "cpu" else 16.0)
-
-
 class StreamPace:
     """The parts of one round.
 

@@ -18,14 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import Config
+from jaxrl.config import Config, ConfigError
 from jaxrl.config.functions import UserFile, read_user_file
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tool_calls import call_id
+from jaxrl.data.turns import Between
 from jaxrl.environments import worker
 from jaxrl.environments.env import Action, Schema, Trajectory, is_answer
 from jaxrl.environments.kinds import tool_message
+from jaxrl.mechanisms.turns import Turns
 from jaxrl.mechanisms.turns.agents import AgentPool
-from jaxrl.mechanisms.turns.options import EnvironmentSection
-from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Observed
+from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Conversation, Observed
 from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
 from jaxrl.rewards.pool import named_variables
 from jaxrl.rewards.scorers import Scored
@@ -63,6 +66,7 @@ class EnvironmentPool:
         options = config.environment
         assert options.kind != "none"
         self._kind, self._timeout_s, self._describes = options.kind, options.timeout_s, options.describe_tools
+        self._template_kwargs = config.data.apply_chat_template_kwargs
         self._is_program = options.kind in ("openai", "verifiers")
         args: dict[str, Any] = options.args
         if options.kind == "verifiers":
@@ -95,8 +99,29 @@ class EnvironmentPool:
         self._schemas: dict[str, Sequence[Schema]] = {}
         self._agents: AgentPool | None = None
 
-    def acting(self) -> Acting:
-        """What answers the turns of a run: this, or a server for programs that ask for them."""
+    def conversation(self, tokenizer: Tokenizer, notes: list[str] | None = None) -> Conversation:
+        """How the turns of a run are answered. `notes` gets what a start says of a chat template that does not only
+        append. Raises ConfigError where the model's chat template cannot write a second turn."""
+        between = Between(tokenizer, self._template_kwargs)
+        try:
+            role = "tool" if self._kind != "native" else "user"
+            between.answer([{"role": role, "content": "an answer", "tool_call_id": call_id(0)}])
+        except ValueError as error:
+            raise ConfigError(f"environment.kind: {error}") from None
+        if notes is not None and (rewritten := between.rewritten()):
+            notes.append(f"environment.kind: {rewritten}; here it stays in the conversation as it was drawn")
+        acting = self._acting()
+        return Conversation(
+            acting,
+            lambda prompt: has_turns(prompt.extra),
+            tokenizer.decode,
+            between.answer,
+            self.compared,
+            self.times,
+        )
+
+    def _acting(self) -> Acting:
+        """What answers turns: this, or a server for programs that ask for them."""
         if not self._is_program:
             return self
         self.schemas({}, _TIMEOUT)
@@ -275,7 +300,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= MAX_FLOAT
 
 
-def _file(options: EnvironmentSection) -> UserFile:
+def _file(options: Turns.Options) -> UserFile:
     """The file that `environment.path` names: one that comes with jaxrl, or the user's."""
     path = options.path
     shipped = VERIFIERS if options.kind == "verifiers" else SHIPPED / f"{path}.py"

@@ -5,15 +5,19 @@ Source: names of limits as in tinker-cookbook's rollouts.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxrl.config import Config
 from jaxrl.types import Episode, Prompt, Sample, SampleKey
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+    from jaxrl.environments.env import Trajectory
 
 STOPS = (
     "done",
@@ -149,6 +153,32 @@ class Acting(Protocol):
         ...
 
 
+Compared = Callable[[Sequence[tuple[Prompt, "Sequence[Trajectory]"]]], Sequence[list[float] | str]]
+"""Compares the trajectories of prompts: for each prompt what each trajectory is given, or why there is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """How the turns of a run are answered, and how answers become tokens.
+
+    Attributes:
+      acting: answers turns.
+      has_turns: whether a prompt has an environment.
+      text_of: makes text of a turn's tokens.
+      tokens_of: the tokens of an answer, given its messages and the tokens of the response; raises ValueError where the
+        chat template refuses it.
+      compared: compares the trajectories of prompts (`environment.group`).
+      times: time limits of calls, whose state is part of a checkpoint.
+    """
+
+    acting: Acting
+    has_turns: Callable[[Prompt], bool]
+    text_of: Callable[[Sequence[int]], str]
+    tokens_of: Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Sequence[int]]
+    compared: Compared = lambda asked: []
+    times: CallTimes | None = None
+
+
 def total(episode: Episode, name: str) -> float:
     """A metric, over the turns."""
     return sum(turn.metrics.get(name, 0.0) for turn in episode.turns)
@@ -175,3 +205,8 @@ def trajectory_metrics(samples: Iterable[Sample]) -> dict[str, float]:
         "environment/answer_tokens/mean": float(answered.mean()),
         **{f"environment/{name}": float(np.mean([total(each, name) for each in episodes])) for name in names},
     }
+
+
+def tokens_crc32(sample: Sample) -> int:
+    """What is in the journal about a sample is about these tokens."""
+    return zlib.crc32(np.ascontiguousarray(sample.token_ids, np.int32).tobytes())

@@ -1,7 +1,7 @@
 """Turns of a simulated run: where they end, how long tools take, and how long answers are.
 
 Purpose: `TurnModel` cuts a response of the workload into turns, and `SimulatedTools` answers them at their simulated
-time; what a run does with answers is the real mechanism (`jaxrl.mechanisms.turns.session`).
+time; what a run does with answers is the real mechanism (`jaxrl.mechanisms.turns`).
 
 Model: a response has 1 + Poisson turns, each of equally many of its tokens; an answer takes lognormal seconds and has
 always as many tokens. All are pure functions of (seed, identity).
@@ -23,9 +23,7 @@ import numpy as np
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.simulated_parts import SimulatedParts
-from jaxrl.mechanisms.turns.rule import Limits, Observed
-from jaxrl.mechanisms.turns.session import TurnSession
+from jaxrl.mechanisms.turns.rule import Conversation, Limits, Observed
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import FILE_NAME as SAMPLES
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
@@ -123,22 +121,21 @@ class SimulatedTools:
         return found
 
 
-def build(parts: SimulatedParts) -> TurnSession | None:
-    """The mechanism of a simulated run; None: responses have one turn."""
-    config = parts.config
-    if not config.environment.is_on:
-        return None
-    model = turn_model(config, parts.workload)
-    tools = SimulatedTools(model, config.environment.num_workers, parts.clock, parts.phases, parts.next_verdict_ns)
+def conversation(
+    model: TurnModel,
+    num_workers: int,
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    next_verdict_ns: Callable[[], int | None],
+) -> Conversation:
+    """Turns that a model answers; arguments as in `SimulatedTools`."""
+    tools = SimulatedTools(model, num_workers, clock, phases, next_verdict_ns)
     answer = (0,) * model.tool.answer_tokens
-
-    def text_of(ids: Sequence[int]) -> str:
-        return ""
 
     def tokens_of(messages: Sequence[Mapping[str, Any]], drawn: Sequence[int]) -> Sequence[int]:
         return answer
 
-    return TurnSession(tools, lambda prompt: True, Limits.configured(config), text_of, tokens_of, None, parts.phases)
+    return Conversation(tools, lambda prompt: True, lambda ids: "", tokens_of)
 
 
 def turn_model(config: Config, workload: Workload) -> TurnModel:

@@ -30,11 +30,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import (
     NEW_PROFILE,
     Measurement,
@@ -42,6 +41,9 @@ from jaxrl.scheduling.layouts.latency_profile import (
     SwitchCost,
     VerifyMeasurement,
 )
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 
 def rms_context(lengths: Sequence[int]) -> float:
@@ -119,13 +121,14 @@ class LatencyPredictor:
     def __init__(
         self,
         profile: Profile,
-        options: LayoutSection | None = None,
+        options: AdaptiveLayouts.Options | None = None,
         row_sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         if not profile.decode:
             raise ValueError(f"the latency profile has no decode points: {NEW_PROFILE}")
         self.profile = profile
-        self.options = LayoutSection() if options is None else options
+        weight, factor = (0.1, 2.0) if options is None else (options.correction_weight, options.correction_max_factor)
+        self._correction_weight, self._correction_limit = weight, math.log(factor)
         self._surfaces = {tp: _Surface([p for p in profile.decode if p.tp == tp]) for tp in profile.degrees}
         self._verify = {
             tp: _Surface(points)
@@ -217,10 +220,10 @@ class LatencyPredictor:
         if not 0 < step_s < math.inf:
             raise ValueError(f"observed step time ({step_s}) at tp {tp} must be > 0 and finite")
         predicted = float(self._profiled_s(tp, np.array([batch]), np.array([context]))[0])
-        limit = math.log(self.options.correction_max_factor)
+        limit = self._correction_limit
         seen = min(max(math.log(step_s / predicted), -limit), limit)
         before = self._log_ratio(tp)
-        self._log_ratios[tp] = before + self.options.correction_weight * (seen - before)
+        self._log_ratios[tp] = before + self._correction_weight * (seen - before)
         return self.ratio(tp)
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from jaxrl.config.rewards import ScoreWhen
 from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, RoundLedger
+from jaxrl.schema.limits import ScoreWhen
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 

@@ -25,9 +25,10 @@ Departures:
 - Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
   they are the first of the next round.
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
-- A function of the user's may order the buffer, hold groups back, and let them start again (`buffer_filter.py`, after
-  slime's). Groups that it holds back count as under way, so that the bounds above hold; the cap, `max_restarts` and the
-  flush come before what it asks for.
+- A function of the user's may order the buffer, hold groups back, and restart them (`BufferFilter`, after slime's
+  `--buffer-filter-path`). It decides and takes nothing out, so that no prompt is lost; it sees numbers, not samples;
+  and it must give the same answer to the same question, because a resumed run asks again. Groups that it holds back
+  count as under way, so that the bounds above hold; the cap, `max_restarts` and the flush come first.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
 came before the end of a round.
@@ -37,15 +38,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, get_args
 
 import numpy as np
+from annotated_types import Ge
 
-from jaxrl.mechanisms.partial_rollout.buffer_filter import BufferFilter, WaitingGroup, decide
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
+from jaxrl.scheduling.mechanism import UNFINISHED, Mechanism, Searched
 from jaxrl.scheduling.rounds.batches import (
     OpenRound,
     PromptStream,
@@ -64,9 +65,79 @@ from jaxrl.scheduling.rounds.batches import (
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round
+from jaxrl.schema.declared import Names
+from jaxrl.schema.limits import AtEnd, Factor
 from jaxrl.types import Sample
 
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+
 SCHEMA = 1
+
+
+Action = Literal["resume", "wait", "restart"]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGroup:
+    """A prompt that has begun and is not trained on. Tuples have one entry per sample.
+
+    Attributes:
+      key: (epoch, index) of the prompt.
+      steps_waited: training steps since its first launch.
+      lengths: tokens drawn so far.
+      finished: whether the response has ended.
+      oldest_versions: the version of the first token; None without tokens.
+      restarts: how often it has started again.
+    """
+
+    key: PromptKey
+    steps_waited: int
+    lengths: tuple[int, ...]
+    finished: tuple[bool, ...]
+    oldest_versions: tuple[int | None, ...]
+    restarts: tuple[int, ...]
+
+    def lag(self, policy_version: int) -> int:
+        """By how many versions its oldest token is behind the version that draws; 0 without tokens."""
+        return max((policy_version - version for version in self.oldest_versions if version is not None), default=0)
+
+
+class BufferFilter(Protocol):
+    """Example::
+
+    def buffer_filter(groups, policy_version):
+        # the longest first; what is two versions old starts anew
+        longest = sorted(groups, key=lambda group: -max(group.lengths))
+        return {g.key: "restart" if g.lag(policy_version) >= 2 else "resume" for g in longest}
+    """
+
+    def __call__(self, *, groups: Sequence[WaitingGroup], policy_version: int) -> Mapping[PromptKey, Action]:
+        """What becomes of buffered groups in the round that `policy_version` draws: those that go on do so in the order
+        of the answer. A group that is not named goes on after those that are."""
+        ...
+
+
+def decide(buffer_filter: BufferFilter, groups: Sequence[WaitingGroup], policy_version: int) -> dict[PromptKey, Action]:
+    """The function's answer for all groups, checked, in order. Raises ValueError for one that is none."""
+    place = "rollout.partial_rollout.buffer_filter_path: the function"
+    try:
+        answer = buffer_filter(groups=list(groups), policy_version=policy_version)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{place} failed with {type(error).__name__}: {error}") from error
+    if not isinstance(answer, Mapping):
+        raise ValueError(f"{place} must return a mapping from keys of groups to actions, found {answer!r:.200}")
+    decided: dict[PromptKey, Action] = {}
+    keys = [group.key for group in groups]
+    for key, action in answer.items():
+        if key not in keys:
+            raise ValueError(f"{place} returned {key!r:.200}, which is the key of none of its {len(keys)} groups")
+        if action not in get_args(Action):
+            raise ValueError(f"{place} must say one of {', '.join(get_args(Action))} for {key}, found {action!r:.200}")
+        decided[key] = action
+    for key in keys:
+        decided.setdefault(key, "resume")
+    return decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +160,7 @@ class BufferedGroup:
         return all(has_ended(sample) for sample in self.samples)
 
 
-class PartialRollout:
+class PartialRollout(Mechanism):
     """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`).
 
     Args:
@@ -103,9 +174,58 @@ class PartialRollout:
       num_spare: N' - N.
     """
 
-    def __init__(
-        self, batch: BatchSettings, options: PartialRolloutSection, buffer_filter: BufferFilter | None = None
-    ) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        """A round stops at enough complete prompts, and the next round goes on with the others."""
+
+        enable: Annotated[bool, "Switch active partial rollout on."] = False
+        over_provision: Annotated[Factor, "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
+        max_staleness: Annotated[
+            int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."
+        ] = -1
+        max_restarts: Annotated[
+            int, Ge(0), "The most times that a sample may lose its tokens and start again; rounds wait for it in time."
+        ] = 1
+        at_end: Annotated[
+            AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."
+        ] = "flush"
+        buffer_filter_path: Annotated[
+            str,
+            Names("file"),
+            "A Python file with a function that says what becomes of buffered prompts in a round; empty: none.",
+        ] = ""
+        buffer_filter_name: Annotated[
+            str, "The function in buffer_filter_path, called with groups and policy_version."
+        ] = "buffer_filter"
+
+    name = title = "partial rollout"
+    option = "rollout.partial_rollout"
+    decides = frozenset({UNFINISHED})
+    races = True
+    searched = Searched(("over_provision",), (1.5, 2.0, 2.5, 3.0), warm_up=8)
+
+    @classmethod
+    def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
+        if config.reward.score_when == "rollout":
+            return (
+                "partial rollout scores a prompt's samples when all of them have ended, whatever comes later: "
+                "reward.score_when must be 'sample' or 'group' (which mean the same there), found 'rollout'"
+            )
+        return None
+
+    @classmethod
+    def batch_rule(cls, config: Config, batch: BatchSettings) -> Self:
+        """A new rule, with an empty buffer. Raises ValueError for a file that cannot be used, too."""
+        from jaxrl.config.functions import read_user_file, user_function
+
+        options, buffer_filter = config.rollout.partial_rollout, None
+        if options.buffer_filter_path:
+            names = f"{cls.option}.buffer_filter_path", f"{cls.option}.buffer_filter_name"
+            file = read_user_file(names[0], options.buffer_filter_path)
+            buffer_filter = user_function(names, file, options.buffer_filter_name, ("groups", "policy_version"))
+        return cls(batch, options, buffer_filter)
+
+    def __init__(self, batch: BatchSettings, options: Options, buffer_filter: BufferFilter | None = None) -> None:
         self.batch, self.options = replace(batch, score_when="group"), options
         self.buffer_filter = buffer_filter
         under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_groups)
@@ -125,10 +245,6 @@ class PartialRollout:
         self._restarted = 0
         self._dropped_tokens = 0
         self._resumed_tokens = 0
-
-    @property
-    def name(self) -> str:
-        return "partial rollout"
 
     @property
     def num_carried(self) -> int:

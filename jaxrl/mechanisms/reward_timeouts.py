@@ -1,6 +1,6 @@
 """Time limits of test cases that follow from how long correct responses took: T = min(max(T_min, f T_anchor), T_max).
 
-Purpose: `AdaptiveTimeouts` keeps, for every test case of every prompt, the longest time that a correct response has
+Purpose: the mechanism keeps, for every test case of every prompt, the longest time that a correct response has
 taken (T_anchor), and gives the limits of the next response to it. A program that never ends then costs 2 s, where a
 fixed limit lets it have 30. The anchors are part of a checkpoint.
 
@@ -30,14 +30,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from jaxrl.config.domains import domains
-from jaxrl.config.options import Config
-from jaxrl.config.rewards import CodeSection
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+    from jaxrl.config.rewards import CodeSection
+    from jaxrl.runtime.run import Run
 
 SCHEMA = 1
 MAX_ANCHORS = 1 << 20
@@ -69,8 +73,8 @@ class TimeoutRule:
         return self.max_s if anchor_s is None else min(max(self.min_s, self.factor * anchor_s), self.max_s)
 
 
-class AdaptiveTimeouts:
-    """The anchors of a run.
+class AdaptiveTimeouts(Mechanism):
+    """Limits the test cases of training prompts (`jaxrl.scheduling.mechanism.ScoreLimits`).
 
     Args:
       rule: makes limits of them.
@@ -79,6 +83,10 @@ class AdaptiveTimeouts:
       max_anchors: test cases whose anchors are kept.
       reference_time_key: what of a prompt's `extra` is the first anchor of its test cases, in seconds; empty: nothing.
     """
+
+    name = "timeouts"
+    title = "adaptive time limits"
+    option = "reward.code.adaptive"
 
     def __init__(
         self,
@@ -93,10 +101,22 @@ class AdaptiveTimeouts:
         self._anchors: dict[int, tuple[float, ...]] = {}  # those whose last correct response is longest ago first
         self._num_anchors = 0
         self._cut_off, self._saved_s = 0, 0.0  # since `take_metrics` was last called
+        self._is_training = False
+        self.score_limits = self
 
     @classmethod
-    def configured(cls, config: Config) -> AdaptiveTimeouts | None:
+    def is_on(cls, config: Config) -> bool:
+        return cls.configured(config) is not None
+
+    @classmethod
+    def build(cls, run: Run) -> Self | None:
+        return cls.configured(run.config)
+
+    @classmethod
+    def configured(cls, config: Config) -> Self | None:
         """Those of `reward.code`, without anchors; None where no prompt has test cases."""
+        from jaxrl.config.domains import domains
+
         is_code = {source: domain.kind == "code" for source, domain in domains(config.reward).items()}
         if not any(is_code.values()):
             return None
@@ -138,10 +158,19 @@ class AdaptiveTimeouts:
             seconds = tuple(map(max, earlier, seconds))
         self._keep(place, seconds)
 
-    def is_close(self, prompt: Prompt, info: Mapping[str, Any]) -> bool:
-        """Whether another limit might have changed what the scorer said: see the module's docstring."""
+    def is_close(self, prompt: Prompt, verdict: Verdict) -> bool:
+        """Whether another limit might have changed a verdict: see the module's docstring."""
         least_s = min(self.rule.min_s, self.rule.max_s)
-        return self.has_tests(prompt.source) and max(case_seconds(info), default=0.0) > least_s / 2
+        return self.has_tests(prompt.source) and max(case_seconds(verdict.info), default=0.0) > least_s / 2
+
+    def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
+        self.learn(prompt, limits_s, verdict.info)
+
+    def round_begins(self, info: RoundInfo) -> None:
+        self._is_training = info.is_training
+
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
+        return self.take_metrics() if self._is_training else {}
 
     def _count(self, seconds: Sequence[float], limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
         cut_off = info.get("cut_off")

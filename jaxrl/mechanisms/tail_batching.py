@@ -34,11 +34,15 @@ A relaunched prompt draws new responses: their `attempt` is one higher (docs/arc
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
+from annotated_types import Ge
+
+from jaxrl.scheduling.mechanism import PROMPTS_OF_ROUNDS, UNFINISHED, Mechanism, Searched
 from jaxrl.scheduling.rounds.batches import (
     OpenRound,
     PromptStream,
@@ -53,18 +57,31 @@ from jaxrl.scheduling.rounds.batches import (
     open_round,
     pack_learnt,
     pack_waiting,
+    provisioned,
     queue_metrics,
     room_until_end,
     unpack_waiting,
 )
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind
+from jaxrl.schema.limits import AtEnd, Factor
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+    from jaxrl.report.charts import Chart, Curve, Point
+    from jaxrl.report.curves import PagePart
+    from jaxrl.report.runs import Run as RecordedRun
 
 SCHEMA = 2
-_SECTION = "rollout.tail_batching"
 
 
-class TailBatching:
+def _period(prompt_factor: float, num_prompts: int) -> int:
+    """Steps until a long round has come."""
+    spare = provisioned("rollout.tail_batching.prompt_factor", prompt_factor, num_prompts) - num_prompts
+    return math.ceil(num_prompts / spare) + 1 if spare else 1
+
+
+class TailBatching(Mechanism):
     """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`).
 
     Args:
@@ -78,9 +95,44 @@ class TailBatching:
       num_responses: responses per prompt in a short round.
     """
 
-    def __init__(self, batch: BatchSettings, options: TailBatchingSection) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        """Short rounds with speculation, and long rounds of the prompts that came last in them."""
+
+        enable: Annotated[bool, "Switch tail batching on."] = False
+        prompt_factor: Annotated[Factor, "Prompts of a short round, as a multiple of data.train_batch_size."] = 1.25
+        response_factor: Annotated[Factor, "Samples per prompt of a short round, as a multiple of rollout.n."] = 1.25
+        max_age_steps: Annotated[
+            int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."
+        ] = 0
+        at_end: Annotated[
+            AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
+        ] = "flush"
+
+    name = title = "tail batching"
+    option = "rollout.tail_batching"
+    decides = frozenset({UNFINISHED})
+    changes = frozenset({PROMPTS_OF_ROUNDS})
+    races = True
+    searched = Searched(("prompt_factor", "response_factor"), (1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4), period=_period)
+
+    @classmethod
+    def drops_slowest(cls, config: Config) -> bool:
+        return config.rollout.tail_batching.response_factor > 1
+
+    @classmethod
+    def page_part(cls) -> PagePart:
+        from jaxrl.report.curves import PagePart
+
+        return PagePart(_charts)
+
+    @classmethod
+    def batch_rule(cls, config: Config, batch: BatchSettings) -> Self:
+        return cls(batch, config.rollout.tail_batching)
+
+    def __init__(self, batch: BatchSettings, options: Options) -> None:
         self.batch, self.options = batch, options
-        num_prompts, self.num_responses = launched(_SECTION, options.prompt_factor, options.response_factor, batch)
+        num_prompts, self.num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
         self.num_spare = num_prompts - batch.num_groups
         self._limits("short", self.num_spare)
         if options.max_age_steps and options.max_age_steps < self.least_age_bound:
@@ -93,10 +145,6 @@ class TailBatching:
         self.num_rounds = 0
         self.filter = batch.group_filter
         self._open: OpenRound | None = None
-
-    @property
-    def name(self) -> str:
-        return "tail batching"
 
     @property
     def num_carried(self) -> int:
@@ -208,3 +256,29 @@ class TailBatching:
         self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
         self.filter = self.filter and self.filter.of_state(state["filtered_share"])
+
+
+def _charts(run: RecordedRun) -> list[Chart]:
+    """Charts of rollout time and longest response by kind of round, and of the queue; none without long rounds."""
+    from jaxrl.record.metrics import ROUND_PHASES, seconds_of
+    from jaxrl.report.charts import Chart, Curve
+
+    is_long = dict(run.series("rollout/long_round"))
+    if not any(is_long.values()):
+        return []
+
+    def dots(series: list[Point]) -> list[Curve]:
+        kinds = ((0.0, "short", "c1"), (1.0, "long", "c2"))
+        points = {kind: [(step, y) for step, y in series if is_long.get(step) == kind] for kind, *_ in kinds}
+        return [Curve(label, points[kind], colour, dots=True, line=False) for kind, label, colour in kinds]
+
+    rollout_s = [(row["step"], seconds_of(ROUND_PHASES, row)) for row in run.metrics if "timing_s/gen" in row]
+    queue = [
+        Curve("prompts that wait", run.series("rollout/queue_length")),
+        Curve("longest wait, steps", run.series("rollout/queue_age_steps/max"), "c2"),
+    ]
+    return [
+        Chart("Rollout time by round", "seconds", dots(rollout_s), "timing_s/gen"),
+        Chart("Longest response by round", "tokens", dots(run.series("response_length/max")), "response_length/max"),
+        Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length"),
+    ]

@@ -12,41 +12,36 @@ Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`. Departure: no
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl.environments.env import Trajectory
-from jaxrl.mechanisms.turns.session import tokens_crc32
+from jaxrl.mechanisms.turns.rule import Compared, tokens_crc32
 from jaxrl.record.journal import Journal
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.types import Group, Prompt, Sample
 
 _log = logging.getLogger(__name__)
 _KIND = "group"  # of entries in the journal
-Compared = Callable[[Sequence[tuple[Prompt, Sequence[Trajectory]]]], Sequence[list[float] | str]]
 
 
-class GroupSession(Mechanism):
-    """The mechanism.
+class GroupRewards:
+    """Compares the trajectories of each group of a finished round (`jaxrl.scheduling.mechanism.GroupRewards`).
 
     Args:
-      compared: as `jaxrl.mechanisms.turns.pool.EnvironmentPool.compared`.
-      journal: where rewards go; None: nowhere.
+      compared: as in `Conversation`.
+      journal: of rewards.
     """
-
-    compares = True
 
     def __init__(self, compared: Compared, journal: Journal | None = None) -> None:
         self._compared, self._journal = compared, journal
         self._info = RoundInfo(-1)
 
-    def round_begins(self, info: RoundInfo) -> None:
+    def __call__(self, groups: Sequence[Group], info: RoundInfo) -> Mapping[str, float]:
         self._info = info
-
-    def compare(self, groups: Sequence[Group]) -> Mapping[str, float]:
         there = [(group, samples) for group in groups if (samples := _with_turns(group))]
         if not there:
             return {}

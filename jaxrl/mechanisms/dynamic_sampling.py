@@ -1,0 +1,310 @@
+"""Dynamic sampling: prompts that teach nothing are left out and replaced by others.
+
+A race asks the mechanism which groups count, and how many prompts to launch ahead of that. Which groups count: those in
+which a metric differs, or those that a function of the user's keeps.
+
+**Launching ahead.** Replacements that start when a verdict has come in start late: with most groups left out, a round
+becomes a chain of generations. So a round launches ahead of verdicts: if a share s of the groups is filtered, `missing`
+groups that count need missing / (1 - s) under way, and some more for chance. The estimate of s changes with verdicts in
+the order in which a round receives them, which is logical time, and is part of a checkpoint.
+
+Source: DAPO (Yu et al. 2025, §3.2: prompts with all rewards equal are left out and replaced; it over-samples by a fixed
+factor, `gen_batch_size` in verl's recipe); RollPacker §7; verl's `algorithm.filter_groups.metric`; slime's
+`dynamic_sampling_filter_path`.
+
+Departures: the factor follows what a run sees. verl's `seq_final_reward` (the reward after a KL term) is refused: it is
+not known in the rollout. By default generation waits for verdicts when half as many complete groups lack them as
+still decode: many verdicts may be late while a wait would idle a full engine, and few when a late replacement would
+prolong the round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from annotated_types import Ge
+
+from jaxrl.scheduling.mechanism import Mechanism
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.schema.declared import Checked, Names
+from jaxrl.types import Group
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+
+KeepsGroup = Callable[[Group, Sequence[Verdict]], bool]
+"""Whether a group may be trained on: asked with its scored samples and their verdicts, both sorted by key."""
+
+THE_REWARD = ("reward", "score", "seq_reward")
+"""Names of the reward itself: `score` and `seq_reward` are verl's."""
+
+FILTER_ARGUMENTS = ("data_source", "rewards", "infos", "responses", "extra_info")
+"""What a function of the user's is called with, by these names."""
+
+
+def differs_in(metric: str) -> KeepsGroup:
+    """Keeps the groups whose samples do not all have the same value of `metric`: the reward, or a value of that name in
+    what the scorer returned with it. A scoring that failed has the value 0, as its reward is."""
+
+    def keeps(group: Group, verdicts: Sequence[Verdict]) -> bool:
+        values = [value_of(metric, verdict) for verdict in verdicts]
+        return any(value != values[0] for value in values)
+
+    return keeps
+
+
+def value_of(metric: str, verdict: Verdict) -> Any:
+    """A sample's value of a metric, which every sample has that was scored (`jaxrl.rewards.reward_metrics`)."""
+    if metric in THE_REWARD:
+        return verdict.reward
+    return verdict.info[metric] if verdict.status == "ok" else 0.0
+
+
+def user_filter(function: Callable[..., Any], what: str) -> KeepsGroup:
+    """Keeps the groups that a function of the user's says to keep. It must be deterministic: a resumed run asks again.
+
+    Args:
+      function: takes `FILTER_ARGUMENTS`, and returns whether to keep the group.
+      what: its file and name, for messages.
+    """
+
+    def keeps(group: Group, verdicts: Sequence[Verdict]) -> bool:
+        prompt = group.prompt
+        extra: Mapping[str, Any] = {
+            "prompt": prompt.text,
+            "answer": prompt.answer,
+            "epoch": prompt.epoch,
+            "index": prompt.index,
+            **prompt.extra,
+        }
+        values = (
+            prompt.source,
+            [verdict.reward for verdict in verdicts],
+            [dict(sample.reward_info) for sample in group.samples],
+            [sample.text for sample in group.samples],
+            extra,
+        )
+        try:
+            answer = function(**dict(zip(FILTER_ARGUMENTS, values, strict=True)))
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{what} failed on prompt {prompt.key} with {type(error).__name__}: {error}") from error
+        if hasattr(answer, "item"):  # a scalar of numpy
+            answer = answer.item()
+        if not isinstance(answer, bool):
+            raise ValueError(f"{what} must return True or False, found {answer!r:.200} for prompt {prompt.key}")
+        return answer
+
+    return keeps
+
+
+PRIOR_GROUPS = 4
+"""Groups that count as kept before the first verdict, so that few verdicts say little."""
+
+MEMORY_BATCHES = 8
+"""Batches' worth of groups after which a verdict counts 1/e of a new one."""
+
+MARGIN = 0.5
+"""Standard deviations of the number that count, by which more is launched than is needed on average."""
+
+MOST_PER_MISSING = 4
+"""The most groups under way for each that is missing, whatever the share."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredShare:
+    """The estimate: groups judged and groups filtered, the older ones discounted."""
+
+    judged: float = 0.0
+    filtered: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The share of groups that are expected to be filtered, below 1."""
+        return self.filtered / (self.judged + PRIOR_GROUPS)
+
+    def after(self, filtered: bool, batch_groups: int) -> FilteredShare:
+        """The estimate after one more verdict, in a run with batches of `batch_groups`."""
+        keep = 1 - 1 / (MEMORY_BATCHES * batch_groups)
+        return FilteredShare(self.judged * keep + 1, self.filtered * keep + filtered)
+
+    def under_way(self, missing: int) -> int:
+        """How many groups to have under way so that `missing` of them may be expected to count."""
+        counting = 1 - self.share
+        # n counting >= missing + MARGIN sqrt(n counting share), solved for sqrt(n)
+        margin = MARGIN * math.sqrt(counting * self.share)
+        root = (margin + math.sqrt(margin * margin + 4 * counting * missing)) / (2 * counting)
+        return min(math.ceil(root * root - 1e-9), MOST_PER_MISSING * missing)
+
+    def state(self) -> list[float]:
+        """Part of a checkpoint, as JSON values."""
+        return [self.judged, self.filtered]
+
+    @classmethod
+    def of_state(cls, state: Sequence[float]) -> FilteredShare:
+        """The reverse of `state`."""
+        return cls(*map(float, state))
+
+
+class DynamicSampling(Mechanism):
+    """The filter of groups (`jaxrl.scheduling.rounds.race.GroupFilter`). It is immutable: `after` returns a new one.
+
+    Args:
+      options: `algorithm.filter_groups`.
+      gen_batch_size: prompts launched at a time (`data.gen_batch_size`); 0: one by one.
+      user_filter: which groups are kept; by default those in which `options.metric` differs.
+      learnt: from the groups so far.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Checked):
+        """DAPO's dynamic sampling: prompts that teach nothing (all rewards equal) are replaced by others."""
+
+        enable: Annotated[bool, "Switch dynamic sampling on."] = False
+        metric: Annotated[
+            str,
+            "What is compared within a prompt; reward: the reward itself, as are score and seq_reward; any other "
+            "name: the value of that name in what the scorer returned, such as acc.",
+        ] = "reward"
+        path: Annotated[
+            str, Names("file"), "The Python file of a filter of your own, instead of metric; empty: none."
+        ] = ""
+        name: Annotated[
+            str,
+            "The function in algorithm.filter_groups.path, called with data_source, rewards, infos, responses and "
+            "extra_info of a prompt; it returns whether to keep the prompt, and must be deterministic.",
+        ] = "keep_group"
+        max_num_gen_batches: Annotated[
+            int,
+            Ge(1),
+            "A round gives up with an error once it has launched this many times the prompts it started with, or "
+            "this many times data.gen_batch_size where that is set.",
+        ] = 10
+        max_unscored_groups: Annotated[
+            int,
+            Ge(-1),
+            "Complete prompts that may lack rewards before generation waits; -1: half as many as still decode, and "
+            "at most data.train_batch_size.",
+        ] = -1
+
+        def problem(self, config: Any) -> str | None:
+            data, option = config.data, "algorithm.filter_groups"
+            if data.gen_batch_size and not self.enable:
+                return (
+                    f"data.gen_batch_size ({data.gen_batch_size} prompts) needs {option}.enable: without dynamic "
+                    "sampling a step launches what its rollout rule says"
+                )
+            if 0 < data.gen_batch_size * self.max_num_gen_batches < data.train_batch_size:
+                return (
+                    f"data.gen_batch_size ({data.gen_batch_size} prompts) × {option}.max_num_gen_batches "
+                    f"({self.max_num_gen_batches}) must be >= data.train_batch_size ({data.train_batch_size} prompts): "
+                    "else a round gives up before it has launched a batch"
+                )
+            if self.path and self.metric != "reward":
+                return (
+                    f"{option}.path and {option}.metric ({self.metric}) exclude each other: the function decides alone "
+                    "which prompts are kept"
+                )
+            if self.enable and not self.metric:
+                return f"{option}.metric is empty: name reward, or a value that the scorer returns"
+            if self.enable and not self.path and config.greedy_option:
+                return (
+                    f"{config.greedy_option} makes all samples of a prompt equal, and {option}.enable leaves such "
+                    "prompts out: no prompt would be left"
+                )
+            return None
+
+    title = "dynamic sampling"
+    option = "algorithm.filter_groups.enable"
+    orders = True
+
+    def __init__(
+        self,
+        options: Options,
+        gen_batch_size: int = 0,
+        user_filter: KeepsGroup | None = None,
+        learnt: FilteredShare | None = None,
+    ) -> None:
+        self.options, self.gen_batch_size, self.user_filter = options, gen_batch_size, user_filter
+        self.learnt = learnt or FilteredShare()
+
+    @classmethod
+    def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
+        options = config.algorithm.filter_groups
+        if options.metric == "seq_final_reward":
+            return (
+                "algorithm.filter_groups.metric must not be seq_final_reward: the KL in it is not known when groups "
+                "are filtered; use reward, or a name in what the scorer returns"
+            )
+        if config.rollout.n < 2 and not options.path:
+            return (
+                f"dynamic sampling needs rollout.n >= 2, found {config.rollout.n}: the rewards of a group of one are "
+                "all equal, so every prompt would be left out"
+            )
+        if racing and config.reward.score_when == "rollout":
+            return (
+                f"dynamic sampling with {racing[0]} needs rewards during the rollout, which say when it ends: "
+                "reward.score_when must be 'sample' or 'group', found 'rollout'"
+            )
+        return None
+
+    @classmethod
+    def of_config(cls, config: Config) -> Self | None:
+        """The filter, with nothing learnt; None where it is off. Raises ValueError for a file that cannot be used."""
+        from jaxrl.config.functions import read_user_file, user_function
+
+        options = config.algorithm.filter_groups
+        if not options.enable:
+            return None
+        if not options.path:
+            return cls(options, config.data.gen_batch_size)
+        names = "algorithm.filter_groups.path", "algorithm.filter_groups.name"
+        file = read_user_file(names[0], options.path)
+        function = user_function(names, file, options.name, FILTER_ARGUMENTS)
+        what = f"{names[0]}: {file.path}: {options.name}"
+        return cls(options, config.data.gen_batch_size, user_filter(function, what))
+
+    def _learning(self, learnt: FilteredShare) -> Self:
+        return type(self)(self.options, self.gen_batch_size, self.user_filter, learnt)
+
+    def keeps(self, group: Group, verdicts: Sequence[Verdict]) -> bool:
+        return (self.user_filter or differs_in(self.options.metric))(group, verdicts)
+
+    def after(self, *, kept: bool, num_groups: int) -> Self:
+        return self._learning(self.learnt.after(not kept, num_groups))
+
+    @property
+    def share(self) -> float:
+        return self.learnt.share
+
+    def under_way(self, missing: int) -> int:
+        return self.learnt.under_way(missing)
+
+    @property
+    def launched_at_once(self) -> int:
+        return max(self.gen_batch_size, 1)
+
+    def most_under_way(self, num_groups: int) -> int:
+        return MOST_PER_MISSING * num_groups + self.launched_at_once - 1
+
+    def most_launched(self, num_started: int) -> int:
+        return self.options.max_num_gen_batches * (self.gen_batch_size or num_started)
+
+    @property
+    def advice(self) -> str:
+        return (
+            "the problems are too easy or too hard for the model; algorithm.filter_groups.max_num_gen_batches "
+            f"({self.options.max_num_gen_batches}) is the limit"
+        )
+
+    def max_unscored(self, num_running: int, num_groups: int) -> int:
+        allowed = self.options.max_unscored_groups
+        return allowed if allowed >= 0 else min(num_groups, num_running // 2)
+
+    def state(self) -> list[float]:
+        return self.learnt.state()
+
+    def of_state(self, state: Sequence[float]) -> Self:
+        return self._learning(FilteredShare.of_state(state))

@@ -1,1 +1,0 @@
-"""The next step's rollout beside or before an update (RollPacker §6.7)."""
