@@ -38,7 +38,7 @@ from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult, RoundTime
+from jaxrl.scheduling.rounds.batches import BatchRule, PromptStream, RoundResult, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Launch, RoundStarted, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
@@ -46,7 +46,7 @@ from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.train.learning import Models, learn
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
-STATE_SCHEMA = 4
+STATE_SCHEMA = 5
 _OWN_STATE = ("schema", "step", "seed", "data", "departures", "rule", "ahead")  # names in a checkpoint
 
 
@@ -74,12 +74,8 @@ class Backend(Protocol):
     def end(self, result: RoundResult | None = None, /) -> dict[str, float]: ...
 
 
-class Prompts(Protocol):
+class Prompts(PromptStream, Protocol):
     """`jaxrl.data.prompts.PromptSource`."""
-
-    def next(self, num_prompts: int, /) -> list[Prompt]: ...
-
-    def get(self, epoch: int, index: int, /) -> Prompt: ...
 
     def state(self) -> dict[str, Any]: ...
 
@@ -226,7 +222,7 @@ class Loop:
             each.load_state_dict(state.get(each.name, {}))
         saved, ahead = state["rule"], state["ahead"]
         if saved["name"] == self.rule.name:
-            self.rule.load_state_dict(saved["state"])
+            self.rule.load_state_dict(saved["state"], self._prompts)
         elif saved["num_carried"]:
             raise ValueError(
                 f"checkpoint: {saved['num_carried']} prompts wait in the state of {saved['name']}, and this run uses "
@@ -234,7 +230,7 @@ class Loop:
                 "parameters alone (trainer.init_from)"
             )
         if ahead is not None:
-            groups = unpack_groups(ahead, self._prompts)
+            groups = unpack_groups(ahead, self._prompts.get)
             samples = [sample for group in groups for sample in group.samples]
             check_lengths("in the batch that waits", samples, self.config.data.max_response_length)
             self._waiting = Collected(groups, dict(ahead["metrics"]))
@@ -370,7 +366,7 @@ class Loop:
         if not any(each.update_has_ended for each in self._mechanisms):
             return None
         time = RoundTime(step, step - 2, self.total_steps - step + 1)
-        return [Launch(each.prompt, each.keys) for each in self.rule.ahead(self._prompts, time)]
+        return [each.launch() for each in self.rule.ahead(self._prompts, time)]
 
     def _handle(self, current: Round, training_step: int | None = None) -> None:
         """Hands the next event to a round, and carries out what it answers. `training_step`: None for an evaluation,

@@ -242,6 +242,11 @@ class Sample:
         return len(self.token_ids)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish_reason in ("stop", "length")
+
+    @property
     def drawn(self) -> np.ndarray:
         """bool [T]: the model's tokens; the others are an environment's."""
         return self.versions != ENVIRONMENT

@@ -12,25 +12,15 @@ from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.scheduling.rounds.batches import FreshBatches, launched
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 
-_SECTION = "rollout.over_provisioning"
-
 
 class OverProvisioning(FreshBatches):
-    """New prompts every round, more than a batch needs.
+    """New prompts every round, more than a batch needs. Raises ValueError for impossible limits."""
 
-    Args:
-      batch: P0, R0, and what else rules share.
-      options: `rollout.over_provisioning`.
-
-    Raises ValueError for impossible limits.
-    """
-
+    name = "over-provisioning"
     begins_ahead = False  # its batch depends on which responses end first
 
     def __init__(self, batch: BatchSettings, options: OverProvisioningSection) -> None:
-        num_prompts, num_responses = launched(_SECTION, options.prompt_factor, options.response_factor, batch)
+        num_prompts, num_responses = launched(
+            "rollout.over_provisioning", options.prompt_factor, options.response_factor, batch
+        )
         super().__init__(batch, RaceLimits(batch, num_responses, num_prompts - batch.num_groups))
-
-    @property
-    def name(self) -> str:
-        return "over-provisioning"
