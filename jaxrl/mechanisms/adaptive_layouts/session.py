@@ -1,12 +1,11 @@
-"""The hooks that a backend, real or simulated, calls around its rounds and plans if layouts adapt.
+"""Layouts that adapt: the mechanism over the workers of a backend, real or simulated.
 
-Purpose: `LayoutSession` connects one worker's `LayoutControl` with the clock, the journal, the timeline and the run's
-log. `LayoutSessions` holds those of all workers, and is the mechanism that the backend calls. Each worker switches by
-itself, by its own rows, step times and preemptions; all learn from every response that ends. Never imports jax.
+`LayoutSessions` connects each worker's `LayoutControl` with the clock, the journal, the timeline and the run's log. A
+worker switches by its own rows, step times and preemptions; all learn from every response that ends. Never imports jax.
 
-Decisions in the journal are those of workers that share the requests in one way. A run that goes on with another number
-of workers has other rows at the same places, so nothing of theirs is repeated: the step that was cut off decides anew.
-No token depends on it.
+The journal names a worker, and of how many, where there are several. A run that resumes with another number of workers
+has other rows at the same places, so it repeats none of their decisions: the interrupted step decides anew. No token
+depends on it.
 
 Source: PAT §4 switches the layout of each node by itself: a worker per node, with `rollout.layout.switch`.
 """
@@ -35,184 +34,132 @@ KIND = "layout"
 SUMMED = frozenset(
     f"rollout/layout/{name}" for name in ("switches", "failed_switches", "moved_tokens", "cost_s", "predicted_cost_s")
 )
-"""Metrics that add up over workers."""
+"""Metrics that add up over workers; of the others there are means."""
 
 
-class LayoutSession:
-    """The layout of one worker.
+class LayoutSessions(Mechanism):
+    """The layouts of all workers.
 
     Args:
-      control: the rules over its engine.
+      controls: by worker.
       clock: seconds from any origin, the same as `drawing` has.
-      drawing, log: where switches are shown; None: nowhere.
+      log: None: none is written.
       journal: where decisions go; None for a simulated clock, which decides the same again.
-      worker: its number, and of how many; named in journal, log and timeline, where there are several. The only one
-        writes what was written before there were several.
     """
+
+    name = "layouts"
 
     def __init__(
         self,
-        control: LayoutControl,
+        controls: Sequence[LayoutControl],
         clock: Callable[[], float],
         drawing: Drawing,
         log: LayoutLog | None,
         journal: Journal | None,
-        worker: tuple[int, int] = (0, 1),
     ) -> None:
-        self.control = control
-        self._worker, self._num_workers = worker
-        self._place = worker if self._num_workers > 1 else ()  # of a key in the journal, behind round and dispatch
-        self._of_worker = f" {self._worker}" if self._place else ""  # behind the names of tracks
+        self.controls = tuple(controls)
         self._clock, self._drawing, self._log, self._journal = clock, drawing, log, journal
-        self._at = (0, 0, "")  # step, round, kind
-        self._spans: list[tuple[float, float]] = []  # start times of the round's switches, in the timeline's clock
-
-    def enter(self) -> None:
-        """A rollout phase begins, with neither weights nor pool: takes the layout of the next round at no cost."""
-        self.control.enter()
-
-    def begin(self, step: int, round_index: int, kind: str) -> None:
-        """A round begins, with an idle engine."""
-        self._at, self._spans = (step, round_index, kind), []
-        journal = self._journal
-        if journal is None:
-            self.control.begin(kind)
-            return
-        entries = [entry for entry in journal.entries(step, KIND) if entry["key"][0] == round_index]
-        self._say_others(step, {_num_workers(entry) for entry in entries} - {self._num_workers})
-        entries = [entry for entry in entries if tuple(entry["key"][2:]) == self._place]
-
-        def write(decision: Decision) -> None:
-            journal.append(step, KIND, (round_index, decision.dispatch, *self._place), decision.to_json())
-
-        self.control.begin(kind, [Decision.from_json(entry) for entry in entries], write)
-
-    def _say_others(self, step: int, others: set[int]) -> None:
-        """The journal has decisions of so many workers: the first worker says it for all."""
-        if others and self._worker == 0:
-            counts = " and ".join(map(str, sorted(others)))
-            _log.warning(
-                "step %d: the journal has layout decisions of a run with %s worker(s), and this one has %d "
-                "(rollout.num_workers): they are not repeated, and the step decides anew",
-                step,
-                counts,
-                self._num_workers,
-            )
-
-    def before_plan(self, decides: bool) -> None:
-        """Switches if it pays (`LayoutControl.before_plan`). Raises SwitchFailed where nothing can go on."""
-        began = self._clock()
-        if self.control.before_plan(decides) is not None:
-            self._spans.append((began, self._clock()))
-
-    def after_plan(self) -> None:
-        self.control.after_plan(self._clock())
-        self._drawing.counter(f"tp{self._of_worker}", tp=self.control.tp)
-
-    def finished(self, length: int) -> None:
-        """A response ended by itself."""
-        self.control.finished(length)
-
-    def end(self, preemptions: int) -> dict[str, float]:
-        """The round is over; its metrics. Draws and logs its switches."""
-        metrics = self.control.end(preemptions)
-        for (began, ended), episode in zip(self._spans, self.control.episodes, strict=True):
-            told = episode.to_json()
-            name = f"tp {told['from_tp']} to {told['to_tp']} ({told['how']})"
-            self._drawing.complete(f"layout{self._of_worker}", name, began, ended, **told)
-        if self._log is not None:
-            predictor = self.control.predictor
-            source = "none" if predictor is None else predictor.profile.source
-            named = {"worker": self._worker} if self._place else {}
-            self._log.write(*self._at, source, named | self.control.picture())
-        return metrics
-
-    def cancel(self) -> None:
-        """The round is dropped."""
-        self.control.cancel()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint."""
-        return self.control.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run was; without a state, where it starts."""
-        self.control.load_state_dict(state)
-
-
-class LayoutSessions(Mechanism):
-    """Layouts that adapt: the sessions of the workers, by their numbers."""
-
-    name = "layouts"
-
-    def __init__(self, sessions: Sequence[LayoutSession]) -> None:
-        self.sessions = tuple(sessions)
+        self._round = (0, 0, "")  # step, index, kind
+        self._spans: list[list[tuple[float, float]]] = [[] for _ in controls]  # of the round's switches, by worker
 
     def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
         """Where there are neither weights nor pools, takes the layouts of the next round at no cost."""
         if was_released:
-            for session in self.sessions:
-                session.enter()
+            for control in self.controls:
+                control.enter()
         return False
 
     def round_begins(self, info: RoundInfo) -> None:
-        """A round begins, with idle engines."""
-        for session in self.sessions:
-            session.begin(info.step, info.index, info.kind)
+        self._round = (info.step, info.index, info.kind)
+        self._spans = [[] for _ in self.controls]
+        journal, num_workers = self._journal, len(self.controls)
+        entries = [] if journal is None else [e for e in journal.entries(info.step, KIND) if e["key"][0] == info.index]
+        others = {_num_workers(entry) for entry in entries} - {num_workers}
+        if others:
+            _log.warning(
+                "step %d: the journal has layout decisions of a run with %s worker(s), and this one has %d "
+                "(rollout.num_workers): they are not repeated, and the step decides anew",
+                info.step,
+                " and ".join(map(str, sorted(others))),
+                num_workers,
+            )
+        for worker, control in enumerate(self.controls):
+            place = self._place(worker)
+            recorded = [Decision.from_json(entry) for entry in entries if tuple(entry["key"][2:]) == place]
+
+            def write(decision: Decision, place: tuple[int, ...] = place) -> None:
+                if journal is not None:
+                    journal.append(info.step, KIND, (info.index, decision.dispatch, *place), decision.to_json())
+
+            control.begin(info.kind, recorded, write)
+
+    def _place(self, worker: int) -> tuple[int, ...]:
+        """The end of a worker's keys in the journal, behind round and dispatch; empty for the only one."""
+        return (worker, len(self.controls)) if len(self.controls) > 1 else ()
 
     def before_plan(self, worker: int) -> None:
-        """Lets the layout of one worker change, before a plan of it. Raises Interrupted where nothing can go on.
+        """Lets the layout of one worker change, before a plan of it. Raises Interrupted where nothing can run any more.
 
         A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
         until then it is the same round.
         """
-        follows = any(session.control.follows for session in self.sessions)
+        follows = any(control.follows for control in self.controls)
+        began = self._clock()
         try:
-            self.sessions[worker].before_plan(decides=not follows)
+            switched = self.controls[worker].before_plan(decides=not follows)
         except SwitchFailed as failure:
             _log.error("the run stops: %s", failure)
             raise Interrupted(str(failure)) from failure
+        if switched is not None:
+            self._spans[worker].append((began, self._clock()))
 
     def after_plan(self, worker: int | None) -> None:
         if worker is not None:
-            self.sessions[worker].after_plan()
+            self.controls[worker].after_plan(self._clock())
+            self._drawing.counter(self._track("tp", worker), tp=self.controls[worker].tp)
 
     def finished(self, samples: Sequence[Sample], *, is_stopping: bool = False) -> None:
-        """Responses ended by themselves, in any worker."""
         for sample in samples:
-            for session in self.sessions:
-                session.finished(len(sample))
+            for control in self.controls:
+                control.finished(len(sample))
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        """The round's metrics: sums over the workers of what is counted and of seconds spent, means of the others."""
-        return together([own.end(each.preemptions) for own, each in zip(self.sessions, end.workers, strict=True)])
+        """The round's metrics over all workers. Draws and logs its switches."""
+        found: list[dict[str, float]] = []
+        for worker, (control, counted) in enumerate(zip(self.controls, end.workers, strict=True)):
+            found.append(control.end(counted.preemptions))
+            for (began, ended), switch in zip(self._spans[worker], control.switches, strict=True):
+                shown = switch.to_json()
+                name = f"tp {shown['from_tp']} to {shown['to_tp']} ({shown['how']})"
+                self._drawing.complete(self._track("layout", worker), name, began, ended, **shown)
+            if self._log is not None:
+                source = "none" if control.predictor is None else control.predictor.profile.source
+                named = {"worker": worker} if len(self.controls) > 1 else {}
+                self._log.write(*self._round, source, named | control.picture())
+        if len(found) == 1:
+            return found[0]
+        return {
+            name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
+            for name in dict.fromkeys(chain(*found))
+        }
+
+    def _track(self, name: str, worker: int) -> str:
+        return f"{name} {worker}" if len(self.controls) > 1 else name
 
     def cancelled(self) -> None:
-        """The round is dropped."""
-        for session in self.sessions:
-            session.cancel()
+        for control in self.controls:
+            control.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint. One worker's is its session's."""
-        states = [session.state_dict() for session in self.sessions]
+        """Part of a checkpoint. One worker's is its control's."""
+        states = [control.state_dict() for control in self.controls]
         return states[0] if len(states) == 1 else {"workers": {str(i): state for i, state in enumerate(states)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run was; without a state, where it starts. If that run had fewer workers, the states of
-        those are dealt out in turn."""
+        """Resumes from another run's state. If that run had fewer workers, their states are dealt out in turn."""
         saved = state.get("workers", {"0": state})
-        for worker, session in enumerate(self.sessions):
-            session.load_state_dict(saved[str(worker % len(saved))])
-
-
-def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several workers as those of all."""
-    if len(found) == 1:
-        return found[0]
-    return {
-        name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
-        for name in dict.fromkeys(chain(*found))
-    }
+        for worker, control in enumerate(self.controls):
+            control.load_state_dict(saved[str(worker % len(saved))])
 
 
 def layout_sessions(
@@ -226,23 +173,11 @@ def layout_sessions(
     log: LayoutLog | None,
     journal: Journal | None,
 ) -> LayoutSessions:
-    """A session for each engine, whose executors can change their layouts.
-
-    Args:
-      options, degrees, initial: see `LayoutControl`, of every worker.
-      predictors: one for each engine, corrected by that engine's step times.
-      clock, drawing, log, journal: see `LayoutSession`.
-    """
-    controls = [
-        LayoutControl(engine, options, degrees, initial, predictor)
-        for engine, predictor in zip(engines, predictors, strict=True)
-    ]
-    return LayoutSessions(
-        [
-            LayoutSession(control, clock, drawing, log, journal, (worker, len(controls)))
-            for worker, control in enumerate(controls)
-        ]
-    )
+    """The layouts of engines whose executors can change them: arguments as in `LayoutControl` and `LayoutSessions`, and
+    one predictor for each engine, corrected by that engine's step times."""
+    pairs = zip(engines, predictors, strict=True)
+    controls = [LayoutControl(engine, options, degrees, initial, predictor) for engine, predictor in pairs]
+    return LayoutSessions(controls, clock, drawing, log, journal)
 
 
 def _num_workers(entry: Mapping[str, Any]) -> int:
