@@ -1,7 +1,7 @@
-"""Decides when a draining batch should go on in another layout, and how its KV gets there.
+"""Decides when a draining batch switches to another layout, and how its KV gets there.
 
-Purpose: between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each tensor-parallel
-degree, the cost of the switch included, and names the degree to go to, or none.
+Between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each tensor-parallel degree,
+the cost of the switch included.
 
 Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are found in: 4 and 8 `remaining_s`
 (`jaxrl.scheduling.layouts.batch_state`); 7 `regroup`; 6-14 with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the
@@ -21,10 +21,7 @@ Departures:
 - While requests wait for a row, the batch is not draining and the rule does not switch.
 
 Going back when a generation has ended costs nothing: no KV is left, and the next weights come from training anyway.
-
-Decisions rest on measured times, so each goes to the journal (`Switch.to_json`) before it takes effect, and a
-generation that runs again takes them from there. Their logical time is the dispatch number, counted from the start of
-the generation, by which the second run finds what the first one wrote.
+Decisions rest on measured times, so each goes to the journal (`Switch.to_json`) before it takes effect.
 """
 
 from __future__ import annotations
@@ -62,7 +59,6 @@ class Candidate:
     Attributes:
       remaining_s: decoding, after the switch.
       weights_s, state_s, fixed_s: parts of the switch; 0 for the degree in use.
-      how: whether KV is moved or recomputed. refused: why the degree is not possible, or None.
     """
 
     tp: int
@@ -126,7 +122,7 @@ class Switch:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Switch:
-        """Reads what `to_json` wrote; keys that the journal adds are ignored. Raises ValueError for another schema."""
+        """The reverse of `to_json`, without keys that the journal adds. Raises ValueError for another schema."""
         names = [each.name for each in fields(cls)]
         if entry.get("schema") != SCHEMA or not set(names) <= set(entry):
             raise ValueError(
@@ -208,29 +204,25 @@ class LayoutSwitchRule:
         return any(self._refuse_direction(tp, other, num_live) is None for other in self.degrees if other != tp)
 
     def _find(self, now: BatchState) -> tuple[Candidate, Candidate] | None:
-        """(the degree in use, the best other one) if a switch to the other is due, else None."""
+        """(the degree in use, the best other one) if a switch to the other pays, else None."""
         self._check(now)
         if not self.considers(now.dispatch, now.tp, now.num_live, now.num_waiting):
             return None
-        possible = [candidate for candidate in self._others(now) if candidate.refused is None]
+        stay, *others = self.evaluate(now)
+        possible = [candidate for candidate in others if candidate.refused is None]
         if not possible:
             return None
-        stay, best = self._stay(now), min(possible, key=lambda candidate: candidate.total_s)
+        best = min(possible, key=lambda candidate: candidate.total_s)
         return (stay, best) if stay.total_s - best.total_s > self.options.min_gain * stay.total_s else None
 
     def record(self, switch: Switch) -> None:
-        """Takes note of a switch that was decided elsewhere (replayed)."""
+        """Takes note of a switch that the journal decided."""
         self._last = switch
 
     def evaluate(self, now: BatchState) -> tuple[Candidate, ...]:
         """The degree in use, then the others in ascending order, each with its times or the reason against it."""
-        return (self._stay(now), *self._others(now))
-
-    def _stay(self, now: BatchState) -> Candidate:
-        return Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
-
-    def _others(self, now: BatchState) -> list[Candidate]:
-        return [self._candidate(now, tp) for tp in self.degrees if tp != now.tp]
+        stay = Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
+        return (stay, *(self._candidate(now, tp) for tp in self.degrees if tp != now.tp))
 
     def _candidate(self, now: BatchState, tp: int) -> Candidate:
         refused = self._refuse_direction(now.tp, tp, now.num_live)

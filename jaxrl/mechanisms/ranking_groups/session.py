@@ -1,13 +1,7 @@
-"""Ranking groups on the workers of a backend: outliers move, and what the round was like is measured.
+"""Ranking groups on the workers of a backend: the mechanism ranks rounds, prefetches the next one, and moves outliers.
 
-Purpose: `RankingSession` is the mechanism. It has rounds ranked (`jaxrl.mechanisms.ranking_groups.rule`) and the next
-one begun ahead (`jaxrl.mechanisms.ranking_groups.next_round_prefetch`), tells the books of a ranked round
-(`jaxrl.mechanisms.ranking_groups.outliers`) what has ended, and moves the outliers that they name to a worker that runs
-for longer.
-
-Source: RhymeRL §6.3. Departures: an outlier goes to the worker with the longest ranking group that still draws in this
-round (of several the one with the fewest responses), so that it prolongs no round. Outliers of the longest group stay
-where they are; see `jaxrl.mechanisms.ranking_groups.outliers` about the next step. Each response moves once at the
+Source: RhymeRL §6.3. Departures: an outlier goes to the worker with the longest ranking group that still decodes in
+this round (of several the one with the fewest responses), so that it prolongs no round. Each response moves once at the
 most.
 """
 
@@ -29,15 +23,11 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 
 class RankingSession(Mechanism):
-    """Looks after the ranked rounds of a backend.
+    """Moves outliers between workers, and measures ranked rounds.
 
     Args:
-      ranking: ranks the rounds.
       buffer: the executors, which may have the next weights beside those in use.
       by: how outliers move.
-
-    Attributes:
-      ahead: what there is of the next round.
     """
 
     name = "ranking"
@@ -47,7 +37,7 @@ class RankingSession(Mechanism):
         self._ranking, self._buffer = ranking, buffer
         self._by: By = by
         self._round: RankedRound | None = None
-        self._books: Outliers | None = None
+        self._outliers: Outliers | None = None
         self._is_training = False  # the round under way is one of training
         self._num_launched = self._num_carried = self._num_moved = 0
         self._began_s = self._looked_s = self._idle_s = 0.0
@@ -58,8 +48,7 @@ class RankingSession(Mechanism):
         def start(prompt: Prompt, key: SampleKey, worker: int) -> int:
             return under_way.start(prompt, key, worker, None)
 
-        parts = self._engines, self._buffer, under_way.weights, start, under_way.clock
-        self.ahead = NextRoundPrefetches(*parts)
+        self.ahead = NextRoundPrefetches(self._engines, self._buffer, under_way.weights, start, under_way.clock)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -76,8 +65,7 @@ class RankingSession(Mechanism):
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def round_begins(self, info: RoundInfo) -> None:
-        """A round begins; no worker has anything of it but what was begun ahead."""
-        self._round = self._books = None
+        self._round = self._outliers = None
         self._num_launched = self._num_carried = self._num_moved = 0
         self._began_s = self._looked_s = self._clock()
         self._idle_s = 0.0
@@ -107,7 +95,7 @@ class RankingSession(Mechanism):
         self._num_launched += len(launch.keys)
         self._num_carried += len(launch.resumed)
         if self._ranking.now is not self._round:
-            self._round, self._books = self._ranking.now, self._ranking.outliers()
+            self._round, self._outliers = self._ranking.now, self._ranking.outliers()
 
     def keeps(self, finished: Finished) -> bool:
         return self.ahead.took(finished)
@@ -117,24 +105,23 @@ class RankingSession(Mechanism):
             self.aborted(sample.key)
 
     def aborted(self, key: SampleKey) -> None:
-        """A response of the round is gone."""
-        if self._books is not None:
-            self._books.ended(key)
+        if self._outliers is not None:
+            self._outliers.ended(key)
 
     def after_plan(self, worker: int | None) -> None:
-        """Moves outliers, and then looks. Outliers move in logical time alone: where a batch depends on which responses
-        end first, a verdict that comes late changes nothing of it."""
+        """Outliers move in logical time alone: where a batch depends on which responses end first, a verdict that comes
+        late changes nothing of it."""
         requests = self._requests
-        if self._books is not None and self._round is not None:
-            for key in self._books.take(lambda key: self._num_tokens(requests.get(key))):
-                self._move(requests[key], self._books.rank(key), self._round.ranks)
+        if self._outliers is not None and self._round is not None:
+            for key in self._outliers.take(lambda key: self._num_tokens(requests.get(key))):
+                self._move(requests[key], self._outliers.rank(key), self._round.ranks)
         self.look()
 
     def while_waiting(self) -> None:
         self.look()
 
     def look(self) -> None:
-        """Lets workers that are done go on with the next round."""
+        """Lets idle workers begin with the next round."""
         now_s = self._clock()
         idle = sum(engine.is_idle for engine in self._engines.engines)
         self._idle_s += idle * (now_s - self._looked_s)
@@ -145,12 +132,19 @@ class RankingSession(Mechanism):
         self.ahead.cancel()
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        """The round is over; its metrics."""
         if not self._is_training:
             return {}
-        measured = self._measured()
         self._ranking.end()
-        return measured
+        workers_s = (self._clock() - self._began_s) * len(self._engines.engines)
+        launched = max(self._num_launched, 1)
+        ranked = {"rollout/ranking/groups": 0.0} if self._round is None else self._round.metrics()
+        return {
+            **ranked,
+            "rollout/ranking/moved_share": self._num_moved / launched,
+            "rollout/ranking/carried_share": self._num_carried / launched,
+            "rollout/ranking/idle_share": self._idle_s / workers_s if workers_s > 0 else 0.0,
+            "rollout/ranking/head_start_s": self.ahead.end(),
+        }
 
     def step_ends(self, measured: Mapping[str, float]) -> None:
         update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)
@@ -164,29 +158,17 @@ class RankingSession(Mechanism):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _measured(self) -> dict[str, float]:
-        workers_s = (self._clock() - self._began_s) * len(self._engines.engines)
-        launched = max(self._num_launched, 1)
-        ranked = {"rollout/ranking/groups": 0.0} if self._round is None else self._round.metrics()
-        return {
-            **ranked,
-            "rollout/ranking/moved_share": self._num_moved / launched,
-            "rollout/ranking/carried_share": self._num_carried / launched,
-            "rollout/ranking/idle_share": self._idle_s / workers_s if workers_s > 0 else 0.0,
-            "rollout/ranking/head_start_s": self.ahead.end(),
-        }
-
     def _num_tokens(self, request_id: int | None) -> int:
-        """Of a response so far; 0 where it has ended, and the round has not been told."""
+        """Of a response so far; 0 where it has ended, and its event has not reached the round."""
         worker = None if request_id is None else self._engines.worker_of(request_id)
         if request_id is None or worker is None:
             return 0
         return self._engines.engines[worker].batcher.progress(request_id).num_tokens
 
     def _move(self, request_id: int, rank: int, ranks: Mapping[int, int]) -> None:
-        """Takes an outlier to a worker with a longer group, if one still draws."""
+        """Moves an outlier to a worker with a longer group, if one still decodes."""
         source = self._engines.worker_of(request_id)
-        if source is None:  # it has ended in a plan that was collected to move another
+        if source is None:  # it has ended in a plan that was collected in order to move another
             return
         longer = [
             worker

@@ -1,6 +1,6 @@
 """How many workers each ranking group gets, so that the groups' times lie on a line.
 
-Purpose: `allot` maps ranking groups, which stand in the order of their historical lengths, to whole workers.
+Purpose: `allocate` maps ranking groups, which stand in the order of their historical lengths, to whole workers.
 
 Source: RhymeRL §6.4, Fig. 12. With l the mean historical length of a group and tau(l, k) the time of a group on k
 workers, group i has the target t0 + i·d, where t0 = max(tau(l0, MAX), t_train). d is bisected in
@@ -70,7 +70,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Allotment:
+class WorkerAllocation:
     """Which workers serve which ranking groups.
 
     Attributes:
@@ -109,7 +109,7 @@ def equal_shares(num_groups: int, num_workers: int) -> tuple[Part, ...]:
     return tuple(Part(sum(sizes[:j]), sum(sizes[: j + 1]) - 1, 1) for j in range(num_workers))
 
 
-def allot(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: float = 0.0) -> Allotment:
+def allocate(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: float = 0.0) -> WorkerAllocation:
     """Maps ranking groups to workers.
 
     Args:
@@ -121,11 +121,11 @@ def allot(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: f
     assert groups, "no ranking groups"
     assert num_workers >= 1, "no workers"
     if tau is None:
-        return Allotment(equal_shares(len(groups), num_workers), False)
+        return WorkerAllocation(equal_shares(len(groups), num_workers), False)
     split = _Spread(groups, num_workers, tau) if num_workers >= len(groups) else _Runs(groups, num_workers, tau)
     found = [parts for start_s in sorted(set(split.starts())) for parts in _lines(split, max(start_s, train_s))]
     best = min([equal_shares(len(groups), num_workers), *found], key=lambda parts: pair_s(split.times(parts), train_s))
-    return Allotment(_climbed(split, best, train_s), bool(found))
+    return WorkerAllocation(_climbed(split, best, train_s), bool(found))
 
 
 def pair_s(times: Sequence[float], train_s: float) -> float:
