@@ -47,6 +47,7 @@ class TailBatching(BatchRule):
 
     Attributes:
       num_spare: prompts of a full short round beyond P0.
+      least_age_bound: steps until all prompts that one short round defers have run, if only long rounds follow.
     """
 
     name = "tail batching"
@@ -58,13 +59,12 @@ class TailBatching(BatchRule):
         self.options, self.at_end = options, options.at_end
         self.num_spare = num_prompts - batch.num_groups
         super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare), batch.group_size)
-        # until all prompts that one short round deferred have run, if only long rounds follow
-        least_age = -(-self.num_spare // batch.num_groups)
-        if options.max_age_steps and options.max_age_steps < least_age:
+        self.least_age_bound = -(-self.num_spare // batch.num_groups)
+        if options.max_age_steps and options.max_age_steps < self.least_age_bound:
             raise ValueError(
-                f"rollout.tail_batching.max_age_steps ({options.max_age_steps} steps) must be >= {least_age}, or 0 for "
-                f"no bound: a short round defers up to {self.num_spare} prompts (prompt_factor "
-                f"{options.prompt_factor}), and long rounds take {batch.num_groups} each"
+                f"rollout.tail_batching.max_age_steps ({options.max_age_steps} steps) must be >= "
+                f"{self.least_age_bound}, or 0 for no bound: a short round defers up to {self.num_spare} prompts "
+                f"(prompt_factor {options.prompt_factor}), and long rounds take {batch.num_groups} each"
             )
 
     def _plan(self, time: RoundTime) -> RoundPlan:

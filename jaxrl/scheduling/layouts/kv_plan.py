@@ -1,16 +1,14 @@
 """Which KV blocks move where when requests change their dp groups: the bookkeeping half of a change of layout.
 
-Purpose: `plan_migration` is given which requests are live, what each holds, and which of them share a dp group
-afterwards (`regroup`); it fills the block pools of the new layout and lists the copies.
-`jaxrl.sharding.kv_migration` moves the bytes; it takes `KvPlan.lanes`.
+`plan_migration` fills the block pools of the new layout and lists the copies; `jaxrl.sharding.kv_migration` moves the
+bytes, by `KvPlan.lanes`.
 
 Source: docs/architecture.md (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per
 group when groups split, and joined again when they merge); PAT §4.3 for migrating at all.
 
-The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher simply goes on with
-that manager. Requests of one `share` find the prompt blocks of the first of them, which is the one that has written
-most of the prompt. So a request with an incomplete prefill may end up with more of its prompt than it had:
-`Placement.num_written` says how much.
+The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher continues with that
+manager. Requests of one `share` find the prompt blocks of the first of them, the one that has written most of the
+prompt. So a request with an incomplete prefill may have more of its prompt afterwards (`Placement.num_written`).
 
 A *lane* is one dp group of the layout that has more of them: blocks move along it between a group before and a group
 after. Neighbouring groups merge and split (docs/architecture.md), so a lane's two groups follow from its number. A
@@ -37,12 +35,11 @@ class LiveBlocks:
     """What a live request holds.
 
     Attributes:
-      request_id: its id.
       group: its dp group.
       table: its blocks there, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).
       num_written: how many of its leading positions have their KV in the pool.
-      num_tokens: positions that its new table must cover: those written, the whole of a prefill under way (where no
-        layer has a window), and what the caller wants in reserve.
+      num_tokens: positions that its new table must cover: those written, all of a prefill under way (where no layer has
+        a window), and a reserve.
       share, prompt_len: as in `BlockManager.allocate`.
     """
 
@@ -104,7 +101,7 @@ class KvPlan:
     """A migration.
 
     Attributes:
-      blocks: the pools of the new layout, filled: what the batcher goes on with.
+      blocks: the pools of the new layout, filled.
       placements: by request id.
       copies: every block that is to be copied, each target once.
       num_groups_before, num_groups: dp groups of the two layouts.
@@ -166,11 +163,10 @@ def plan_migration(
     """Places every request in its new group.
 
     Args:
-      requests: all live requests; their plans have been collected.
-      num_groups_before: dp groups of the layout that the requests are in.
+      requests: all live requests, with no plan in flight.
       groups: request ids of each dp group of the new layout, as `regroup` deals them.
       num_blocks: blocks of a new pool, the reserved one included.
-      block_size: positions per block, the same before and after; stacks: the layers', which are too.
+      block_size, stacks: the same before and after.
       into: the pools of another worker that takes these requests in beside its own (their ids must differ); a
         ValueError leaves the pools as they were. Default: fresh pools.
 
@@ -262,7 +258,7 @@ def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]],
 
 
 def blocks_needed(requests: Sequence[LiveBlocks], block_size: int, stacks: KvStacks = WHOLE) -> int:
-    """Blocks that these requests take together in one empty pool; tells how many to preempt before a pool shrinks."""
+    """Blocks that these requests take together in one empty pool."""
     alone = sum(-(-request.num_tokens // block_size) for request in requests) * len(stacks)
     pool = BlockManager(1, alone + 2, block_size, stacks)
     for request in sorted(requests, key=_publishers_first(stacks)):
