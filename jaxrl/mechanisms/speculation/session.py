@@ -1,16 +1,15 @@
-"""A run's history behind its backend: what a round adds to it, and the indexes that requests draft from.
+"""A run's history: a round's groups enter the store, and requests draft from indexes over it.
 
-Purpose: `HistorySession` feeds the store (`jaxrl.scheduling.rounds.history`) with the groups of each round, has a
-prompt's index built in a thread beside the update once its rollout is over, and gives it to the prompt's next requests.
-It is part of a checkpoint: a resumed run builds the indexes again from the responses.
+A thread builds a prompt's index beside the update once its rollout has ended. Only the responses are part of a
+checkpoint: a resumed run builds the indexes again.
 
 Source: RhymeRL §5.3: history workers build indexes asynchronously, because a prompt comes again only an epoch later.
 
 Departure: one thread rather than processes. numpy sorts without the interpreter's lock, and an index need not be sent
 anywhere; docs/performance.md has both measured.
 
-Logical time. A request's index holds the groups of all rounds before its own, and of no other: a request that comes
-before its index is ready waits, and `rollout/spec/build_wait_s` says for how long. A build that fails ends the run.
+Logical time: a request's index holds the groups of all rounds before its own, and of no other. A request that comes
+before its index is ready waits (`rollout/spec/build_wait_s`). A build that fails ends the run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Drawing(Protocol):
 
 
 def draft_lengths(options: SpeculationSection) -> DraftLengths:
-    """The contexts and drafts of `rollout.speculation`."""
     return DraftLengths(options.min_prefix, options.max_prefix, options.max_window)
 
 
@@ -64,14 +62,14 @@ def history_store(options: SpeculationSection) -> HistoryStore:
 
 
 def build_index(history: PromptHistory, options: SpeculationSection) -> DraftIndex:
-    """The index over a prompt's last responses, each with its reward for a weight."""
+    """The index over a prompt's last responses, weighted by their rewards."""
     responses = [response for rollout in history.rollouts for response in rollout.responses()]
     rewards = np.concatenate([rollout.rewards for rollout in history.rollouts])
     return DraftIndex.build(responses, rewards.tolist(), draft_lengths(options))
 
 
 class Building:
-    """An index that was begun (`IndexBuilder.begin`)."""
+    """An index that is being built (`IndexBuilder.begin`)."""
 
     __slots__ = ("_at_once", "_future", "_index")
 
@@ -84,26 +82,21 @@ class Building:
         return self._index is not None or self._future.done()
 
     def take(self) -> DraftIndex:
-        """The index; waits for it, or builds it here where its turn has not come. Raises what its build has raised."""
+        """The index; waits for it, or builds it here if the thread has not begun. Raises what its build has raised."""
         if self._index is None:
             self._index = self._at_once() if self._future.cancel() else self._future.result()
         return self._index
 
     def drop(self) -> None:
-        """It is not wanted any more."""
         self._future.cancel()
 
 
 class IndexBuilder:
-    """Builds indexes in a thread, in the order in which they were asked for.
-
-    Args:
-      options: `rollout.speculation`.
-      drawing: where builds are drawn; None: nowhere.
-      clock: seconds from any origin.
+    """Builds indexes in a thread, first come, first served.
 
     Attributes:
-      build_s: seconds that builds have taken in the thread. wait_s: seconds in which `take` has held the caller up.
+      build_s: seconds of builds in the thread.
+      wait_s: seconds in which `take` has blocked.
     """
 
     def __init__(
@@ -117,7 +110,6 @@ class IndexBuilder:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=TRACK)
 
     def begin(self, index: int, history: PromptHistory) -> Building:
-        """Has an index built for prompt `index`."""
 
         def beside() -> DraftIndex:
             began = self._clock()
@@ -129,7 +121,7 @@ class IndexBuilder:
         return Building(self._threads.submit(beside), lambda: self._built(f"{TRACK} at once", index, history))
 
     def take(self, building: Building) -> DraftIndex:
-        """An index that was begun; waits for it. Raises what its build has raised."""
+        """As `Building.take`."""
         if building.is_done:
             return building.take()
         began = self._clock()
@@ -153,11 +145,11 @@ class IndexBuilder:
 
 
 class HistorySession(Mechanism):
-    """What responses of earlier rounds are kept for.
+    """The mechanism: history of earlier rounds, and drafts from it.
 
     Args:
-      store: what is kept of earlier rounds; rules may read it.
-      builder: makes indexes of it; None: its lengths alone are wanted.
+      store: other mechanisms may read it.
+      builder: None: only lengths are kept.
     """
 
     name = "history"
@@ -167,16 +159,14 @@ class HistorySession(Mechanism):
         self._builder = builder
         self._indexes: dict[int, Building] = {}  # of the prompts that the store keeps
         self._begun: dict[int, Building] = {}  # of those, the ones that may still fail
-        self._is_training = False  # a round of training is under way
+        self._is_training = False  # the round under way is one of training
         self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
 
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
     def round_begins(self, info: RoundInfo) -> None:
-        """A round begins. Evaluations neither draft nor are remembered.
-
-        Raises what a build has raised that ended in the meantime, also where no request would ask for its index.
-        """
+        """Evaluations neither draft nor are remembered. Raises what a build has raised that ended in the meantime, also
+        where no request would need its index."""
         self._is_training = info.is_training
         for index in [index for index, building in self._begun.items() if building.is_done]:
             self._begun.pop(index).take()
@@ -186,7 +176,7 @@ class HistorySession(Mechanism):
         return request if index is None else replace(request, history=index)
 
     def index_of(self, prompt: Prompt) -> DraftIndex | None:
-        """What a new request of a prompt drafts from; None: nothing."""
+        """The index that a new request of a prompt drafts from, if any."""
         if self._builder is None or not self._is_training:
             return None
         building = self._indexes.get(prompt.index)
@@ -196,12 +186,8 @@ class HistorySession(Mechanism):
         return self.end(end.scored, end.done)
 
     def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:
-        """The round is over: takes in the groups that have left it, and begins with their indexes. Returns its metrics.
-
-        Args:
-          groups: scored: what is trained on, and what dynamic sampling has left out.
-          counts: what the round's requests have done.
-        """
+        """Takes in the scored groups of a round (trained on, or filtered), and begins their indexes. Returns its
+        metrics."""
         if not self._is_training:
             return {}
         self._is_training = False
@@ -222,7 +208,6 @@ class HistorySession(Mechanism):
         }
 
     def cancelled(self) -> None:
-        """The round is dropped."""
         self._is_training = False
 
     def close(self) -> None:
@@ -232,18 +217,17 @@ class HistorySession(Mechanism):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint."""
         return self.store.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run was, and begins with the indexes. Raises ValueError for a damaged state."""
+        """Raises ValueError for a damaged state."""
         self.store.load_state_dict(state)
         self._begin(self.store.prompts())
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _begin(self, changed: Sequence[int]) -> None:
-        """Has the indexes of these prompts built, and drops those of prompts that are not kept any more."""
+        """Begins the indexes of these prompts, and drops those of prompts that the store no longer keeps."""
         if self._builder is None:
             return
         kept = {*self.store.prompts()}.difference(changed)
@@ -257,12 +241,9 @@ class HistorySession(Mechanism):
 
 
 def spec_metrics(counts: Counters) -> dict[str, float]:
-    """What speculation did in a round, by the counters of its engines.
-
-    `plans_share`: of the plans, those that verified drafts. `accept_rate`: of the drafted tokens. `drafted_share`: of
-    the decoded tokens, those that came from drafts. `tokens_per_step`: what a row gains in a step of a plan that
-    verifies; 1 where none did. `match_length`: tokens by which a draft was found.
-    """
+    """Of a round: `plans_share`, plans that verified drafts; `accept_rate`, drafted tokens that were accepted;
+    `drafted_share`, decoded tokens that came from drafts; `tokens_per_step`, the gain of a row in a step of a plan that
+    verifies (1 where none did); `match_length`, tokens of the context by which a draft was found."""
     steps, accepted = counts.verifying_row_steps, counts.accepted_tokens
     return {
         "rollout/spec/plans_share": counts.verifying_plans / max(counts.plans, 1),
