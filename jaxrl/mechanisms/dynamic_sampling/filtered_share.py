@@ -1,15 +1,15 @@
-"""How many groups are left out, learnt from those that were judged, and how many to have under way.
+"""The share of groups that are filtered, learnt from verdicts, and how many groups to have under way.
 
-Purpose: replacements that start when a verdict has come in start late: with most groups left out, a round becomes a
-chain of generations. So a round launches ahead of verdicts: if a share s of the groups is filtered, `missing` groups
-that count need missing / (1 - s) under way, and some more for chance.
+Replacements that start after a verdict start late: with most groups filtered, a round becomes a chain of generations.
+So a round launches ahead of verdicts: if a share s of the groups is filtered, `missing` groups that count need
+missing / (1 - s) under way, and some more for chance.
 
 Source: DAPO (Yu et al. 2025, §3.2) over-samples by a fixed factor (`gen_batch_size` in verl's recipe: three times the
 batch); here the factor follows what a run sees.
 
-The estimate changes with verdicts in the order in which a round takes them in, which is logical time. It outlives the
-round, and is part of a checkpoint. Older groups count less, since the share drifts as the policy learns. Before the
-first verdict it is 0: a run in which nothing is filtered launches what a run without dynamic sampling does.
+The estimate changes in logical time and is part of a checkpoint. Older groups count less, since the share drifts as
+the policy learns. Before the first verdict it is 0: a run in which nothing is filtered launches what a run without
+dynamic sampling does.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ class FilteredShare:
         return min(math.ceil(root * root - 1e-9), MOST_PER_MISSING * missing)
 
     def state(self) -> list[float]:
-        """Part of a checkpoint, as JSON values."""
         return [self.judged, self.filtered]
 
     @classmethod
     def of_state(cls, state: Sequence[float]) -> FilteredShare:
-        """The reverse of `state`."""
         return cls(*map(float, state))

@@ -15,13 +15,13 @@ from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Group
 
 KeepsGroup = Callable[[Group, Sequence[Verdict]], bool]
-"""Whether a group may be trained on: asked with its scored samples and their verdicts, both sorted by key."""
+"""Whether a group may be trained on, by its scored samples and their verdicts, both sorted by key."""
 
 THE_REWARD = ("reward", "score", "seq_reward")
 """Names of the reward itself: `score` and `seq_reward` are verl's."""
 
 FILTER_ARGUMENTS = ("data_source", "rewards", "infos", "responses", "extra_info")
-"""What a function of the user's is called with, by these names."""
+"""The keyword arguments of a function of the user's."""
 
 
 def differs_in(metric: str) -> KeepsGroup:
@@ -36,7 +36,6 @@ def differs_in(metric: str) -> KeepsGroup:
 
 
 def value_of(metric: str, verdict: Verdict) -> Any:
-    """A sample's value of a metric, which every sample has that was scored (`jaxrl.rewards.reward_metrics`)."""
     if metric in THE_REWARD:
         return verdict.reward
     return verdict.info[metric] if verdict.status == "ok" else 0.0

@@ -1,4 +1,4 @@
-"""Dynamic sampling as a race asks it: which groups count, and how many prompts to launch ahead of that.
+"""Dynamic sampling: which groups count, and how many prompts to launch ahead of verdicts.
 
 Source: DAPO (Yu et al. 2025, §3.2: prompts with all rewards equal are left out and replaced); RollPacker §7.
 
@@ -27,7 +27,6 @@ class DynamicSampling:
       options: `algorithm.filter_groups`.
       gen_batch_size: prompts launched at a time (`data.gen_batch_size`); 0: one by one.
       user_filter: which groups are kept; None: those in which `options.metric` differs.
-      learnt: of the groups so far.
     """
 
     options: FilterGroupsSection

@@ -1,7 +1,7 @@
-"""What a function of the user's makes of the groups that partial rollout has buffered.
+"""A function of the user's that orders the groups that partial rollout has buffered.
 
-Purpose: before each round the function sees every buffered group that the round need not wait for, and says which go on
-first, which wait for a later round, and which start anew.
+Before each round it sees every buffered group that the round need not wait for, and says which resume first, which wait
+for a later round, and which restart.
 
 Source: slime's `--buffer-filter-path`, a function that takes groups out of the buffer.
 
@@ -11,7 +11,7 @@ give the same answer whenever it is asked the same, because a resumed run asks a
 Example::
 
     def buffer_filter(groups, policy_version):
-        # the longest first; what is two versions old starts anew
+        # the longest first; what is two versions old restarts
         longest = sorted(groups, key=lambda group: -max(group.lengths))
         return {g.key: "restart" if g.lag(policy_version) >= 2 else "resume" for g in longest}
 """
@@ -22,19 +22,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from jaxrl.scheduling.rounds.round import PromptKey
+from jaxrl.scheduling.rounds.events import PromptKey
 
 Action = Literal["resume", "wait", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A prompt that has begun and is not trained on. Tuples have one entry per sample.
+    """A buffered group as the user's function sees it. Tuples have one entry per sample.
 
     Attributes:
       key: (epoch, index) of the prompt.
       steps_waited: training steps since its first launch.
-      lengths: tokens drawn so far.
+      lengths: tokens so far.
       finished: whether the response has ended.
       oldest_versions: the version of the first token; None without tokens.
       restarts: how often it has started again.
@@ -48,19 +48,19 @@ class WaitingGroup:
     restarts: tuple[int, ...]
 
     def lag(self, policy_version: int) -> int:
-        """By how many versions its oldest token is behind the version that draws; 0 without tokens."""
+        """By how many versions its oldest token is behind the version that samples; 0 without tokens."""
         return max((policy_version - version for version in self.oldest_versions if version is not None), default=0)
 
 
 class BufferFilter(Protocol):
     def __call__(self, *, groups: Sequence[WaitingGroup], policy_version: int) -> Mapping[PromptKey, Action]:
-        """What becomes of buffered groups in the round that `policy_version` draws: those that go on do so in the order
-        of the answer. A group that is not named goes on after those that are."""
+        """The action for each group in a round of `policy_version`; groups resume in the order of the answer, and those
+        without an action after them."""
         ...
 
 
 def decide(buffer_filter: BufferFilter, groups: Sequence[WaitingGroup], policy_version: int) -> dict[PromptKey, Action]:
-    """The function's answer for all groups, checked, in order. Raises ValueError for one that is none."""
+    """The function's answer for all groups, checked, in order. Raises ValueError for an impossible one."""
     place = "rollout.partial_rollout.buffer_filter_path: the function"
     try:
         answer = buffer_filter(groups=list(groups), policy_version=policy_version)
