@@ -136,11 +136,9 @@ class LayoutControl:
         initial: int,
         predictor: LatencyPredictor | None = None,
     ) -> None:
-        if not isinstance(engine.executor, LayoutExecutor):
-            raise ValueError(f"layout control: {type(engine.executor).__name__} cannot change its layout")
+        assert isinstance(engine.executor, LayoutExecutor), "layouts adapt, and this executor cannot change its own"
         degrees = tuple(degrees)
-        if initial not in degrees:
-            raise ValueError(f"layout control: the tp that rounds start in ({initial}) must be one of {degrees}")
+        assert initial in degrees
         self.engine = engine
         self.predictor = predictor
         planner = ConfidentPlanner if options.planner_rule == "confident" else TpPlanner
@@ -186,8 +184,7 @@ class LayoutControl:
           recorded: the journal's decisions of this round.
           write: puts a decision into the journal; the decision takes effect when it returns.
         """
-        if self._kind is not None:
-            raise ValueError(f"layout control: a {kind!r} round begins before the {self._kind!r} round has ended")
+        assert self._kind is None, f"a {kind!r} round begins before the {self._kind!r} round has ended"
         self._kind = kind
         self._likely = self._likely if kind == "eval" else kind
         if self.rule is not None:
@@ -209,11 +206,10 @@ class LayoutControl:
         """Switches if it pays, or, unless it `decides`, where an earlier run of this round did; returns the switch.
 
         Raises:
-          ValueError: outside a round, for a journal of another run, or where a switch would lower tp beside a planner.
+          ValueError: for a journal of another run, or where a switch would lower tp beside a planner.
           SwitchFailed: a switch failed and left the executor unusable.
         """
-        if self._kind is None:
-            raise ValueError("layout control: no round has begun")
+        assert self._kind is not None, "no round has begun"
         dispatch = self.engine.batcher.next_index - self._first
         if self._recorded:
             return self._follow(self._recorded.popleft()) if dispatch >= self._recorded[0].dispatch else None
@@ -246,8 +242,7 @@ class LayoutControl:
 
     def end(self, preemptions: int) -> dict[str, float]:
         """Ends the round and returns its metrics. Seconds are sums over the round's switches, predicted and real."""
-        if self._kind is None:
-            raise ValueError("layout control: no round has begun")
+        assert self._kind is not None, "no round has begun"
         kind, self._kind = self._kind, None
         if self.planner is not None:
             self.planner.observe(preemptions, kind)

@@ -154,10 +154,10 @@ class LayoutSwitchRule:
     _last: Switch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for degrees that do not nest, or that the model cannot predict."""
+        """Raises ValueError for degrees that the model cannot predict."""
         degrees, one = self.degrees, np.ones(1)
-        if not degrees or degrees[0] < 1 or any(a >= b or b % a for a, b in pairwise(degrees)):
-            raise ValueError(f"layout switch: degrees {degrees} must ascend from >= 1, each dividing the next")
+        assert degrees
+        assert all(a < b and not b % a for a, b in pairwise(degrees))
         for tp in degrees:
             self.model.decode_steps_s(tp, one, one)
         for source in degrees:

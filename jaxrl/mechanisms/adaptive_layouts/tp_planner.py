@@ -58,7 +58,8 @@ class TpPlanner:
     SCHEMA = 1
 
     def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
-        self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
+        assert initial in degrees
+        self.options, self.degrees, self.initial = options, tuple(degrees), initial
         self._kinds: dict[str, _Kind] = {}
 
     def degree(self, kind: str = "all") -> int:
@@ -107,11 +108,3 @@ class TpPlanner:
 def fitting_degree(degrees: Sequence[int], degree: int) -> int:
     """The largest of ascending `degrees` that is at most `degree`; the smallest of them, if none is."""
     return max((each for each in degrees if each <= degree), default=degrees[0])
-
-
-def checked_degrees(degrees: Sequence[int], initial: int) -> tuple[int, ...]:
-    """The degrees that a planner chooses from; ValueError unless they ascend and include the initial one."""
-    found = tuple(degrees)
-    if list(found) != sorted(set(found)) or initial not in found:
-        raise ValueError(f"tp planner: degrees {found} must ascend and include the initial one ({initial})")
-    return found

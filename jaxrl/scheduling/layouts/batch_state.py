@@ -46,8 +46,7 @@ class LiveRow:
     expected_remaining: float | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.length <= self.limit:
-            raise ValueError(f"row of request {self.request_id}: length ({self.length}) must be in [1, {self.limit}]")
+        assert 1 <= self.length <= self.limit, self
 
     def steps_left(self, bound: Bound) -> int:
         """Decode steps until it ends: up to its limit, or as many as expected (at least 1, never beyond the limit)."""

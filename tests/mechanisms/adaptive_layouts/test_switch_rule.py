@@ -355,20 +355,6 @@ def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, 
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("degrees", "message"),
-    [
-        ((), r"degrees \(\) must ascend"),
-        ((2, 1), r"degrees \(2, 1\) must ascend"),
-        ((0, 1), r"must ascend from >= 1"),
-        ((2, 3), r"each dividing the next"),
-    ],
-)
-def test_degrees_are_checked(degrees: tuple[int, ...], message: str):
-    with pytest.raises(ValueError, match=message):
-        LayoutSwitchRule(UP, degrees, SIMPLE)
-
-
 def test_a_profile_that_lacks_something_is_refused_at_once():
     steps = {(tp, b): 0.01 for tp in (1, 2) for b in (1, 2)}
     options, degrees = LayoutSection(), (1, 2)
