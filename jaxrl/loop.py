@@ -1,8 +1,8 @@
 """THE loop: collect -> score -> advantages -> pack -> gradients -> update -> sync weights -> save.
 
-Purpose: one file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer
-and the store come in as protocols. What a round launches, which groups it yields, and what becomes of the others is the
-batch rule's decision (`jaxrl.scheduling.rounds.batches`).
+One file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer and the
+store come in as protocols. The batch rule (`jaxrl.scheduling.rounds.batches`) decides what a round launches, which
+groups it yields, and what happens to the others.
 
 A step starts and ends at a *boundary*: there, the trainer's state and `Loop.host_state` hold everything that decides
 the future, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again. A
@@ -11,17 +11,15 @@ first thing in the next step, and its seconds are that step's.
 
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
 
-**Mechanisms** (`jaxrl.scheduling.mechanism`) are what else a run may have: each has hooks that are called here and in
-the backend, and neither knows any by name. One of them may order a step's update and the next step's round in its own
-way; the batch of a round that came before its step waits in `Loop`, and is part of a checkpoint.
+**Mechanisms** (`jaxrl.scheduling.mechanism`) have hooks that are called here and in the backend, and neither knows any
+by name. One of them may order a step's update and the next step's round in its own way; the batch of a round that came
+before its step waits in `Loop`, and is part of a checkpoint.
 
-**What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
-`timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
-update's, `timing_s/stream` (the end of gradients that began beside a rollout) among them. `timing_s/step` is the time
-from one boundary to the next. Where rounds come before their steps, three figures connect the two: `timing_s/earlier`
-(of this batch's round, seconds that ran before this step), `timing_s/ahead` (seconds of the next step's round, in this
-step) and `timing_s/overlap` (seconds in which rollout and update ran at once). A step is the sum of its phases and
-`ahead`, less `earlier` and `overlap`.
+**Metrics of a step.** A round's `rollout/*`, `reward/*` and seconds (`timing_s/{data,gen,reward}`) are in the line of
+the step that trains on its batch, whenever the round ran. `timing_s/step` is the time from one boundary to the next.
+Where rounds come before their steps, three figures connect the two: `timing_s/earlier` (seconds of this batch's round
+before this step), `timing_s/ahead` (seconds of the next step's round in this step) and `timing_s/overlap` (seconds in
+which rollout and update ran at once). A step is the sum of its phases and `ahead`, less `earlier` and `overlap`.
 """
 
 from __future__ import annotations
@@ -51,10 +49,8 @@ _OWN_STATE = ("schema", "step", "seed", "data", "departures", "rule", "ahead")  
 
 
 class Backend(Protocol):
-    """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`.
-
-    `wait` raises `Interrupted` where a stop was asked for, or where the run cannot go on; the loop then cancels the
-    round."""
+    """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`. `wait` raises `Interrupted` where a stop was asked
+    for, or where the run cannot continue; the loop then cancels the round."""
 
     @property
     def generating(self) -> bool: ...
@@ -92,25 +88,21 @@ class Phases(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a round has brought: the groups to train on, and its metrics, its seconds with them."""
+    """The groups to train on of a round, and its metrics, its seconds among them."""
 
     groups: list[Group]
     metrics: dict[str, float]
 
     @property
     def seconds(self) -> float:
-        """How long the round took."""
         return numbers.seconds_of(numbers.ROUND_PHASES, self.metrics)
 
 
 @dataclass(slots=True)
 class Hooks:
-    """What the loop calls: callbacks of the run that it belongs to.
-
-    on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's metrics and groups.
-    save: write a checkpoint of (step, host state). stop: whether to stop at the next opportunity. beat: an update has
-    ended.
-    """
+    """Callbacks of the run. `on_phase`: a phase begins. `on_step`, `on_eval`: a step number, metrics and groups.
+    `save`: writes a checkpoint of (step, host state). `stop`: whether to stop at the next opportunity. `beat`: an
+    update has ended."""
 
     on_phase: Callable[[int, str], None]
     on_step: Callable[[int, dict[str, float], Sequence[Group]], None]
@@ -122,14 +114,8 @@ class Hooks:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a run is about.
-
-    Attributes:
-      prompts: to train on. validation: the held-out ones; empty: nothing is evaluated.
-      total_steps: the last step.
-      stop_token_ids: that end a response.
-      num_devices: of rollout and training together.
-    """
+    """The task of a run. `validation`: held-out prompts; empty: no evaluation. `num_devices`: of rollout and training
+    together."""
 
     prompts: Prompts
     validation: Sequence[Prompt]
@@ -139,14 +125,8 @@ class Job:
 
 
 class Loop:
-    """One run from `step` to `job.total_steps`.
-
-    Args:
-      rule: says what rounds launch, and which groups they yield.
-      backend: rollout and rewards. models: what learns.
-      phases: where time is taken. hooks: the callbacks of the run.
-      mechanisms: in the order in which they are called; all but those that the backend alone calls.
-    """
+    """One run from `step` to `job.total_steps`. `mechanisms`: in the order in which they are called; all but those that
+    the backend alone calls."""
 
     def __init__(
         self,
@@ -183,7 +163,7 @@ class Loop:
 
     @property
     def num_carried(self) -> int:
-        """Prompts drawn from the data and still in the system: a run that ended now would leave them behind."""
+        """Prompts taken from the data and still in the system: a run that ended now would leave them behind."""
         return self.rule.num_carried + (0 if self._waiting is None else len(self._waiting.groups))
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -208,11 +188,8 @@ class Loop:
         }
 
     def load_host_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved boundary.
-
-        Raises ValueError for another schema, if prompts wait in the state of a rule that this run does not use, or if
-        samples wait that are too long for this run.
-        """
+        """Resumes from a saved boundary. Raises ValueError for another schema, if prompts wait in the state of a rule
+        that this run does not use, or if samples wait that are too long for this run."""
         if state["schema"] != STATE_SCHEMA:
             raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
         self.step = self._saved_step = int(state["step"])
@@ -238,11 +215,8 @@ class Loop:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Trains to the last step; returns False if a stop was asked for and it ended before.
-
-        Raises:
-          RunFailed: the run cannot go on. What a checkpoint may hold has been saved.
-        """
+        """Trains to the last step; returns False if a stop was asked for and it ended before. Raises RunFailed where
+        the run cannot continue, with the last boundary saved."""
         self._backend.enter_rollout(self.step)
         if self.config.trainer.val_before_train and self.step == 0 and self._job.validation:
             self._evaluate()
@@ -299,8 +273,8 @@ class Loop:
         self._hooks.on_step(step, measured, now.groups)
 
     def _update(self, step: int, groups: list[Group]) -> tuple[Collected | None, tuple[TrainBatch, dict[str, float]]]:
-        """Runs update `step` on `groups`; returns what the next step's round has brought, if it ran, and the update's
-        batch and metrics."""
+        """Runs update `step` on `groups`; returns the next step's round, if it ran, and the update's batch and
+        metrics."""
         under_way = StepUnderWay(self, step, groups)
         for each in self._mechanisms:
             done = each.update(under_way, groups)
@@ -313,8 +287,8 @@ class Loop:
         """One round for training step `step`: the rule's groups, scored.
 
         Args:
-          waiting: what the next update trains on. None: this round's own groups; empty: groups of a round that comes
-            before this step and does not exist yet, so that none is certain.
+          waiting: the batch of the next update. None: this round's own; empty: that of a round which has not run yet,
+            so that none of its groups is certain.
         """
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
@@ -361,7 +335,7 @@ class Loop:
         return measured
 
     def _next_launches(self, step: int) -> list[Launch] | None:
-        """All that the round for training step `step` launches, once update `step` - 2 has ended; asked in the round
+        """All that the round for training step `step` launches, once update `step` - 2 has ended; called in the round
         before, beside that update."""
         if not any(each.update_has_ended for each in self._mechanisms):
             return None
@@ -369,8 +343,8 @@ class Loop:
         return [each.launch() for each in self.rule.ahead(self._prompts, time)]
 
     def _handle(self, current: Round, training_step: int | None = None) -> None:
-        """Hands the next event to a round, and carries out what it answers. `training_step`: None for an evaluation,
-        whose rewards are as they were given."""
+        """Gives the next event to a round, and carries out its commands. `training_step`: None for an evaluation, whose
+        rewards are not shaped."""
         event = self._backend.wait()
         if isinstance(event, Verdict):
             episode = current.ledger.finished[event.key].episode
@@ -390,7 +364,7 @@ class Loop:
             self._backend.apply(command)
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
-        """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
+        """Log-probabilities, advantages, gradients, updates; traced on `track`."""
         phase = partial(self._phase, track=track)
         begun = [batch for each in self._mechanisms for batch in each.update_begins(groups, phase)]
         learnt = learn(self.config, self._models, begun, groups, step, phase, self._hooks.beat)
@@ -445,7 +419,7 @@ class Loop:
         )
 
     def _phase(self, name: str, track: str = "loop") -> AbstractContextManager[None]:
-        """A phase drawn on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""
+        """A phase traced on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""
         if track == "loop":
             self._hooks.on_phase(self._running_step, name)
         return self._phases.phase(name, track)
