@@ -15,13 +15,11 @@ first thing in the next step, and its seconds are that step's.
 by name. One of them may order a step's update and the next step's round in its own way (`PhaseOrder`); the batch of a
 round that came before its step waits in `Loop`, and is part of a checkpoint.
 
-**What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
-`timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
-update's, `timing_s/stream` (the end of gradients that began beside a rollout) among them. `timing_s/step` is the time
-from one boundary to the next. Where rounds come before their steps, three figures connect the two: `timing_s/earlier`
-(of this batch's round, seconds that ran before this step), `timing_s/ahead` (seconds of the next step's round, in this
-step) and `timing_s/overlap` (seconds in which rollout and update ran at once). A step is the sum of its phases and
-`ahead`, less `earlier` and `overlap`.
+**Metrics of a step.** A round's `rollout/*`, `reward/*` and seconds (`timing_s/{data,gen,reward}`) are in the line of
+the step that trains on its batch, whenever the round ran. `timing_s/step` is the time from one boundary to the next.
+Where rounds come before their steps, three figures connect the two: `timing_s/earlier` (seconds of this batch's round
+before this step), `timing_s/ahead` (seconds of the next step's round in this step) and `timing_s/overlap` (seconds in
+which rollout and update ran at once). A step is the sum of its phases and `ahead`, less `earlier` and `overlap`.
 """
 
 from __future__ import annotations
@@ -49,20 +47,19 @@ if TYPE_CHECKING:
     from jaxrl.runtime.backend import RolloutBackend
     from jaxrl.runtime.run import Run
 
-STATE_SCHEMA = 4
+STATE_SCHEMA = 5
 _OWN_STATE = ("schema", "step", "seed", "data", "departures", "rule", "ahead")  # names in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a round has brought: the groups to train on, and its metrics, its seconds with them."""
+    """The groups to train on of a round, and its metrics, its seconds among them."""
 
     groups: list[Group]
     metrics: dict[str, float]
 
     @property
     def seconds(self) -> float:
-        """How long the round took."""
         return numbers.seconds_of(numbers.ROUND_PHASES, self.metrics)
 
 
@@ -100,7 +97,7 @@ class Loop:
 
     @property
     def num_carried(self) -> int:
-        """Prompts drawn from the data and still in the system: a run that ended now would leave them behind."""
+        """Prompts taken from the data and still in the system: a run that ended now would leave them behind."""
         return self.rule.num_carried + (0 if self._waiting is None else len(self._waiting.groups))
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -116,7 +113,7 @@ class Loop:
             "rule": {
                 "name": self.rule.name,
                 "num_carried": self.rule.num_carried,
-                "state": self.rule.state_dict(),
+                "state": self.rule.state(),
             },
             "ahead": None
             if self._waiting is None
@@ -125,11 +122,8 @@ class Loop:
         }
 
     def load_host_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved boundary.
-
-        Raises ValueError for another schema, if prompts wait in the state of a rule that this run does not use, or if
-        samples wait that are too long for this run.
-        """
+        """Resumes from a saved boundary. Raises ValueError for another schema, if prompts wait in the state of a rule
+        that this run does not use, or if samples wait that are too long for this run."""
         if state["schema"] != STATE_SCHEMA:
             raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
         self.step = self._saved_step = int(state["step"])
@@ -139,7 +133,7 @@ class Loop:
             each.load_state_dict(state.get(each.name, {}))
         saved, ahead = state["rule"], state["ahead"]
         if saved["name"] == self.rule.name:
-            self.rule.load_state_dict(saved["state"])
+            self.rule.load_state(saved["state"], self._prompts)
         elif saved["num_carried"]:
             raise ValueError(
                 f"checkpoint: {saved['num_carried']} prompts wait in the state of {saved['name']}, and this run uses "
@@ -147,7 +141,7 @@ class Loop:
                 "parameters alone (trainer.init_from)"
             )
         if ahead is not None:
-            groups = unpack_groups(ahead, self._prompts)
+            groups = unpack_groups(ahead, self._prompts.get)
             samples = [sample for group in groups for sample in group.samples]
             check_lengths("in the batch that waits", samples, self.config.data.max_response_length)
             self._waiting = Collected(groups, dict(ahead["metrics"]))
@@ -155,11 +149,8 @@ class Loop:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Trains to the last step; returns False if a stop was asked for and it ended before.
-
-        Raises:
-          RunFailed: the run cannot go on. What a checkpoint may hold has been saved.
-        """
+        """Trains to the last step; returns False if a stop was asked for and it ended before. Raises RunFailed where
+        the run cannot continue, with the last boundary saved."""
         self.backend.enter_rollout(self.step)
         if self.config.trainer.val_before_train and self.step == 0 and self._run.validation:
             self._evaluate()
@@ -219,8 +210,8 @@ class Loop:
         """One round for training step `step`: the rule's groups, scored.
 
         Args:
-          waiting: what the next update trains on. None: this round's own groups; empty: groups of a round that comes
-            before this step and does not exist yet, so that none is certain.
+          waiting: the batch of the next update. None: this round's own; empty: that of a round which has not run yet,
+            so that none of its groups is certain.
         """
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
@@ -265,16 +256,16 @@ class Loop:
         return {name: value for each in self._group_rewards for name, value in each(groups, info).items()}
 
     def _next_launches(self, step: int) -> list[Launch] | None:
-        """All that the round for training step `step` launches, once update `step` - 2 has ended; asked in the round
+        """All that the round for training step `step` launches, once update `step` - 2 has ended; called in the round
         before, beside that update."""
         if not self._order.update_has_ended:
             return None
         time = RoundTime(step, step - 2, self.total_steps - step + 1)
-        return [Launch(each.prompt, each.keys) for each in self.rule.ahead(self._prompts, time)]
+        return [each.launch() for each in self.rule.ahead(self._prompts, time)]
 
     def _handle(self, current: Round, training_step: int | None = None) -> None:
-        """Hands the next event to a round, and carries out what it answers. `training_step`: None for an evaluation,
-        whose rewards are as they were given."""
+        """Gives the next event to a round, and carries out its commands. `training_step`: None for an evaluation, whose
+        rewards are not shaped."""
         event = self.backend.wait()
         if isinstance(event, Verdict):
             episode = current.ledger.finished[event.key].episode
@@ -289,7 +280,7 @@ class Loop:
         self.backend.apply(current.handle(event))
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
-        """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
+        """Log-probabilities, advantages, gradients, updates; traced on `track`."""
         phase = partial(self._phase, track=track)
         begun = [batch for each in self._gradients for batch in each.update_begins(groups, phase)]
         learnt = learn(self.config, self._models, begun, groups, step, phase, self._run.beat)
@@ -344,7 +335,7 @@ class Loop:
         )
 
     def _phase(self, name: str, track: str = "loop") -> AbstractContextManager[None]:
-        """A phase drawn on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""
+        """A phase traced on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""
         if track == "loop":
             self._run.on_phase(self._running_step, name)
         return self._phases.phase(name, track)

@@ -20,10 +20,8 @@ import numpy as np
 
 
 class RunFailed(Exception):
-    """A run cannot go on, though nothing in its configuration is wrong: one sentence with the cause and the way on.
-
-    The command line prints it and ends with status 1, where a ValueError (what the user handed in) ends with 2.
-    """
+    """A run cannot continue, though its configuration is right: one sentence with the cause and what to do. The command
+    line prints it and ends with status 1; a ValueError (a mistake in what the user gave) ends with 2."""
 
 
 class StreamFailed(Exception):
@@ -35,7 +33,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 ENVIRONMENT = -1
-"""In the place of a version: a token that no policy has drawn, but an environment has answered."""
+"""Policy version of environment (observation) tokens."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,7 +82,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw a response; defaults draw from the model's own distribution.
+    """How to sample a response; by default from the model's own distribution.
 
     Attributes:
       temperature: 0 is greedy.
@@ -95,7 +93,7 @@ class SamplingParams:
       stop_token_ids: the response ends with (and includes) the first of these.
       stop_strings: the response ends with the token that completes the first of these.
       seed: replaces the run's seed for this request.
-      top_logprobs: of each token's place so many of the likeliest tokens are told, by their `rollout_logprobs`.
+      top_logprobs: the number of likeliest tokens to report at each position, by their `rollout_logprobs`.
     """
 
     temperature: float = 1.0
@@ -149,9 +147,8 @@ class Turn:
     Attributes:
       end: tokens of the response up to the end of the turn; the answer follows.
       text: what the model said.
-      messages: the answer, each with `role` and `content`; none: the trajectory was over with this turn.
-      reward: of the turn.
-      seconds: until the answer was there.
+      messages: the answer, each with `role` and `content`; none: the trajectory ended with this turn.
+      seconds: until the answer.
       metrics: of the environment.
     """
 
@@ -165,14 +162,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What a response has to do with its environment.
+    """A response's trajectory in its environment.
 
     Attributes:
-      turns: those that were answered; of a trajectory that is over, all.
-      state: of the environment after them, as it was pickled; None: it has not begun.
+      turns: those that were answered; of a finished trajectory, all.
+      state: of the environment after them, pickled; None: it has not begun.
       awaits: the response ends with a turn that has no answer yet.
-      stop: why the trajectory is over; empty: it is not.
-      error: what went wrong, where the environment has failed.
+      stop: why the trajectory is finished; empty: it is not.
+      error: where the environment has failed.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -183,7 +180,7 @@ class Episode:
 
     @property
     def failed(self) -> Literal["", "error", "timeout", "crash"]:
-        """What became of its environment, where it has failed: none of its rewards counts then."""
+        """How its environment has failed, if it has: none of its rewards counts then."""
         return self.stop if self.stop in ("error", "timeout", "crash") else ""
 
     @property
@@ -194,10 +191,10 @@ class Episode:
 
 @dataclass(slots=True)
 class Sample:
-    """One response to a prompt, finished or not; over several turns, with what an environment has answered in between.
+    """One response to a prompt, finished or not, of one turn or of several with an environment's answers in between.
 
-    All that follows the prompt is in it, in order and as it was: tokens are appended, and never made of text again. The
-    first and the last token of a finished sample are the model's, and its versions never fall.
+    All tokens after the prompt are in it, in order: they are appended, and never tokenised again. The first and the
+    last token of a finished sample are the model's, and its versions never fall.
 
     Attributes:
       key: its identity.
@@ -240,6 +237,11 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish_reason in ("stop", "length")
 
     @property
     def drawn(self) -> np.ndarray:

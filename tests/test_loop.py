@@ -276,7 +276,7 @@ def test_a_stop_before_the_first_step_saves_where_it_stands(build: Build):
 
 def test_a_checkpoint_of_another_schema_is_refused(build: Build):
     house = build()
-    with pytest.raises(ValueError, match="state of schema 99; this version reads schema 4"):
+    with pytest.raises(ValueError, match="state of schema 99; this version reads schema 5"):
         house.loop.load_host_state(house.loop.host_state() | {"schema": 99})
 
 

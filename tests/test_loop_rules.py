@@ -190,7 +190,7 @@ def test_one_step_off_may_be_switched_at_a_resume():
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        (RULES["partial rollout"], "in the buffer of partial rollout"),
+        (RULES["partial rollout"], "that partial rollout carries"),
         ({"trainer.one_step_off": True}, "in the batch that waits"),
     ],
 )

@@ -31,6 +31,7 @@ from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.build import (
     build_engine,
     build_executor,
@@ -153,11 +154,12 @@ def _responses(
     )
     engine = build_engine(config, executor, tokenizer)
     total = len(prompts) * val.n
+    workers = WorkerSet(mesh, [executor])
     run = Run(
         config=config,
         workers=LocalWorkers([engine]),
-        executors=executor,
-        machine=MeshMachine(config, mesh, executor, stack),
+        executors=workers,
+        machine=MeshMachine(config, mesh, workers, stack),
         weights=lambda: params,
         scoring=pool,
         text_of=lambda sample: tokenizer.decode(sample.token_ids.tolist()),

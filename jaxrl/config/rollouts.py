@@ -11,7 +11,7 @@ from jaxrl.config.hosts import MAX_HOSTS
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
-from jaxrl.mechanisms.ranking_groups import RankedRounds
+from jaxrl.mechanisms.ranking_groups import RankingGroups
 from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.schema.declared import Cap, Or
@@ -156,7 +156,7 @@ class RolloutSection:
     partial_rollout: PartialRollout.Options = field(default_factory=PartialRollout.Options)
     over_provisioning: OverProvisioning.Options = field(default_factory=OverProvisioning.Options)
     speculation: Speculation.Options = field(default_factory=Speculation.Options)
-    ranking_groups: RankedRounds.Options = field(default_factory=RankedRounds.Options)
+    ranking_groups: RankingGroups.Options = field(default_factory=RankingGroups.Options)
     layout: AdaptiveLayouts.Options = field(default_factory=AdaptiveLayouts.Options)
     val_kwargs: ValSamplingSection = field(default_factory=ValSamplingSection)
 

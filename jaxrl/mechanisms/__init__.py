@@ -15,7 +15,7 @@ from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.one_step_off import OneStepOff
 from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
-from jaxrl.mechanisms.ranking_groups import RankedRounds
+from jaxrl.mechanisms.ranking_groups import RankingGroups
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
 from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
@@ -40,7 +40,7 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     AdaptiveLayouts,
     StreamTrainer,
     Speculation,
-    RankedRounds,
+    RankingGroups,
     AdaptiveTimeouts,
     OneStepOff,
 )

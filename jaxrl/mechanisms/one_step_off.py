@@ -117,7 +117,7 @@ class OneStepOff(Mechanism, PhaseOrder):
 
     @classmethod
     def build(cls, run: Run) -> Self | None:
-        if not cls.is_on(run.config):
+        if not cls.is_on(run.config) or run.timeline is None:
             return None
         return cls(run.machine.concurrently() if run.config.rollout.num_devices else None, run.timeline.phase)
 

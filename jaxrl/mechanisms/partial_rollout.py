@@ -1,9 +1,9 @@
-"""Active partial rollout: stop when enough groups are complete, and go on with the others in the next round.
+"""Active partial rollout: stop when enough groups are complete, and resume the others in the next round.
 
-Purpose: the rule across rounds. A round has N' > N groups under way: first complete groups that the last round did not
+A round has N' > N groups under way: first complete groups that the last round did not
 need, then unfinished groups from the buffer, oldest first, then new prompts. It stops at the N-th complete group.
 Unfinished samples stay in the buffer with their tokens, and with both log-probabilities and the version of each token;
-they go on under the same key (same attempt) from their token ids.
+they resume under the same key (same attempt) from their token ids.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -28,7 +28,7 @@ Departures:
 - A function of the user's may order the buffer, hold groups back, and restart them (`BufferFilter`, after slime's
   `--buffer-filter-path`). It decides and takes nothing out, so that no prompt is lost; it sees numbers, not samples;
   and it must give the same answer to the same question, because a resumed run asks again. Groups that it holds back
-  count as under way, so that the bounds above hold; the cap, `max_restarts` and the flush come first.
+  count as under way, so that the bounds above hold; the cap, `max_restarts` and the flush take precedence.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
 came before the end of a round.
@@ -40,52 +40,34 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, get_args
 
 import numpy as np
 from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import UNFINISHED, Mechanism, Searched
-from jaxrl.scheduling.rounds.batches import (
-    OpenRound,
-    PromptStream,
-    RoundResult,
-    RoundTime,
-    check_schema,
-    close_round,
-    discard_at_end,
-    new_group,
-    open_round,
-    pack_learnt,
-    provisioned,
-    queue_metrics,
-    room_until_end,
-)
-from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
-from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, provisioned, room_until_end
+from jaxrl.scheduling.rounds.events import PromptKey
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, RaceLimits
+from jaxrl.scheduling.rounds.round import Round
 from jaxrl.schema.declared import Names
 from jaxrl.schema.limits import AtEnd, Factor
-from jaxrl.types import Sample
+from jaxrl.types import Group, Sample
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-
-SCHEMA = 1
-
 
 Action = Literal["resume", "wait", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A prompt that has begun and is not trained on. Tuples have one entry per sample.
+    """A buffered group as the user's function sees it. Tuples have one entry per sample.
 
     Attributes:
       key: (epoch, index) of the prompt.
       steps_waited: training steps since its first launch.
-      lengths: tokens drawn so far.
+      lengths: tokens so far.
       finished: whether the response has ended.
       oldest_versions: the version of the first token; None without tokens.
       restarts: how often it has started again.
@@ -99,7 +81,7 @@ class WaitingGroup:
     restarts: tuple[int, ...]
 
     def lag(self, policy_version: int) -> int:
-        """By how many versions its oldest token is behind the version that draws; 0 without tokens."""
+        """By how many versions its oldest token is behind the version that samples; 0 without tokens."""
         return max((policy_version - version for version in self.oldest_versions if version is not None), default=0)
 
 
@@ -107,19 +89,19 @@ class BufferFilter(Protocol):
     """Example::
 
     def buffer_filter(groups, policy_version):
-        # the longest first; what is two versions old starts anew
+        # the longest first; what is two versions old restarts
         longest = sorted(groups, key=lambda group: -max(group.lengths))
         return {g.key: "restart" if g.lag(policy_version) >= 2 else "resume" for g in longest}
     """
 
     def __call__(self, *, groups: Sequence[WaitingGroup], policy_version: int) -> Mapping[PromptKey, Action]:
-        """What becomes of buffered groups in the round that `policy_version` draws: those that go on do so in the order
-        of the answer. A group that is not named goes on after those that are."""
+        """The action for each group in a round of `policy_version`; groups resume in the order of the answer, and those
+        without an action after them."""
         ...
 
 
 def decide(buffer_filter: BufferFilter, groups: Sequence[WaitingGroup], policy_version: int) -> dict[PromptKey, Action]:
-    """The function's answer for all groups, checked, in order. Raises ValueError for one that is none."""
+    """The function's answer for all groups, checked, in order. Raises ValueError for an impossible one."""
     place = "rollout.partial_rollout.buffer_filter_path: the function"
     try:
         answer = buffer_filter(groups=list(groups), policy_version=policy_version)
@@ -140,38 +122,17 @@ def decide(buffer_filter: BufferFilter, groups: Sequence[WaitingGroup], policy_v
     return decided
 
 
-@dataclass(frozen=True, slots=True)
-class BufferedGroup:
-    """A prompt that was launched and has not left.
-
-    Attributes:
-      key: its (epoch, index).
-      first_step, first_round: when it was first launched.
-      samples: all `group_size` of them in their present state, also those without tokens.
-    """
-
-    key: PromptKey
-    first_step: int
-    first_round: int
-    samples: tuple[Sample, ...]
-
-    @property
-    def is_complete(self) -> bool:
-        return all(has_ended(sample) for sample in self.samples)
-
-
-class PartialRollout(Mechanism):
-    """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`).
+class PartialRollout(BatchRule, Mechanism):
+    """The batch rule; its queue is the buffer. Raises ValueError for impossible limits.
 
     Args:
       batch: N, the group size, and what else rules share. Its `score_when` is not used: samples are scored by group.
       options: `rollout.partial_rollout`.
-      buffer_filter: what becomes of buffered groups; None: all go on, the complete and then the oldest first.
-
-    Raises ValueError for impossible limits.
+      buffer_filter: decides about buffered groups; None: all resume, the complete and then the oldest first.
 
     Attributes:
       num_spare: N' - N.
+      least_staleness: the smallest cap in versions under which all groups under way find room in batches.
     """
 
     @dataclass(frozen=True)
@@ -226,11 +187,15 @@ class PartialRollout(Mechanism):
         return cls(batch, options, buffer_filter)
 
     def __init__(self, batch: BatchSettings, options: Options, buffer_filter: BufferFilter | None = None) -> None:
-        self.batch, self.options = replace(batch, score_when="group"), options
+        batch = replace(batch, score_when="group")
+        self.options, self.at_end = options, options.at_end
         self.buffer_filter = buffer_filter
         under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_groups)
         self.num_spare = under_way - batch.num_groups
-        self._limits(self.num_spare)
+        limits = RaceLimits(batch, batch.group_size, self.num_spare, keep_unfinished=True)
+        super().__init__(batch, limits, batch.group_size)
+        self._restarted = 0
+        self.least_staleness = batch.version_lag - (-self.num_spare // batch.num_groups)
         if 0 <= options.max_staleness < self.least_staleness:
             lag = ", and one-step-off adds one version to every token" if batch.version_lag else ""
             raise ValueError(
@@ -238,61 +203,24 @@ class PartialRollout(Mechanism):
                 f"{self.least_staleness}, or -1 for no cap: {under_way} prompts are under way (over_provision "
                 f"{options.over_provision}) and a batch takes {batch.num_groups}{lag}"
             )
-        self.buffer: deque[BufferedGroup] = deque()  # by first launch; in a round, those that it has not launched
-        self.num_rounds = 0
-        self.filter = batch.group_filter
-        self._open: OpenRound | None = None
+
+    def _plan(self, time: RoundTime) -> RoundPlan:
         self._restarted = 0
-        self._dropped_tokens = 0
-        self._resumed_tokens = 0
-
-    @property
-    def num_carried(self) -> int:
-        return len(self.buffer)
-
-    @property
-    def max_under_way(self) -> tuple[int, int]:
-        return self._limits(self.num_spare).max_under_way
-
-    @property
-    def least_staleness(self) -> int:
-        """The smallest cap in versions under which all groups under way find room in batches."""
-        return self.batch.version_lag - (-self.num_spare // self.batch.num_groups)
-
-    def _limits(self, num_spare: int, max_left_over: int | None = None) -> RaceLimits:
-        return RaceLimits(self.batch, self.batch.group_size, num_spare, True, max_left_over)
-
-    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
-        return []  # the batch depends on which responses end first
-
-    # -- planning ----------------------------------------------------------------------------------------------------
-
-    def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
-        assert self._open is None, "a round is planned before the one before it is settled"
-        batch = self.batch
-        self.num_rounds += 1
-        self._restarted = self._dropped_tokens = self._resumed_tokens = 0
-        waiting = [self._restart(group, lambda sample: self._last_step(sample) < time.step) for group in self.buffer]
+        waiting = [self._restart(group, lambda sample: self._last_step(sample) < time.step) for group in self.queue]
         due = self._due(waiting, time.step)
         # stable sort: oldest first among the due, the complete and the other groups
         waiting.sort(key=lambda group: (group.key not in due, not group.is_complete))
-        room = room_until_end(self.options.at_end, batch.num_groups, time)
+        room = room_until_end(self.at_end, self.batch.num_groups, time)
         num_spare = self.num_spare if room is None else min(self.num_spare, room)
-        go_on, held_back = self._filtered(waiting, due, time, num_spare)
-        self.buffer = deque((*go_on, *held_back))
-        num_resumable = len(go_on)
-
-        def supply() -> PlannedGroup:
-            nonlocal num_resumable
-            if num_resumable:
-                num_resumable -= 1
-                return self._resume(prompts)
-            return new_group(prompts, batch.group_size, time.step, self.num_rounds)
-
-        limits = self._limits(num_spare - len(held_back), self._most_left_over(time, num_spare, len(held_back)))
-        race = Race(limits, supply, due, self.filter)
-        self._open = open_round(race, "partial", time)
-        return self._open.round
+        resuming, held_back = self._filtered(waiting, due, time, num_spare)
+        self.queue = deque((*resuming, *held_back))
+        num_kept = len(held_back)
+        limits = replace(
+            self.limits,
+            num_spare=num_spare - num_kept,
+            max_left_over=self._most_left_over(time, num_spare, num_kept),
+        )
+        return RoundPlan(limits, "partial", num_kept, due)
 
     def _most_left_over(self, time: RoundTime, num_spare: int, num_held_back: int) -> int | None:
         """How many groups dynamic sampling may leave over by launching ahead: as many as find room in batches before
@@ -301,42 +229,42 @@ class PartialRollout(Mechanism):
         if self.options.max_staleness >= 0:
             rooms.append(self.batch.num_groups * (self.options.max_staleness - self.batch.version_lag))
         # a race cannot wait for all of them, and must not lose any
-        until_end = room_until_end(self.options.at_end, self.batch.num_groups, time)
+        until_end = room_until_end(self.at_end, self.batch.num_groups, time)
         if num_spare and until_end is not None:
             rooms.append(until_end)
         return max(min(rooms) - num_held_back, 0) if rooms else None
 
     def _filtered(
-        self, waiting: list[BufferedGroup], due: Collection[PromptKey], time: RoundTime, num_spare: int
-    ) -> tuple[list[BufferedGroup], list[BufferedGroup]]:
-        """The groups that go on in this round, in that order, and those that the user's function holds back."""
+        self, waiting: list[PlannedGroup], due: Collection[PromptKey], time: RoundTime, num_spare: int
+    ) -> tuple[list[PlannedGroup], list[PlannedGroup]]:
+        """The groups that this round resumes, in that order, and those that the user's function holds back."""
         if self.buffer_filter is None:
             return waiting, []
-        go_on = [group for group in waiting if group.key in due]
+        resuming = [group for group in waiting if group.key in due]
         asked = {group.key: group for group in waiting if group.key not in due}
-        waits: list[BufferedGroup] = []
+        waits: list[PlannedGroup] = []
         described = [self._describe(group, time.step) for group in asked.values()]
         for prompt_key, action in decide(self.buffer_filter, described, time.policy_version).items():
             group = asked[prompt_key]
             if action == "restart":
                 group = self._restart(group, lambda sample: sample.key.attempt < self.options.max_restarts)
-            (waits if action == "wait" else go_on).append(group)
+            (waits if action == "wait" else resuming).append(group)
         # those that the run ends too soon to hold back, or that a buffer filled by other options has too many of
         num_more = max(len(waits) - num_spare, 0)
-        return go_on + waits[:num_more], waits[num_more:]
+        return resuming + waits[:num_more], waits[num_more:]
 
-    def _describe(self, group: BufferedGroup, step: int) -> WaitingGroup:
+    def _describe(self, group: PlannedGroup, step: int) -> WaitingGroup:
         samples = group.samples
         return WaitingGroup(
             key=group.key,
             steps_waited=step - group.first_step,
             lengths=tuple(map(len, samples)),
-            finished=tuple(map(has_ended, samples)),
+            finished=tuple(sample.has_ended for sample in samples),
             oldest_versions=tuple(int(sample.versions[0]) if len(sample) else None for sample in samples),
             restarts=tuple(sample.key.attempt for sample in samples),
         )
 
-    def _restart(self, group: BufferedGroup, asked: Callable[[Sample], bool]) -> BufferedGroup:
+    def _restart(self, group: PlannedGroup, asked: Callable[[Sample], bool]) -> PlannedGroup:
         """The group, with empty samples of the next attempt for those with tokens that are `asked` to start again."""
         samples = list(group.samples)
         for place, sample in enumerate(samples):
@@ -351,7 +279,7 @@ class PartialRollout(Mechanism):
         cap = self.options.max_staleness
         return int(sample.versions[0]) + 1 + cap if len(sample) and cap >= 0 else math.inf
 
-    def _due(self, waiting: Iterable[BufferedGroup], step: int) -> set[PromptKey]:
+    def _due(self, waiting: Iterable[PlannedGroup], step: int) -> set[PromptKey]:
         """The groups that must be in the batch of `step`.
 
         A group has a last step if one of its samples may not start again; of those up to any step s, all but
@@ -366,115 +294,15 @@ class PartialRollout(Mechanism):
         # more than fit: only in a resumed run whose buffer other options have filled
         return set(ordered[: int(min(max(num_due, 0), size))])
 
-    def _resume(self, prompts: PromptStream) -> PlannedGroup:
-        group = self.buffer.popleft()
-        live = [sample for sample in group.samples if not has_ended(sample)]
-        resumed = tuple(sample for sample in live if len(sample))
-        self._resumed_tokens += sum(map(len, resumed))
-        return PlannedGroup(
-            prompt=prompts.get(*group.key),
-            keys=tuple(sample.key for sample in live),
-            resumed=resumed,
-            finished=tuple(sample for sample in group.samples if has_ended(sample)),
-            first_step=group.first_step,
-            first_round=group.first_round,
-        )
-
-    # -- settling ----------------------------------------------------------------------------------------------------
-
-    def settle(self, current: Round) -> RoundResult:
-        opened, self._open = close_round(self._open, current), None
-        race, ledger = opened.race, opened.ledger
-        self.filter = race.filter
-        gone = {*race.batch, *race.filtered}
-        kept: list[BufferedGroup] = []
-        for prompt_key, group in race.groups.items():
-            if prompt_key not in gone:
-                begun = [ledger.aborted[key] for key in group.planned.keys if key in ledger.aborted]
-                samples = sorted((*map(as_carried, group.kept.values()), *begun), key=lambda sample: sample.key)
-                assert len(samples) == self.batch.group_size, f"{prompt_key}: a response is missing"
-                planned = group.planned
-                kept.append(BufferedGroup(prompt_key, planned.first_step, planned.first_round, tuple(samples)))
-        self.buffer = deque(sorted((*kept, *self.buffer), key=lambda entry: entry.first_round))  # stable
-        discarded = discard_at_end(self.buffer, self.batch, self.options.at_end, opened.time)
-        thrown = sum(len(s) for entry in discarded if entry.key not in race.groups for s in entry.samples)
-        groups = current.groups()
-        carried = {sample.key for entry in self.buffer for sample in entry.samples}
-        metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens + thrown)
-        metrics |= queue_metrics(self.buffer, opened.time.step, self.num_rounds)
-        metrics |= self._partial_metrics(opened)
-        if self.filter:
-            metrics["rollout/discarded_prompts"] = float(len(discarded))
-        left: dict[PromptKey, Outcome] = dict(race.filtered)
-        left |= {entry.key: "filtered" for entry in discarded}
-        begun = [sample for entry in self.buffer for sample in entry.samples if len(sample)]
-        return RoundResult(current.kind, groups, left, metrics, opened.filtered(), begun)
-
-    def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
-        spans = [
-            num_spans(sample.versions[sample.drawn]) for group in opened.round.groups() for sample in group.samples
-        ]
+    def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
+        resumed = [sample for group in current.race.groups.values() for sample in group.launch.resumed]
+        own_versions = [sample.versions[sample.drawn] for group in groups for sample in group.samples]
+        spans = [np.count_nonzero(np.diff(versions)) + (len(versions) > 0) for versions in own_versions]
         return {
-            "rollout/surplus_prompts": float(sum(entry.is_complete for entry in self.buffer)),
-            "rollout/buffered_tokens": float(sum(len(s) for entry in self.buffer for s in entry.samples)),
-            "rollout/resumed_tokens": float(self._resumed_tokens),
+            "rollout/surplus_prompts": float(sum(group.is_complete for group in self.queue)),
+            "rollout/buffered_tokens": float(sum(len(s) for group in self.queue for s in group.samples)),
+            "rollout/resumed_tokens": float(sum(map(len, resumed))),
             "rollout/restarted_samples": float(self._restarted),
             "training/off_policy/spans/mean": float(np.mean(spans)),
             "training/off_policy/spans/max": float(max(spans)),
         }
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Groups as int64 [N, 5] (epoch, index, first step, first round, samples), in the buffer's order."""
-        assert self._open is None, "state between rounds only"
-        rows = [(*entry.key, entry.first_step, entry.first_round, len(entry.samples)) for entry in self.buffer]
-        return {
-            "schema": SCHEMA,
-            "num_rounds": self.num_rounds,
-            "filtered_share": pack_learnt(self.filter),
-            "groups": np.asarray(rows, np.int64).reshape(-1, 5),
-            "samples": pack_samples([sample for entry in self.buffer for sample in entry.samples]),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of another schema, another `rollout.n`, one that does not fit together, or
-        samples that are too long for this run."""
-        check_schema("partial rollout", state, SCHEMA)
-        samples = deque(unpack_samples(state["samples"]))
-        check_lengths("in the buffer of partial rollout", samples, self.batch.max_response_length)
-        rows = [tuple(int(value) for value in row) for row in state["groups"]]
-        if any(row[4] != self.batch.group_size for row in rows):
-            raise ValueError(
-                f"partial rollout: the buffer holds groups of {sorted({row[4] for row in rows})} samples, and "
-                f"rollout.n is {self.batch.group_size}: a resumed run must keep rollout.n"
-            )
-        if sum(row[4] for row in rows) != len(samples):
-            raise ValueError(
-                f"partial rollout: {len(samples)} samples for {len(rows)} groups of {self.batch.group_size}"
-            )
-        buffer: deque[BufferedGroup] = deque()
-        for epoch, index, first_step, first_round, count in rows:
-            members = tuple(samples.popleft() for _ in range(count))
-            buffer.append(BufferedGroup((epoch, index), first_step, first_round, members))
-        self.buffer, self.num_rounds = buffer, int(state["num_rounds"])
-        self.filter = self.filter and self.filter.of_state(state["filtered_share"])
-
-
-def has_ended(sample: Sample) -> bool:
-    """Whether a response ended by itself."""
-    return sample.finish_reason in ("stop", "length")
-
-
-def version_spans(versions: np.ndarray) -> list[tuple[int, int, int]]:
-    """Runs of tokens of one version, as (version, start, stop) in tokens of the response."""
-    versions = np.asarray(versions)
-    if not len(versions):
-        return []
-    bounds = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), len(versions)]
-    return [(int(versions[start]), start, stop) for start, stop in pairwise(bounds)]
-
-
-def num_spans(versions: np.ndarray) -> int:
-    """The number of stretches of one version in a response."""
-    return len(version_spans(versions))

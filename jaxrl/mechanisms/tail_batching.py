@@ -1,6 +1,6 @@
 """Tail batching: slow prompts wait in a queue and run together later, so that most rounds are short.
 
-Purpose: the rule across rounds. A *short round* launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0)
+A *short round* launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0)
 responses and keeps the first P0 × R0 (`Race`). Prompts that lose wait in the long-prompt queue, first in, first out.
 As soon as the queue holds P0 prompts (with dynamic sampling: as many as are expected to yield P0 groups that count), a
 *long round* runs P0 of them with R0 responses each, and waits for all.
@@ -13,66 +13,42 @@ Departures:
 - `max_age_steps` bounds how long a prompt may wait, in training steps since its first launch: if one more short round
   could break the bound, a long round comes first.
 - `at_end="flush"`: a round launches no more new prompts than the run can still train on, so the queue is empty after
-  the last step and every prompt that was drawn has been trained on. With dynamic sampling, which launches ahead, those
-  that the last steps have no room for leave as filtered. "leave" goes on by the rule to the end, and reports the
-  prompts left in the queue.
-- With dynamic sampling a long round launches ahead of verdicts too, so it may leave prompts over: they go to the front
-  of the queue.
+  the last step and every prompt has been trained on. With dynamic sampling, which launches ahead, those that the last
+  steps have no room for leave as filtered. "leave" follows the rule to the end, and reports the prompts that are left.
+- With dynamic sampling a long round launches ahead of verdicts too, so it may leave prompts over: they are the first of
+  the queue.
 - If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
   speculation: every batch has exactly P0 × R0 samples.
 
-As in the paper, responses of a deferred prompt that had ended are drawn anew. They are the short ones of its responses;
-kept, with only the others drawn again, the group would hold more short responses than the policy gives
+As in the paper, a deferred prompt samples all of its responses anew. Those that had ended are the short ones; if they
+were kept and only the others sampled again, the group would hold more short responses than the policy gives
 (docs/mechanisms/tail_batching.md has figures).
 
-Defined behaviour at the edges: with prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what
-dynamic sampling launches ahead); a data set smaller than P0 repeats inside a batch, each time with its own epoch; the
-queue ignores epochs.
-
-A relaunched prompt draws new responses: their `attempt` is one higher (docs/architecture.md).
+With prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what dynamic sampling launches ahead).
+A data set smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import PROMPTS_OF_ROUNDS, UNFINISHED, Mechanism, Searched
-from jaxrl.scheduling.rounds.batches import (
-    OpenRound,
-    PromptStream,
-    RoundResult,
-    RoundTime,
-    Waiting,
-    check_schema,
-    close_round,
-    discard_at_end,
-    launched,
-    new_group,
-    open_round,
-    pack_learnt,
-    pack_waiting,
-    provisioned,
-    queue_metrics,
-    room_until_end,
-    unpack_waiting,
-)
-from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, launched, provisioned, room_until_end
+from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
+from jaxrl.scheduling.rounds.round import Round, RoundKind
 from jaxrl.schema.limits import AtEnd, Factor
+from jaxrl.types import Group
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.report.charts import Chart, Curve, Point
     from jaxrl.report.curves import PagePart
     from jaxrl.report.runs import Run as RecordedRun
-
-SCHEMA = 2
 
 
 def _period(prompt_factor: float, num_prompts: int) -> int:
@@ -81,18 +57,15 @@ def _period(prompt_factor: float, num_prompts: int) -> int:
     return math.ceil(num_prompts / spare) + 1 if spare else 1
 
 
-class TailBatching(Mechanism):
-    """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`).
+class TailBatching(BatchRule, Mechanism):
+    """The batch rule; its queue is the long-prompt queue. Raises ValueError for impossible limits.
 
     Args:
-      batch: P0, R0, and what else rules share.
       options: `rollout.tail_batching`.
-
-    Raises ValueError for impossible limits.
 
     Attributes:
       num_spare: prompts of a full short round beyond P0.
-      num_responses: responses per prompt in a short round.
+      least_age_bound: steps until all prompts that one short round defers have run, if only long rounds follow.
     """
 
     @dataclass(frozen=True)
@@ -131,57 +104,23 @@ class TailBatching(Mechanism):
         return cls(batch, config.rollout.tail_batching)
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
-        self.batch, self.options = batch, options
-        num_prompts, self.num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
+        num_prompts, num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
+        self.options, self.at_end = options, options.at_end
         self.num_spare = num_prompts - batch.num_groups
-        self._limits("short", self.num_spare)
+        super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare), batch.group_size)
+        self.least_age_bound = -(-self.num_spare // batch.num_groups)
         if options.max_age_steps and options.max_age_steps < self.least_age_bound:
             raise ValueError(
                 f"rollout.tail_batching.max_age_steps ({options.max_age_steps} steps) must be >= "
                 f"{self.least_age_bound}, or 0 for no bound: a short round defers up to {self.num_spare} prompts "
                 f"(prompt_factor {options.prompt_factor}), and long rounds take {batch.num_groups} each"
             )
-        self.queue: deque[Waiting] = deque()
-        self.num_rounds = 0
-        self.filter = batch.group_filter
-        self._open: OpenRound | None = None
 
-    @property
-    def num_carried(self) -> int:
-        return len(self.queue)
-
-    @property
-    def max_under_way(self) -> tuple[int, int]:
-        return self._limits("short", self.num_spare).max_under_way
-
-    @property
-    def least_age_bound(self) -> int:
-        """Steps until all prompts deferred by one short round have run, if only long rounds follow."""
-        return -(-self.num_spare // self.batch.num_groups)
-
-    def _limits(self, kind: RoundKind, num_spare: int, max_left_over: int | None = None) -> RaceLimits:
-        """The limits of a short round, or of a long one (`num_spare` 0)."""
-        num_responses = self.num_responses if kind == "short" else self.batch.group_size
-        return RaceLimits(self.batch, num_responses, num_spare, max_left_over=max_left_over)
-
-    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
-        return []  # the batch depends on which responses end first
-
-    # -- planning ----------------------------------------------------------------------------------------------------
-
-    def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
-        assert self._open is None, "a round is planned before the one before it is settled"
-        self.num_rounds += 1
+    def _plan(self, time: RoundTime) -> RoundPlan:
         kind, num_spare = self._choose(time)
-        limits = self._limits(kind, num_spare, self._most_left_over(kind, time))
-
-        def supply() -> PlannedGroup:
-            if kind == "long" and self.queue:
-                return self.queue.popleft().relaunch(prompts, self.batch.group_size)
-            return new_group(prompts, limits.num_responses, time.step, self.num_rounds)
-
-        self._open = open_round(Race(limits, supply, group_filter=self.filter), kind, time)
-        return self._open.round
+        num_responses = self.limits.num_responses if kind == "short" else self.batch.group_size
+        limits = RaceLimits(self.batch, num_responses, num_spare, max_left_over=self._most_left_over(kind, time))
+        return RoundPlan(limits, kind, num_kept=len(self.queue) if kind == "short" else 0)
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
         """The kind of the next round, and how many prompts it launches beyond P0."""
@@ -189,7 +128,7 @@ class TailBatching(Mechanism):
         enough = self.filter.under_way(num_groups) if self.filter else num_groups
         if num_waiting >= enough or self._age_forces_long(time.step):
             return "long", 0
-        room = room_until_end(self.options.at_end, num_groups, time, num_waiting)
+        room = room_until_end(self.at_end, num_groups, time, num_waiting)
         num_spare = self.num_spare if room is None else min(self.num_spare, room)
         # a race cannot wait for all of the prompts that dynamic sampling launches ahead, and must not lose any
         crowded = self.filter and room is not None and room < enough - num_groups + num_spare
@@ -201,7 +140,7 @@ class TailBatching(Mechanism):
         num_groups, num_waiting = self.batch.num_groups, len(self.queue) if kind == "short" else 0
         if self.options.max_age_steps:
             rooms.append(num_groups * self.options.max_age_steps - num_waiting)
-        if kind == "short" and (room := room_until_end(self.options.at_end, num_groups, time, num_waiting)) is not None:
+        if kind == "short" and (room := room_until_end(self.at_end, num_groups, time, num_waiting)) is not None:
             rooms.append(room)
         return min(rooms, default=None)
 
@@ -214,48 +153,8 @@ class TailBatching(Mechanism):
         last_runs = (step + 1 + place // self.batch.num_groups for place in range(len(first_steps)))
         return any(last - first > max_age for last, first in zip(last_runs, first_steps, strict=True))
 
-    # -- settling ----------------------------------------------------------------------------------------------------
-
-    def settle(self, current: Round) -> RoundResult:
-        opened, self._open = close_round(self._open, current), None
-        race = opened.race
-        self.filter = race.filter
-        deferred = [Waiting.of(group.planned) for group in race.left_over]
-        waits_for_all = current.kind == "long" and not self.filter
-        assert not (deferred and waits_for_all), "a long round waits for all of its prompts"
-        if current.kind == "short":
-            self.queue.extend(deferred)
-        else:
-            self.queue.extendleft(reversed(deferred))  # those that were launched first are the oldest of all
-        left: dict[PromptKey, Outcome] = dict(race.filtered)
-        discarded = discard_at_end(self.queue, self.batch, self.options.at_end, opened.time)
-        left |= {entry.key: "filtered" for entry in discarded}
-        groups = current.groups()
-        metrics = opened.metrics(groups, opened.tokens_lost())
-        metrics["rollout/deferred_prompts"] = float(len(deferred))
-        metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
-        if self.filter:
-            metrics["rollout/discarded_prompts"] = float(len(discarded))
-        return RoundResult(current.kind, groups, left, metrics, opened.filtered(), [])
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order."""
-        assert self._open is None, "state between rounds only"
-        return {
-            "schema": SCHEMA,
-            "num_rounds": self.num_rounds,
-            "filtered_share": pack_learnt(self.filter),
-            "queue": pack_waiting(self.queue),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of another schema."""
-        check_schema("tail batching", state, SCHEMA)
-        self.queue = unpack_waiting(state["queue"])
-        self.num_rounds = int(state["num_rounds"])
-        self.filter = self.filter and self.filter.of_state(state["filtered_share"])
+    def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
+        return {"rollout/deferred_prompts": float(num_left_over)}
 
 
 def _charts(run: RecordedRun) -> list[Chart]:

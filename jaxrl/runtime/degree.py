@@ -18,8 +18,7 @@ from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.rollout.profiles import checked_profile, load_profile
 from jaxrl.runtime.devices import with_types
 from jaxrl.runtime.memory import kv_layers_of, plan_num_blocks
-from jaxrl.scheduling.layouts.batch_state import GroupCapacity
-from jaxrl.scheduling.layouts.initial_degree import fastest_degree
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Profile
 from jaxrl.sharding.memory import DeviceMemory, memory_of

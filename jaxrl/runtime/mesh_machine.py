@@ -19,9 +19,8 @@ from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.mesh import platform_of
 
 if TYPE_CHECKING:
-    from jaxrl.mechanisms.speculation.session import IndexBuilder
+    from jaxrl.mechanisms.speculation.index_builder import IndexBuilder
     from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
-    from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.remote import RemoteWorkers
     from jaxrl.train.step import Trainer
     from jaxrl.train.teacher import Teacher
@@ -44,7 +43,7 @@ class MeshMachine:
         self,
         config: Config,
         mesh: Mesh | None,
-        workers: WorkerSet | RemoteWorkers | MeshExecutor,
+        workers: WorkerSet | RemoteWorkers,
         stack: ExitStack,
         trainer: Trainer | None = None,
         teacher: Teacher | None = None,
@@ -89,9 +88,13 @@ class MeshMachine:
         return streams
 
     def index_builder(self) -> IndexBuilder:
-        from jaxrl.mechanisms.speculation.session import IndexBuilder
+        from jaxrl.mechanisms.speculation.index_builder import IndexBuilder
 
         return IndexBuilder(self._config.rollout.speculation, self._timeline)
+
+    def release_workers(self, workers: Sequence[int]) -> None:
+        assert isinstance(self._workers, WorkerSet), "workers on other hosts are not freed one by one"
+        self._workers.release_some(workers)
 
     def wait_quiet(self) -> None:
         self._workers.wait_quiet()

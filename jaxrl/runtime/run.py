@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from jaxrl.data.prompts import PromptSource
     from jaxrl.mechanisms.one_step_off import Concurrently
-    from jaxrl.mechanisms.speculation.session import IndexBuilder
+    from jaxrl.mechanisms.speculation.index_builder import IndexBuilder
     from jaxrl.mechanisms.stream_trainer import GradientStream
     from jaxrl.mechanisms.turns.rule import Conversation
     from jaxrl.record.journal import Journal
@@ -78,6 +78,10 @@ class Machine(Protocol):
 
     def index_builder(self) -> IndexBuilder:
         """Builds the indexes that responses are drafted from."""
+        ...
+
+    def release_workers(self, workers: Sequence[int]) -> None:
+        """Frees pools and weights of closed workers."""
         ...
 
     def wait_quiet(self) -> None:

@@ -178,6 +178,9 @@ class SimulatedMachine:
         clock = self._clock
         return simulated_speculation.BlankIndexes(self._config.rollout.speculation, clock=lambda: clock.now_s)
 
+    def release_workers(self, workers: Sequence[int]) -> None:
+        self.executors.release_some(workers)
+
     def wait_quiet(self) -> None:
         """Nothing: what runs on the devices takes them in simulated time."""
 

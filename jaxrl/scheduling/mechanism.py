@@ -194,8 +194,14 @@ class PhaseOrder:
     """
 
     rounds_ahead: ClassVar[int] = 0
-    update_has_ended: bool = False
-    defers_stop: bool = False
+
+    @property
+    def update_has_ended(self) -> bool:
+        return False
+
+    @property
+    def defers_stop(self) -> bool:
+        return False
 
     def update(self, step: Step, groups: Sequence[Group]) -> tuple[Any, Any]:
         """Returns what `Step.collect` and `Step.learn` returned; None in place of the first where no round was run."""

@@ -21,8 +21,7 @@ from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.shapes import SHAPES
-from jaxrl.scheduling.layouts.batch_state import GroupCapacity
-from jaxrl.scheduling.layouts.initial_degree import fastest_degree
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.schema.limits import BYTES

@@ -25,6 +25,7 @@ from replayed_backend import (
     scored,
 )
 
+from jaxrl.mechanisms.adaptive_layouts.control import Decision
 from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
@@ -60,21 +61,27 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
 ):
     """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
     places: list[Any] = []
-    control = SimpleNamespace(follows=False)
-    session: Any = SimpleNamespace(
-        control=control,
+    journal: Any = SimpleNamespace(
+        entries=lambda step, kind: (), append=lambda step, kind, key, entry: places.append((step, key[0]))
+    )
+    control: Any = SimpleNamespace(
+        follows=False,
+        tp=1,
+        switches=[],
         enter=lambda: None,
-        begin=lambda *place: places.append(place),
+        begin=lambda kind, recorded, write: write(Decision(0, None)),
         before_plan=lambda decides: None,
-        after_plan=lambda: None,
+        after_plan=lambda now_s: None,
         finished=lambda length: None,
         end=lambda preemptions: {},
     )
-    house = houses(LENGTHS, Pool(), mechanisms=[LayoutSessions([session] * num_workers)])
+    drawing: Any = SimpleNamespace(counter=lambda *_, **values: None)
+    layouts = LayoutSessions([control] * num_workers, lambda: 0.0, drawing, None, journal)
+    house = houses(LENGTHS, Pool(), mechanisms=[layouts])
     for step, kind in order:
         house.run_round(PROMPTS, 1, step, kind)
         house.backend.end()
-    assert places == [(step, int(kind == "eval"), kind) for step, kind in order for _ in range(num_workers)]
+    assert places == [(step, int(kind == "eval")) for step, kind in order for _ in range(num_workers)]
 
 
 def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):

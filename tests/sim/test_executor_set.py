@@ -286,11 +286,9 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
     _, fixed, _, _ = fixed_run(2, "tokens")
     simulation, adaptive, samples, saved = run(made)
     assert samples_of(samples) == samples_of(alone)
-    assert len(simulation.mechanism(LayoutSessions).sessions) == 2
+    assert len(simulation.mechanism(LayoutSessions).controls) == 2
     if "switch" in layout:
-        switches = [
-            each.episodes for each in (session.control for session in simulation.mechanism(LayoutSessions).sessions)
-        ]
+        switches = [control.switches for control in simulation.mechanism(LayoutSessions).controls]
         assert all(switches), "both switched in the last round"
         assert switches[0][0].decision.stay_s != switches[1][0].decision.stay_s, "each by its own rows"
         for step, measured in adaptive.items():

@@ -124,7 +124,7 @@ class FakeRollout:
         if len(self.certain) > 1:
             assert {*self.certain[-2]} <= {*self.certain[-1]}, "what was certain stays so"
         for group in groups:
-            assert len(group.samples) == current.ledger.group_size
+            assert len(group.samples) == current.group_size
             for sample in group.samples:
                 verdict = current.ledger.verdicts.get(sample.key)
                 assert sample.reward == (None if verdict is None else verdict.reward)
@@ -255,16 +255,7 @@ class FakeTraining:
 
     def carried(self) -> list[tuple[int, int]]:
         """Keys of the prompts that the rule carries."""
-        state = self.rule.state_dict()
-        rows = state.get("queue", state.get("groups"))
-        if rows is None:
-            assert self.rule.num_carried == 0, (
-                f"{self.rule.name} carries {self.rule.num_carried} prompts, and its state has only {sorted(state)}: "
-                "`state_dict` must have an array 'queue' or 'groups' with a row for each of them, which begins with "
-                "its epoch and its index"
-            )
-            return []
-        return [(int(row[0]), int(row[1])) for row in rows]
+        return [(int(epoch), int(index)) for epoch, index, _ in self.rule.state_dict()["queue"]["groups"]]
 
     def state(self) -> dict[str, Any]:
         return {
@@ -277,7 +268,7 @@ class FakeTraining:
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.prompts.position = state["step"], state["position"]
         self.departures.load_state_dict(state["departures"])
-        self.rule.load_state_dict(state["rule"])
+        self.rule.load_state_dict(state["rule"], self.prompts)
 
 
 def through_disk(state: dict[str, Any]) -> dict[str, Any]:

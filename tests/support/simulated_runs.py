@@ -322,10 +322,10 @@ def check_samples(house: House) -> None:
         seen = sum(restarts)
         counted = sum(of_steps(house, "restarted_samples"))
         assert seen <= counted if house.config.algorithm.filter_groups.enable else seen == counted
-        assert len({(entry.key, entry.first_step) for entry in rule.buffer}) == len(rule.buffer)
+        assert len({(entry.key, entry.first_step) for entry in rule.queue}) == len(rule.queue)
 
 
 def buffered(house: House) -> list[Any]:
     """Samples that partial rollout carries at the end."""
     state = house.loop.rule.state_dict()
-    return unpack_samples(state["samples"]) if "samples" in state else []
+    return unpack_samples(state["queue"]["samples"])

@@ -1,9 +1,8 @@
 """The planner between rounds that raises tp only where preemptions have risen beyond noise, and tries to come down.
 
-Purpose: `ConfidentPlanner` is `rollout.layout.planner_rule=confident`; `jaxrl.mechanisms.adaptive_layouts.tp_planner`
-is the paper's rule, in which a round with 5 % more preemptions than the one before doubles tp. Counts that only scatter
-pass 5 % often: Poisson counts of mean 100 every third round. As nothing but rounds without any preemption lowers tp,
-the paper's rule then ends at the largest degree.
+`rollout.layout.planner_rule=confident`. In the paper's rule (`tp_planner`) a round with 5 % more preemptions than the
+one before doubles tp. Counts that only scatter pass 5 % often: Poisson counts of mean 100 every third round. As only
+rounds without any preemption lower tp, the paper's rule then ends at the largest degree.
 
 Source: what is planned, the factor of 1.05 and the quiet rounds are RollPacker's (§4.2). The test is the comparison of
 two Poisson means by their deviance, with a dispersion estimated from the data (McCullagh and Nelder 1989, Generalized
@@ -22,16 +21,16 @@ the weighted mean of 1, which counts as ν₀ = 8 rounds, and of an estimate tha
 mean square of the differences between successive counts, over the mean count. tp rises if X > E X, and t is beyond the
 quantile of 1 - α / 4 for one of w = 1, 2, 4, 8. So in a round of which nothing has changed, noise raises it with a
 chance of at most α = 1 in 10,000 (by the union bound over the four; the rest is approximation, and
-docs/mechanisms/adaptive_layouts.md has what was measured).
+docs/mechanisms/adaptive_layouts.md has measurements).
 
-All rounds of a kind at a degree are compared with, however long ago, so slow growth is found as well. Those that showed
-a rise are forgotten: later rounds at that degree are compared with what was normal there.
+The test compares with all rounds of a kind at a degree, however long ago, so it finds slow growth as well. Rounds that
+showed a rise are forgotten, so that later ones are compared with what was normal.
 
-**The way down.** As in the paper, `planner_quiet_rounds` without preemption lower tp. And a degree that was raised is
-left again after `TRIAL_ROUNDS`, for the one that it was raised from. If preemptions there are still beyond what
-was normal, they raise tp again by the test above, and the next attempt waits twice as long; if they are not for
-`TRIAL_ROUNDS`, the wait is forgotten. So a false rise, or one that has passed, is undone, and one that stays
-costs ever rarer trials. A lower degree that has no rounds of its own is compared with the one above it.
+**The way down.** As in the paper, `planner_quiet_rounds` without preemption lower tp. Besides, `TRIAL_ROUNDS` after a
+rise the planner tries the degree from which it rose. If preemptions there are still beyond what was normal, they raise
+tp again by the test above, and the next trial waits twice as long; otherwise the wait is forgotten after
+`TRIAL_ROUNDS`. So a false rise, or one that has passed, is undone, and one that stays costs ever rarer trials. A lower
+degree without rounds of its own is compared with the one above it.
 
 Departures from RollPacker: the test, and the trials. Kinds of rounds, steps between degrees and what is not a clock are
 as in `tp_planner`.
@@ -47,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.mechanisms.adaptive_layouts.tp_planner import check_preemptions, checked_degrees, fitting_degree
+from jaxrl.mechanisms.adaptive_layouts.tp_planner import fitting_degree
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -137,7 +136,8 @@ class ConfidentPlanner:
     def __init__(
         self, options: AdaptiveLayouts.Options, degrees: Sequence[int], initial: int, trial_rounds: int = TRIAL_ROUNDS
     ) -> None:
-        self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
+        assert initial in degrees
+        self.options, self.degrees, self.initial = options, tuple(degrees), initial
         self._trial_rounds = trial_rounds
         self._kinds: dict[str, _Kind] = {}
 
@@ -148,7 +148,7 @@ class ConfidentPlanner:
 
     def observe(self, preemptions: int, kind: str = "all") -> int:
         """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
-        check_preemptions(preemptions, kind)
+        assert preemptions >= 0
         first = self.degrees.index(self.initial)
         state = self._kinds.setdefault(kind, _Kind(first, first))
         level, options = state.level(state.at), self.options

@@ -1,13 +1,10 @@
-"""A worker's layout, round by round and plan by plan.
-
-Purpose: `LayoutControl` stands between a backend and its engine, and says how RollPacker's per-step planner and PAT's
-switches compose.
+"""A worker's layout, round by round and plan by plan: how RollPacker's per-step planner and PAT's switches compose.
 
 - A round starts in the planner's degree for its kind; without a planner, in the configured one.
 - Before each plan the control looks at the live rows. If the switch rule wants to switch, the plans in flight are
   collected, the rule decides again on what is then known, the decision is written to the journal, and the engine
   changes its layout. A round may switch several times. The engine's own step times correct the predictor.
-- When the round has ended, the planner is told of all its preemptions, those after a switch included, and the worker
+- When the round has ended, the planner observes all its preemptions, those after a switch included, and the worker
   returns to the degree that the next round starts in. The switch rule's choices do not change the planner.
 
 So with a planner tp never falls while rows are live, and the planner compares rounds that began in its own degrees.
@@ -16,10 +13,9 @@ Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-
 a clock decides is journalled before it takes effect).
 
 Collecting the plans in flight changes what is known when a plan is made, and so the logical order in which responses
-end. It is therefore a decision of the clock as well: if plans were collected and no switch followed, that is written
-down too (`Decision`). The logical time of a decision is the number of the next plan, counted from the start of the
-round, so a round that runs again finds every decision at its place. Up to the last decision in the journal, a repeated
-round decides nothing by itself: where the journal has no decision, the first run went on unchanged.
+end. So the journal also records that plans were collected and no switch followed (`Decision`). The logical time of a
+decision is the number of the next plan, counted from the start of the round, so a round that runs again finds every
+decision at its place. Up to the last decision in the journal, a repeated round decides nothing by itself.
 """
 
 from __future__ import annotations
@@ -75,11 +71,12 @@ class Decision:
 
 
 @dataclass(slots=True)
-class Episode:
+class MeasuredSwitch:
     """A switch, as predicted and as measured.
 
     Attributes:
-      decision: the rule's, with its predictions. done: what the engine did; None if the switch failed halfway.
+      decision: the rule's, with its predictions.
+      done: what the engine did; None if the switch failed halfway.
       prefill_s: prefills right after it, where KV was recomputed.
       steps_s: mean step times of the first plans after it that only decoded.
     """
@@ -91,7 +88,7 @@ class Episode:
 
     @property
     def cost_s(self) -> float:
-        """Seconds that it really took."""
+        """Seconds that it took."""
         return self.prefill_s + (0.0 if self.done is None else self.done.times.total_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +117,6 @@ class LayoutControl:
 
     Args:
       engine: over an executor that can change its layout.
-      options: `rollout.layout`.
       degrees: those that rounds may use (`AdaptiveLayouts.Options.degrees_on`), ascending.
       initial: the degree that rounds start in; with a planner, the first round of each kind.
       predictor: of step times and costs; None: a round stays in the degree that it starts in.
@@ -142,18 +138,16 @@ class LayoutControl:
         initial: int,
         predictor: LatencyPredictor | None = None,
     ) -> None:
-        if not isinstance(engine.executor, LayoutExecutor):
-            raise ValueError(f"layout control: {type(engine.executor).__name__} cannot change its layout")
+        assert isinstance(engine.executor, LayoutExecutor), "layouts adapt, and this executor cannot change its own"
         degrees = tuple(degrees)
-        if initial not in degrees:
-            raise ValueError(f"layout control: the tp that rounds start in ({initial}) must be one of {degrees}")
+        assert initial in degrees
         self.engine = engine
         self.predictor = predictor
         planner = ConfidentPlanner if options.planner_rule == "confident" else TpPlanner
         self.planner = planner(options, degrees, initial) if options.planner else None
         self.rule = None if predictor is None else LayoutSwitchRule(options, degrees, predictor)
         self.history = LengthHistory() if options.bound == "expected" else None
-        self.episodes: list[Episode] = []
+        self.switches: list[MeasuredSwitch] = []
         self.trace: list[tuple[float, int, int]] = []  # (time, live rows, tp)
         self._executor = engine.executor
         self._initial = initial
@@ -189,12 +183,10 @@ class LayoutControl:
         """Begins a round with an idle engine, in the degree of its kind.
 
         Args:
-          kind: the round's kind, by which the planner tells rounds apart.
           recorded: the journal's decisions of this round.
           write: puts a decision into the journal; the decision takes effect when it returns.
         """
-        if self._kind is not None:
-            raise ValueError(f"layout control: a {kind!r} round begins before the {self._kind!r} round has ended")
+        assert self._kind is None, f"a {kind!r} round begins before the {self._kind!r} round has ended"
         self._kind = kind
         self._likely = self._likely if kind == "eval" else kind
         if self.rule is not None:
@@ -205,25 +197,21 @@ class LayoutControl:
         self._recorded = deque(sorted(recorded, key=lambda decision: decision.dispatch))
         self._write = _nowhere if write is None else write
         self._first, self._quiet_until = self.engine.batcher.next_index, 0
-        self.episodes, self.trace, self._ratios = [], [], []
+        self.switches, self.trace, self._ratios = [], [], []
 
     @property
     def follows(self) -> bool:
-        """Whether decisions of this round were made here before, and are still to be repeated."""
+        """Whether decisions of an earlier run of this round are still to be repeated."""
         return bool(self._recorded)
 
-    def before_plan(self, decides: bool = True) -> Episode | None:
-        """Switches if it pays; returns what was done.
-
-        Args:
-          decides: whether it may decide by itself; if not, it repeats earlier decisions alone.
+    def before_plan(self, decides: bool = True) -> MeasuredSwitch | None:
+        """Switches if it pays, or, unless it `decides`, where an earlier run of this round did; returns the switch.
 
         Raises:
-          ValueError: outside a round, for a journal of another run, or where a switch would lower tp beside a planner.
+          ValueError: for a journal of another run, or where a switch would lower tp beside a planner.
           SwitchFailed: a switch failed and left the executor unusable.
         """
-        if self._kind is None:
-            raise ValueError("layout control: no round has begun")
+        assert self._kind is not None, "no round has begun"
         dispatch = self.engine.batcher.next_index - self._first
         if self._recorded:
             return self._follow(self._recorded.popleft()) if dispatch >= self._recorded[0].dispatch else None
@@ -256,15 +244,14 @@ class LayoutControl:
 
     def end(self, preemptions: int) -> dict[str, float]:
         """Ends the round and returns its metrics. Seconds are sums over the round's switches, predicted and real."""
-        if self._kind is None:
-            raise ValueError("layout control: no round has begun")
+        assert self._kind is not None, "no round has begun"
         kind, self._kind = self._kind, None
         if self.planner is not None:
             self.planner.observe(preemptions, kind)
-        done = [episode for episode in self.episodes if episode.done is not None]
+        done = [switch for switch in self.switches if switch.done is not None]
         metrics: dict[str, float] = {
             "rollout/layout/switches": len(done),
-            "rollout/layout/failed_switches": len(self.episodes) - len(done),
+            "rollout/layout/failed_switches": len(self.switches) - len(done),
             "rollout/layout/final_tp": self.tp,
         }
         if done:
@@ -282,7 +269,7 @@ class LayoutControl:
         return metrics
 
     def cancel(self) -> None:
-        """The round is dropped: the planner is told nothing of it."""
+        """The round is dropped: the planner observes nothing of it."""
         self._kind = None
 
     def picture(self) -> dict[str, Any]:
@@ -291,7 +278,7 @@ class LayoutControl:
         began = points[0][0] if points else 0.0
         return {
             "points": [[round(at - began, 4), live, tp] for at, live, tp in points],
-            "switches": [episode.to_json() for episode in self.episodes],
+            "switches": [switch.to_json() for switch in self.switches],
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,7 +290,7 @@ class LayoutControl:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from another control's state; what the state lacks stays as it is."""
+        """Resumes from another control's state; what the state lacks stays as it is."""
         if self.planner is not None and "planner" in state:
             self.planner.load_state_dict(state["planner"])
         self._likely = state.get("likely", self._likely)
@@ -324,8 +311,8 @@ class LayoutControl:
         expected = None if self.history is None else self.history.expected_remaining
         return BatchState(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
 
-    def _follow(self, known: Decision) -> Episode | None:
-        """Repeats the decision that was made here before."""
+    def _follow(self, known: Decision) -> MeasuredSwitch | None:
+        """Repeats a decision of the journal."""
         dispatch, switch = self.engine.batcher.next_index - self._first, known.switch
         if dispatch != known.dispatch or (switch is not None and switch.from_tp != self.tp):
             came_from = "" if switch is None else f" from tp {switch.from_tp}"
@@ -342,8 +329,8 @@ class LayoutControl:
             self.rule.record(switch)
         if known.failed:
             recompute(self.engine)
-            self.episodes.append(Episode(switch, None))
-            return self.episodes[-1]
+            self.switches.append(MeasuredSwitch(switch, None))
+            return self.switches[-1]
         return self._switch(switch)
 
     def _refuse_lowering(self, switch: Switch) -> None:
@@ -353,7 +340,7 @@ class LayoutControl:
                 "(rollout.layout.direction must be up where rollout.layout.planner is on)"
             )
 
-    def _switch(self, switch: Switch) -> Episode:
+    def _switch(self, switch: Switch) -> MeasuredSwitch:
         try:
             done: Switched | None = self.engine.switch(switch.to_tp, switch.how)
         except SwitchFailed as failure:
@@ -361,21 +348,21 @@ class LayoutControl:
                 raise
             done = None
             self._write(Decision(switch.dispatch, switch, failed=True))
-        self.episodes.append(Episode(switch, done))
-        return self.episodes[-1]
+        self.switches.append(MeasuredSwitch(switch, done))
+        return self.switches[-1]
 
     def _observe(self, times: PlanTimes) -> None:
         """A plan was collected."""
-        episode = self.episodes[-1] if self.episodes else None
+        last = self.switches[-1] if self.switches else None
         if times.prefill_tokens:
-            if episode is not None and episode.decision.how == "recompute" and not episode.steps_s:
-                episode.prefill_s += times.duration_s
+            if last is not None and last.decision.how == "recompute" and not last.steps_s:
+                last.prefill_s += times.duration_s
             return
         if not times.num_steps or not times.was_queued or times.verified:
             return  # the first plan after a pause waits for the host as well
         step_s = times.duration_s / times.num_steps
-        if episode is not None and len(episode.steps_s) < STEPS_SEEN:
-            episode.steps_s.append(step_s)
+        if last is not None and len(last.steps_s) < STEPS_SEEN:
+            last.steps_s.append(step_s)
         if self.predictor is not None and step_s > 0:
             self._ratios.append(self.predictor.observe(self.tp, times.batch, times.context, step_s))
 

@@ -1,7 +1,7 @@
-"""Decides when a draining batch should go on in another layout, and how its KV gets there.
+"""Decides when a draining batch switches to another layout, and how its KV gets there.
 
-Purpose: between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each tensor-parallel
-degree, the cost of the switch included, and names the degree to go to, or none.
+Between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each tensor-parallel degree,
+the cost of the switch included.
 
 Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are found in: 4 and 8 `remaining_s`
 (`jaxrl.scheduling.layouts.batch_state`); 7 `regroup`; 6-14 with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the
@@ -21,10 +21,7 @@ Departures:
 - While requests wait for a row, the batch is not draining and the rule does not switch.
 
 Going back when a generation has ended costs nothing: no KV is left, and the next weights come from training anyway.
-
-Decisions rest on measured times, so each goes to the journal (`Switch.to_json`) before it takes effect, and a
-generation that runs again takes them from there. Their logical time is the dispatch number, counted from the start of
-the generation, by which the second run finds what the first one wrote.
+Decisions rest on measured times, so each goes to the journal (`Switch.to_json`) before it takes effect.
 """
 
 from __future__ import annotations
@@ -36,7 +33,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.batch_state import BatchState, Rows, StepTimes, load_at, num_tokens, remaining_s
+from jaxrl.scheduling.layouts.batch_state import (
+    BatchState,
+    GroupCapacity,
+    Rows,
+    StepTimes,
+    load_at,
+    num_tokens,
+    remaining_s,
+)
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
@@ -59,12 +64,11 @@ class LatencyModel(StepTimes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A degree, and the time left of the generation under it; for a refused degree only the reason counts.
+    """A degree, and the time left of the generation under it.
 
     Attributes:
       remaining_s: decoding, after the switch.
       weights_s, state_s, fixed_s: parts of the switch; 0 for the degree in use.
-      how: whether KV is moved or recomputed. refused: why the degree is not possible, or None.
     """
 
     tp: int
@@ -73,7 +77,6 @@ class Candidate:
     state_s: float = 0.0
     fixed_s: float = 0.0
     how: How = "migrate"
-    refused: str | None = None
 
     @property
     def cost_s(self) -> float:
@@ -128,7 +131,7 @@ class Switch:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Switch:
-        """Reads what `to_json` wrote; keys that the journal adds are ignored. Raises ValueError for another schema."""
+        """The reverse of `to_json`, without keys that the journal adds. Raises ValueError for another schema."""
         names = [each.name for each in fields(cls)]
         if entry.get("schema") != SCHEMA or not set(names) <= set(entry):
             raise ValueError(
@@ -153,10 +156,10 @@ class LayoutSwitchRule:
     _last: Switch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for degrees that do not nest, or that the model cannot predict."""
+        """Raises ValueError for degrees that the model cannot predict."""
         degrees, one = self.degrees, np.ones(1)
-        if not degrees or degrees[0] < 1 or any(a >= b or b % a for a, b in pairwise(degrees)):
-            raise ValueError(f"layout switch: degrees {degrees} must ascend from >= 1, each dividing the next")
+        assert degrees
+        assert all(a < b and not b % a for a, b in pairwise(degrees))
         for tp in degrees:
             self.model.decode_steps_s(tp, one, one)
         for source in degrees:
@@ -171,10 +174,8 @@ class LayoutSwitchRule:
         self._last = None
 
     def decide(self, now: BatchState) -> Switch | None:
-        """The switch to make now, or None to go on. Raises ValueError for an impossible state.
-
-        A switch that is returned counts as made: if it fails, the next one waits for the cooldown all the same.
-        """
+        """The switch to make now, or None. One that is returned counts as made: if it fails, the next one waits for the
+        cooldown all the same."""
         found = self._find(now)
         if found is None:
             return None
@@ -198,7 +199,7 @@ class LayoutSwitchRule:
         return switch
 
     def wants(self, now: BatchState) -> bool:
-        """Whether `decide` would name a degree. Raises as it does."""
+        """Whether `decide` would name a degree."""
         return self._find(now) is not None
 
     def considers(self, dispatch: int, tp: int, num_live: int, num_waiting: int) -> bool:
@@ -207,41 +208,36 @@ class LayoutSwitchRule:
             return False
         if self._last is not None and dispatch - self._last.dispatch < self.options.cooldown:
             return False
-        return any(self._refuse_direction(tp, other, num_live) is None for other in self.degrees if other != tp)
+        return any(self._may_go(tp, other, num_live) for other in self.degrees if other != tp)
 
     def _find(self, now: BatchState) -> tuple[Candidate, Candidate] | None:
-        """(the degree in use, the best other one) if a switch to the other is due, else None."""
-        self._check(now)
+        """(the degree in use, the best other one) if a switch to the other pays, else None."""
+        assert now.tp in self.degrees
+        assert now.tp * len(now.groups) == self.model.num_devices
+        assert self._last is None or now.dispatch >= self._last.dispatch
         if not self.considers(now.dispatch, now.tp, now.num_live, now.num_waiting):
             return None
-        possible = [candidate for candidate in self._others(now) if candidate.refused is None]
-        if not possible:
+        stay, *others = self.evaluate(now)
+        if not others:
             return None
-        stay, best = self._stay(now), min(possible, key=lambda candidate: candidate.total_s)
+        best = min(others, key=lambda candidate: candidate.total_s)
         return (stay, best) if stay.total_s - best.total_s > self.options.min_gain * stay.total_s else None
 
     def record(self, switch: Switch) -> None:
-        """Takes note of a switch that was decided elsewhere (replayed)."""
+        """Takes note of a switch that the journal decided."""
         self._last = switch
 
     def evaluate(self, now: BatchState) -> tuple[Candidate, ...]:
-        """The degree in use, then the others in ascending order, each with its times or the reason against it."""
-        return (self._stay(now), *self._others(now))
+        """The degree in use, then the others that it may switch to, in ascending order."""
+        found = [Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))]
+        for tp in self.degrees:
+            if tp != now.tp and self._may_go(now.tp, tp, now.num_live):
+                groups = regroup(now.groups, self.model.num_devices // tp)
+                if self._fits(groups, now.capacities.get(tp)):
+                    found.append(self._candidate(now, tp, groups))
+        return tuple(found)
 
-    def _stay(self, now: BatchState) -> Candidate:
-        return Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
-
-    def _others(self, now: BatchState) -> list[Candidate]:
-        return [self._candidate(now, tp) for tp in self.degrees if tp != now.tp]
-
-    def _candidate(self, now: BatchState, tp: int) -> Candidate:
-        refused = self._refuse_direction(now.tp, tp, now.num_live)
-        if refused is not None:
-            return Candidate(tp, refused=refused)
-        groups = regroup(now.groups, self.model.num_devices // tp)
-        refused = self._refuse_load(now, tp, groups)
-        if refused is not None:
-            return Candidate(tp, refused=refused)
+    def _candidate(self, now: BatchState, tp: int, groups: Sequence[Rows]) -> Candidate:
         cost = self.model.switch_cost(now.tp, tp)
         ways: dict[How, float] = {}
         if self.options.state != "recompute":
@@ -253,49 +249,24 @@ class LayoutSwitchRule:
         left_s = remaining_s(self.model, tp, groups, self.options.bound)
         return Candidate(tp, left_s, cost.weights_s, ways[how], cost.fixed_s, how)
 
-    def _refuse_direction(self, from_tp: int, tp: int, num_live: int) -> str | None:
-        """Why the hysteresis forbids this direction, or None."""
+    def _may_go(self, from_tp: int, tp: int, num_live: int) -> bool:
+        """Whether the hysteresis allows this direction."""
         goes_up = tp > from_tp
         if self.options.direction == "up" and not goes_up:
-            return f"tp {tp}: within a generation tp only grows (direction 'up')"
+            return False
         last, factor = self._last, self.options.reversal_factor
         if last is None or (last.to_tp > last.from_tp) == goes_up:
-            return None
-        if goes_up and num_live * factor > last.num_live:
-            return f"tp {tp}: to turn back up, the {last.num_live} rows of the last switch must fall by {factor}"
-        if not goes_up and num_live < last.num_live * factor:
-            return f"tp {tp}: to turn back down, the {last.num_live} rows of the last switch must grow by {factor}"
-        return None
+            return True
+        return num_live * factor <= last.num_live if goes_up else num_live >= last.num_live * factor
 
-    def _refuse_load(self, now: BatchState, tp: int, groups: Sequence[Rows]) -> str | None:
-        """Why the layout cannot hold these groups, or None."""
-        capacity = now.capacities.get(tp)
-        if capacity is None:
-            return f"tp {tp}: this layout is not possible here"
-        rows = max(map(len, groups))
-        if rows > capacity.rows:
-            return f"tp {tp}: {rows} rows in a dp group that has room for {capacity.rows}"
+    def _fits(self, groups: Sequence[Rows], capacity: GroupCapacity | None) -> bool:
+        """Whether the dp groups of a layout can hold these rows, and grow."""
+        if capacity is None or max(map(len, groups)) > capacity.rows:
+            return False
         growth = self.options.headroom_tokens
         need = max(sum(min(row.length + growth, row.limit) for row in each) for each in groups)
-        need = max(need, *(row.limit for each in groups for row in each))
-        if need > capacity.tokens:
-            return f"tp {tp}: {need} tokens in a dp group that has room for {capacity.tokens}"
-        return None
+        return max(need, *(row.limit for each in groups for row in each)) <= capacity.tokens
 
     def _next_step_s(self, now: BatchState, tp: int) -> float:
         groups = now.groups if tp == now.tp else regroup(now.groups, self.model.num_devices // tp)
         return float(self.model.decode_steps_s(tp, *load_at(groups, self.options.bound, np.zeros(1, np.int64)))[0])
-
-    def _check(self, now: BatchState) -> None:
-        if now.tp not in self.degrees:
-            raise ValueError(f"layout switch: tp ({now.tp}) must be one of the degrees {self.degrees}")
-        if now.tp * len(now.groups) != self.model.num_devices:
-            raise ValueError(
-                f"layout switch: dp ({len(now.groups)}) × tp ({now.tp}) must equal the number of devices "
-                f"({self.model.num_devices}) of the latency profile"
-            )
-        if self._last is not None and now.dispatch < self._last.dispatch:
-            raise ValueError(
-                f"layout switch: dispatch {now.dispatch} comes before the last switch ({self._last.dispatch}); "
-                "begin begins a new count"
-            )

@@ -1,8 +1,7 @@
 """The tensor-parallel degree that a rollout round starts with, from how often requests were preempted before.
 
-Purpose: `TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more
-memory for KV) and halves it after quiet rounds (a smaller one communicates less).
-`jaxrl.mechanisms.adaptive_layouts.control` says how that fits with switches inside a round.
+`TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more memory
+for KV) and halves it after quiet rounds (a smaller one communicates less).
 
 Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
 groups stay inside one host, and the first degree is the profile's best.
@@ -13,9 +12,7 @@ Departures:
 
 - The paper does not say what a rise is measured against. Here it is the previous round of the same kind, whatever its
   degree was. Short rounds have up to 1.79 times the preemptions of long ones (§4.2), so across kinds every short round
-  after a long one would be a rise. With only one kind of round the planner is the paper's.
-- So each kind has a degree, a count and a quiet streak of its own: the best degrees of short and long rounds differ,
-  which is the paper's reason for having a planner.
+  after a long one would be a rise. So each kind has a degree, a count and a quiet streak of its own.
 - The first round of a kind is never a rise. From no preemptions to some is a rise.
 - "Doubling" and "halving" are steps to the next allowed degree, which is the same for powers of two.
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one kind of round."""
+    """The state of one kind of round."""
 
     degree: int
     last: int = -1  # preemptions of the round before; -1: there was none
@@ -62,7 +59,8 @@ class TpPlanner:
     SCHEMA = 1
 
     def __init__(self, options: AdaptiveLayouts.Options, degrees: Sequence[int], initial: int) -> None:
-        self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
+        assert initial in degrees
+        self.options, self.degrees, self.initial = options, tuple(degrees), initial
         self._kinds: dict[str, _Kind] = {}
 
     def degree(self, kind: str = "all") -> int:
@@ -72,7 +70,7 @@ class TpPlanner:
 
     def observe(self, preemptions: int, kind: str = "all") -> int:
         """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
-        check_preemptions(preemptions, kind)
+        assert preemptions >= 0
         state = self._kinds.setdefault(kind, _Kind(self.initial))
         state.quiet = 0 if preemptions else state.quiet + 1
         if state.last >= 0 and preemptions > self.options.planner_rise * state.last:
@@ -83,7 +81,7 @@ class TpPlanner:
         return state.degree
 
     def _move(self, state: _Kind, steps: int) -> None:
-        """Moves to the next degree, or stays at the last one; in both cases the count of quiet rounds starts anew."""
+        """Moves to the next degree, or stays at the last one; both restart the count of quiet rounds."""
         at = min(max(self.degrees.index(state.degree) + steps, 0), len(self.degrees) - 1)
         state.degree, state.quiet = self.degrees[at], 0
 
@@ -111,17 +109,3 @@ class TpPlanner:
 def fitting_degree(degrees: Sequence[int], degree: int) -> int:
     """The largest of ascending `degrees` that is at most `degree`; the smallest of them, if none is."""
     return max((each for each in degrees if each <= degree), default=degrees[0])
-
-
-def checked_degrees(degrees: Sequence[int], initial: int) -> tuple[int, ...]:
-    """The degrees that a planner chooses from; ValueError unless they ascend and include the initial one."""
-    found = tuple(degrees)
-    if list(found) != sorted(set(found)) or initial not in found:
-        raise ValueError(f"tp planner: degrees {found} must ascend and include the initial one ({initial})")
-    return found
-
-
-def check_preemptions(preemptions: int, kind: str) -> None:
-    """Raises ValueError for a number of preemptions that no round can have."""
-    if preemptions < 0:
-        raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")

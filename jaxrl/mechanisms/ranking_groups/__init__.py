@@ -1,23 +1,38 @@
 """Ranking groups: prompts ranked by the lengths of their last responses; workers get long and short ones in turn.
 
-Source: RhymeRL §6.
+Source: RhymeRL §6. Departures (§6.3): an outlier goes to the worker with the longest ranking group that still decodes
+in this round (of several the one with the fewest responses), so that it prolongs no round. Each response moves once at
+the most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Interval
 
-from jaxrl.mechanisms.ranking_groups.session import RankingSession
-from jaxrl.scheduling.mechanism import LAYOUTS, PROMPTS_OF_ROUNDS, WORKERS, RolloutMemory
+from jaxrl.scheduling.mechanism import (
+    LAYOUTS,
+    PROMPTS_OF_ROUNDS,
+    WORKERS,
+    Mechanism,
+    RolloutMemory,
+    RoundEnd,
+    RoundInfo,
+    RoundState,
+)
+from jaxrl.scheduling.rounds.events import Command, Launch, NextRoundPrefetch
 from jaxrl.schema.declared import Checked
+from jaxrl.types import Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
+    from jaxrl.mechanisms.ranking_groups.next_round_prefetch import WeightBuffer
+    from jaxrl.mechanisms.ranking_groups.outliers import Outliers
+    from jaxrl.mechanisms.ranking_groups.rule import RankedRound, Ranking
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
     from jaxrl.report.runs import Run as RecordedRun
@@ -25,8 +40,13 @@ if TYPE_CHECKING:
     from jaxrl.scheduling.tokens.local_workers import By
 
 
-class RankedRounds(RankingSession):
-    """Ranks the prompts of rounds, and moves outliers between workers."""
+class RankingGroups(Mechanism):
+    """Ranks the prompts of rounds, moves outliers between workers, and has idle workers begin with the next round.
+
+    Args:
+      buffer: the executors, which may have the next weights beside those in use.
+      by: how outliers move.
+    """
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -55,6 +75,7 @@ class RankedRounds(RankingSession):
                 return None
             return "rollout.ranking_groups.move (kv)", "the KV of a response stays on its host; use recompute"
 
+    name = "ranking"
     title = "ranking groups"
     option = "rollout.ranking_groups.enable"
     changes = frozenset({WORKERS})
@@ -111,7 +132,7 @@ class RankedRounds(RankingSession):
     @classmethod
     def build(cls, run: Run) -> Self | None:
         """With a latency profile groups are ranked by predicted times, else they have equal shares of the workers."""
-        from jaxrl.mechanisms.ranking_groups.rule import RankingGroups
+        from jaxrl.mechanisms.ranking_groups.rule import Ranking
         from jaxrl.scheduling.layouts.plan_cost import step_seconds
 
         if not cls.is_on(run.config):
@@ -119,8 +140,155 @@ class RankedRounds(RankingSession):
         assert run.history is not None, "ranks by lengths that nothing keeps"
         options, engines, predictor = run.config.rollout.ranking_groups, run.workers.engines, run.machine.predictor()
         step_s = None if predictor is None else step_seconds(predictor, engines[0])
-        ranking = RankingGroups(options, len(engines), run.history, step_s, is_timed=run.is_timeless)
+        ranking = Ranking(options, len(engines), run.history, step_s, is_timed=run.is_timeless)
         return cls(ranking, run.executors, _moves(run))
+
+    def __init__(self, ranking: Ranking, buffer: WeightBuffer, by: By) -> None:
+        self._ranking, self._buffer = ranking, buffer
+        self._by: By = by
+        self._round: RankedRound | None = None
+        self._outliers: Outliers | None = None
+        self._is_training = False  # the round under way is one of training
+        self._num_launched = self._num_carried = self._num_moved = 0
+        self._began_s = self._looked_s = self._idle_s = 0.0
+        self._unplaced: int | None = None  # the step of a round whose launches have no workers yet
+
+    def attach(self, state: RoundState) -> None:
+        self._requests, self._engines, self._clock = state.requests, state.workers, state.clock
+
+        def start(prompt: Prompt, key: SampleKey, worker: int) -> int:
+            return state.start(prompt, key, worker, None)
+
+        from jaxrl.mechanisms.ranking_groups.next_round_prefetch import NextRoundPrefetches
+
+        self.ahead = self.parking = NextRoundPrefetches(self._engines, self._buffer, state.weights, start, state.clock)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
+        if not self.ahead.is_on:
+            return False
+        self.ahead.enter(policy_version)
+        return True
+
+    def leave_rollout(self) -> bool:
+        return self.ahead.is_on
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def round_begins(self, info: RoundInfo) -> None:
+        self._round = self._outliers = None
+        self._num_launched = self._num_carried = self._num_moved = 0
+        self._began_s = self._looked_s = self._clock()
+        self._idle_s = 0.0
+        self._is_training = info.is_training
+        self._unplaced = info.step if info.is_training else None
+        if info.is_training:
+            self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
+
+    def _next_round(self, info: RoundInfo) -> NextRoundPrefetch | None:
+        """What the next round launches, with the version of its weights; None while these are not there."""
+        assert info.next_launches is not None
+        launches = info.next_launches()
+        if launches is None:
+            return None
+        return NextRoundPrefetch(info.step - 1, tuple(self._ranking.ahead(launches, info.step + 1)))
+
+    def on_commands(self, commands: Sequence[Command]) -> Sequence[Command]:
+        if (step := self._unplaced) is not None:
+            commands, self._unplaced = self._ranking.begin(commands, step), None
+        for command in commands:
+            if isinstance(command, Launch):
+                self._launched(command)
+        return commands
+
+    def _launched(self, launch: Launch) -> None:
+        self._num_launched += len(launch.keys)
+        self._num_carried += len(launch.resumed)
+        if self._ranking.now is not self._round:
+            self._round, self._outliers = self._ranking.now, self._ranking.outliers()
+
+    def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
+        for sample in samples:
+            self.on_aborted(sample.key, keep=False)
+
+    def on_aborted(self, key: SampleKey, *, keep: bool) -> None:
+        if self._outliers is not None:
+            self._outliers.ended(key)
+
+    def after_plan(self, worker: int | None) -> None:
+        """Outliers move in logical time alone: where a batch depends on which responses end first, a verdict that comes
+        late changes nothing of it."""
+        requests = self._requests
+        if self._outliers is not None and self._round is not None:
+            for key in self._outliers.take(lambda key: self._num_tokens(requests.get(key))):
+                self._move(requests[key], self._outliers.rank(key), self._round.ranks)
+        self.look()
+
+    def while_waiting(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        """Lets idle workers begin with the next round."""
+        now_s = self._clock()
+        idle = sum(engine.is_idle for engine in self._engines.engines)
+        self._idle_s += idle * (now_s - self._looked_s)
+        self._looked_s = now_s
+        self.ahead.look()
+
+    def round_cancelled(self) -> None:
+        self.ahead.cancel()
+
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
+        if not self._is_training:
+            return {}
+        self._ranking.end()
+        workers_s = (self._clock() - self._began_s) * len(self._engines.engines)
+        launched = max(self._num_launched, 1)
+        ranked = {"rollout/ranking/groups": 0.0} if self._round is None else self._round.metrics()
+        return {
+            **ranked,
+            "rollout/ranking/moved_share": self._num_moved / launched,
+            "rollout/ranking/carried_share": self._num_carried / launched,
+            "rollout/ranking/idle_share": self._idle_s / workers_s if workers_s > 0 else 0.0,
+            "rollout/ranking/head_start_s": self.ahead.end(),
+        }
+
+    def step_ends(self, measured: Mapping[str, float]) -> None:
+        from jaxrl.record import metrics as numbers
+
+        update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)
+        self._ranking.learned(update_s, measured.get("rollout/spec/tokens_per_step", 1.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._ranking.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ranking.load_state_dict(state)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _num_tokens(self, request_id: int | None) -> int:
+        """Of a response so far; 0 where it has ended, and its event has not reached the round."""
+        worker = None if request_id is None else self._engines.worker_of(request_id)
+        if request_id is None or worker is None:
+            return 0
+        return self._engines.engines[worker].batcher.progress(request_id).num_tokens
+
+    def _move(self, request_id: int, rank: int, ranks: Mapping[int, int]) -> None:
+        """Moves an outlier to a worker with a longer group, if one still decodes."""
+        source = self._engines.worker_of(request_id)
+        if source is None:  # it has ended in a plan that was collected in order to move another
+            return
+        longer = [
+            worker
+            for worker, longest in ranks.items()
+            if longest > rank and worker != source and self._engines.num_live(worker) and self.ahead.draws_now(worker)
+        ]
+        if longer:
+            target = min(longer, key=lambda worker: (-ranks[worker], self._engines.num_live(worker), worker))
+            self._engines.move([request_id], target, self._by)
+            self._num_moved += self._engines.worker_of(request_id) == target
 
 
 def _moves(run: Run) -> By:

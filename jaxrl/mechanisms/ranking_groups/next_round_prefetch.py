@@ -1,19 +1,17 @@
-"""Workers that are done with a round begin with the next one, while others still draw.
+"""Idle workers begin with the next round while others still decode.
 
-Purpose: `NextRoundPrefetches` keeps the requests of two rounds apart for the backend. When the update beside a round
-has ended, the new weights are brought to the rollout's devices beside those in use (the weight buffer); a worker with
-nothing of the present round left takes them, and starts what the next round will launch there. What ends of it is held
-until that round begins and launches it.
+When the update beside a round has ended, the new weights are brought to the rollout's devices beside those in use (the
+weight buffer); a worker with nothing left of the present round takes them, and starts what the next round will launch
+there. What ends of it is held until that round begins and launches it.
 
 Source: RhymeRL §6.2, Fig. 10 (worker-controlled weight updates: weights are propagated to the rollout workers' buffers,
 and a worker takes them when it has completed its part of a step).
 
-Departures: rounds stay what they are. Every token of a round is of one version, and a batch is all of its round; so a
-head start changes no number, and nothing of it is in a checkpoint but which prompts were drawn: a run that goes on
-starts them again, with the same keys and the same version, and draws the same tokens. When it begins is decided by a
-clock, so it is only for rounds that bring the same whichever of their responses end first (`BatchRule.ahead`).
-
-Only one round is ahead of another, and none where an evaluation comes between the two: its prompts come first.
+Departures: every token of a round is of one version, and a batch is all of its round. So a head start changes no
+number, and a checkpoint holds only which prompts were taken from the data: a resumed run starts them again, with the
+same keys and the same version, and samples the same tokens. A clock decides when it begins, so it is only for rounds
+whose batch does not depend on which responses end first (`BatchRule.ahead`). None begins where an evaluation comes
+between the two rounds.
 """
 
 from __future__ import annotations
@@ -54,10 +52,7 @@ class NextRoundPrefetches:
     """Samples of the next round, parked while the present one runs (`jaxrl.scheduling.mechanism.Parking`).
 
     Args:
-      engines: of the workers.
-      buffer: their executors.
       weights: gives the trainer's current weights.
-      start: starts responses.
       clock: seconds from any origin.
     """
 
@@ -78,6 +73,8 @@ class NextRoundPrefetches:
         self._running: dict[SampleKey, int] = {}  # requests of the next round
         self._ended: dict[SampleKey, Finished] = {}
         self._began_s: float | None = None
+
+    has_pending = False  # nothing of the present round waits here
 
     @property
     def is_on(self) -> bool:
@@ -122,7 +119,7 @@ class NextRoundPrefetches:
         return True
 
     def end(self) -> float:
-        """The round is over; returns for how many seconds the next one has been running."""
+        """The round has ended; returns for how many seconds the next one has been running."""
         self._offer = None
         return 0.0 if self._began_s is None else self._clock() - self._began_s
 
@@ -136,10 +133,8 @@ class NextRoundPrefetches:
         self._version = None
         self._waiting.clear()  # the round launches them
 
-    has_pending = False  # nothing of the present round waits here
-
     def release(self, key: SampleKey, *, keep: bool) -> None:
-        """Samples of the present round are none of its own."""
+        """Samples of the present round are not parked here."""
 
     def adopt(self, key: SampleKey) -> int | Finished | None:
         """The round launches a response: its request if it runs already, or what it has become; None: neither."""

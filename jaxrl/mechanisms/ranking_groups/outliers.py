@@ -1,6 +1,4 @@
-"""Responses of a ranking group that turn out much longer than the group's history says.
-
-Purpose: `Outliers` keeps the books of a round in ranking groups, and says which responses are to leave their worker.
+"""Responses of a ranking group that grow much longer than the group's history: they leave their worker.
 
 Source: RhymeRL §6.3. A response is an outlier if it is among the last alpha = 10 % of its group's responses *and*
 longer than beta times the largest historical length of the group's prompts, beta = max(1.1, the 75th percentile of
@@ -8,10 +6,9 @@ the growth of response lengths over the last epoch). A prompt's historical lengt
 (§6.2).
 
 Departures: the paper does not say how many "the last 10 %" are of a small group: here the share is rounded up, so that
-the last response of any group can be one. "Short" groups, whose outliers stay in the step, are those that have a longer
-one still running in it (`jaxrl.mechanisms.ranking_groups.session`); only the outliers of what runs longest have nowhere
-to go. In the paper these are deferred to the next step, because its batches are oversampled. Here each batch has
-exactly so many prompts: oversampling, and tokens that are kept for the next round, are partial rollout's.
+the last response of any group can be one. "Short" groups, whose outliers stay in the step, are those with a longer one
+still running in it (`session`). The outliers of the longest group stay where they are. The paper defers them to the
+next step, because its batches are oversampled; here that is partial rollout's.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ class RankedGroup:
     Attributes:
       rank: from 0, the shortest.
       keys: its responses.
-      longest: the largest historical length of its prompts, in tokens; None: there is none, and so no outlier.
+      longest: the largest historical length of its prompts, in tokens; None: unknown, so that none is an outlier.
     """
 
     rank: int
@@ -55,17 +52,12 @@ class Outliers:
         self._limit = {g.rank: math.inf if g.longest is None else factor * g.longest for g in groups}
         self._named: set[SampleKey] = set()
 
-    @property
-    def num_responses(self) -> int:
-        """Responses of all ranking groups."""
-        return len(self._rank_of)
-
     def rank(self, key: SampleKey) -> int:
         """The ranking group of a response that is in one."""
         return self._rank_of[key]
 
     def ended(self, key: SampleKey) -> None:
-        """A response has ended, or was given up; one that is in no group counts for nothing."""
+        """A response has ended or was aborted; ignored if it is in no group."""
         if key in self._rank_of:
             self._running[self._rank_of[key]].pop(key, None)
 

@@ -1,33 +1,32 @@
-"""Prompts ranked by the lengths of their last responses, and handed to workers in turn from the short and the long end.
+"""Prompts ranked by the lengths of their last responses, and dealt to workers in turn from the short and the long end.
 
-Purpose: `RankingGroups` gives every response that a round starts a worker (`Launch.workers`). It changes nothing else
-of the round: which prompts it has is the batch rule's business, and so each prompt of an epoch runs once, as ever.
+`Ranking` gives every response that a round starts a worker (`Launch.workers`), and changes nothing else of the
+round.
 
 Source: RhymeRL §6.2 (HistoPipe). The prompts of a step are ranked by the median length of their last responses and cut
-into N equal groups. Odd steps hand the groups to the workers in ascending order, even steps in descending order, so
-that two steps together load all workers alike, if a worker that is done may begin with the next step
-(`jaxrl.mechanisms.ranking_groups.next_round_prefetch`). How many workers a group gets is `two_tier`'s decision (§6.4),
-which responses leave their group `outliers`' (§6.3).
+into N equal groups. Odd steps deal the groups to the workers in ascending order, even steps in descending order, so
+that two steps together load all workers alike, if an idle worker may begin with the next step (`next_round_prefetch`).
+`two_tier` decides how many workers a group gets (§6.4), `outliers` which responses leave their group (§6.3).
 
 Departures:
 
 - A step's prompts are ranked among themselves, as in the paper; which prompts a step has stays the order of the data.
 - Equal groups: sizes differ by one prompt at most, and the shortest groups have one more. Prompts of equal medians are
   ranked by (index, epoch).
-- A prompt without history is ranked as if it had the middle of the medians that are known. A round of which nothing is
-  known (the first epoch) is dealt as without ranking.
+- A prompt without history is ranked as if it had the middle of the known medians. A round without any history (the
+  first epoch) is not ranked.
 - In a group with several workers, prompts go to them in snake order (1 2 3 3 2 1), so that each has short and long
   ones; with fewer prompts than workers their samples go in equal shares, neighbours together.
-- Only what a round launches at its start is ranked. Prompts that dynamic sampling brings in later are dealt as without.
-- t_train is that of the last step whose line is written, the step before the one that the paper would ask if the update
-  has just ended. A rule whose batch depends on which responses end first is given none, since a clock may not decide
-  what is in a batch.
+- Only what a round launches at its start is ranked, not prompts that dynamic sampling brings in later.
+- t_train is that of the last step whose metrics are written, the step before the paper's if the update has just ended.
+  A batch that depends on which responses end first has none, since a clock may not decide what is in a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,12 +34,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from jaxrl.mechanisms.ranking_groups.outliers import Outliers, RankedGroup
-from jaxrl.mechanisms.ranking_groups.two_tier import Allotment, Load, Part, StepSeconds, allot, rollout_s
+from jaxrl.mechanisms.ranking_groups.two_tier import Load, Part, StepSeconds, WorkerAllocation, allocate, rollout_s
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.types import SampleKey
 
 if TYPE_CHECKING:
-    from jaxrl.mechanisms.ranking_groups import RankedRounds
+    from jaxrl.mechanisms.ranking_groups import RankingGroups
 
 SCHEMA = 1
 
@@ -90,22 +89,17 @@ def equal_groups(count: int, num_groups: int) -> list[range]:
 
 
 def shares(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]]:
-    """The responses of each of so many workers: whole prompts in snake order, or, if there are fewer prompts than
-    workers, samples in equal shares."""
+    """The responses of each worker: whole prompts in snake order, or, with fewer prompts than workers, samples in
+    equal shares."""
     if len(launches) < num_workers:
         keys = [key for launch in launches for key in launch.keys]
-        return [[keys[place] for place in part] for part in _cuts(len(keys), num_workers)]
+        bounds = [len(keys) * i // num_workers for i in range(num_workers + 1)]
+        return [keys[first:end] for first, end in pairwise(bounds)]
     dealt: list[list[SampleKey]] = [[] for _ in range(num_workers)]
     for place, launch in enumerate(launches):
         turn, at = divmod(place, num_workers)
         dealt[num_workers - 1 - at if turn % 2 else at] += launch.keys
     return dealt
-
-
-def _cuts(count: int, num_parts: int) -> list[range]:
-    """So many ranges, also empty ones."""
-    bounds = [count * i // num_parts for i in range(num_parts + 1)]
-    return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def worker_order(num_workers: int, step: int) -> list[int]:
@@ -120,17 +114,17 @@ class RankedRound:
 
     Attributes:
       step: the training step that it is for.
-      worker_of: each response's.
+      worker_of: the worker of each response.
       groups: the ranking groups, the shortest first.
       ranks: by worker, the longest ranking group that it serves.
-      allotment: how the groups share the workers.
+      allocation: how the groups share the workers.
     """
 
     step: int
     worker_of: Mapping[SampleKey, int]
     groups: tuple[RankedGroup, ...]
     ranks: Mapping[int, int]
-    allotment: Allotment
+    allocation: WorkerAllocation
 
     def placed(self, launch: Launch) -> Launch:
         """The launch with its workers; one that came later stays as it is."""
@@ -141,27 +135,25 @@ class RankedRound:
     def metrics(self) -> dict[str, float]:
         return {
             "rollout/ranking/groups": float(len(self.groups)),
-            "rollout/ranking/feasible": float(self.allotment.is_feasible),
+            "rollout/ranking/feasible": float(self.allocation.is_feasible),
         }
 
 
-class RankingGroups:
-    """Ranks rounds; the session hands it what they launch.
+class Ranking:
+    """Ranks rounds.
 
     Args:
-      options: `rollout.ranking_groups`.
-      num_workers: of the rollout.
       history: lengths of earlier responses.
       step_s: predicts a decode step of a worker; None: workers in equal shares.
       is_timed: whether the share of workers may depend on how long the last update took.
 
     Attributes:
-      now: the round under way; None: it is dealt as without ranking.
+      now: the round under way; None: it is not ranked.
     """
 
     def __init__(
         self,
-        options: RankedRounds.Options,
+        options: RankingGroups.Options,
         num_workers: int,
         history: LengthHistory,
         step_s: StepSeconds | None = None,
@@ -178,7 +170,7 @@ class RankingGroups:
         self._next: RankedRound | None = None  # began ahead
 
     def begin(self, commands: Sequence[Command], step: int) -> list[Command]:
-        """The first commands of a round, with the workers of what they launch."""
+        """The first commands of a round, with workers for their launches."""
         launches = [command for command in commands if isinstance(command, Launch)]
         self.now, self._next = self._next, None
         if self.now is None or self.now.step != step:
@@ -192,14 +184,16 @@ class RankingGroups:
         return [] if self._next is None else [self._next.placed(launch) for launch in launches]
 
     def end(self) -> None:
-        """The round under way is over."""
+        """The round under way has ended."""
         self.now = None
 
     def outliers(self) -> Outliers | None:
-        """The books of the round under way; None where it is not ranked."""
+        """Watches for outliers of the round under way; None where it is not ranked."""
         if self.now is None:
             return None
-        return Outliers(self.now.groups, self.options.outlier_share, self._factor())
+        growths = self._history.growths()
+        grown = float(np.percentile(growths, 75)) if len(growths) else 0.0
+        return Outliers(self.now.groups, self.options.outlier_share, max(self.options.min_growth, grown))
 
     def learned(self, train_s: float, tokens_per_step: float = 1.0) -> None:
         """A step has ended: how long its update took, and the tokens that a response gained per decode step."""
@@ -209,7 +203,7 @@ class RankingGroups:
         return {"schema": SCHEMA, "train_s": self._train_s, "tokens_per_step": self._tokens_per_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for another schema. An empty state: of a run without ranking groups."""
+        """Raises ValueError for another schema. An empty state is that of a run without ranking groups."""
         if not state:
             return
         if state["schema"] != SCHEMA:
@@ -217,12 +211,6 @@ class RankingGroups:
         self._train_s, self._tokens_per_step = float(state["train_s"]), float(state["tokens_per_step"])
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _factor(self) -> float:
-        """beta."""
-        growths = self._history.growths()
-        grown = float(np.percentile(growths, 75)) if len(growths) else 0.0
-        return max(self.options.min_growth, grown)
 
     def _ranked(self, launches: Sequence[Launch], step: int) -> RankedRound | None:
         launches = [launch for launch in launches if launch.keys]
@@ -232,35 +220,27 @@ class RankingGroups:
         cut = equal_groups(len(ordered), self.options.num_groups)
         members = [[ordered[place] for place in places] for places in cut]
         loads = [self._loads(each) for each in members]
-        tau = None if self._step_s is None else self._tau
-        allotment = allot(loads, self._num_workers, tau, self._train_s if self._is_timed else 0.0)
-        groups = tuple(
-            RankedGroup(rank, tuple(key for launch in each for key in launch.keys), self._longest(each))
-            for rank, each in enumerate(members)
-        )
-        worker_of, ranks = _dealt(members, allotment.parts, worker_order(self._num_workers, step))
-        return RankedRound(step, worker_of, groups, ranks, allotment)
+        tau = None
+        if self._step_s is not None:
+            tokens_per_step = self._tokens_per_step if self._is_timed else 1.0
+            tau = partial(rollout_s, step_s=self._step_s, tokens_per_step=tokens_per_step)
+        allocation = allocate(loads, self._num_workers, tau, self._train_s if self._is_timed else 0.0)
+        groups: list[RankedGroup] = []
+        for rank, each in enumerate(members):
+            past = (self._history.lengths(launch.prompt.index) for launch in each)
+            longest = max((lengths.median for lengths in past if lengths is not None), default=None)
+            groups.append(RankedGroup(rank, tuple(key for launch in each for key in launch.keys), longest))
+        worker_of, ranks = _dealt(members, allocation.parts, worker_order(self._num_workers, step))
+        return RankedRound(step, worker_of, tuple(groups), ranks, allocation)
 
     def _loads(self, launches: Sequence[Launch]) -> list[Load]:
-        """What is expected of a group: of each prompt one response as long as its longest was, and the others of its
+        """The expected load of a group: of each prompt one response as long as its longest was, and the others of its
         historical length. Prompts without history are left out."""
         loads: list[Load] = []
         for launch in launches:
             if (lengths := self._history.lengths(launch.prompt.index)) is not None:
                 loads += [Load(lengths.median, len(launch.keys) - 1), Load(float(lengths.longest), 1)]
         return loads
-
-    def _longest(self, launches: Sequence[Launch]) -> float | None:
-        return max(self._medians(launches), default=None)
-
-    def _medians(self, launches: Sequence[Launch]) -> list[float]:
-        """The historical lengths of prompts, of those that have one."""
-        past = (self._history.lengths(launch.prompt.index) for launch in launches)
-        return [lengths.median for lengths in past if lengths is not None]
-
-    def _tau(self, loads: Sequence[Load]) -> float:
-        assert self._step_s is not None, "asked for a time, and nothing predicts one"
-        return rollout_s(loads, self._step_s, self._tokens_per_step if self._is_timed else 1.0)
 
 
 def _dealt(

@@ -1,7 +1,5 @@
 """How many workers each ranking group gets, so that the groups' times lie on a line.
 
-Purpose: `allot` maps ranking groups, which stand in the order of their historical lengths, to whole workers.
-
 Source: RhymeRL §6.4, Fig. 12. With l the mean historical length of a group and tau(l, k) the time of a group on k
 workers, group i has the target t0 + i·d, where t0 = max(tau(l0, MAX), t_train). d is bisected in
 [0, (tau(l_{N-1}, MIN) - t0) / (N - 1)]; each group takes the fewest workers that meet its target, and a d is feasible
@@ -10,8 +8,8 @@ has one.
 
 Departures:
 
-- tau(l0, MAX) as t0 means that the shortest group takes all workers that can be spared, unless t_train is longer than
-  it needs. Here t0 = max(tau(l0, k), t_train) is tried for every k.
+- With tau(l0, MAX) as t0 the shortest group takes all spare workers, unless t_train is longer than it needs. Here
+  t0 = max(tau(l0, k), t_train) is tried for every k.
 - Groups on a line balance two steps if each has as many workers as its counterpart from the other end. With more for
   the long ones some workers of the longest group have had a middling one before. So of all that is found on the way to
   the smallest d (and of equal shares) the one is taken with which two steps take least (`pair_s`). From there workers
@@ -19,9 +17,9 @@ Departures:
   shorter with every smaller d, and the best shares need not lie on a line. Of 2,000 drawn cases, in which the best
   shares are known, 95 % are then within 0.1 % of them, and within 32 % without (`tests/mechanisms/ranking_groups`).
 - The paper leaves the unit of its precision open: here tau is in seconds, and d is known to `PRECISION_S`.
-- Fig. 12 never tries the upper end of the interval, and says nothing of an interval that is empty: both are tried here.
-- Where nothing is feasible (the figure leaves it open), the groups get equal shares, the longest what is over.
-- Workers that no target needs go, one by one, to the group that is predicted to take longest: none starves.
+- Fig. 12 never tries the upper end of the interval, nor an empty interval: both are tried here.
+- Where nothing is feasible (the figure leaves it open), the groups get equal shares, the longest the remainder.
+- Workers that no target needs go, one by one, to the group that is predicted to take longest.
 - With fewer workers than groups, the figure has no answer. Here each worker then serves a run of neighbouring groups,
   all at once, and worker j has the target t0 + j·d: it takes as many of the next groups as meet it. Equal shares are
   runs of equal length, and groups move in place of workers.
@@ -70,7 +68,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Allotment:
+class WorkerAllocation:
     """Which workers serve which ranking groups.
 
     Attributes:
@@ -109,7 +107,7 @@ def equal_shares(num_groups: int, num_workers: int) -> tuple[Part, ...]:
     return tuple(Part(sum(sizes[:j]), sum(sizes[: j + 1]) - 1, 1) for j in range(num_workers))
 
 
-def allot(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: float = 0.0) -> Allotment:
+def allocate(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: float = 0.0) -> WorkerAllocation:
     """Maps ranking groups to workers.
 
     Args:
@@ -121,11 +119,11 @@ def allot(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: f
     assert groups, "no ranking groups"
     assert num_workers >= 1, "no workers"
     if tau is None:
-        return Allotment(equal_shares(len(groups), num_workers), False)
+        return WorkerAllocation(equal_shares(len(groups), num_workers), False)
     split = _Spread(groups, num_workers, tau) if num_workers >= len(groups) else _Runs(groups, num_workers, tau)
     found = [parts for start_s in sorted(set(split.starts())) for parts in _lines(split, max(start_s, train_s))]
     best = min([equal_shares(len(groups), num_workers), *found], key=lambda parts: pair_s(split.times(parts), train_s))
-    return Allotment(_climbed(split, best, train_s), bool(found))
+    return WorkerAllocation(_climbed(split, best, train_s), bool(found))
 
 
 def pair_s(times: Sequence[float], train_s: float) -> float:

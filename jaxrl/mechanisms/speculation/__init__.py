@@ -1,6 +1,11 @@
 """History speculation: rows draft from the same prompt's earlier responses, and a step verifies several tokens.
 
-It also keeps the lengths of earlier responses, where ranking groups need them without drafts.
+A round's groups enter the history, and requests draft from indexes over it, which are built beside the update. Only the
+responses are part of a checkpoint: a resumed run builds the indexes again. Where ranking groups are on and drafts are
+off, it keeps the lengths alone.
+
+Logical time: a request's index holds the groups of all rounds before its own, and of no other. A request that comes
+before its index is ready waits (`rollout/spec/build_wait_s`). A build that fails ends the run.
 
 Source: RhymeRL §5.
 """
@@ -8,17 +13,21 @@ Source: RhymeRL §5.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge, Interval
 
 from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.index_builder import Building, IndexBuilder, draft_lengths, history_store
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
-from jaxrl.mechanisms.speculation.session import HistorySession, draft_lengths, history_store
-from jaxrl.scheduling.mechanism import RolloutMemory
+from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
+from jaxrl.scheduling.rounds.history import HistoryStore
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.schema.declared import MAX_INT, Cap, Checked
+from jaxrl.types import Group, Prompt
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
@@ -32,8 +41,13 @@ if TYPE_CHECKING:
     from jaxrl.scheduling.layouts.latency_profile import Profile
 
 
-class Speculation(HistorySession):
-    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from."""
+class Speculation(Mechanism):
+    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from.
+
+    Args:
+      store: of responses; batch rules may read it.
+      builder: of indexes; None where lengths alone are kept.
+    """
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -98,6 +112,7 @@ class Speculation(HistorySession):
                 )
             return None
 
+    name = "history"
     title = "history speculation"
     option = "rollout.speculation.enable"
 
@@ -152,6 +167,105 @@ class Speculation(HistorySession):
         run.machine.on_close(session.close)
         run.history = session.store
         return session
+
+    def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None) -> None:
+        self.store = store
+        self._builder = builder
+        self._indexes: dict[int, Building] = {}  # of the prompts that the store keeps
+        self._begun: dict[int, Building] = {}  # of those, the ones that may still fail
+        self._is_training = False  # the round under way is one of training
+        self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
+
+    # -- the backend's hooks -----------------------------------------------------------------------------------------
+
+    def round_begins(self, info: RoundInfo) -> None:
+        """Evaluations neither draft nor are remembered. Raises what a build has raised that ended in the meantime, also
+        where no request would need its index."""
+        self._is_training = info.is_training
+        for index in [index for index, building in self._begun.items() if building.is_done]:
+            self._begun.pop(index).take()
+
+    def on_request(self, request: Request, prompt: Prompt) -> Request:
+        index = self.index_of(prompt)
+        return request if index is None else replace(request, history=index)
+
+    def index_of(self, prompt: Prompt) -> DraftIndex | None:
+        """The index that a new request of a prompt drafts from, if any."""
+        if self._builder is None or not self._is_training:
+            return None
+        building = self._indexes.get(prompt.index)
+        return None if building is None else self._builder.take(building)
+
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
+        return self.end(end.scored, end.done)
+
+    def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:
+        """Takes in the scored groups of a round (trained on, or filtered), and begins their indexes. Returns its
+        metrics."""
+        if not self._is_training:
+            return {}
+        self._is_training = False
+        if self._builder is not None:  # those of the round before: there since an update ago
+            for index in self.store.unsettled():
+                self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
+        changed = self.store.add(groups)
+        if self._builder is None:
+            return {}
+        self._begin(changed)
+        before = self._measured
+        self._measured = now = (self._builder.build_s, self._builder.wait_s, self.store.num_evicted)
+        return spec_metrics(counts) | {
+            "rollout/spec/index_bytes": float(self.store.num_bytes),
+            "rollout/spec/evicted_prompts": float(now[2] - before[2]),
+            "rollout/spec/build_s": now[0] - before[0],
+            "rollout/spec/build_wait_s": now[1] - before[1],
+        }
+
+    def round_cancelled(self) -> None:
+        self._is_training = False
+
+    def close(self) -> None:
+        if self._builder is not None:
+            self._builder.close()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.store.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a damaged state."""
+        self.store.load_state_dict(state)
+        self._begin(self.store.prompts())
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, changed: Sequence[int]) -> None:
+        """Begins the indexes of these prompts, and drops those of prompts that the store no longer keeps."""
+        if self._builder is None:
+            return
+        kept = {*self.store.prompts()}.difference(changed)
+        for index in [index for index in self._indexes if index not in kept]:
+            self._begun.pop(index, None)
+            self._indexes.pop(index).drop()
+        for index in changed:
+            history = self.store.history(index)
+            assert history is not None, "an index of responses that are not kept"
+            self._indexes[index] = self._begun[index] = self._builder.begin(index, history)
+
+
+def spec_metrics(counts: Counters) -> dict[str, float]:
+    """Of a round: `plans_share`, plans that verified drafts; `accept_rate`, drafted tokens that were accepted;
+    `drafted_share`, decoded tokens that came from drafts; `tokens_per_step`, the gain of a row in a step of a plan that
+    verifies (1 where none did); `match_length`, tokens of the context by which a draft was found."""
+    steps, accepted = counts.verifying_row_steps, counts.accepted_tokens
+    return {
+        "rollout/spec/plans_share": counts.verifying_plans / max(counts.plans, 1),
+        "rollout/spec/accept_rate": accepted / max(counts.proposed_tokens, 1),
+        "rollout/spec/drafted_share": accepted / max(counts.busy_row_steps + accepted, 1),
+        "rollout/spec/tokens_per_step": 1.0 + accepted / max(steps, 1),
+        "rollout/spec/match_length": counts.matched_tokens / max(counts.proposed_row_steps, 1),
+    }
 
 
 def draft_config(config: Config, platform: str, costs: StepCosts | None = None) -> DraftConfig | None:

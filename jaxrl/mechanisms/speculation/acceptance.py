@@ -1,9 +1,8 @@
-"""The acceptance of drafts in a simulation: how much of a draft a simulated response's history would have right.
+"""The acceptance of drafts in a simulation.
 
-Purpose: simulated responses have fillers for tokens, so no history could be searched for what comes next.
-`draft_acceptance` says instead, position by position, how many tokens from there on a draft would have right. It is a
-pure function of (seed, identity) and the options `simulate.task.history`: schedules, layouts and other rows do not
-change it.
+Simulated responses have no real tokens, so no history can be searched for what comes next. `draft_acceptance` says
+instead, position by position, how many tokens from there on a draft would have right. It is a pure function of (seed,
+identity) and the options `simulate.task.history`: schedules, layouts and other rows do not change it.
 
 Source: RhymeRL §5.1 and §5.4 with Fig. 8: responses of two epochs share stretches of equal tokens, short ones in number
 and long ones in tokens; Fig. 6a and §7.2.2: stretches grow as training goes on.
@@ -45,13 +44,11 @@ _LONGEST = 4096  # tokens of a stretch or a gap: a window takes dozens of drafts
 def draft_acceptance(
     history: SimulatedHistory, word: int, epoch: int, length: int, min_prefix: int = 3, max_prefix: int = 7
 ) -> Acceptance:
-    """How much is right of what is drafted for a response.
+    """The acceptance of drafts for a response. Stretches grow from epoch 1 on.
 
     Args:
       word: 64 bits that depend on the response's identity.
-      epoch: of the response. Stretches grow from epoch 1 on.
       length: of the response, in tokens.
-      min_prefix, max_prefix: of `rollout.speculation`.
     """
     grown = math.exp(min(max(math.log1p(history.growth) * max(epoch - 1, 0), -_MOST_GROWTH), _MOST_GROWTH))
     stretches = _stretch_table(history.stretch_median * grown, history.stretch_sigma)

@@ -1,8 +1,7 @@
 """An index over a prompt's earlier responses, from which drafts of a new response are taken.
 
-Purpose: `DraftIndex.build` makes it from the responses and their weights; `find` says where the draft for the last
-tokens of a response begins. It is made of flat integer arrays, so that a device can look drafts up inside its decode
-loop (`jaxrl.rollout.verify`), by the rule of `find`.
+It consists of flat integer arrays, so that a device can look drafts up inside its decode loop (`jaxrl.rollout.verify`),
+by the rule of `DraftIndex.find`.
 
 Source: RhymeRL §5.3 (HistoSpec): a suffix tree for each prompt; the priority of a node is the sum of the rewards of the
 responses that run through it, once per occurrence; of several continuations the one with the highest priority is
@@ -19,12 +18,10 @@ Departures:
 - A response is preceded by `START` markers, which count as tokens of a context: the first tokens of a response can be
   drafted as well.
 
-What decides between two continuations, in this order: one that goes on comes before the end of a response; the higher
-priority; more occurrences; the higher sum of rewards; the one in the later response, or later in the same. The paper
-says nothing of rewards below zero. As they are, each occurrence would count against a continuation, and the rarest be
-followed; so they add nothing to a priority. Of two continuations, then, neither another occurrence nor a higher reward
-ever turns against one, whatever the rewards' signs, and where none is above zero the one that occurs most often is
-followed.
+Of two continuations the one is followed that, in this order, is not the end of a response; has the higher priority;
+occurs more often; has the higher sum of rewards; is in the later response, or later in the same. The paper does not
+mention rewards below zero: with them each occurrence would count against a continuation, and the rarest be followed. So
+they add nothing to a priority here, and neither another occurrence nor a higher reward ever counts against one.
 """
 
 from __future__ import annotations
@@ -36,10 +33,10 @@ from typing import Any
 import numpy as np
 
 START = -2
-"""Stands before the first token of a response, `max_prefix` times."""
+"""Precedes the first token of a response, `max_prefix` times."""
 
 END = -1
-"""Stands behind the last token of a response."""
+"""Follows the last token of a response."""
 
 MAX_PROBES = 16
 """The most contexts that share a bucket of the hash table."""
@@ -47,7 +44,7 @@ MAX_PROBES = 16
 
 @dataclass(frozen=True, slots=True)
 class DraftLengths:
-    """The contexts that an index can be asked for, and how far its drafts are told apart.
+    """The contexts that an index holds, and how far it tells drafts apart.
 
     Attributes:
       min_prefix, max_prefix: tokens of the shortest and the longest context.
@@ -67,7 +64,6 @@ class DraftLengths:
 
     @property
     def num_prefixes(self) -> int:
-        """How many lengths a context may have."""
         return self.max_prefix - self.min_prefix + 1
 
     def text_size(self, num_responses: int, num_tokens: int) -> int:
@@ -147,8 +143,8 @@ class DraftIndex:
         return -1, 0
 
     def draft(self, context: Sequence[int], num_tokens: int) -> np.ndarray:
-        """The next tokens after `context`, at most `num_tokens` and at most up to the end of the response that they are
-        from: int32 [0 .. num_tokens]."""
+        """The next tokens after `context`, at most `num_tokens` and at most up to the end of their response: int32
+        [0 .. num_tokens]."""
         place, _ = self.find(context)
         piece = self.text[place : place + num_tokens] if place >= 0 else self.text[:0]
         ends = np.flatnonzero(piece == END)

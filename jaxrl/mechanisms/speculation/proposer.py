@@ -1,8 +1,8 @@
 """Drafts from indexes that lie on an executor's devices (`jaxrl.mechanisms.speculation.index`).
 
-Purpose: a plan's rows name the index of their prompt's earlier responses. `DeviceIndexes` uploads those that are not
-there yet, into the places of such that the plan does not name, and `Drafting.propose` looks drafts up in them without
-the host. Every dp group has its own places; inside a group all devices hold the same.
+A plan's rows name the index of their prompt's earlier responses. `DeviceIndexes` uploads those that are missing, in
+place of indexes that the plan does not name, and `Drafting.propose` looks drafts up in them without the host. Every dp
+group has its own places; inside a group all devices hold the same.
 
 Source: RhymeRL §5 (HistoSpec): drafts from earlier responses, and the AIMD window (§5.4).
 
@@ -109,7 +109,7 @@ class Drafting:
         return self.num_indexes or num_slots
 
     def num_bytes(self, num_slots: int) -> int:
-        """Bytes that the places of a dp group with so many rows take on each of its devices."""
+        """Bytes of the places of a dp group with `num_slots` rows, on each of its devices."""
         return self.num_places(num_slots) * 4 * (sum(self.sizes) + 2)
 
     def refusal(self, history: DraftIndex) -> str | None:
@@ -177,8 +177,9 @@ class DeviceIndexes:
       arrays: the places, on the devices, blank.
 
     Attributes:
-      arrays: as they are now. num_places: places per group.
-      uploads: indexes uploaded so far; unplaced: rows of plans whose index found no place.
+      arrays: as they are now.
+      uploads: indexes uploaded so far.
+      unplaced: rows of plans whose index found no place.
     """
 
     def __init__(self, drafting: Drafting, arrays: IndexArrays) -> None:
@@ -193,7 +194,7 @@ class DeviceIndexes:
         named: Iterable[tuple[int, DraftIndex]],
         write: Callable[[IndexArrays, np.ndarray, IndexArrays], IndexArrays],
     ) -> list[int]:
-        """Sees to it that the indexes of a plan's rows are there, and returns the place of each.
+        """Uploads the indexes of a plan's rows that are missing, and returns the place of each.
 
         Args:
           named: (dp group, index) of every row that has one. Where a group names more than it has places, the last
@@ -219,17 +220,16 @@ class DeviceIndexes:
         return found
 
     def forget(self) -> None:
-        """Lets go of all indexes: another rollout names others."""
+        """Forgets all indexes: another rollout names others."""
         for held in self._places:
             held.clear()
 
     def delete(self) -> None:
-        """Deletes the arrays."""
         for array in jax.tree.leaves(self.arrays):
             array.delete()
 
     def _make_room(self, group: int, wanted: list[DraftIndex]) -> list[tuple[int, DraftIndex]]:
-        """Gives the indexes of a group places; returns those that are to be uploaded."""
+        """Gives the indexes of a group places; returns those to upload."""
         held, named = self._places[group], set(wanted)
         for index in wanted:
             if index in held:

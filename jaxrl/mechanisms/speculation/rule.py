@@ -44,20 +44,16 @@ class Window:
             raise ValueError(f"rollout.speculation: min_window ({self.least}) must be in [1, max_window ({self.most})]")
 
     def after(self, window: Any, drafted: Any, accepted: Any) -> Any:
-        """The windows of rows after a step that drafted so many tokens; a step without a draft leaves them as they are.
-        Of numpy or jax arrays alike."""
+        """The windows of rows after a step; one without a draft leaves them. Of numpy or jax arrays alike."""
         xp = window.__array_namespace__()
         grown = xp.minimum(window + self.step, self.most)
         return xp.where(drafted == 0, window, xp.where(accepted == drafted, grown, self.least))
 
 
 def default_verify_tokens(platform: str) -> int:
-    """How many drafted tokens a step verifies per dp group where `rollout.speculation.verify_tokens` is 0.
-
-    A rule of thumb: about as many as a product of matrices takes without becoming slower than the reading of its
-    weights. On CPUs there are hardly any: with one row of SmolLM2 on two cores, eight drafted tokens double a step's
-    time already.
-    """
+    """How many drafted tokens a step verifies per dp group where `rollout.speculation.verify_tokens` is 0: about as
+    many as keep a matrix product no slower than reading its weights. On CPUs those are few: with one row of SmolLM2 on
+    two cores, eight drafted tokens double a step's time."""
     return 16 if platform == "cpu" else 256
 
 
@@ -75,8 +71,8 @@ def draft_width(rows: int, verify_tokens: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a step with so many rows in the fullest dp group, which have so many tokens of context together:
-    `decode_s`, and `verify_s` at the width that these rows have."""
+    """Seconds of a step, by the rows in the fullest dp group and their tokens of context together: `decode_s`, and
+    `verify_s` at the width for these rows."""
 
     decode_s: Callable[[int, float], float]
     verify_s: Callable[[int, float], float]
@@ -88,7 +84,7 @@ class DraftConfig:
     window: of every row.
     verify_tokens: drafted tokens that a step may verify, per dp group.
     max_batch: the most rows of a dp group with which a plan verifies; 0: no limit but `costs`, and the width.
-    costs: None: it is taken to pay wherever there is a width.
+    costs: None: verifying is assumed to pay wherever there is a width.
     """
 
     window: Window
@@ -97,15 +93,13 @@ class DraftConfig:
     costs: StepCosts | None = None
 
     def width(self, rows: int) -> int:
-        """How many tokens each row may draft in a step with so many rows in the fullest dp group."""
+        """How many tokens each row may draft, with `rows` in the fullest dp group."""
         return draft_width(rows, self.verify_tokens, self.window.most)
 
 
 class DraftRule:
-    """Decides plan by plan whether drafts are verified.
-
-    An executor whose program has more rows than the plan may have no room for drafts; it then decodes.
-    """
+    """Decides plan by plan whether drafts are verified. An executor whose program has more rows than the plan may have
+    no room for drafts; it then decodes."""
 
     def __init__(self, config: DraftConfig) -> None:
         self.config = config
@@ -113,9 +107,8 @@ class DraftRule:
         self._since_probe = 0
 
     def gain(self, width: int) -> float:
-        """Tokens that a row is expected to gain in a step of this width, from what was seen; `width` tokens are taken
-        to be drafted wherever there is a draft, and the first rejection to end what is accepted. Before anything was
-        seen: as if every token were accepted."""
+        """Tokens that a row is expected to gain in a step of this width, by the plans so far; before the first, as if
+        every token were accepted."""
         if not self._steps:
             return 1.0 + width
         share = self._drafted_steps / self._steps
@@ -124,8 +117,8 @@ class DraftRule:
         return 1.0 + share * rate * mean
 
     def decides(self, rows: int, context: float) -> bool:
-        """Whether the next plan verifies, with so many rows in the fullest dp group that have `context` tokens
-        together. To be asked once for each plan that could."""
+        """Whether the next plan verifies, with `rows` in the fullest dp group that have `context` tokens together.
+        Called once for each plan that could."""
         width, config = self.config.width(rows), self.config
         if not width or (config.max_batch and rows > config.max_batch):
             return False
@@ -142,7 +135,7 @@ class DraftRule:
         return True
 
     def saw(self, counts: VerifyCounts) -> None:
-        """Takes in what a plan that verified has brought, all rows together."""
+        """Takes in the counts of a plan that verified, all rows together."""
         self._steps = _MEMORY * self._steps + counts.steps
         self._drafted_steps = _MEMORY * self._drafted_steps + counts.proposing_steps
         self._drafted = _MEMORY * self._drafted + counts.proposed

@@ -1,7 +1,7 @@
 """The history of a simulated run, and what its responses draft from.
 
-Purpose: a simulated run keeps, drops and counts responses as a real one (`jaxrl.mechanisms.speculation.session`), and
-asks the same rule whether a plan verifies drafts. Its tokens are fillers, in which nothing could be found: its indexes
+A simulated run keeps, drops and counts responses as a real one, and asks the same rule whether a plan verifies drafts.
+Its tokens are fillers, in which nothing could be found: its indexes
 are blank, and `jaxrl.mechanisms.speculation.acceptance` says what drafts have right.
 
 Departures: a prompt's index takes no time and no bytes, so the bound of `rollout.speculation.max_bytes` counts
@@ -23,8 +23,8 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.speculation import draft_config
 from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel
 from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.index_builder import Building, IndexBuilder
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
-from jaxrl.mechanisms.speculation.session import Building, IndexBuilder
 from jaxrl.scheduling.rounds.history import PromptHistory
 from jaxrl.sim.configured import PLATFORM
 from jaxrl.sim.cost_model import CostModel

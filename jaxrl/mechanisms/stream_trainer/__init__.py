@@ -253,7 +253,7 @@ class StreamTrainer(Mechanism):
         options, machine = run.config.trainer.stream, run.machine
         streams = machine.gradient_streams(halves(len(run.workers.engines)))
         pace = options.pace or (4.0 if machine.platform == "cpu" else 16.0)
-        given = options, run.workers, streams, run.executors.release_some, pace, run.journal, run.timeline, run.clock
+        given = options, run.workers, streams, machine.release_workers, pace, run.journal, run.timeline, run.clock
         session = cls(*given, by=_moves(run))
         machine.on_wait_quiet(session.wait_quiet)
         return session

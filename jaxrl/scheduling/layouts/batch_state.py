@@ -1,4 +1,4 @@
-"""The live rows of each dp group, which layout decisions look at, and how long they go on.
+"""The live rows of each dp group, on which layout decisions rest, and the time until they end.
 
 Source: PAT §4.2, Algorithm 1, lines 4 and 8. `jaxrl.scheduling.layouts.regroup` has line 7.
 
@@ -35,10 +35,9 @@ class LiveRow:
     """A request on the device.
 
     Attributes:
-      request_id: its id.
       length: tokens of its context, prompt and response.
-      limit: the longest it can get: prompt + max_tokens.
-      expected_remaining: tokens that history still expects it to gain; None if history cannot tell.
+      limit: its longest context: prompt + max_tokens.
+      expected_remaining: tokens that history still expects it to gain; None if unknown.
     """
 
     request_id: int
@@ -47,8 +46,7 @@ class LiveRow:
     expected_remaining: float | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.length <= self.limit:
-            raise ValueError(f"row of request {self.request_id}: length ({self.length}) must be in [1, {self.limit}]")
+        assert 1 <= self.length <= self.limit, self
 
     def steps_left(self, bound: Bound) -> int:
         """Decode steps until it ends: up to its limit, or as many as expected (at least 1, never beyond the limit)."""
@@ -144,3 +142,51 @@ def _rows_by_interval(group_R: np.ndarray, num_R: np.ndarray, num_intervals: int
 def num_tokens(rows: Iterable[LiveRow]) -> int:
     """Tokens of these rows' contexts together."""
     return sum(row.length for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class DegreeChoice:
+    """The chosen degree, and the predicted seconds of decoding a batch in each possible one."""
+
+    degree: int
+    predicted_s: Mapping[int, float]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{seconds:.4g} s at tp {tp}" for tp, seconds in self.predicted_s.items())
+
+
+def fastest_degree(
+    model: StepTimes,
+    capacities: Mapping[int, GroupCapacity],
+    num_rows: int,
+    prompt_tokens: int,
+    response_tokens: int,
+) -> DegreeChoice:
+    """The degree in which a batch of equal rows is predicted to decode fastest, the smallest of equals:
+    `rollout.tensor_model_parallel_size=auto`.
+
+    Source: RollPacker §4.2: the planner profiles the best degree of a plain round, and begins with it. Departures: the
+    paper measures rollouts; here one is predicted from decode steps alone, and all rows have the longest prompt and
+    grow to the longest response, as PAT bounds the rest of a generation (§4.2). Where a dp group has no room for its
+    share of the batch, the rows come in waves.
+
+    Args:
+      capacities: by possible degree; each has room for at least one row.
+      num_rows: responses of the batch, dealt evenly to the dp groups.
+    """
+    length = prompt_tokens + response_tokens
+
+    def wave_s(tp: int, rows: int) -> float:
+        group = tuple(LiveRow(i, prompt_tokens, length) for i in range(rows))
+        return remaining_s(model, tp, (group,), "max_length") if rows else 0.0
+
+    def decode_s(tp: int) -> float:
+        share = -(-num_rows // (model.num_devices // tp))
+        room = capacities[tp]
+        at_once = min(share, room.rows, room.tokens // length)
+        assert at_once >= 1, f"tp {tp} has no room for one row"
+        waves, rest = divmod(share, at_once)
+        return waves * wave_s(tp, at_once) + wave_s(tp, rest)
+
+    predicted = {tp: decode_s(tp) for tp in sorted(capacities)}
+    return DegreeChoice(min(predicted, key=lambda tp: predicted[tp]), predicted)

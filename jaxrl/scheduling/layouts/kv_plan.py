@@ -1,16 +1,14 @@
 """Which KV blocks move where when requests change their dp groups: the bookkeeping half of a change of layout.
 
-Purpose: `plan_migration` is given which requests are live, what each holds, and which of them share a dp group
-afterwards (`regroup`); it fills the block pools of the new layout and lists the copies.
-`jaxrl.sharding.kv_migration` moves the bytes; it takes `KvPlan.lanes`.
+`plan_migration` fills the block pools of the new layout and lists the copies; `jaxrl.sharding.kv_migration` moves the
+bytes, by `KvPlan.lanes`.
 
 Source: docs/architecture.md (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per
 group when groups split, and joined again when they merge); PAT §4.3 for migrating at all.
 
-The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher simply goes on with
-that manager. Requests of one `share` find the prompt blocks of the first of them, which is the one that has written
-most of the prompt. So a request with an incomplete prefill may end up with more of its prompt than it had:
-`Placement.num_written` says how much.
+The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher continues with that
+manager. Requests of one `share` find the prompt blocks of the first of them, the one that has written most of the
+prompt. So a request with an incomplete prefill may have more of its prompt afterwards (`Placement.num_written`).
 
 A *lane* is one dp group of the layout that has more of them: blocks move along it between a group before and a group
 after. Neighbouring groups merge and split (docs/architecture.md), so a lane's two groups follow from its number. A
@@ -37,12 +35,11 @@ class LiveBlocks:
     """What a live request holds.
 
     Attributes:
-      request_id: its id.
       group: its dp group.
       table: its blocks there, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).
       num_written: how many of its leading positions have their KV in the pool.
-      num_tokens: positions that its new table must cover: those written, the whole of a prefill under way (where no
-        layer has a window), and what the caller wants in reserve.
+      num_tokens: positions that its new table must cover: those written, all of a prefill under way (where no layer has
+        a window), and a reserve.
       share, prompt_len: as in `BlockManager.allocate`.
     """
 
@@ -104,7 +101,7 @@ class KvPlan:
     """A migration.
 
     Attributes:
-      blocks: the pools of the new layout, filled: what the batcher goes on with.
+      blocks: the pools of the new layout, filled.
       placements: by request id.
       copies: every block that is to be copied, each target once.
       num_groups_before, num_groups: dp groups of the two layouts.
@@ -166,35 +163,24 @@ def plan_migration(
     """Places every request in its new group.
 
     Args:
-      requests: all live requests; their plans have been collected.
-      num_groups_before: dp groups of the layout that the requests are in.
+      requests: all live requests, with no plan in flight.
       groups: request ids of each dp group of the new layout, as `regroup` deals them.
       num_blocks: blocks of a new pool, the reserved one included.
-      block_size: positions per block, the same before and after; stacks: the layers', which are too.
-      into: the pools of another worker that takes these requests in beside its own (their ids must differ); a
-        ValueError leaves the pools as they were. Default: fresh pools.
-
-    Raises:
-      ValueError: a request is named never or twice, is in a group that is not there, or holds too few blocks; or a pool
-        is too small for its group.
+      block_size, stacks: the same before and after.
+      into: the pools of another worker that takes these requests in beside its own (their ids must differ). Default:
+        fresh pools.
     """
     blocks = BlockManager(len(groups), num_blocks, block_size, stacks) if into is None else into
-    if (blocks.num_groups, blocks.num_blocks, blocks.block_size) != (len(groups), num_blocks, block_size):
-        raise ValueError(
-            f"migration: the pools to go into are {blocks.num_groups} of {blocks.num_blocks} blocks of "
-            f"{blocks.block_size} positions, and what is asked for is {len(groups)} of {num_blocks} of {block_size}"
-        )
-    by_id = {request.request_id: request for request in requests}
-    _check(by_id, len(requests), num_groups_before, groups, blocks)
+    num_after, by_id = len(groups), {request.request_id: request for request in requests}
+    assert (blocks.num_groups, blocks.num_blocks, blocks.block_size) == (num_after, num_blocks, block_size)
+    assert num_groups_before % num_after == 0 or num_after % num_groups_before == 0, "groups only merge or split"
+    assert Counter(i for ids in groups for i in ids) == Counter(request.request_id for request in requests)
     placements: dict[int, Placement] = {}
     copies: list[Copy] = []
     for group, ids in enumerate(groups):
         for request in sorted((by_id[i] for i in ids), key=_publishers_first(stacks)):
             shared = _allocate(blocks, group, request)
-            if shared is None:
-                for placed in placements:
-                    blocks.free(placed)
-                raise ValueError(_too_small(by_id, groups, blocks))
+            assert shared is not None, f"dp group {group} has too few blocks: requests must be preempted first"
             num_written = max(request.num_written, shared)
             blocks.publish(request.request_id, min(num_written, request.prompt_len))
             table = blocks.table(request.request_id)
@@ -218,51 +204,8 @@ def _allocate(blocks: BlockManager, group: int, request: LiveBlocks) -> int | No
     return blocks.allocate(*own, first=request.num_written)
 
 
-def _check(
-    by_id: Mapping[int, LiveBlocks], count: int, num_before: int, groups: Sequence[Sequence[int]], blocks: BlockManager
-) -> None:
-    num_after = len(groups)
-    if num_before < 1 or num_after < 1 or (num_before % num_after and num_after % num_before):
-        raise ValueError(
-            f"migration: {num_before} dp groups cannot become {num_after}: one number must divide the other, because "
-            "groups only merge or split"
-        )
-    named = Counter(i for ids in groups for i in ids)
-    wrong = sorted({i for i, times in named.items() if times != 1} | (named.keys() ^ by_id.keys()))
-    if wrong or count != len(by_id):
-        raise ValueError(
-            f"migration: every live request must be in exactly one new dp group: {wrong[:8]} are not "
-            f"({count} requests are live, {named.total()} are placed)"
-        )
-    for request in by_id.values():
-        which = f"migration: request {request.request_id}"
-        if not 0 <= request.group < num_before:
-            raise ValueError(f"{which} is in dp group {request.group}, and there are {num_before}")
-        if request.num_tokens < max(request.num_written, request.prompt_len * blocks.stacks.is_whole):
-            raise ValueError(
-                f"{which}: num_tokens ({request.num_tokens}) must cover what is written ({request.num_written}) "
-                f"and the prompt ({request.prompt_len})"
-            )
-        if blocks.blocks_for(request.num_written) > len(request.table):
-            raise ValueError(
-                f"{which}: its {len(request.table)} blocks of {blocks.block_size} positions cannot hold the "
-                f"{request.num_written} that are written"
-            )
-
-
-def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]], blocks: BlockManager) -> str:
-    """The error for groups that need more blocks than they have."""
-    needs = [blocks_needed([by_id[i] for i in ids], blocks.block_size, blocks.stacks) for ids in groups]
-    group = max(range(len(groups)), key=lambda g: needs[g] - blocks.num_free(g))
-    return (
-        f"migration: dp group {group} of {len(groups)} needs {needs[group]} blocks for its {len(groups[group])} "
-        f"requests, and {blocks.num_free(group)} of its pool's {blocks.capacity} are free: preempt requests first, or "
-        f"raise rollout.num_blocks ({blocks.num_blocks})"
-    )
-
-
 def blocks_needed(requests: Sequence[LiveBlocks], block_size: int, stacks: KvStacks = WHOLE) -> int:
-    """Blocks that these requests take together in one empty pool; tells how many to preempt before a pool shrinks."""
+    """Blocks that these requests take together in one empty pool."""
     alone = sum(-(-request.num_tokens // block_size) for request in requests) * len(stacks)
     pool = BlockManager(1, alone + 2, block_size, stacks)
     for request in sorted(requests, key=_publishers_first(stacks)):

@@ -1,7 +1,5 @@
-"""Predicts from a profile how long decode steps, prefills and changes of layout take.
-
-Purpose: `LatencyPredictor` answers from the table of `jaxrl.scheduling.layouts.latency_profile`, corrected by the step
-times that the engine measures.
+"""Predicts how long decode steps, prefills and changes of layout take, from a profile
+(`jaxrl.scheduling.layouts.latency_profile`) and the step times that the engine measures.
 
 Source: PAT §4.2 (online latency predictor) and §4.3 (equations 1-4).
 
@@ -105,8 +103,8 @@ class LatencyPredictor:
 
     Args:
       profile: checked by the caller (`Profile.check`).
-      options: `correction_weight` and `correction_max_factor` of `rollout.layout`: how fast, and how far, observations
-        move the predictions.
+      options: its `correction_weight` and `correction_max_factor` say how fast, and how far, observations move the
+        predictions.
       row_sizes: row counts of the programs that run now, by degree; None: those of the profiled programs.
 
     Example::
@@ -162,8 +160,8 @@ class LatencyPredictor:
         return self._profiled_s(tp, batch_S, context_S) * self.ratio(tp)
 
     def verify_step_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds of a step that verifies, of the width that was measured for so many rows; of a decode step
-        where the programs for so many rows verify nothing (`Profile.verify_widths`)."""
+        """Seconds of a step that verifies, of the width measured for these rows; of a decode step where the programs
+        for them verify nothing (`Profile.verify_widths`)."""
         padded = int(self._padded(tp, np.array([batch], np.float64))[0])
         if padded not in self.profile.verify_widths(tp):
             return self.decode_step_s(tp, batch, context)
@@ -205,8 +203,6 @@ class LatencyPredictor:
         """T_recomp by equations 3 and 4: a prefill of a dp group's rows, of these contexts, after the switch."""
         return self.prefill_s(to_tp, len(lengths), rms_context(lengths)) if lengths else 0.0
 
-    # Correction
-
     def ratio(self, tp: int) -> float:
         """Real over profiled step time. A degree not observed yet has the geometric mean of the observed ones.
 
@@ -237,7 +233,7 @@ class LatencyPredictor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a saved correction. A correction of another profile is dropped: the predictor starts afresh."""
+        """Takes over a saved correction, unless it is of another profile."""
         if state["schema"] != self.SCHEMA:
             raise ValueError(f"latency correction of schema {state['schema']}: this version reads {self.SCHEMA}")
         self._log_ratios = {}
@@ -260,7 +256,7 @@ class LatencyPredictor:
         return surface.at(padded_S, np.asarray(context_S, np.float64))
 
     def _padded(self, tp: int, batch_S: np.ndarray) -> np.ndarray:
-        """The rows of the programs that run batches of so many."""
+        """The rows of the programs that run these batches."""
         sizes = self._row_sizes.get(tp)
         if sizes is None:
             return batch_S

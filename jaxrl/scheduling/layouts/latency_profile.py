@@ -1,6 +1,6 @@
 """The latency profile: the table that `jaxrl profile` measures once per model and hardware, and the points to measure.
 
-Source: PAT §4.2 (offline profiler). `jaxrl.scheduling.layouts.latency` predicts from it.
+Source: PAT §4.2 (offline profiler).
 
 A batch is the rows of one dp group, and every group is measured with as many: the dp groups of a layout run one program
 in lockstep (docs/architecture.md), so the fullest group sets the pace. (The paper counts the rows of the whole
@@ -62,7 +62,6 @@ class Measurement:
 
     @property
     def point(self) -> ProfilePoint:
-        """Its key in the table."""
         return ProfilePoint(self.tp, self.batch, self.context)
 
 
@@ -78,7 +77,6 @@ class VerifyMeasurement:
 
     @property
     def point(self) -> ProfilePoint:
-        """Where it was measured."""
         return ProfilePoint(self.tp, self.batch, self.context)
 
 
@@ -181,7 +179,8 @@ class Profile:
 
     def verify_widths(self, tp: int) -> dict[int, int]:
         """Proposed tokens of each row in the steps that were measured, by the number of rows."""
-        return {entry.batch: entry.width for entry in sorted(self.verify, key=_point) if entry.tp == tp}
+        own = sorted((entry for entry in self.verify if entry.tp == tp), key=lambda entry: entry.point)
+        return {entry.batch: entry.width for entry in own}
 
     def check(self, identity: ProfileIdentity) -> None:
         """Raises ValueError, naming each field that differs, if the table is not of this model, machine and jax."""
@@ -193,7 +192,6 @@ class Profile:
             raise ValueError(f"the latency profile is of something else: {'; '.join(differing)}: {NEW_PROFILE}")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain mappings and lists, for `json.dump`."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -247,10 +245,6 @@ def _read_row_sizes(entry: Any) -> RowSizes:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"latency profile, row_sizes: {value!r} must be of type int")
     return RowSizes(entry["tp"], tuple(entry["sizes"]))
-
-
-def _point(entry: VerifyMeasurement) -> ProfilePoint:
-    return entry.point
 
 
 def _refuse_repeated(kind: str, keys: Sequence[object]) -> None:

@@ -1,8 +1,4 @@
-"""The cost of plans and of moves between workers, by a latency profile.
-
-Purpose: `PlanCostModel` is a `jaxrl.scheduling.tokens.local_workers.Ticks` for workers that are not alike: of other
-layouts, or with other rows. A tick is a predicted nanosecond. `cheaper_move` chooses between moving KV and computing it
-again.
+"""The cost of plans, and of moves between workers, by a latency profile.
 
 Source: PAT §4.2 (its offline profile predicts steps), equations 1 to 4 (moving and recomputing). Departures: ticks are
 not corrected by what the engine measures, because logical time may not depend on a clock.
@@ -27,10 +23,11 @@ from jaxrl.scheduling.tokens.progress import PlanTimes
 
 
 class PlanCostModel:
-    """Ticks of plans, in whole nanoseconds.
+    """Ticks of plans, in predicted nanoseconds, for workers with different layouts or rows
+    (`jaxrl.scheduling.tokens.local_workers.Ticks`).
 
     Args:
-      predictor: one that nothing observes; its profile holds decode and prefill times of every degree that is used.
+      predictor: never corrected; its profile holds decode and prefill times of every degree in use.
       engines: by the worker's number, each over an executor that has a layout.
     """
 
@@ -69,8 +66,8 @@ def cheaper_move(predictor: LatencyPredictor, source: Engine, target: Engine, re
 def step_seconds(predictor: LatencyPredictor, engine: Engine) -> Callable[[float, float], float]:
     """(rows of a worker like `engine`, their tokens together) -> predicted seconds of a decode step.
 
-    Rows are spread evenly over the dp groups. More than there are slots take turns, so a step of all of them takes as
-    many steps. Room for their KV is not looked at.
+    Rows are spread evenly over the dp groups. More rows than slots take turns, so one step of all of them is several
+    steps. Room for their KV is ignored.
     """
     capacity, tp = engine.batcher.capacity, _degree(engine)
 

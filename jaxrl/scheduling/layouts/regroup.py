@@ -30,7 +30,10 @@ def regroup(groups: Sequence[Rows], dp: int, held: Sequence[Rows] = ()) -> tuple
     assert dp % len(groups) == 0 or len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
     num_homes = min(len(groups), dp)
     merged, split = len(groups) // num_homes, dp // num_homes
-    homes = [sorted(_rows(groups[i * merged : (i + 1) * merged]), key=_longest_first) for i in range(num_homes)]
+    homes = [
+        sorted((row for rows in groups[i * merged : (i + 1) * merged] for row in rows), key=_longest_first)
+        for i in range(num_homes)
+    ]
     counts = [len(rows) for rows in held] or [0] * dp
     tokens = [num_tokens(rows) for rows in held] or [0] * dp
     dealt: list[list[LiveRow]] = [[] for _ in range(dp)]
@@ -80,10 +83,6 @@ def _level(counts: Sequence[int], num_rows: int) -> tuple[int, int]:
         if filled == len(ascending) or level <= ascending[filled]:
             break
     return level, num_rows - sum(max(level - count, 0) for count in counts)
-
-
-def _rows(groups: Sequence[Rows]) -> list[LiveRow]:
-    return [row for rows in groups for row in rows]
 
 
 def _longest_first(row: LiveRow) -> tuple[int, int]:

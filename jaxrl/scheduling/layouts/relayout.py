@@ -1,16 +1,14 @@
 """What happens to each live request when the layout changes in the middle of a batch.
 
-Purpose: `plan_relayout` works out from the batcher's state alone which request goes where, which blocks move, and which
-requests have to give up their rows. The executor carries it out on the devices, and only then does `apply` change the
-batcher. So a failure before anything has moved leaves the engine as it was.
+`plan_relayout` works out from the batcher's state alone which request goes where, which blocks move, and which requests
+give up their rows. The executor carries it out on the devices, and only then does `apply` change the batcher. So a
+failure before anything has moved leaves the engine as it was.
 
 Source: docs/architecture.md (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3
 (migrate or recompute).
 
 To recompute is to preempt: every request waits with its tokens and is admitted again like any other; samples of a
 prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
-
-For requests that move to another worker see `jaxrl.scheduling.layouts.request_migration`.
 """
 
 from __future__ import annotations
@@ -46,11 +44,10 @@ class ResidentRow:
 
 @dataclass(frozen=True, slots=True)
 class Relayout:
-    """A change of layout, worked out.
+    """A planned change of layout.
 
     Attributes:
-      from_tp, to_tp, how: the two degrees, and whether KV is moved or recomputed.
-      capacity: what the new layout offers.
+      capacity: of the new layout.
       kv: the new pools, and the copies (none if everything is recomputed).
       rows: those that decode in the new layout without a prefill.
       seats: of the requests that keep their KV, by request id.
@@ -76,7 +73,6 @@ class Relayout:
         return len(self.kv.copies) * self.capacity.block_size // len(self.capacity.stacks)
 
     def apply(self, batcher: Batcher) -> None:
-        """Lets the batcher go on in the new layout."""
         batcher.counters.preemptions += len(self.evicted)
         batcher.reseat(self.capacity, self.kv.blocks, self.seats)
 
@@ -155,7 +151,9 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
     groups: tuple[tuple[int, ...], ...] = ((),) * capacity.num_groups
     if how == "migrate":
         dealt = regroup(rows_of(batcher), capacity.num_groups)
-        groups = tuple(tuple(sorted((row.request_id for row in rows), key=_arrival(by_id))) for rows in dealt)
+        groups = tuple(
+            tuple(sorted((row.request_id for row in rows), key=lambda i: by_id[i].arrival)) for rows in dealt
+        )
     live = {i: live_blocks(batcher, progress) for i, progress in by_id.items()}
     groups, evicted = _evict(groups, live, capacity)
     kv = plan_migration(
@@ -189,10 +187,6 @@ def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
     """What the device must know about the row that decodes at this seat."""
     token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
     return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position, tuple(progress.tokens))
-
-
-def _arrival(by_id: Mapping[int, Progress]) -> Callable[[int], int]:
-    return lambda request_id: by_id[request_id].arrival
 
 
 def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:

@@ -1,9 +1,7 @@
 """Moving requests from one worker to another in the middle of a batch.
 
-Purpose: `migrate_requests` moves live requests, with their KV, between engines on disjoint devices
-(docs/architecture.md: a worker is one engine on one submesh); `recompute_requests` moves their tokens alone.
-`jaxrl.scheduling.tokens.local_workers` calls them. Both workers must have the same weights; otherwise a response has
-tokens of two versions (each token's version is recorded).
+`migrate_requests` moves live requests, with their KV, between engines on disjoint devices; `recompute_requests` moves
+their tokens alone. Where the workers have different weights, a response has tokens of two versions.
 
 Requests are dealt so that the other worker's dp groups, with the rows that they have already, are balanced
 (`jaxrl.scheduling.layouts.regroup`). Those that do not fit into its free rows and blocks wait there and are recomputed.
@@ -33,7 +31,6 @@ class MigrationOutcome:
     num_moved: int
 
     def __add__(self, other: MigrationOutcome) -> MigrationOutcome:
-        """Both together."""
         return MigrationOutcome(
             self.num_requests + other.num_requests,
             self.num_seated + other.num_seated,

@@ -1,10 +1,8 @@
 """Changing an engine's layout: in the middle of a batch, or before one.
 
-Purpose: `switch` moves live requests to another tensor-parallel degree on the same devices, `recompute` lets them all
-be prefilled again in the degree in use, and `start_in` chooses the degree while there is nothing to move.
-
-`jaxrl.scheduling.layouts.relayout` works out which request goes where; the executor moves weights and KV. For requests
-that move to another worker see `jaxrl.scheduling.layouts.request_migration`.
+`switch` moves live requests to another tensor-parallel degree on the same devices, `recompute` prefills them all again
+in the degree in use, and `start_in` chooses the degree while there is nothing to move. For requests that move to
+another worker see `jaxrl.scheduling.layouts.request_migration`.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Switched:
 
 
 def switch(engine: Switchable, tp: int, by: How = "migrate") -> Switched:
-    """Goes on with another tensor-parallel degree, in the middle of a batch.
+    """Changes the tensor-parallel degree, in the middle of a batch.
 
     Plans in flight are collected first; the next `step` or `drain` returns the requests that ended in them. No request
     is lost, none starts anew, and no token changes.

@@ -1,10 +1,8 @@
-"""How long a round had anything with the scorers: what the rollout hid of that time is what the loop did not wait for.
+"""How long a round's scorers were busy: the time in which at least one sample had been sent for scoring and had no
+verdict, waiting for a worker included. The verdicts' own times count, however late the backend looks at them.
 
-Purpose: `BusyTime` adds up the time in which at least one sample had been sent for scoring and had no verdict, waiting
-for a worker included. The verdicts' own times count, however late the backend looks at them.
-
-Departures: times are kept in whole nanoseconds, so that a simulated run that resumes, with a clock that begins at 0
-again, reports the same.
+Times are whole nanoseconds, so that a simulated run that resumes, with a clock that begins at 0 again, reports the
+same.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ class BusyTime:
         self._since_ns[key] = round(time_s * 1e9)
 
     def end(self, key: SampleKey, time_s: float) -> None:
-        """Nothing, for a sample that was not begun, or has ended."""
         since_ns = self._since_ns.pop(key, None)
         if since_ns is not None:
             self._spans_ns.append((since_ns, round(time_s * 1e9)))

@@ -13,9 +13,15 @@ from typing import Any, Literal
 
 from jaxrl.types import Prompt, Sample, SampleKey
 
+PromptKey = tuple[int, int]
+"""(epoch, index)"""
+
+Outcome = Literal["trained", "filtered", "failed"]
+"""How a prompt leaves the system."""
+
 
 class Interrupted(Exception):
-    """A round ends before it is done. Without a text: a stop was asked for. With one: why the run cannot go on."""
+    """A round ends before it is done. Its text says why the run cannot continue; empty: a stop was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,10 @@ so."""
 class Verdict:
     """A scorer's answer for one sample. A scorer that fails gives reward 0 and says why in `status` and `info`.
 
-    `outside`: a clock (a test case that was cut off), or something outside the run (an endpoint), decided it: asked
-    again, it might come out otherwise. The backend journals such verdicts, and those of time-outs and crashes.
-    `is_replayed`: the journal gave it.
+    Attributes:
+      outside: a clock (a test case that was cut off), or something outside the run (an endpoint), decided it: asked
+        again, it might answer otherwise. The backend journals such verdicts, and those of time-outs and crashes.
+      is_replayed: it comes from the journal.
     """
 
     time_s: float
@@ -59,7 +66,7 @@ class Verdict:
 
     @property
     def failure(self) -> str:
-        """Why there is no score; empty: there is one."""
+        """Why there is no score; empty if there is one."""
         return "" if self.status == "ok" else str(self.info.get("error") or self.status)
 
     @property
@@ -92,10 +99,10 @@ class Launch:
 
     Attributes:
       prompt: the prompt.
-      keys: the responses to start, or to go on with.
-      resumed: the samples of those `keys` that began in an earlier round; they go on from these token ids.
+      keys: the responses to start or to resume.
+      resumed: the samples of those `keys` that began in an earlier round; they resume from these token ids.
       finished: responses that ended by themselves in an earlier round and count in this one; they need no start.
-      workers: by the places of `keys`, the worker that each goes to; empty: the one that has least to do.
+      workers: the worker of each of `keys`; empty: each goes to the one that has least to do.
     """
 
     prompt: Prompt
@@ -118,8 +125,8 @@ class Abort:
     """End these responses at once. Exactly one event follows for each.
 
     Without `keep` that is a `SampleAborted`: tokens of plans in flight may be missing from it, and a response counts as
-    aborted even if it has ended and the round has not been told (its `SampleFinished` is taken back). With `keep` the
-    tokens matter: plans in flight are waited for, and a response that has ended is told as `SampleFinished`.
+    aborted even if it has ended and its `SampleFinished` has not reached the round. With `keep` the tokens matter: the
+    backend waits for plans in flight, and sends a `SampleFinished` for a response that has ended.
     """
 
     keys: tuple[SampleKey, ...]
@@ -128,31 +135,39 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CancelScore:
-    """The verdicts on these samples are not wanted any more: none follows.
-
-    A scorer that runs already may go on; what it says is dropped, unless the sample is sent for scoring again.
-    """
+    """The verdicts on these samples are no longer needed: none follows. A scorer that already runs may finish; its
+    answer is dropped, unless the sample is sent for scoring again."""
 
     keys: tuple[SampleKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitVerdict:
-    """Dispatch no new plan before the verdict on this sample has been handed over.
-
-    So the plan in which the round's decision takes effect does not depend on a clock.
-    """
+    """Dispatch no new plan before the round has the verdict on this sample, so that the plan in which its decision
+    takes effect does not depend on a clock."""
 
     key: SampleKey
 
 
 @dataclass(frozen=True, slots=True)
 class NextRoundPrefetch:
-    """What the next round launches, whatever becomes of the present one, and the version of its weights, which are
-    there: workers with nothing left to do may begin with it."""
+    """All launches of the next round, and the version of its weights, which are there: idle workers may start them."""
 
     policy_version: int
     launches: tuple[Launch, ...]
 
 
 Command = Launch | Score | Abort | CancelScore | AwaitVerdict
+
+
+@dataclass(slots=True)
+class RoundLedger:
+    """What has happened in a round so far: written by `Round`, read by its race. Dicts keep the order of events."""
+
+    prompts: dict[PromptKey, Prompt] = field(default_factory=dict)
+    launched: dict[SampleKey, Prompt] = field(default_factory=dict)
+    finished: dict[SampleKey, Sample] = field(default_factory=dict)  # with their rewards, once scored
+    scoring: dict[SampleKey, None] = field(default_factory=dict)  # sent to the reward pool, no verdict yet
+    verdicts: dict[SampleKey, Verdict] = field(default_factory=dict)
+    aborting: dict[SampleKey, bool] = field(default_factory=dict)  # asked to end, no event yet; whether tokens matter
+    aborted: dict[SampleKey, Sample] = field(default_factory=dict)  # with the tokens that they had

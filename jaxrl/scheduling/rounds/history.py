@@ -1,21 +1,20 @@
-"""What prompts' earlier responses are kept for: drafts of the next ones, and the order of prompts by length.
+"""Responses of earlier rollouts, by prompt: what drafts come from, and what ranking groups rank by.
 
-Purpose: `HistoryStore` holds, for every prompt of the data, the responses of its last rollouts and their lengths. It is
-part of a checkpoint. What is made of the responses (`jaxrl.mechanisms.speculation.index`) lies elsewhere.
+`HistoryStore` keeps each prompt's last rollouts and the lengths of its last one. It is part of a checkpoint.
 
 Source: RhymeRL §5.3 (a prompt's history is the responses of its last rollout, with their rewards) and §6.2 to §6.3 (its
 length is their median; by how much lengths have grown since the epoch before).
 
 Departures:
 
-- A group enters when it leaves its round, scored: those that are trained on, and those that were scored and
-  left out. What a round discards, or carries on without samples, never enters: which of its responses had been
-  scored by then is decided by a clock. So the store is a function of logical time.
+- A group enters when it leaves its round, scored: trained on, or filtered. What a round discards, or carries on without
+  samples, never enters: a clock decides which of its responses have been scored by then. So the store is a function of
+  logical time.
 - Samples are kept in the order of their keys, whatever the order in which they ended.
 - Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay. An index counts with
-  the most that it can take until `settle` tells what it does take.
-- Prompts of one data set only are told apart: a run that goes on with other data finds the history of other prompts
-  under their numbers. Tokens never depend on it, so that costs speed alone.
+  its largest possible size until `settle` says how large it is.
+- Prompts are told apart by their index alone: a run that resumes with other data finds the history of other prompts.
+  Tokens never depend on it, so that costs speed alone.
 """
 
 from __future__ import annotations
@@ -36,14 +35,8 @@ _DAMAGED = "history: the state of the checkpoint is damaged"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PastRollout:
-    """The responses that a prompt brought in one epoch.
-
-    Attributes:
-      epoch: of the rollout.
-      tokens: int32 [T], of all responses, one after another.
-      lengths: int32 [R], of each, in tokens.
-      rewards: float64 [R], of each.
-    """
+    """A prompt's responses in one epoch: tokens int32 [T] of all, one after another; lengths int32 [R] and rewards
+    float64 [R] of each."""
 
     epoch: int
     tokens: np.ndarray
@@ -52,7 +45,7 @@ class PastRollout:
 
     @classmethod
     def of(cls, group: Group) -> PastRollout:
-        """A scored group's."""
+        """Of a scored group."""
         samples = sorted(group.samples, key=lambda sample: sample.key)
         tokens = np.concatenate([np.asarray(sample.token_ids, np.int32) for sample in samples])
         lengths = np.asarray([len(sample) for sample in samples], np.int32)
@@ -68,10 +61,7 @@ class PastRollout:
 
 
 class PromptHistory:
-    """A prompt's last rollouts, the oldest first: what an index is made of.
-
-    It never changes but for what `pack` keeps, so another thread may have it while the store goes on.
-    """
+    """A prompt's last rollouts, the oldest first. Immutable but for a cache, so another thread may read it."""
 
     __slots__ = ("_packed", "rollouts")
 
@@ -92,7 +82,7 @@ class PromptHistory:
         return sum(rollout.num_bytes for rollout in self.rollouts)
 
     def pack(self) -> bytes:
-        """Compressed for a checkpoint (`HistoryStore.state_dict`); worked out once."""
+        """Compressed for a checkpoint (`HistoryStore.state_dict`); cached."""
         if self._packed is None:
             self._packed = _packed(self.rollouts)
         return self._packed
@@ -105,13 +95,7 @@ class PromptHistory:
 
 @dataclass(frozen=True, slots=True)
 class PastLengths:
-    """Response lengths of a prompt's last rollout, in tokens, and how it grew.
-
-    Attributes:
-      epoch: of the rollout.
-      median, mean, longest: of its responses.
-      before: the median of the rollout before it; 0: there was none.
-    """
+    """Response lengths of a prompt's last rollout, in tokens. `before`: the median of the rollout before it, or 0."""
 
     epoch: int
     median: float
@@ -121,7 +105,7 @@ class PastLengths:
 
     @property
     def growth(self) -> float | None:
-        """The median, as a multiple of the one before; None where there was none."""
+        """The median, as a multiple of the one before, if there was one."""
         return self.median / self.before if self.before else None
 
 
@@ -131,9 +115,10 @@ class HistoryStore:
     Args:
       epochs: rollouts that are kept of a prompt; 0: lengths alone.
       max_bytes: of responses and their indexes together; 0: no bound.
-      index_bytes: the most that the index over so many responses with so many tokens takes; None: there are none.
+      index_bytes: (responses, their tokens) -> the most bytes that an index over them takes; None: there are none.
 
     Attributes:
+      num_bytes: of the responses that are kept, and of their indexes.
       num_evicted: prompts whose responses were dropped for the bound, so far.
     """
 
@@ -143,45 +128,33 @@ class HistoryStore:
         self._kept: dict[int, PromptHistory] = {}  # those whose last rollout is longest ago first
         self._lengths: dict[int, PastLengths] = {}
         self._settled: dict[int, int] = {}  # bytes of the indexes that are known, by prompt
-        self._num_bytes = 0
-
-    # -- what is asked of it -----------------------------------------------------------------------------------------
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the responses that are kept, and of their indexes."""
-        return self._num_bytes
+        self.num_bytes = 0
 
     def prompts(self) -> list[int]:
         """The prompts whose responses are kept, those whose last rollout is longest ago first."""
         return list(self._kept)
 
     def history(self, index: int) -> PromptHistory | None:
-        """A prompt's last rollouts; None where none is kept."""
+        """A prompt's last rollouts, if any are kept."""
         return self._kept.get(index)
 
     def unsettled(self) -> list[int]:
-        """The prompts of which it is not known yet how much their index takes."""
+        """The prompts whose index has no known size yet."""
         return [] if self._index_bytes is None else [index for index in self._kept if index not in self._settled]
 
     def lengths(self, index: int) -> PastLengths | None:
-        """The lengths of a prompt's last rollout; None where there was none. They stay when responses are dropped."""
+        """The lengths of a prompt's last rollout, if there was one. They stay when responses are dropped."""
         return self._lengths.get(index)
 
     def growths(self) -> np.ndarray:
-        """float64 [N]: by how much the median length of each prompt grew to its last rollout, as a factor; of those
-        with two rollouts or more, in the order of their indices."""
+        """float64 [N]: the factor by which the median length of each prompt grew to its last rollout, of those with two
+        rollouts or more, in the order of their indices."""
         found = (self._lengths[index].growth for index in sorted(self._lengths))
         return np.asarray([growth for growth in found if growth is not None], np.float64)
 
-    # -- what enters -------------------------------------------------------------------------------------------------
-
     def add(self, groups: Iterable[Group]) -> list[int]:
-        """Takes in the scored groups of a round; returns the prompts whose responses have changed and are kept.
-
-        A rollout that is older than what is kept of its prompt counts for nothing: a prompt that waited in a queue for
-        longer than an epoch.
-        """
+        """Takes in the scored groups of a round; returns the prompts whose responses have changed and are kept. Ignores
+        a rollout older than the one kept of its prompt (which waited in a queue for longer than an epoch)."""
         changed: dict[int, None] = {}
         for group in groups:
             if self._take(group.prompt.index, PastRollout.of(group)):
@@ -204,18 +177,18 @@ class HistoryStore:
         return True
 
     def settle(self, index: int, num_bytes: int) -> None:
-        """The index over a prompt's responses takes so many bytes. To be told in logical time."""
-        self._num_bytes -= self._bytes_of(index)
+        """Sets the bytes of a prompt's index. Called in logical time."""
+        self.num_bytes -= self._bytes_of(index)
         self._settled[index] = num_bytes
-        self._num_bytes += self._bytes_of(index)
+        self.num_bytes += self._bytes_of(index)
 
     def _keep(self, index: int, history: PromptHistory) -> None:
         self._kept[index] = history
-        self._num_bytes += self._bytes_of(index)
+        self.num_bytes += self._bytes_of(index)
 
     def _forget(self, index: int) -> None:
         if index in self._kept:
-            self._num_bytes -= self._bytes_of(index)
+            self.num_bytes -= self._bytes_of(index)
             self._settled.pop(index, None)
             del self._kept[index]
 
@@ -227,7 +200,7 @@ class HistoryStore:
         return history.num_bytes + built
 
     def _evict(self) -> None:
-        while self._max_bytes and self._num_bytes > self._max_bytes:
+        while self._max_bytes and self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._kept)))
             self.num_evicted += 1
 
@@ -249,10 +222,8 @@ class HistoryStore:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was kept, within this run's bounds. An empty state: of a run without history.
-
-        Raises ValueError for a state of another schema, or one that does not fit together.
-        """
+        """Takes over what was kept, within this run's bounds; an empty state is that of a run without history. Raises
+        ValueError for a state of another schema, or one that does not fit together."""
         if not state:
             return
         if state.get("schema") != SCHEMA:
@@ -264,13 +235,16 @@ class HistoryStore:
                 f"{_DAMAGED}: prompts of shape {prompts.shape}, lengths of shape {lengths.shape} and {packed.size} "
                 "packed bytes must fit together"
             )
-        self._kept, self._lengths, self._settled, self._num_bytes = {}, {}, {}, 0
+        self._kept, self._lengths, self._settled, self.num_bytes = {}, {}, {}, 0
         self.num_evicted = int(state["num_evicted"])
         for index, epoch, median, mean, longest, before in lengths.tolist():
             self._lengths[int(index)] = PastLengths(int(epoch), median, mean, int(longest), before)
         ends = np.cumsum(prompts[:, 1])
         for index, size, built, end in zip(*prompts.T.tolist(), ends.tolist(), strict=True):
-            history = self._restored(index, packed[end - size : end].tobytes())
+            try:
+                history = PromptHistory.unpack(packed[end - size : end].tobytes())
+            except ValueError as error:
+                raise ValueError(f"{_DAMAGED}: prompt {index}: {error}") from None
             if not self._epochs:
                 continue
             if len(history.rollouts) > self._epochs:
@@ -280,18 +254,11 @@ class HistoryStore:
                 self.settle(index, built)
         self._evict()
 
-    @staticmethod
-    def _restored(index: int, packed: bytes) -> PromptHistory:
-        try:
-            return PromptHistory.unpack(packed)
-        except ValueError as error:
-            raise ValueError(f"{_DAMAGED}: prompt {index}: {error}") from None
-
 
 def _packed(rollouts: tuple[PastRollout, ...]) -> bytes:
-    """One prompt's rollouts: how many; then of each its epoch, its responses and its tokens; all as int64. Then of each
-    the rewards as float64 and the lengths and tokens as int32, compressed. Numbers are little-endian, and those of one
-    kind are split into planes of bytes, of which the higher ones are nearly constant."""
+    """One prompt's rollouts, compressed: their number, then of each its epoch, number of responses and number of
+    tokens, all as int64; then of each the rewards as float64, and of each the lengths and tokens as int32. Numbers are
+    little-endian; the int32 are split into planes of bytes, of which the higher ones are nearly constant."""
     heads = [(each.epoch, len(each.lengths), len(each.tokens)) for each in rollouts]
     parts = [np.asarray([len(rollouts), *np.ravel(heads)], "<i8").tobytes()]
     parts += [each.rewards.astype("<f8").tobytes() for each in rollouts]

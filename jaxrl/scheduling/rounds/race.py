@@ -1,8 +1,8 @@
 """Inside a round: launch more than is needed, keep what finishes first, end the rest.
 
-Purpose: `Race` is the `RoundRule` under every batch rule of `jaxrl.scheduling.rounds.batches`. Its limits say how many
-groups are wanted, how many more are under way, how many spare responses each may have, and whether losers keep their
-tokens. Without spare groups and responses it is the synchronous round.
+A `Race` decides inside every round. Its limits say how many groups are needed, how many more are under way, how many
+spare responses each may have, and whether losers keep their tokens. Without spare groups and responses it is the
+synchronous round.
 
 Source: RollPacker §3 (the first R0 responses of a prompt and the first P0 prompts; the others end at once), §7 (groups
 that are left out, with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its
@@ -13,13 +13,13 @@ Departures:
 - A round with a `GroupFilter` launches ahead of verdicts: as many groups are under way as it expects to be needed, so a
   round without filtered prompts is the plain short round. (RollPacker §7 keeps the active requests at the cap until the
   end; verl draws batches of fixed size one after another.)
-- So more groups may count than are needed. Where prompts do not race, the batch takes the first of them in the order of
+- So more groups may count than the batch needs. Where prompts do not race, it takes the first of them in the order of
   launch, as verl does, and waits for those before them: taking the first that end would neglect long responses. For
   the same reason groups launched after the batch's last one are left over, filtered or not (`_take_back`).
-- A verdict's decision (which groups are left out, how many come in) takes effect at a logical time: a completed group's
-  verdicts are asked for when `max_unscored` other groups wait behind it, or when they could end the round; generation
-  then waits for them (`AwaitVerdict`). So nothing depends on how long scoring takes: neither the groups of the batch,
-  nor the plan that a replacement enters (and so the rows that decode together).
+- A verdict's decision (which groups are left out, how many come in) takes effect at a logical time: the race needs a
+  complete group's verdicts when `max_unscored` other groups wait behind it, or when they could end the round, and
+  generation waits for them (`AwaitVerdict`). So neither the batch nor the plan that a replacement enters (and so the
+  rows that decode together) depends on how long scoring takes.
 - A group that is filtered leaves as `failed` if all its scorings failed.
 
 The order is that of completion: (dispatch, dp group, slot), as the engine reports it.
@@ -30,23 +30,31 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
-from jaxrl.scheduling.rounds.round import Outcome, PromptKey, RoundLedger
+from jaxrl.scheduling.rounds.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Command,
+    Launch,
+    Outcome,
+    PromptKey,
+    RoundLedger,
+    Score,
+    Verdict,
+)
 from jaxrl.schema.limits import ScoreWhen
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
 class GroupFilter(Protocol):
-    """Leaves complete groups out of the batch by their rewards; others replace them (dynamic sampling).
-
-    Immutable: `after` gives what it is when it has learnt from a group, which a rule carries from round to round.
-    """
+    """Leaves complete groups out of the batch by their rewards; others replace them (dynamic sampling). Immutable: a
+    rule carries what it has learnt from round to round."""
 
     def keeps(self, group: Group, verdicts: Sequence[Verdict], /) -> bool:
-        """Whether a group may be in the batch: asked with its scored samples and their verdicts, both sorted by key."""
+        """Whether a group may be in the batch, by its scored samples and their verdicts, both sorted by key."""
         ...
 
     def after(self, *, kept: bool, num_groups: int) -> Self:
@@ -72,12 +80,12 @@ class GroupFilter(Protocol):
         ...
 
     def most_launched(self, num_started: int, /) -> int:
-        """Prompts after which a round that starts with `num_started` gives up."""
+        """Prompts after which a round that starts with `num_started` fails."""
         ...
 
     @property
     def advice(self) -> str:
-        """What a user is told of a round that gave up."""
+        """What to do about a round that fails."""
         ...
 
     def max_unscored(self, num_running: int, num_groups: int) -> int:
@@ -85,7 +93,7 @@ class GroupFilter(Protocol):
         ...
 
     def state(self) -> list[float]:
-        """What it has learnt, as JSON values, for checkpoints."""
+        """What it has learnt, as JSON values."""
         ...
 
     def of_state(self, state: Sequence[float], /) -> Self:
@@ -95,16 +103,16 @@ class GroupFilter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """The part of the configuration that all batch rules get, besides a section of their own.
+    """The configuration that all batch rules share.
 
     Attributes:
       num_groups: prompts per batch, P0 (`data.train_batch_size`).
       group_size: samples per prompt, R0 (`rollout.n`).
       score_when: `reward.score_when`.
-      group_filter: what leaves groups out of batches, with nothing learnt; None: every complete group counts.
+      group_filter: leaves groups out of batches, with nothing learnt; None: every complete group counts.
       max_active_requests: the most samples under way; 0: no limit.
-      version_lag: versions by which the policy in training is ahead of the one that draws: 0, or 1 where a
-        round comes before the update that its weights lack.
+      version_lag: versions by which the policy in training is ahead of the one that samples: 0, or 1 where a round
+        comes before the update that its weights lack.
       max_response_length: tokens of a response at most (`data.max_response_length`); 0: no limit.
     """
 
@@ -119,24 +127,51 @@ class BatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """A prompt as it enters a round.
+    """A prompt from its first launch until it leaves the system, and its responses between two rounds.
 
     Attributes:
-      prompt: the prompt.
-      keys: responses to start or to go on with.
-      resumed: the samples of those `keys` that began in an earlier round.
-      finished: responses that ended in an earlier round.
-      attempt: of the responses that start anew.
-      first_step, first_round: when the prompt was first launched.
+      samples: all responses that its next launch needs, sorted by key: those without tokens start, those with tokens
+        resume, and those that have ended count as they are.
+      first_step, first_round: when it was first launched.
     """
 
     prompt: Prompt
-    keys: tuple[SampleKey, ...]
-    resumed: tuple[Sample, ...] = ()
-    finished: tuple[Sample, ...] = ()
-    attempt: int = 0
+    samples: tuple[Sample, ...]
     first_step: int = 0
     first_round: int = 0
+
+    @classmethod
+    def first(cls, prompt: Prompt, num_responses: int, step: int = 0, round_index: int = 0) -> Self:
+        """A prompt that was never launched."""
+        return cls(prompt, (), step, round_index).afresh(num_responses)
+
+    def afresh(self, num_responses: int, attempt: int = 0) -> Self:
+        """The prompt with new responses alone."""
+        keys = (SampleKey(*self.prompt.key, i, attempt) for i in range(num_responses))
+        return replace(self, samples=tuple(map(Sample.empty, keys)))
+
+    @property
+    def key(self) -> PromptKey:
+        return self.prompt.key
+
+    @property
+    def attempt(self) -> int:
+        """The latest attempt of its responses."""
+        return max(sample.key.attempt for sample in self.samples)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sample.has_ended for sample in self.samples)
+
+    def launch(self) -> Launch:
+        """The command that starts and resumes its responses."""
+        live = [sample for sample in self.samples if not sample.has_ended]
+        return Launch(
+            self.prompt,
+            tuple(sample.key for sample in live),
+            resumed=tuple(sample for sample in live if len(sample)),
+            finished=tuple(sample for sample in self.samples if sample.has_ended),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +198,7 @@ class RaceLimits:
         assert self.num_responses >= batch.group_size >= 1
         assert batch.num_groups >= 1
         assert self.num_spare >= 0
-        assert not (self.keep_unfinished and self.num_responses > batch.group_size), "a response too many has no place"
+        assert not (self.keep_unfinished and self.num_responses > batch.group_size), "a spare response has no place"
         assert not (self.is_race and batch.group_filter and batch.score_when == "rollout"), (
             "rewards decide which groups end the round"
         )
@@ -195,24 +230,25 @@ class RaceLimits:
 
 @dataclass(slots=True, eq=False)
 class RacingGroup:
-    """A prompt under way: responses that decode (`live`), and those that count, in the order in which they ended."""
+    """A prompt under way: what was launched, the responses that decode (`live`), and those that count, in the order in
+    which they ended."""
 
     planned: PlannedGroup
+    launch: Launch
     live: dict[SampleKey, None]
     kept: dict[SampleKey, Sample]
 
 
 class Race:
-    """The rule of one round.
+    """Decides in one round.
 
     Args:
-      limits: see `RaceLimits`.
       supply: the next group to launch; called only when there is room for it.
-      due: keys of prompts that must be in the batch: the round goes on until their groups are complete. They are the
+      due: keys of prompts that must be in the batch: the round waits until their groups are complete. They are the
         first that `supply` gives, and at most `num_groups`.
       group_filter: that of `limits.batch`, as the rounds before have left it; None: as it is there.
 
-    Attributes, for settling the round when it is over:
+    Attributes, to settle the round:
       groups: all that were launched, in that order.
       accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
       filtered: groups left out, and the outcome of each.
@@ -237,7 +273,7 @@ class Race:
         self._due = frozenset(due)
         self._due_left = set(due)
         self._unresolved: deque[PromptKey] = deque()  # complete, not decided about yet
-        self._backlog: deque[Sample] = deque()  # ended, and to be dealt with when the awaited verdict is there
+        self._backlog: deque[Sample] = deque()  # ended, to be taken in when the awaited verdict is there
         self._awaited: SampleKey | None = None
         self._sent: dict[SampleKey, None] = {}  # for scoring, in that order
         self._num_active = 0
@@ -262,9 +298,6 @@ class Race:
         self._backlog.append(sample)
         return self._go_on(ledger)
 
-    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        return []
-
     def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
         if self._stopped:
             return []
@@ -273,16 +306,18 @@ class Race:
         return self._go_on(ledger)
 
     def is_done(self, ledger: RoundLedger) -> bool:
+        """Whether the round has ended. Asked after every event."""
         return self._stopped and not ledger.aborting and not ledger.scoring
 
     def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
+        """The samples of the batch."""
         return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
 
     def certain(self, ledger: RoundLedger) -> list[PromptKey]:
-        """Accepted groups that no other one can keep out of the batch.
+        """Accepted groups that will be in the batch whatever happens from now on; what was certain stays so.
 
-        Those that may come before an accepted group there are the due ones, and besides, where the order of launch
-        counts, those that were launched before it and are not filtered, else those that were accepted before it.
+        Before an accepted group there may come the due ones, and besides, where the order of launch counts, those that
+        were launched before it and are not filtered, else those that were accepted before it.
         """
         if self._stopped:
             return list(self.batch)
@@ -296,7 +331,7 @@ class Race:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, ledger: RoundLedger) -> list[Command]:
-        """Does all that is due now, one thing at a time, because each may end the round."""
+        """Takes all steps that are due now, one at a time, because each may end the round."""
         commands: list[Command] = []
         while not self._stopped and self._awaited is None:
             if self._has_batch(self.accepted) and not self._due_left:
@@ -314,7 +349,7 @@ class Race:
         return commands
 
     def _decide_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
-        """Accepts or filters the group that has been complete for longest; False if its turn has not come."""
+        """Accepts or filters the group that has been complete for longest; False if it cannot yet."""
         if not self._unresolved:
             return False
         group = self.groups[self._unresolved[0]]
@@ -362,11 +397,11 @@ class Race:
 
     @property
     def _num_under_way(self) -> int:
-        """Groups that were launched and are not decided about."""
+        """Groups that were launched and neither accepted nor filtered."""
         return len(self.groups) - len(self.accepted) - len(self.filtered)
 
     def _has_room(self) -> bool:
-        """Whether another group is to be launched now."""
+        """Whether to launch another group now."""
         limits, batch = self.limits, self.limits.batch
         if batch.max_active_requests and self._num_active + limits.num_responses > batch.max_active_requests:
             return False
@@ -391,13 +426,13 @@ class Race:
     def _launch(self, commands: list[Command]) -> None:
         self._num_owed = (self._num_owed or (self.filter.launched_at_once if self.filter else 1)) - 1
         planned = self._supply()
-        prompt_key = planned.prompt.key
+        prompt_key, launch = planned.key, planned.launch()
         assert prompt_key not in self.groups, f"{prompt_key} is in the round already"
-        assert len(planned.keys) <= self.limits.num_responses
-        finished = {sample.key: sample for sample in planned.finished}
-        self.groups[prompt_key] = RacingGroup(planned, dict.fromkeys(planned.keys), finished)
-        self._num_active += len(planned.keys)
-        commands.append(Launch(planned.prompt, planned.keys, planned.resumed, planned.finished))
+        assert len(launch.keys) <= self.limits.num_responses
+        finished = {sample.key: sample for sample in launch.finished}
+        self.groups[prompt_key] = RacingGroup(planned, launch, dict.fromkeys(launch.keys), finished)
+        self._num_active += len(launch.keys)
+        commands.append(launch)
         if self.limits.batch.score_when == "sample":
             self._score(self.groups[prompt_key], commands)
         self._end_group_if_complete(prompt_key, commands)
@@ -430,7 +465,7 @@ class Race:
             self._score(group, commands)
 
     def _score(self, group: RacingGroup, commands: list[Command]) -> None:
-        """Sends a group's counting samples for scoring, if they have not been sent yet."""
+        """Sends a group's samples that count for scoring, unless they were sent before."""
         for key, sample in group.kept.items():
             if key not in self._sent:
                 self._sent[key] = None
@@ -445,7 +480,7 @@ class Race:
         return len(self._sent) > num_sent
 
     def _stop(self, ledger: RoundLedger, commands: list[Command]) -> None:
-        """Enough groups are there: chooses the batch and ends everything else."""
+        """Chooses the batch and ends everything else."""
         self._stopped = True
         accepted, place = self.accepted, {prompt_key: i for i, prompt_key in enumerate(self.groups)}
         if self.limits.in_launch_order:
@@ -469,8 +504,8 @@ class Race:
     def _take_back(self, last: int, place: Mapping[PromptKey, int]) -> None:
         """Groups that were filtered, and launched after the batch's last one, are left over like the others there.
 
-        Those that have been decided about by now are the short ones. Were they to leave, and the long ones to be
-        decided about in a later round only, short groups would pass two filters where long ones pass one."""
+        Those with verdicts by now are the short ones. If they left, and the long ones were filtered in a later round
+        only, short groups would pass two filters where long ones pass one."""
         room = self.limits.max_left_over
         num_back = None if room is None else max(room - len(self.left_over), 0)
         later = [prompt_key for prompt_key in self.groups if prompt_key in self.filtered and place[prompt_key] > last]
@@ -478,8 +513,8 @@ class Race:
             del self.filtered[prompt_key]
 
     def _keep_late(self, sample: Sample) -> None:
-        """A response ended after the round was decided. Without `keep_unfinished` it counts as aborted, because the
-        time of a verdict may decide whether the round is told that it ended."""
+        """A response ended after the batch was chosen. Without `keep_unfinished` it counts as aborted, because the time
+        of a verdict may decide whether the round hears of its end."""
         if not self.limits.keep_unfinished:
             return
         group = self.groups[sample.key.epoch, sample.key.prompt_index]

@@ -1,9 +1,8 @@
 """One rollout round: events in, commands out, until every prompt has its scored samples.
 
-Purpose: `Round` keeps the ledger of a round (what was launched, finished, scored, aborted) and refuses events that do
-not fit it; a *rule* decides what to launch, what to do with what finishes, and when the round ends. `SynchronousRule`
-is here, for evaluations; training uses `jaxrl.scheduling.rounds.race.Race`, plain rounds too. A `BatchRule`
-(`jaxrl.scheduling.rounds.batches`) makes the rounds and keeps what outlives them (queues, buffers).
+`Round` keeps the ledger of a round and refuses events that do not fit it; its `Race` decides what to launch, what to do
+with what finishes, and when the round ends. A `BatchRule` (`jaxrl.scheduling.rounds.batches`) makes the rounds of
+training and keeps what outlives them (queues, buffers).
 
 Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wait for all).
 
@@ -21,10 +20,9 @@ Example::
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,127 +33,50 @@ from jaxrl.scheduling.rounds.events import (
     Command,
     Event,
     Launch,
+    Outcome,
+    PromptKey,
+    RoundLedger,
     RoundStarted,
     SampleAborted,
     SampleFinished,
     Score,
     Verdict,
 )
-from jaxrl.types import Group, Prompt, Sample, SampleKey
-
-PromptKey = tuple[int, int]
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
+from jaxrl.types import Group, Prompt, Sample
 
 RoundKind = Literal["plain", "short", "long", "partial"]
 """`short`: launches more than it needs; `long`: waits for what such rounds have left; `partial`: stops early and keeps
 the unfinished; `plain`: all others."""
 
 
-@dataclass(slots=True)
-class RoundLedger:
-    """What has happened in a round so far: written by `Round`, read by rules. Dicts keep the order of events."""
-
-    prompts: dict[PromptKey, Prompt]
-    group_size: int
-    launched: dict[SampleKey, Prompt] = field(default_factory=dict)
-    finished: dict[SampleKey, Sample] = field(default_factory=dict)  # with their rewards, once scored
-    scoring: dict[SampleKey, None] = field(default_factory=dict)  # sent to the reward pool, no verdict yet
-    verdicts: dict[SampleKey, Verdict] = field(default_factory=dict)
-    aborting: dict[SampleKey, bool] = field(default_factory=dict)  # asked to end, not told yet; whether tokens matter
-    aborted: dict[SampleKey, Sample] = field(default_factory=dict)  # with what they had
-
-
-class RoundRule(Protocol):
-    """Decides, without side effects. A rule may keep state of its own."""
-
-    def start(self, ledger: RoundLedger) -> Iterable[Command]:
-        """The first commands of the round."""
-        ...
-
-    def after_finish(self, ledger: RoundLedger, sample: Sample) -> Iterable[Command]:
-        """A response has ended; it is in the ledger."""
-        ...
-
-    def after_abort(self, ledger: RoundLedger, sample: Sample) -> Iterable[Command]:
-        """A response that the rule aborted has ended; it is in the ledger."""
-        ...
-
-    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> Iterable[Command]:
-        """A response has been scored; it is in the ledger."""
-        ...
-
-    def is_done(self, ledger: RoundLedger) -> bool:
-        """Whether the round has ended. Asked after every event."""
-        ...
-
-    def chosen(self, ledger: RoundLedger) -> Iterable[SampleKey]:
-        """The scored samples that the round yields in groups. Asked when the round is done."""
-        ...
-
-    def certain(self, ledger: RoundLedger) -> Iterable[PromptKey]:
-        """Prompts whose samples have ended and will be in `chosen`, whatever happens from now on; they need no verdict
-        yet. What was certain stays so."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SynchronousRule:
-    """Every prompt `group_size` times, and wait for all of them."""
-
-    def start(self, ledger: RoundLedger) -> list[Command]:
-        return [
-            Launch(prompt, tuple(SampleKey(prompt.epoch, prompt.index, i) for i in range(ledger.group_size)))
-            for prompt in ledger.prompts.values()
-        ]
-
-    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        return [Score(ledger.launched[sample.key], sample)]
-
-    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        return []
-
-    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
-        return []
-
-    def is_done(self, ledger: RoundLedger) -> bool:
-        return len(ledger.verdicts) == len(ledger.launched)
-
-    def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
-        return list(ledger.verdicts)
-
-    def certain(self, ledger: RoundLedger) -> list[PromptKey]:
-        ended = Counter(ledger.launched[key].key for key in ledger.finished)
-        return [prompt_key for prompt_key in ledger.prompts if ended[prompt_key] == ledger.group_size]
-
-
 class Round:
     """One round.
 
     Args:
-      prompts: to launch, in this order; their keys must differ. With a `rule` given, the list may be empty: the rule
-        brings prompts in with its launches.
+      prompts: to launch, in this order; their keys must differ. Empty with a `race`, which brings prompts in.
       group_size: responses per prompt (`rollout.n`).
-      rule: the synchronous one by default.
+      race: decides; None: every prompt `group_size` times, and wait for all of them.
       kind: the kind of round, for resource planning and for pictures.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        rule: RoundRule | None = None,
-        kind: RoundKind = "plain",
+        self, prompts: Sequence[Prompt], group_size: int, race: Race | None = None, kind: RoundKind = "plain"
     ) -> None:
-        by_key = {prompt.key: prompt for prompt in prompts}
-        if (not prompts and rule is None) or len(by_key) < len(prompts):
+        if race is None and (not prompts or len({prompt.key for prompt in prompts}) < len(prompts)):
             raise ValueError(
-                f"a round needs prompts, each (epoch, index) once: {len(prompts)} given, {len(by_key)} different "
-                "(data.train_batch_size)"
+                f"a round needs prompts, each (epoch, index) once: {len(prompts)} given, "
+                f"{len({prompt.key for prompt in prompts})} different (data.train_batch_size)"
             )
         if group_size < 1:
             raise ValueError(f"rollout.n ({group_size}) must be >= 1")
+        if race is None:
+            supply = iter([PlannedGroup.first(prompt, group_size) for prompt in prompts])
+            race = Race(RaceLimits(BatchSettings(len(prompts), group_size), group_size), lambda: next(supply))
         self.kind: RoundKind = kind
-        self.ledger = RoundLedger(by_key, group_size)
-        self._rule: RoundRule = SynchronousRule() if rule is None else rule
+        self.group_size = group_size
+        self.race = race
+        self.ledger = RoundLedger()
         self._started = False
         self._done = False
 
@@ -173,39 +94,34 @@ class Round:
         match event:
             case RoundStarted():
                 self._started = True
-                commands = self._rule.start(self.ledger)
+                commands = self.race.start(self.ledger)
             case SampleFinished(sample=sample):
                 self._record_finish(sample)
-                commands = self._rule.after_finish(self.ledger, sample)
+                commands = self.race.after_finish(self.ledger, sample)
             case SampleAborted(sample=sample):
                 self._record_abort(sample)
-                commands = self._rule.after_abort(self.ledger, sample)
+                commands = []
             case Verdict():
                 self._record_verdict(event)
-                commands = self._rule.after_verdict(self.ledger, event)
-        commands = list(commands)
+                commands = self.race.after_verdict(self.ledger, event)
         for command in commands:
             self._record_command(command)
-        self._done = self._rule.is_done(self.ledger)
-        assert not (self._done and self.ledger.aborting), "a round ends before its aborted responses have been told"
+        self._done = self.race.is_done(self.ledger)
         return commands
 
     def groups(self) -> list[Group]:
-        """What the round yields: groups sorted by prompt key, samples sorted by key, with their rewards."""
+        """The batch: groups sorted by prompt key, samples sorted by key, with their rewards."""
         assert self._done, "groups() of a round that is not done"
         ledger = self.ledger
         samples: dict[PromptKey, list[Sample]] = {}
-        for key in sorted(self._rule.chosen(ledger)):
+        for key in sorted(self.race.chosen(ledger)):
             samples.setdefault(ledger.launched[key].key, []).append(ledger.finished[key])
         return [Group(ledger.prompts[prompt_key], samples[prompt_key]) for prompt_key in sorted(samples)]
 
     def certain(self) -> list[Group]:
-        """Groups that `groups` will have, whatever happens from now on, scored or not; sorted as there.
-
-        What a training step needs of them can be computed before the round has ended. A round that is given up yields
-        nothing all the same.
-        """
-        ledger, wanted = self.ledger, set(self._rule.certain(self.ledger))
+        """Groups that `groups` will hold whatever happens from now on, scored or not; sorted as there. (A round that is
+        dropped yields nothing all the same.)"""
+        ledger, wanted = self.ledger, set(self.race.certain(self.ledger))
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}
         for key in (*ledger.verdicts, *ledger.scoring):  # asked after every event: a key's own prompt needs no look-up
             if (prompt_key := (key.epoch, key.prompt_index)) in wanted:
@@ -213,7 +129,7 @@ class Round:
         return [
             Group(ledger.prompts[prompt_key], sorted(samples[prompt_key], key=lambda sample: sample.key))
             for prompt_key in sorted(wanted)
-            if len(samples[prompt_key]) == ledger.group_size
+            if len(samples[prompt_key]) == self.group_size
         ]
 
     def _record_finish(self, sample: Sample) -> None:
@@ -221,7 +137,7 @@ class Round:
         lost = key in ledger.aborted or not ledger.aborting.get(key, True)
         if key not in ledger.launched or key in ledger.finished or lost:
             raise ValueError(f"{key} finished: it must be launched, and neither finished before nor aborted")
-        if sample.finish_reason not in ("stop", "length"):
+        if not sample.has_ended:
             raise ValueError(f"{key} finished with reason {sample.finish_reason!r}: it must be 'stop' or 'length'")
         ledger.aborting.pop(key, None)
         ledger.finished[key] = sample
@@ -247,7 +163,7 @@ class Round:
         )
 
     def _record_command(self, command: Command) -> None:
-        """Writes a rule's command into the ledger; asserts that the two do not contradict each other."""
+        """Writes a command into the ledger; asserts that the two do not contradict each other."""
         ledger = self.ledger
         match command:
             case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=finished):
@@ -276,9 +192,6 @@ class Round:
                     del ledger.scoring[key]
             case AwaitVerdict(key=key):
                 assert key in ledger.scoring, f"verdict on {key} awaited: nothing is due"
-
-
-Outcome = Literal["trained", "filtered", "failed"]
 
 
 class Departures:

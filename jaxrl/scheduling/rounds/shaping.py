@@ -1,8 +1,7 @@
 """Reward shaping: a wrong answer loses reward, and so does a response near the length limit.
 
-Purpose: `RewardShaping` changes the verdicts of training rounds before the round hears of them. So the reward that is
-logged, the one that groups are filtered by, and the one that advantages are made of are the same shaped one.
-Evaluations are not shaped.
+`RewardShaping` changes the verdicts of training rounds before the round receives them. So logs, filters and advantages
+use the same shaped reward. Evaluations are not shaped.
 
 Source: DAPO (Yu et al. 2025, arXiv:2503.14476): rewards of 1 and -1 (eq. 7), and for length (eq. 13) no penalty up to
 L_max - L_cache tokens, then linearly down to -1 at L_max. Names and the factor are verl's
@@ -35,7 +34,7 @@ class RewardShaping:
 
     Attributes:
       max_length: tokens of the longest response.
-      buffer: the last so many of them, over which the penalty grows; 0: there is none.
+      buffer: the tokens at its end over which the penalty grows; 0: no penalty.
       factor: the penalty of the longest response.
       wrong: the reward of a wrong answer.
     """
@@ -47,19 +46,19 @@ class RewardShaping:
 
     @classmethod
     def configured(cls, config: Config) -> RewardShaping | None:
-        """What `reward.overlong_buffer` and `reward.wrong_reward` ask for; None where both are off."""
+        """By `reward.overlong_buffer` and `reward.wrong_reward`; None where both are off."""
         options, wrong = config.reward.overlong_buffer, config.reward.wrong_reward
         if not options.enable and not wrong:
             return None
         return cls(config.data.max_response_length, options.len * options.enable, options.penalty_factor, wrong)
 
     def reward(self, length: int) -> float:
-        """What a response of so many tokens gets on top: 0 up to `max_length` - `buffer`, - `factor` at the end."""
+        """The penalty for a length: 0 up to `max_length` - `buffer`, - `factor` at the end."""
         exceeding = length - (self.max_length - self.buffer)
         return min(-exceeding / self.buffer * self.factor, 0.0) if self.buffer else 0.0
 
     def shaped(self, verdict: Verdict, length: int) -> Verdict:
-        """The verdict on a response of so many tokens, as training takes it."""
+        """The verdict on a response of this length, as training uses it."""
         info, extra = dict(verdict.info), 0.0
         if verdict.status == "ok":
             info.setdefault("acc", verdict.reward)

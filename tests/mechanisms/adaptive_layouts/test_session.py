@@ -16,7 +16,7 @@ import pytest
 from adaptive_runs import LARGE, WORKLOAD, config
 
 from jaxrl.loop import Hooks
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSession, LayoutSessions
+from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.mechanism import RoundEnd
@@ -36,13 +36,10 @@ def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any
     )
     hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
     simulation = build(made, CostModel(LARGE, H100), WORKLOAD, hooks)
-    for session in simulation.mechanism(LayoutSessions).sessions:
-        session._journal = journal
+    sessions = simulation.mechanism(LayoutSessions)
+    sessions._journal = journal
     assert simulation.loop.run()
-    found = [
-        [episode.decision for episode in session.control.episodes]
-        for session in simulation.mechanism(LayoutSessions).sessions
-    ]
+    found = [[switch.decision for switch in control.switches] for control in sessions.controls]
     return [[(each.dispatch, each.from_tp, each.to_tp) for each in own] for own in found]
 
 
@@ -94,15 +91,16 @@ def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
     """Worker 1 has a decision to repeat; until then worker 0 decides nothing, although nothing of it is known."""
     asked: list[tuple[int, bool]] = []
 
-    def session(worker: int, follows: bool) -> Any:
+    def control(worker: int, follows: bool) -> Any:
         def before_plan(decides: bool) -> None:
             asked.append((worker, decides))
-            control.follows = False
+            made.follows = False
 
-        control = SimpleNamespace(follows=follows)
-        return SimpleNamespace(control=control, before_plan=before_plan)
+        made = SimpleNamespace(follows=follows, before_plan=before_plan)
+        return made
 
-    sessions = LayoutSessions([session(0, False), session(1, True)])
+    drawing: Any = None
+    sessions = LayoutSessions([control(0, False), control(1, True)], lambda: 0.0, drawing, None, None)
     for worker in (0, 1, 0, 1):
         sessions.before_plan(worker)
     assert asked == [(0, False), (1, False), (0, True), (1, True)]
@@ -113,7 +111,7 @@ class Control:
 
     def __init__(self, metrics: dict[str, float], state: dict[str, Any]) -> None:
         self.metrics, self.state, self.heard = metrics, state, list[Any]()
-        self.episodes, self.predictor = [], None
+        self.switches, self.predictor = [], None
 
     def end(self, preemptions: int) -> dict[str, float]:
         self.heard.append(preemptions)
@@ -132,8 +130,7 @@ class Control:
 def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
     drawing: Any = None
     found: list[Any] = list(controls)
-    sessions = [LayoutSession(each, lambda: 0.0, drawing, None, None, (i, len(found))) for i, each in enumerate(found)]
-    return LayoutSessions(sessions)
+    return LayoutSessions(found, lambda: 0.0, drawing, None, None)
 
 
 def ended(sessions: LayoutSessions, *preemptions: int) -> dict[str, float]:

@@ -139,17 +139,12 @@ def test_what_a_switch_says():
     assert (switch.step_before_s, switch.step_after_s) == pytest.approx((0.010, 0.009))
 
 
-def test_every_refusal_has_its_reason():
+def test_degrees_without_room_and_lower_ones_are_no_candidates():
     rule = LayoutSwitchRule(BOTH, DEGREES, SIMPLE)
-    stay, *others = rule.evaluate(room(ONE_ROW, tp1=ROOMY, tp4=GroupCapacity(100, 10), tp8=NO_ROW))
-    assert (stay.tp, stay.refused, stay.cost_s) == (1, None, 0.0)
-    assert [candidate.refused for candidate in others] == [
-        "tp 2: this layout is not possible here",
-        "tp 4: 1500 tokens in a dp group that has room for 100",
-        "tp 8: 1 rows in a dp group that has room for 0",
-    ]
-    lower = LayoutSwitchRule(MOVE, DEGREES, SIMPLE).evaluate(batch_state(2, [[(1000, 500)]]))[1]
-    assert lower.refused == "tp 1: within a generation tp only grows (direction 'up')"
+    (stay,) = rule.evaluate(room(ONE_ROW, tp1=ROOMY, tp4=GroupCapacity(100, 10), tp8=NO_ROW))
+    assert (stay.tp, stay.cost_s) == (1, 0.0)
+    up = LayoutSwitchRule(MOVE, DEGREES, SIMPLE).evaluate(batch_state(2, [[(1000, 500)]]))
+    assert [candidate.tp for candidate in up] == [2, 4, 8]
 
 
 # Several switches, and never back and forth
@@ -177,8 +172,6 @@ def test_cooldown_counts_plans():
     switch = rule.decide(batch_state(2, one_row, dispatch=8))
     assert switch is not None
     assert switch.to_tp == 8
-    with pytest.raises(ValueError, match=r"dispatch 2 comes before the last switch \(8\)"):
-        rule.decide(batch_state(8, one_row, dispatch=2))
     rule.begin()
     assert rule.decide(batch_state(2, one_row, dispatch=2)) is not None
 
@@ -192,10 +185,8 @@ def test_a_way_back_down_needs_a_batch_that_has_grown(rows: int, turns: bool):
     assert switch is not None
     assert switch.to_tp == 8
     now = batch_state(8, [[(10, 1000)] * rows], dispatch=1)
-    refused = rule.evaluate(now)[1].refused
-    assert (rule.decide(now) is not None) == turns == (refused is None)
-    if not turns:
-        assert refused == "tp 1: to turn back down, the 2 rows of the last switch must grow by 2.0"
+    candidates = [candidate.tp for candidate in rule.evaluate(now)]
+    assert (rule.decide(now) is not None) == turns == (1 in candidates)
 
 
 @pytest.mark.parametrize(("rows", "turns"), [(64, False), (33, False), (32, True), (1, True)])
@@ -208,10 +199,8 @@ def test_a_way_back_up_needs_a_batch_that_has_shrunk(rows: int, turns: bool):
     now = batch_state(1, [[(10, 100_000)] * rows], dispatch=1)  # in one dp group: 2 to 64 ms a step
     changed = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, cheap_large_degrees())
     changed.record(switch)
-    refused = changed.evaluate(now)[-1].refused
-    assert (changed.decide(now) is not None) == turns == (refused is None)
-    if not turns:
-        assert refused == "tp 8: to turn back up, the 64 rows of the last switch must fall by 2.0"
+    candidates = [candidate.tp for candidate in changed.evaluate(now)]
+    assert (changed.decide(now) is not None) == turns == (8 in candidates)
 
 
 def cheap_large_degrees() -> LatencyPredictor:
@@ -364,32 +353,6 @@ def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, 
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("degrees", "message"),
-    [
-        ((), r"degrees \(\) must ascend"),
-        ((2, 1), r"degrees \(2, 1\) must ascend"),
-        ((0, 1), r"must ascend from >= 1"),
-        ((2, 3), r"each dividing the next"),
-    ],
-)
-def test_degrees_are_checked(degrees: tuple[int, ...], message: str):
-    with pytest.raises(ValueError, match=message):
-        LayoutSwitchRule(UP, degrees, SIMPLE)
-
-
-@pytest.mark.parametrize(
-    ("now", "message"),
-    [
-        (replace(batch_state(1, []), tp=3), r"tp \(3\) must be one of the degrees \(1, 2, 4, 8\)"),
-        (replace(batch_state(1, []), tp=2), r"dp \(8\) × tp \(2\) must equal the number of devices \(8\)"),
-    ],
-)
-def test_batch_states_are_checked(now: BatchState, message: str):
-    with pytest.raises(ValueError, match=message):
-        LayoutSwitchRule(UP, DEGREES, SIMPLE).decide(now)
 
 
 def test_a_profile_that_lacks_something_is_refused_at_once():

@@ -118,16 +118,3 @@ def test_restored_on_another_machine(make: Callable[..., Planner], counts: tuple
     assert coarser.degree() == 3, "nothing allowed is as small: the smallest"
     with pytest.raises(ValueError, match=r"tp planner of schema 4: this version reads"):
         smaller.load_state_dict({**planner.state_dict(), "schema": 4})
-
-
-@pytest.mark.parametrize("rule", [TpPlanner, ConfidentPlanner])
-@pytest.mark.parametrize(("degrees", "initial"), [((), 2), ((2, 2), 2), ((4, 2), 2), (DEGREES, 3)])
-def test_degrees_are_checked(rule: type[TpPlanner | ConfidentPlanner], degrees: tuple[int, ...], initial: int):
-    with pytest.raises(ValueError, match=rf"degrees .* must ascend and include the initial one \({initial}\)"):
-        rule(LayoutSection(), degrees, initial)
-
-
-@pytest.mark.parametrize("rule", [TpPlanner, ConfidentPlanner])
-def test_preemptions_are_counts(rule: type[TpPlanner | ConfidentPlanner]):
-    with pytest.raises(ValueError, match=r"preemptions \(-1\) of a 'long' round must be >= 0"):
-        rule(LayoutSection(), DEGREES, 2).observe(-1, "long")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, make_sample, through_disk
+from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, through_disk
 from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, run_steps, verdict
 
 from jaxrl.mechanisms.partial_rollout.buffer_filter import WaitingGroup
 from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout, version_spans
+from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
@@ -69,7 +69,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
 
     state = through_disk(rule.state_dict())
     rule = partial_rollout(2, 2, over_provision=1.5)
-    rule.load_state_dict(state)
+    rule.load_state_dict(state, prompts)
     current = rule.plan(prompts, RoundTime(2, 1))
     check_table(current, NEXT_ROUND)
     result = rule.settle(current)
@@ -113,7 +113,7 @@ def test_groups_that_complete_too_late_are_the_first_of_the_next_round():
     result = rule.settle(current)
     assert result.groups[0].samples[0].reward == 0.0
     assert result.metrics["rollout/resumed_share"] == 1
-    assert [group.key for group in rule.buffer] == [(0, 1)]
+    assert [group.key for group in rule.queue] == [(0, 1)]
 
 
 def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
@@ -130,7 +130,7 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     assert [result.metrics["rollout/restarted_samples"] for result in results] == [0, 0, 1, 0, 0, 0]
     waited_for = results[3].groups[0].samples[0]
     assert waited_for.key == key(0, 0, attempt=1)
-    assert version_spans(waited_for.versions) == [(2, 0, 4), (3, 4, 40)]
+    assert waited_for.versions.tolist() == [2] * 4 + [3] * 36
     assert results[3].metrics["rollout/surplus_prompts"] == 1
     assert results[4].metrics["rollout/launched_samples"] == 0
 
@@ -270,12 +270,6 @@ def test_a_filter_that_fails_is_named():
         filtered_training(broken).run_step()
 
 
-def test_stretches_of_one_version():
-    sample = make_sample(key(0, 0), [3, 3, 4, 5, 5], "stop")
-    assert version_spans(sample.versions) == [(3, 0, 2), (4, 2, 3), (5, 3, 5)]
-    assert version_spans(sample.versions[:0]) == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -302,22 +296,23 @@ def test_samples_that_are_too_long_for_a_resumed_run_are_refused():
     """A sample that ended may be as long as the limit, one that goes on must be shorter."""
     rule = partial_rollout(2, 2)
     run_steps(rule, lambda k: 3 + 4 * k.prompt_index, 1)
-    held = [(len(s), s.finish_reason) for group in rule.buffer for s in group.samples]
+    held = [(len(s), s.finish_reason) for group in rule.queue for s in group.samples]
     assert held == [(8, "abort")] * 4
     for limit in (0, 9):
-        partial_rollout(2, 2, shared={"max_response_length": limit}).load_state_dict(rule.state_dict())
-    message = r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples in the buffer of"
+        partial_rollout(2, 2, shared={"max_response_length": limit}).load_state_dict(rule.state_dict(), FakePrompts(9))
+    message = r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples that partial rollout"
     with pytest.raises(ValueError, match=message):
-        partial_rollout(2, 2, shared={"max_response_length": 8}).load_state_dict(rule.state_dict())
+        partial_rollout(2, 2, shared={"max_response_length": 8}).load_state_dict(rule.state_dict(), FakePrompts(9))
 
 
 def test_states_of_another_make_are_refused():
     rule = partial_rollout(2, 2)
     run_steps(rule, lambda k: 5 + 3 * k.prompt_index, 1)
-    state = rule.state_dict()
+    state, prompts = rule.state_dict(), FakePrompts(9)
     with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
-        rule.load_state_dict({**state, "schema": 9})
+        rule.load_state_dict({**state, "schema": 9}, prompts)
     with pytest.raises(ValueError, match=r"must keep rollout\.n"):
-        partial_rollout(2, 3).load_state_dict(state)
-    with pytest.raises(ValueError, match="4 samples for 1 groups of 2"):
-        rule.load_state_dict({**state, "groups": state["groups"][:1]})
+        partial_rollout(2, 3).load_state_dict(state, prompts)
+    queue = state["queue"]
+    with pytest.raises(ValueError, match=r"4 samples and groups of \[2\]"):
+        rule.load_state_dict({**state, "queue": {**queue, "groups": queue["groups"][:1]}}, prompts)

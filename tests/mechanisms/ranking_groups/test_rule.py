@@ -134,7 +134,7 @@ def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may(
 
     def dealt(rule):
         rule.begin(launches, 1)
-        return [part.num_workers for part in rule.now.allotment.parts]
+        return [part.num_workers for part in rule.now.allocation.parts]
 
     rule = made()
     assert dealt(rule) == [1, 4]

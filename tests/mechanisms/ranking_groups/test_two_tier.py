@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.ranking_groups.two_tier import PRECISION_S, Load, Part, allot, equal_shares, pair_s, rollout_s
+from jaxrl.mechanisms.ranking_groups.two_tier import PRECISION_S, Load, Part, allocate, equal_shares, pair_s, rollout_s
 
 
 def tau(loads):
@@ -25,8 +25,8 @@ def each(loads):
     return [[load] for load in loads]
 
 
-def counts(allotment):
-    return [part.num_workers for part in allotment.parts]
+def counts(allocation):
+    return [part.num_workers for part in allocation.parts]
 
 
 @pytest.mark.parametrize(
@@ -56,34 +56,34 @@ def test_long_groups_get_the_workers_that_short_ones_can_spare(train_s, expected
     """The longer the update, the less the short groups gain by being quick. Where it is short, workers of the longest
     group have the shortest one next, all of them."""
     loads = [Load(length, 32) for length in (100, 120, 150, 800)]
-    allotment = allot(each(loads), 8, tau, train_s)
-    assert allotment.is_feasible
-    assert counts(allotment) == expected
+    allocation = allocate(each(loads), 8, tau, train_s)
+    assert allocation.is_feasible
+    assert counts(allocation) == expected
 
 
 def test_the_update_sets_the_first_target():
     """Where the update takes longer than any group on one worker, each needs one worker only; what is left over goes to
     the group that takes longest."""
     loads = [Load(100, 8), Load(200, 8), Load(300, 8)]
-    assert counts(allot(each(loads), 6, tau, train_s=100.0)) == [1, 1, 4]
+    assert counts(allocate(each(loads), 6, tau, train_s=100.0)) == [1, 1, 4]
     # 200 and 300 tokens: 3.6 s and 5.4 s on one worker; the latter is 4.2 s on two, and 3.8 s on three
 
 
 def test_nothing_feasible_gives_equal_shares():
     """The middle group needs more than its target leaves: it is as long as the last, and the line is bent."""
     loads = [Load(10, 4), Load(1000, 40), Load(1000, 40)]
-    allotment = allot(each(loads), 3, tau)
-    assert not allotment.is_feasible
-    assert counts(allotment) == [1, 1, 1]
-    assert allot(each(loads), 3, None) == allotment, "as where nothing predicts times"
+    allocation = allocate(each(loads), 3, tau)
+    assert not allocation.is_feasible
+    assert counts(allocation) == [1, 1, 1]
+    assert allocate(each(loads), 3, None) == allocation, "as where nothing predicts times"
 
 
 def test_few_workers_serve_runs_of_neighbours():
     """Two steps are shorter than with equal runs."""
     loads = [Load(length, 8) for length in (100, 110, 120, 130, 140, 1000)]
-    allotment = allot(each(loads), 3, tau)
-    assert allotment.is_feasible
-    runs = (allotment.parts, equal_shares(6, 3))
+    allocation = allocate(each(loads), 3, tau)
+    assert allocation.is_feasible
+    runs = (allocation.parts, equal_shares(6, 3))
     ours, equal = (pair_s([tau(loads[part.first : part.last + 1]) for part in parts], 0.0) for parts in runs)
     assert ours < equal
 
@@ -95,14 +95,14 @@ LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 64), st.sampled_from([0.0, 1.0, 30.0]))
 def test_every_group_is_served_and_no_worker_is_left_out(lengths, workers, responses, train_s):
     loads = [Load(length, responses) for length in lengths]
-    parts = allot(each(loads), workers, tau, train_s).parts
+    parts = allocate(each(loads), workers, tau, train_s).parts
     assert [i for part in parts for i in range(part.first, part.last + 1)] == list(range(len(loads)))
     assert sum(part.num_workers for part in parts) == workers
     assert all(part.num_workers >= 1 for part in parts)
 
 
 def figure_12(loads, workers, train_s):
-    """The paper's own allotment, by a scan over d in place of a bisection; None where nothing is feasible."""
+    """The paper's own allocation, by a scan over d in place of a bisection; None where nothing is feasible."""
     last, most = len(loads) - 1, workers - len(loads) + 1
     t0 = max(group_s(loads[0], most), train_s)
     high = max(group_s(loads[-1], 1) - t0, 0.0) / last
@@ -124,11 +124,11 @@ def pair_of(loads, shared, train_s):
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.integers(0, 6), st.integers(1, 32), st.floats(0, 60))
 def test_two_steps_take_no_longer_than_by_the_paper_or_with_equal_shares(lengths, more, responses, train_s):
     workers, loads = len(lengths) + more, [Load(length, responses) for length in lengths]
-    allotment = allot(each(loads), workers, tau, train_s)
-    found = pair_of(loads, counts(allotment), train_s)
+    allocation = allocate(each(loads), workers, tau, train_s)
+    found = pair_of(loads, counts(allocation), train_s)
     assert found <= pair_of(loads, [part.num_workers for part in equal_shares(len(loads), workers)], train_s)
     paper = figure_12(loads, workers, train_s)
-    assert allotment.is_feasible or paper is None
+    assert allocation.is_feasible or paper is None
     if paper is not None:
         paper[-1] += workers - sum(paper)
         assert found <= pair_of(loads, paper, train_s) * 1.02 + 2 * PRECISION_S
@@ -150,7 +150,7 @@ def drawn(rng):
 
 
 def best_pair(groups, workers, tau, train_s):
-    """Of all allotments the least seconds of two steps, and a function that gives those of one."""
+    """Of all allocations the least seconds of two steps, and a function that gives those of one."""
     whole, kinds = max(len(groups), workers), min(len(groups), workers)
 
     def times(sizes):
@@ -174,7 +174,7 @@ def test_of_drawn_cases_nearly_all_get_the_best_shares_there_are(request):
     rng, over = random.Random(0), []
     for _ in range(4000 if request.config.getoption("--slow") else 150):
         groups, workers, tau, train_s = drawn(rng)
-        parts = allot(groups, workers, tau, train_s).parts
+        parts = allocate(groups, workers, tau, train_s).parts
         best, pair_of = best_pair(groups, workers, tau, train_s)
         over.append(pair_of([part.num_workers + part.last - part.first for part in parts]) / best)
     print("two steps over the best, by quantile:", np.round(np.quantile(over, (0.5, 0.9, 0.95, 0.99, 1.0)), 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_rollout import FakePrompts
 from rounds import (
@@ -26,7 +25,7 @@ from rounds import (
 from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup
 
 
 def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
@@ -67,7 +66,7 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
     )
     result = rule.settle(current)
     assert batch_keys(result.groups) == [[key(0, 0), key(0, 2)], [key(1, 0), key(1, 2)]]
-    assert [(d.key, d.attempt, d.first_step) for d in rule.queue] == [((0, 2), 0, 1)]
+    assert [(d.key, d.attempt, d.first_step) for d in rule.queue] == [((0, 2), 1, 1)]
     assert result.left == {}
     expected = {
         "rollout/long_round": 0,
@@ -262,16 +261,17 @@ def test_states_of_another_make_are_refused():
     rule = tail_batching(4, 4)
     state = rule.state_dict()
     with pytest.raises(ValueError, match="tail batching: state of schema 9"):
-        rule.load_state_dict({**state, "schema": 9})
+        rule.load_state_dict({**state, "schema": 9}, FakePrompts(4))
 
 
 def test_what_dynamic_sampling_learnt_delays_no_long_round_without_it():
     """A run that is resumed with dynamic sampling switched off goes on with the queue alone."""
-    deferred = np.asarray([[0, 0, 0, 1, 1], [0, 1, 0, 1, 1]])
-    state = tail_batching(2, 1).state_dict() | {"filtered_share": [40.0, 30.0], "queue": deferred}
+    prompts, other = FakePrompts(20), tail_batching(2, 1)
+    other.queue.extend(PlannedGroup.first(prompt, 1, 1, 1) for prompt in prompts.next(2))
+    state = other.state_dict() | {"filtered_share": [40.0, 30.0]}
     kinds = []
     for shared in ({}, filtering()):
         rule = tail_batching(2, 2, shared=shared, prompt_factor=1.5)
-        rule.load_state_dict(state)
+        rule.load_state_dict(state, prompts)
         kinds.append(rule.plan(FakePrompts(20, 2), RoundTime(2, 1)).kind)
     assert kinds == ["long", "short"]

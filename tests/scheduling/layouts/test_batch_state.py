@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import SIMPLE, batch_state
 
-from jaxrl.scheduling.layouts.batch_state import LiveRow, load_at, remaining_s
+from jaxrl.scheduling.layouts.batch_state import load_at, remaining_s
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 
@@ -39,8 +39,3 @@ def test_long_sums_are_close(rows: list[tuple[int, int]]):
     num_steps = max(left for _, left in rows)
     exact = float(np.sum(model.decode_steps_s(1, *load_at(groups, "max_length", np.arange(num_steps)))))
     assert remaining_s(model, 1, groups) == pytest.approx(exact, rel=1e-3)
-
-
-def test_rows_are_checked():
-    with pytest.raises(ValueError, match=r"row of request 5: length \(9\) must be in \[1, 8\]"):
-        LiveRow(5, 9, 8)

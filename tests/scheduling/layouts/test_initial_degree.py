@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrl.scheduling.layouts.batch_state import GroupCapacity
-from jaxrl.scheduling.layouts.initial_degree import fastest_degree
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 

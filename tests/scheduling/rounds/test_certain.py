@@ -12,9 +12,9 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout
 from rounds import START, aborted, filtering, finish, fresh_batches, key, verdict
 
-from jaxrl.scheduling.rounds.batches import RoundTime, new_group
+from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.events import Event
-from jaxrl.scheduling.rounds.race import BatchSettings, Race, RaceLimits
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.types import Group
 
@@ -25,7 +25,8 @@ def race(num_spare: int = 0, num_responses: int = 1, due: tuple[int, ...] = (), 
     """Two groups are needed."""
     limits = RaceLimits(BatchSettings(2, size, **shared), num_responses, num_spare)
     prompts = FakePrompts(100)
-    rule = Race(limits, lambda: new_group(prompts, num_responses, 1), [(0, index) for index in due])
+    supply = lambda: PlannedGroup.first(*prompts.next(1), num_responses, 1)  # noqa: E731
+    rule = Race(limits, supply, [(0, index) for index in due])
     return Round((), size, rule)
 
 

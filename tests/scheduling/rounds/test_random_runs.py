@@ -161,7 +161,8 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
         assert result.kind == "long" or waited == before
         before = after
     state = straight.rule.state_dict()
-    assert np.array_equal(state["queue"], training.rule.state_dict()["queue"])
+    for name in ("groups", "first"):
+        assert np.array_equal(state["queue"][name], training.rule.state_dict()["queue"][name])
     tokens = count_tokens(straight)
     assert straight.rollout.num_drawn == sum(tokens.values())
     return training
@@ -221,7 +222,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
         for result in training.results:
             assert fingerprint(other.run_step()) == fingerprint(result)
             check_resumption(other)
-        buffered = len(other.rule.state_dict()["samples"]["token_ids"])
+        buffered = len(other.rule.state_dict()["queue"]["samples"]["token_ids"])
         tokens = count_tokens(other)
         assert other.rollout.num_drawn == sum(tokens.values()) + buffered
         if options.max_staleness < 0 and not any(r.metrics.get("rollout/discarded_prompts") for r in training.results):
@@ -279,7 +280,7 @@ def test_no_sample_starts_again_too_often(
     training = FakeTraining(rule, FakePrompts(1000), rollout, None, version_lag=lag)
     for step in range(1, 13):
         samples = [sample for group in training.run_step().groups for sample in group.samples]
-        carried = [sample for group in rule.buffer for sample in group.samples]
+        carried = [sample for group in rule.queue for sample in group.samples]
         assert max(sample.key.attempt for sample in (*samples, *carried)) <= max_restarts
         assert all(step - 1 - sample.versions.min() <= options.max_staleness for sample in samples)
     if max_restarts == 0:

@@ -16,12 +16,14 @@ from jaxrl.scheduling.rounds.events import (
     Command,
     Event,
     Launch,
+    RoundLedger,
     SampleAborted,
     SampleFinished,
     Score,
     Verdict,
 )
-from jaxrl.scheduling.rounds.round import Departures, Round, RoundLedger
+from jaxrl.scheduling.rounds.race import Race
+from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.types import FinishReason, Prompt, Sample, SampleKey
 
 
@@ -120,8 +122,8 @@ def test_groups_do_not_depend_on_the_order_of_events(data: st.DataObject):
     assert all(sample.reward == group.prompt.index for group in groups for sample in group.samples)
 
 
-class Told:
-    """A rule that answers each event with what it was told to."""
+class Told(Race):
+    """A race that answers each event but aborts with what it was told to."""
 
     def __init__(self, *answers: list[Command]) -> None:
         self.answers = list(answers)
@@ -129,10 +131,10 @@ class Told:
     def start(self, *_: object) -> list[Command]:
         return self.answers.pop(0)
 
-    after_finish = after_abort = after_verdict = start
+    after_finish = after_verdict = start
 
     def is_done(self, ledger: RoundLedger) -> bool:
-        return not self.answers
+        return not self.answers and not ledger.aborting
 
     def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
         return list(ledger.verdicts)
@@ -144,11 +146,10 @@ def test_a_rule_decides_what_is_launched_aborted_and_chosen():
     rule = Told(
         [Launch(p, (key(p.index, 0), key(p.index, 1))) for p in prompts],
         [Score(prompts[0], first), Abort((key(0, 0),))],
-        [],
         [Score(prompts[1], second), Abort((key(1, 1),))],
-        *[[]] * 3,
+        *[[]] * 2,
     )
-    round = Round(prompts, group_size=1, rule=rule, kind="short")
+    round = Round(prompts, group_size=1, race=rule, kind="short")
     assert round.kind == "short"
     round.handle(START)
     assert names(round.handle(SampleFinished(1.0, first, 1))) == [("score", key(0, 1)), ("abort", key(0, 0))]
@@ -178,7 +179,6 @@ def test_prompts_and_finished_responses_come_in_with_launches():
         [Launch(prompt, (key(0, 1),), resumed=(begun,), finished=(old,)), Score(prompt, old)],
         [Launch(other, (key(1, 0), key(1, 1)))],
         [Abort((key(1, 0), key(1, 1)), keep=True)],
-        [],
         [Score(other, make_sample(key(1, 0)))],
     )
     round = Round((), 2, rule)
