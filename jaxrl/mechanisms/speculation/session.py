@@ -36,7 +36,7 @@ TRACK = "history"
 
 
 class Drawing(Protocol):
-    """Where builds are drawn (`jaxrl.record.timeline.Timeline`); called from a thread of its own."""
+    """Traces builds (`jaxrl.record.timeline.Timeline`); called from a thread of its own."""
 
     def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
 
@@ -46,7 +46,7 @@ def draft_lengths(options: SpeculationSection) -> DraftLengths:
 
 
 def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> int:
-    """The most that an index over so many responses with so many tokens together takes."""
+    """The largest size of an index over responses with `num_tokens` together."""
     places = lengths.num_places(num_tokens)
     return 4 * (lengths.text_size(num_responses, num_tokens) + places + num_buckets(places) + 1)
 
