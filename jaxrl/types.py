@@ -41,7 +41,7 @@ class SampleKey:
     """Identity of one response. Every random bit of a sampled token derives from (run seed, this key, position).
 
     `prompt_index` is the position in the data set (not in the shuffled order), `attempt` counts relaunches of the
-    same prompt: a prompt that is launched again draws new tokens.
+    same prompt: a prompt that is launched again samples new tokens.
     """
 
     epoch: int
@@ -202,7 +202,7 @@ class Sample:
       rollout_logprobs: float32 [T], log-probability of each token under the temperature-scaled distribution before any
         truncation: what training can recompute, and what ratios, mismatch and KL use (at temperature 0: under
         temperature 1).
-      sampled_logprobs: float32 [T], log-probability under the distribution really drawn from (temperature, top-k,
+      sampled_logprobs: float32 [T], log-probability under the distribution that was sampled (temperature, top-k,
         top-p, min-p; 0 when greedy).
       versions: int32 [T], the `policy_version` (number of weight syncs) that produced each token; `ENVIRONMENT` where
         an environment has: such a token has no log-probability (0), and is never learnt from.

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -100,38 +100,32 @@ class _Kind:
     """One kind of round.
 
     Attributes:
-      at: index of its degree. floor: of the lowest degree that trials go back to.
-      here: rounds since the degree last changed. quiet: of them the last, without preemption.
-      came_down: whether it came from the degree above, and that has not turned out well yet.
-      levels: by index of the degree.
+      floor: the lowest degree that trials go back to.
+      here: rounds since the degree last changed.
+      quiet: the last of them, without preemption.
+      came_down: whether it came from the degree above, and that trial still runs.
+      levels: by degree.
     """
 
-    at: int
+    degree: int
     floor: int
     here: int = 0
     quiet: int = 0
     came_down: bool = False
     levels: dict[int, _Level] = field(default_factory=dict)
 
-    def level(self, at: int) -> _Level:
-        return self.levels.setdefault(at, _Level())
+    def level(self, degree: int) -> _Level:
+        return self.levels.setdefault(degree, _Level())
 
-    def move(self, at: int, *, came_down: bool) -> None:
-        self.at, self.here, self.quiet, self.came_down = at, 0, 0, came_down
+    def move(self, degree: int, *, came_down: bool) -> None:
+        self.degree, self.here, self.quiet, self.came_down = degree, 0, 0, came_down
 
 
 class ConfidentPlanner:
-    """Chooses a degree per kind of round, from the preemptions of those before; `TpPlanner` with another rule.
-
-    Args:
-      options: `rollout.layout`.
-      degrees: tp degrees that may be used, ascending, all of them inside one host.
-      initial: the degree that the first round of each kind starts in.
-      trial_rounds: as `TRIAL_ROUNDS`.
-    """
+    """Chooses a degree per kind of round, from the preemptions of those before: `TpPlanner` with another rule."""
 
     RULE = "confident"
-    SCHEMA = 1
+    SCHEMA = 2
 
     def __init__(
         self, options: AdaptiveLayouts.Options, degrees: Sequence[int], initial: int, trial_rounds: int = TRIAL_ROUNDS
@@ -144,81 +138,60 @@ class ConfidentPlanner:
     def degree(self, kind: str = "all") -> int:
         """The degree that the next round of this kind starts with."""
         known = self._kinds.get(kind)
-        return self.initial if known is None else self.degrees[known.at]
+        return self.initial if known is None else known.degree
 
     def observe(self, preemptions: int, kind: str = "all") -> int:
-        """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
+        """Takes in all preemptions of a round; returns the degree of the next round of this kind."""
         assert preemptions >= 0
-        first = self.degrees.index(self.initial)
-        state = self._kinds.setdefault(kind, _Kind(first, first))
-        level, options = state.level(state.at), self.options
+        state = self._kinds.setdefault(kind, _Kind(self.initial, self.initial))
+        at = self.degrees.index(state.degree)
+        above = self.degrees[at + 1] if at + 1 < len(self.degrees) else None
+        level = state.level(state.degree)
         level.counts.append(preemptions)
         state.here += 1
         state.quiet = 0 if preemptions else state.quiet + 1
-        window = self._risen(level.counts) if state.at + 1 < len(self.degrees) else 0
         wait = 2**level.failed
-        is_quiet = state.at > 0 and state.quiet >= options.planner_quiet_rounds * wait
-        is_tried = state.at > state.floor and state.here >= self._trial_rounds * wait
-        if window:
+        is_quiet = at > 0 and state.quiet >= self.options.planner_quiet_rounds * wait
+        is_tried = state.degree > state.floor and state.here >= self._trial_rounds * wait
+        if above is not None and (window := self._risen(level.counts)):
             del level.counts[-window:]
             if state.came_down:
-                state.level(state.at + 1).failed += 1
-            state.move(state.at + 1, came_down=False)
+                state.level(above).failed += 1
+            state.move(above, came_down=False)
         elif is_quiet or is_tried:
-            self._come_down(state)
-        elif state.came_down and state.here >= self._trial_rounds:
-            state.level(state.at + 1).failed, state.came_down = 0, False
-        return self.degrees[state.at]
+            below = self.degrees[at - 1]
+            if not state.level(below).counts:
+                state.level(below).counts = list(level.counts)
+            state.move(below, came_down=True)
+            state.floor = min(state.floor, below)
+        elif above is not None and state.came_down and state.here >= self._trial_rounds:
+            state.level(above).failed, state.came_down = 0, False
+        return state.degree
 
     def _risen(self, counts: Sequence[int]) -> int:
         """The longest window that shows a rise; 0: none does."""
         level = LEVEL / len(WINDOWS)
         return max((w for w in WINDOWS if risen(counts, w, self.options.planner_rise, level)), default=0)
 
-    def _come_down(self, state: _Kind) -> None:
-        above, below = state.level(state.at), state.level(state.at - 1)
-        if not below.counts:
-            below.counts = list(above.counts)
-        state.move(state.at - 1, came_down=True)
-        state.floor = min(state.floor, state.at)
-
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint: kinds; int64 [K, 5] (degree, lowest degree of trials, rounds here, quiet rounds, came
-        down); levels int64 [L, 4] (kind, degree, failed trials, number of counts), and all counts in their order."""
-        kinds, levels, counts = [], [], []
-        for place, state in enumerate(self._kinds.values()):
-            row = (self.degrees[state.at], self.degrees[state.floor], state.here, state.quiet, int(state.came_down))
-            kinds.append(row)
-            for at, level in sorted(state.levels.items()):
-                levels.append((place, self.degrees[at], level.failed, len(level.counts)))
-                counts += level.counts
-        return {
-            "rule": self.RULE,
-            "schema": self.SCHEMA,
-            "kinds": list(self._kinds),
-            "state": np.asarray(kinds, np.int64).reshape(-1, 5),
-            "levels": np.asarray(levels, np.int64).reshape(-1, 4),
-            "counts": np.asarray(counts, np.int64),
-        }
+        """Part of a checkpoint: JSON values."""
+        kinds = {kind: asdict(state) for kind, state in self._kinds.items()}
+        for kind in kinds.values():
+            kind["levels"] = {str(degree): level for degree, level in kind["levels"].items()}
+        return {"rule": self.RULE, "schema": self.SCHEMA, "kinds": kinds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from another planner's state. A degree that is not allowed becomes the largest one below it; of the
-        paper's rule, and of degrees that are not allowed, no counts are taken over."""
-        self._kinds = {}
-        if state.get("rule") != self.RULE:
-            for kind, (degree, *_) in zip(state["kinds"], state["state"], strict=True):
-                at = self.degrees.index(fitting_degree(self.degrees, degree))
-                self._kinds[str(kind)] = _Kind(at, at)
-            return
+        """Resumes from a planner's state, from one of another rule with its degrees alone. A degree that is not allowed
+        becomes the largest one below it, and its counts are dropped."""
         if state["schema"] != self.SCHEMA:
-            raise ValueError(f"confident tp planner of schema {state['schema']}: this version reads {self.SCHEMA}")
-        for kind, (degree, floor, here, quiet, came_down) in zip(state["kinds"], state["state"], strict=True):
-            at, low = (self.degrees.index(fitting_degree(self.degrees, each)) for each in (degree, floor))
-            self._kinds[str(kind)] = _Kind(
-                at, low, int(here), int(quiet), bool(came_down) and at + 1 < len(self.degrees)
-            )
-        states, ends = list(self._kinds.values()), np.cumsum(state["levels"][:, 3])
-        for (place, degree, failed, num), end in zip(state["levels"], ends, strict=True):
-            if degree in self.degrees:
-                counts = [int(count) for count in state["counts"][end - num : end]]
-                states[place].levels[self.degrees.index(degree)] = _Level(counts, int(failed))
+            raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {self.SCHEMA}")
+        self._kinds = {}
+        for kind, saved in state["kinds"].items():
+            degree = fitting_degree(self.degrees, saved["degree"])
+            self._kinds[kind] = own = _Kind(degree, degree)
+            if state["rule"] == self.RULE:
+                own.floor = fitting_degree(self.degrees, saved["floor"])
+                own.here, own.quiet = saved["here"], saved["quiet"]
+                own.came_down = saved["came_down"] and degree < self.degrees[-1]
+                levels = {int(each): _Level(**level) for each, level in saved["levels"].items()}
+                own.levels = {each: level for each, level in levels.items() if each in self.degrees}

@@ -238,7 +238,7 @@ class LayoutControl:
             self.trace = _thinned(self.trace)
 
     def finished(self, length: int) -> None:
-        """A response ended by itself after so many tokens."""
+        """A response ended by itself after `length` tokens."""
         if self.history is not None:
             self.history.add(length)
 

@@ -22,10 +22,8 @@ Preemptions are logical, not measured by a clock: decisions follow from the stat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -56,7 +54,8 @@ class TpPlanner:
         planner.observe(11, "short")    # 4: 11 > 1.05 x 10
     """
 
-    SCHEMA = 1
+    RULE = "paper"
+    SCHEMA = 2
 
     def __init__(self, options: AdaptiveLayouts.Options, degrees: Sequence[int], initial: int) -> None:
         assert initial in degrees
@@ -86,24 +85,20 @@ class TpPlanner:
         state.degree, state.quiet = self.degrees[at], 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint: kinds, and flat integers [N, 3] (degree, last count or -1, quiet rounds)."""
-        rows = [(state.degree, state.last, state.quiet) for state in self._kinds.values()]
-        return {
-            "schema": self.SCHEMA,
-            "kinds": list(self._kinds),
-            "state": np.asarray(rows, np.int64).reshape(-1, 3),
-        }
+        """Part of a checkpoint: JSON values."""
+        kinds = {kind: asdict(state) for kind, state in self._kinds.items()}
+        return {"rule": self.RULE, "schema": self.SCHEMA, "kinds": kinds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from another planner's state, with another rule only from its degrees. A degree that is not allowed
+        """Resumes from a planner's state, from one of another rule with its degrees alone. A degree that is not allowed
         becomes the largest one below it."""
-        if "rule" not in state and state["schema"] != self.SCHEMA:
+        if state["schema"] != self.SCHEMA:
             raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {self.SCHEMA}")
-        kinds: dict[str, _Kind] = {}
-        for kind, (degree, *counts) in zip(state["kinds"], state["state"], strict=True):
-            last, quiet = counts if "rule" not in state else (-1, 0)
-            kinds[str(kind)] = _Kind(fitting_degree(self.degrees, degree), int(last), int(quiet))
-        self._kinds = kinds
+        self._kinds = {}
+        for kind, saved in state["kinds"].items():
+            degree = fitting_degree(self.degrees, saved["degree"])
+            same_rule = state["rule"] == self.RULE
+            self._kinds[kind] = _Kind(degree, saved["last"], saved["quiet"]) if same_rule else _Kind(degree)
 
 
 def fitting_degree(degrees: Sequence[int], degree: int) -> int:

@@ -44,7 +44,7 @@ class WeightBuffer(Protocol):
         ...
 
     def take_buffered(self, worker: int, /) -> None:
-        """A worker without a plan in flight goes on with them; waits until they are there."""
+        """A worker without a plan in flight switches to them; waits until they have arrived."""
         ...
 
 
@@ -137,7 +137,7 @@ class NextRoundPrefetches:
         """Samples of the present round are not parked here."""
 
     def adopt(self, key: SampleKey) -> int | Finished | None:
-        """The round launches a response: its request if it runs already, or what it has become; None: neither."""
+        """Of a response that the round launches: its request if it runs already, its end if it has ended, else None."""
         return self._running.pop(key) if key in self._running else self._ended.pop(key, None)
 
     def cancel(self) -> None:

@@ -58,7 +58,7 @@ class LengthHistory(Protocol):
     """What ranking needs of the history (`jaxrl.scheduling.rounds.history.HistoryStore`); part of a checkpoint."""
 
     def lengths(self, index: int, /) -> PastLengths | None:
-        """Of a prompt of the data; None where it has not been drawn."""
+        """Of a prompt of the data; None where it has no rollout yet."""
         ...
 
     def growths(self) -> np.ndarray:

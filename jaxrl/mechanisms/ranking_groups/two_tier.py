@@ -14,7 +14,7 @@ Departures:
   the long ones some workers of the longest group have had a middling one before. So of all that is found on the way to
   the smallest d (and of equal shares) the one is taken with which two steps take least (`pair_s`). From there workers
   move from one group to another, any number at once, while two steps get shorter (`_climbed`): two steps do not get
-  shorter with every smaller d, and the best shares need not lie on a line. Of 2,000 drawn cases, in which the best
+  shorter with every smaller d, and the best shares need not lie on a line. Of 2,000 random cases, in which the best
   shares are known, 95 % are then within 0.1 % of them, and within 32 % without (`tests/mechanisms/ranking_groups`).
 - The paper leaves the unit of its precision open: here tau is in seconds, and d is known to `PRECISION_S`.
 - Fig. 12 never tries the upper end of the interval, nor an empty interval: both are tried here.
@@ -81,7 +81,7 @@ class WorkerAllocation:
 
 
 def rollout_s(loads: Sequence[Load], step_s: StepSeconds, tokens_per_step: float = 1.0) -> float:
-    """Seconds in which one worker draws `loads` all at once.
+    """Seconds in which one worker decodes `loads` all at once.
 
     Args:
       step_s: of a decode step.
@@ -216,7 +216,7 @@ class _Spread:
         return self.parts(counts)
 
     def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        """Each group with so many workers."""
+        """Groups with these numbers of workers."""
         return tuple(Part(i, i, count) for i, count in enumerate(sizes))
 
 
@@ -238,7 +238,7 @@ class _Runs:
         return [self._s(part.first, part.last + 1) for part in parts]
 
     def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        """Runs of so many groups."""
+        """Runs of these numbers of groups."""
         return tuple(Part(first, end - 1, 1) for first, end in pairwise(accumulate(sizes, initial=0)))
 
     def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:

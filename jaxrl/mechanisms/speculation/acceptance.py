@@ -5,7 +5,7 @@ instead, position by position, how many tokens from there on a draft would have 
 identity) and the options `simulate.task.history`: schedules, layouts and other rows do not change it.
 
 Source: RhymeRL §5.1 and §5.4 with Fig. 8: responses of two epochs share stretches of equal tokens, short ones in number
-and long ones in tokens; Fig. 6a and §7.2.2: stretches grow as training goes on.
+and long ones in tokens; Fig. 6a and §7.2.2: stretches grow in the course of training.
 
 Model: a response is a row of stretches, each after a gap. In a gap no draft is found. At each position of a stretch one
 is found, and it is right up to the stretch's end. The token behind that is drafted wrong: one more draft is found and
@@ -97,7 +97,7 @@ class AcceptanceModel:
     max_prefix: int
 
     def __call__(self, key: SampleKey, length: int) -> Acceptance:
-        """How much is right of what is drafted for a response of so many tokens."""
+        """The acceptance of drafts for a response of `length` tokens."""
         of = word(_STRETCHES, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
         history = self.history_of(key.prompt_index)
         return draft_acceptance(history, of, key.epoch, length, self.min_prefix, self.max_prefix)

@@ -67,11 +67,11 @@ class DraftLengths:
         return self.max_prefix - self.min_prefix + 1
 
     def text_size(self, num_responses: int, num_tokens: int) -> int:
-        """Entries of the text of an index over so many responses with so many tokens together."""
+        """Entries of the text of an index over responses with `num_tokens` together."""
         return num_responses * (self.max_prefix + 1) + num_tokens
 
     def num_places(self, num_tokens: int) -> int:
-        """The most entries of `places` of an index over so many tokens."""
+        """The most entries of `places` of an index."""
         return self.num_prefixes * num_tokens
 
 
@@ -152,7 +152,7 @@ class DraftIndex:
 
 
 def num_buckets(num_places: int) -> int:
-    """Buckets of the hash table of so many places: a power of two, about two places in each."""
+    """Buckets of a hash table: a power of two, about two places in each."""
     return 1 << max(num_places // 2 - 1, 0).bit_length()
 
 
@@ -196,7 +196,7 @@ def _heaviest(
     each context that a draft can follow."""
     deepest = lengths.max_prefix + lengths.max_draft
     order, shared = _sorted_suffixes(text, deepest)
-    starts = np.flatnonzero(shared < deepest)  # of classes of suffixes with the same first tokens, so many as `deepest`
+    starts = np.flatnonzero(shared < deepest)  # of classes of suffixes with the same first `deepest` tokens
     best = np.maximum.reduceat(order, starts)  # the suffix of each class that its heaviest path goes through
     found = []
     for depth in range(deepest - 1, lengths.min_prefix - 1, -1):

@@ -25,7 +25,7 @@ from typing import Any
 from jaxrl.scheduling.tokens.plan import VerifyCounts
 
 PROBE_EVERY = 32
-"""Where verification does not pay, one plan in so many verifies, to see how acceptance is."""
+"""Where verification does not pay, one in this many plans verifies, to see how acceptance is."""
 
 _MEMORY = 0.98
 """How much of what was seen is remembered from one plan to the next."""

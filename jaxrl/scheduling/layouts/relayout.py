@@ -26,7 +26,7 @@ from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat
 from jaxrl.scheduling.tokens.progress import Progress
 
 How = Literal["migrate", "recompute"]
-"""How a request's KV comes to another layout, or to another worker."""
+"""How a request's KV reaches another layout, or another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class SwitchFailed(RuntimeError):
 
     Attributes:
       is_usable: whether the executor is back in the old layout, with weights taken anew and an empty pool; the engine
-        then goes on there and recomputes. Otherwise it has no weights, and nothing can run until it gets some.
+        then recomputes there. Otherwise it has no weights, and nothing can run until it gets some.
     """
 
     def __init__(self, message: str, *, is_usable: bool) -> None:
@@ -127,7 +127,7 @@ class LayoutExecutor(Executor, Protocol):
 def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = None) -> tuple[Rows, ...]:
     """The rows of each dp group, as decisions about layouts see them: without what the plans in flight will bring.
 
-    `expected`: how many more tokens history expects a response of so many to gain.
+    `expected`: (tokens of a response so far) -> how many more history expects it to gain.
     """
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
     for progress, num_tokens in batcher.rows():

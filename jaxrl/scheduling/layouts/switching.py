@@ -56,9 +56,9 @@ def switch(engine: Switchable, tp: int, by: How = "migrate") -> Switched:
       by: how the KV of live requests gets there; requests that do not fit wait and are recomputed either way.
 
     Raises:
-      ValueError: before anything moves, for a layout that is not possible; the old one goes on.
-      SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine goes on in the old layout
-        and recomputes every request; otherwise the executor needs weights first.
+      ValueError: before anything moves, for an impossible layout; the old one stays.
+      SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine recomputes every
+        request in the old layout; otherwise the executor needs weights first.
     """
     executor = engine.executor
     if not isinstance(executor, LayoutExecutor):
