@@ -43,7 +43,7 @@ from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_g
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Launch, RoundStarted, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
-from jaxrl.train.learning import Models, learn
+from jaxrl.train.training_step import Models, training_step
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 4
@@ -397,7 +397,7 @@ class Loop:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
         phase = partial(self._phase, track=track)
         begun = [batch for each in self._mechanisms for batch in each.update_begins(groups, phase)]
-        learnt = learn(self.config, self._models, begun, groups, step, phase, self._hooks.beat)
+        learnt = training_step(self.config, self._models, begun, groups, step, phase, self._hooks.beat)
         batch, measured = learnt.batch, learnt.metrics()
         for each in self._mechanisms:
             measured |= each.update_ends()

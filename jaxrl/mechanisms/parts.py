@@ -20,8 +20,8 @@ from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.sharding.compiled import CompiledPrograms
-from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher
+from jaxrl.train.trainer import Trainer
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ from jaxrl.sim.executor_set import SimulatedExecutorSet
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import Workload
-from jaxrl.train.learning import Models
+from jaxrl.train.training_step import Models
 
 M = TypeVar("M", bound=Mechanism)
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit

@@ -57,9 +57,9 @@ class Codes(NamedTuple):
 
 
 def block_of(weight: Weight) -> Block | None:
-    """The blocks of a weight's moments: whole ones of up to 256 numbers, along a dim of heads, which is never split, or
-    the longest that tensor parallelism leaves whole (training may split it: `axes_of_dims`). None: it is too small, or
-    has no such dim, and its moments stay as they are."""
+    """The blocks of a weight's moments, of up to 256 numbers: along `head_dim`, which is never split, or the longest
+    dim that tensor parallelism does not split (training may: `axes_of_dims`). None: the weight is too small or has no
+    such dim, and its moments keep their type."""
     stacked = weight.dims[0] == "layers"
     sizes = {i: weight.shape[i] for i, dim in enumerate(weight.dims) if i >= stacked and dim not in TENSOR_DIMS}
     if not sizes:
@@ -72,15 +72,14 @@ def block_of(weight: Weight) -> Block | None:
 def kept_as(
     dtype: StateType, inner: optax.GradientTransformation, blocks: Mapping[str, Block | None]
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` (`scale_by_adam`, `scale_by_muon`), with its moments `mu` and `nu` in `dtype` between updates. Its update
-    takes `place`, the index of a layer where it is called with one layer alone.
+    """`inner` (`scale_by_adam`, `scale_by_muon`), with its moments `mu` and `nu` in `dtype` between updates.
 
-    Args:
-      blocks: for int8, of each weight by its path (`layers/q`).
+    Its update takes `place`, the index of a layer where it is called with one layer alone. `blocks`: for int8, of each
+    weight by its path (`layers/q`).
     """
 
     def packed(state: Tree, count: Any, place: Any) -> Tree:
-        """`count` None: of moments that are 0."""
+        """`count` None: the moments are 0."""
 
         def one(path: Any, x: jax.Array) -> Any:
             if (found := _moment(path)) is None or (dtype == "int8" and blocks[found[1]] is None):
@@ -122,7 +121,7 @@ def kept_as(
 
 
 def _moment(path: Any) -> tuple[bool, str] | None:
-    """(whether it is the second, the weight's path) of a leaf of a state; None: it is no moment."""
+    """(whether it is the second moment, the weight's path) of a leaf of a state; None for other leaves."""
     for i, key in enumerate(path):
         if getattr(key, "name", None) in ("mu", "nu"):
             return key.name == "nu", jax.tree_util.keystr(path[i + 1 :], simple=True, separator="/")

@@ -31,14 +31,14 @@ _LAYERS = "layers."
 def weightwise(
     step: Step, init: Callable[[Tree], Tree], *, by_layer: bool
 ) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
-    """`step`, called with each weight alone.
+    """`step`, called with each weight separately.
 
-    What is computed of a weight stands between barriers: what XLA fuses, and so how it rounds, does not depend on where
-    the state lies, nor (but for products of matrices) on `by_layer`.
+    Each call stands between barriers, so XLA's fusions, and hence its rounding, do not depend on where the state lies,
+    nor (except for products of matrices) on `by_layer`.
 
     Args:
       step: works on any part of a tree of weights.
-      init: the state of such a part, as `step` has it; of no weights, it is counts alone.
+      init: the state of such a part; without weights only counts.
       by_layer: one layer after another of the stacks under `layers`, as stacks of one.
     """
     space = jax.memory.Space

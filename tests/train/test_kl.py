@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.train.kl import kl_estimate
+from jaxrl.train.advantages import kl_estimate
 
 BY_HAND = {
     "kl": [0.5, -1, 30],
