@@ -11,8 +11,7 @@ import pytest
 from on_gpu import DEPRECATED, INTERPRET, assert_equal_bits, sized
 
 from jaxrl.kernels import attention, reference
-from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention
-from jaxrl.kernels.norm_pallas import add_norm
+from jaxrl.kernels.decode_pallas import HeadNorms, add_norm, decode_attention
 from jaxrl.kernels.packed_pallas import packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]
