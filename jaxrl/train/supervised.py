@@ -1,7 +1,14 @@
 """What a step of `jaxrl sft` and of `jaxrl dpo` does with its rows. numpy only, no jax.
 
-A `Method` turns rows into a minibatch for a trainer with the likelihood objective (`jaxrl.train.objectives`), and says
-how the options of a run are read for it.
+A `Method` turns rows into a minibatch for a trainer with the likelihood objective (`jaxrl.train.objectives`). Both have
+
+- `examples`: conversations of a row; `read`: the rows of files;
+- `explained`: what is learnt, and compared with what, for `jaxrl explain-config`;
+- `trained`: the trainer's configuration, from one as the command reads it;
+- `precomputes`: whether `reference` is called for all rows before the first step. It returns what the updates need of
+  the weights that a run begins with, float64, a line for each row, which is passed to them as `known`;
+- `train_step`: one update; returns its metrics;
+- `evaluate`: metrics of held-out rows, without `val/`, and their weight in a mean over batches.
 
 Source of the losses of pairs: DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing as its authors'
 conservative DPO), robust DPO (Chowdhury et al. 2024, arXiv:2403.00409, eq. 12), and IPO (Azar et al. 2024,
@@ -16,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -25,45 +31,6 @@ from jaxrl.config.supervised import DpoSection
 from jaxrl.data.conversations import ConversationTokens, Row, Rows, read_demonstrations, read_pairs
 from jaxrl.train.training_step import Trainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
-
-
-class Method(Protocol):
-    """What a supervised run learns from.
-
-    Attributes:
-      examples: conversations of a row.
-      explained: what is learnt, and compared with what, for `jaxrl explain-config`.
-      precomputes: whether `reference` is called for all rows before the first step.
-    """
-
-    @property
-    def examples(self) -> int: ...
-
-    @property
-    def explained(self) -> str: ...
-
-    @property
-    def precomputes(self) -> bool: ...
-
-    def trained(self, config: Config) -> Config:
-        """The trainer's configuration, from one as the command reads it."""
-        ...
-
-    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows: ...
-
-    def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
-        """What `train_step` needs of the weights that a run begins with: float64, a line for each row."""
-        ...
-
-    def train_step(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
-        """One update; returns its metrics. `known`: what `reference` has returned for these rows."""
-        ...
-
-    def evaluate(
-        self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
-    ) -> tuple[dict[str, float], float]:
-        """Metrics of held-out rows, without `val/`, and their weight in a mean over batches."""
-        ...
 
 
 def batch_of(rows: Sequence[tuple[int, Row]]) -> TrainBatch:
@@ -184,6 +151,9 @@ class Preferences:
             if not self._options.reference_free:
                 known, _ = _sequence_logps(trainer.token_logprobs(batch, "ref"), batch)
         return Pairs(own.reshape(-1, 2), known.reshape(-1, 2), lengths.reshape(-1, 2))
+
+
+Method = Demonstrations | Preferences
 
 
 def preference_losses(pairs: Pairs, options: DpoSection) -> tuple[np.ndarray, np.ndarray]:

@@ -155,12 +155,7 @@ class Trainer:
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"] = "actor") -> list[np.ndarray]:
         """Log-probability of every response token under the temperature-scaled model: per sample float32 [T_i].
 
-        Args:
-          batch: advantages and log-probabilities in it are not read.
-          which: `actor` (the model in training) or `ref` (the reference).
-
-        Raises:
-          ValueError: `ref` without a KL option that needs one; a sample that is too long.
+        Raises ValueError for `ref` without a KL option that needs the reference, and for a sample that is too long.
         """
         if which == "actor":
             return self._forward("logprobs", self.params, batch)
@@ -193,12 +188,11 @@ class Trainer:
 
         Returns:
           Metrics of the minibatch, under `actor/` or `critic/`. `skipped_updates` is 1 where its gradient was not
-          finite, else 0; `recompiles` counts the programs that were compiled since the last update although all that
-          are expected had been.
+          finite, else 0; `recompiles` counts unexpected compilations since the last update.
 
         Raises:
           ValueError: nothing was accumulated.
-          RunFailed: a finite gradient has made weights that are not finite. There is no way back from them.
+          RunFailed: a finite gradient has made weights that are not finite.
         """
         if self._sums is None:
             raise ValueError("apply() without accumulate(): the minibatch has no response tokens")
@@ -226,8 +220,7 @@ class Trainer:
             leaf.delete()
 
     def begin_with(self, sums: Accumulator) -> None:
-        """Begins the minibatch with sums of other devices, which now have these shardings: `programs.sums`. Nothing may
-        have been accumulated yet."""
+        """Begins the minibatch with sums from other devices, resharded as `programs.sums`."""
         assert self._sums is None, "sums come from elsewhere before a minibatch is accumulated here"
         self._sums = sums
 
