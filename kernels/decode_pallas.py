@@ -62,7 +62,7 @@ class HeadNorms(NamedTuple):
 
 
 def decode_refusal(heads: int, kv_heads: int, dim: int, dtype: Any) -> str | None:
-    """Why this kernel cannot serve so many (local) heads of dim D in this dtype; None if it can."""
+    """Why this kernel does not take a device's heads; None if it does."""
     one = jax.ShapeDtypeStruct((1, 1, heads, dim), dtype)
     if reason := refusal(one, one, one, kv_heads):  # pyright: ignore[reportArgumentType]
         return reason

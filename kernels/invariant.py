@@ -384,7 +384,7 @@ def _attention(
     Args:
       where: of each query [N, ...], what `context` needs to find its sequence.
       context: (where [Q, ...], positions [S], heads [K']) -> keys and values [Q, S, K', D].
-      parts: heads are computed in so many parts.
+      parts: in which heads are computed.
     """
     count, num_heads, dim = q_NHD.shape
     wide = jnp.promote_types(q_NHD.dtype, jnp.float32)
@@ -473,8 +473,7 @@ def packed_attention(
     shared: Any,
     parts: int = 1,
 ) -> jax.Array:
-    """`reference.packed_attention`, of heads in parts, for rows in which tokens lie in order: a segment's
-    positions lie side by side, and go on where those of its prefix end.
+    """`reference.packed_attention`, of heads in parts, for rows in which tokens lie in order (`packed.runs`).
 
     Args:
       plain: (q, k, v, sinks, shared) -> about the same; the gradient is its own. shared: what it needs besides.

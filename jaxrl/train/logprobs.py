@@ -150,9 +150,7 @@ class _Wanted(NamedTuple):
 
 def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
     """Indices of the wanted tokens, in order, then some out of range, for slices that reach beyond; and their number.
-
-    No index is there twice, so that scatters need no atomics.
-    """
+    No index appears twice, so that scatters need no atomics."""
     size = wanted.shape[0]
     padded = size + _last_chunk(chunk)
     place, count = jnp.arange(padded, dtype=jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
@@ -202,11 +200,11 @@ def _forward(options: HeadOptions, head: Head, hidden: jax.Array, wanted: _Wante
 _MIN_LOGIT = -1e30
 _TINY = 1.1754943508222875e-38  # the smallest float32 that is not subnormal
 LEAST = math.log(_TINY)
-"""The log-probability of what is less likely than that: so a KL is finite where one of two models has none at all."""
+"""The smallest log-probability, so that a KL is finite where one of two models has probability 0."""
 
 
 def _of_ids(log_p: jax.Array, ids: jax.Array) -> jax.Array:
-    """[C, K + 1] of [C, V]: those of `ids` [C, K], and that of all others together."""
+    """[C, K + 1] of [C, V]: the log-probabilities of `ids` [C, K], and that of all other tokens together."""
     chosen = jnp.take_along_axis(log_p, ids, axis=-1)
     others = jnp.sum(_without(jnp.exp(log_p), ids), axis=-1, keepdims=True)
     return jnp.maximum(jnp.concatenate([chosen, jnp.log(jnp.maximum(others, _TINY))], axis=-1), LEAST)

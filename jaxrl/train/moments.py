@@ -153,7 +153,7 @@ def encoded(x: jax.Array, block: Block, bits: jax.Array, *, is_square: bool) -> 
 
 
 def decoded(kept: Codes) -> jax.Array:
-    """The moment that codes stand for, float32."""
+    """The moment of these codes, float32."""
     codes, absmax = kept
     (dim,) = (i for i, size in enumerate(codes.shape) if size != absmax.shape[i])
     top = 255 if codes.dtype == jnp.uint8 else 127

@@ -253,7 +253,7 @@ class TrainPrograms(CompiledPrograms):
     def add_gradients(
         self, trainable: Tree, frozen: Tree, sums: Accumulator | None, microbatch: TokenBatch
     ) -> tuple[Accumulator, jax.Array]:
-        """`sums`, which are donated (None: zeros), with a microbatch's; and a number that is there when it has run.
+        """`sums` (None: zeros), which are donated, plus a microbatch's; and a number that is ready when it has run.
         Nothing is waited for."""
         if sums is None:
             sums = self.to_run(("zeros", 0, 0))()
@@ -554,7 +554,7 @@ def _shardings(tree: Tree) -> Tree:
 
 
 def _mix(config: ModelConfig, mesh: Mesh, shardings: Tree, rows: PartitionSpec) -> decoder.Mix:
-    """Experts as training splits them: over all devices, each of which has tokens of its own."""
+    """The experts' computation as training splits them: over all devices, each with tokens of its own."""
     own = {name: shardings["layers"][name].spec[1:] for name in experts.WEIGHTS if name in shardings["layers"]}
     specs = {name: PartitionSpec(*spec) for name, spec in own.items()}
     return experts.over_devices(mesh, specs, rows, batched=False, gathered=True)

@@ -70,9 +70,13 @@ def splits(size: int, degree: int, num_hosts: int = 1) -> int:
     return math.prod(dividing_factors(mesh_factors(degree, num_hosts), size))
 
 
-def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
-    """How many of a model's parameters one device holds when training splits them over `degree` devices."""
-    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(model_config.weights()))
+def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1, *, offload: bool = False) -> int:
+    """How many of a model's parameters one device holds when training splits them over `degree` devices. `offload`:
+    layers' matrices lie in host memory."""
+    weights = model_config.weights()
+    if offload:
+        weights = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
+    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(weights))
 
 
 def rollout_bytes(padded: ModelConfig, degree: int, dtype: str, quantization: Narrow = "none") -> int:
@@ -117,7 +121,7 @@ def _trained_weights(m: ModelConfig) -> dict[str, Any]:
 def optimizer_part(
     config: Config, optim: OptimSection, model_config: ModelConfig, degree: int, num_hosts: int
 ) -> tuple[str, int]:
-    """What an optimizer keeps, in words, and its bytes on one device."""
+    """An optimizer's state: a description, and its bytes on one device."""
     weights = _trained_weights(model_config)
     matrices, layers = _muon_matrices(optim, weights["layers"]), weights["layers"]
     kept = sum(_moments(config, optim, w, name in matrices, degree, num_hosts) for name, w in layers.items())
@@ -127,7 +131,7 @@ def optimizer_part(
 
 
 def _moments(config: Config, optim: OptimSection, weight: Weight, is_matrix: bool, degree: int, num_hosts: int) -> int:
-    """Bytes of a weight's moments, of which a matrix that is Muon's has one."""
+    """Bytes of a weight's moments; Muon's matrices have one."""
     numbers = (1 if is_matrix else 2) * _shard_numbers(weight, degree, num_hosts)
     block = block_of(weight) if optim.state_dtype == "int8" else None
     if block is not None:
@@ -154,21 +158,14 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
             name, kept = optimizer_part(config, config.critic.optim, critic, num_devices, config.hosts.num)
             parts[f"critic: {name}"] = kept
     if config.needs_ref and model_config.lora is None:
-        numbers = _read_numbers(model_config, config.actor.offload_reference, num_devices, config.hosts.num)
+        offload = config.actor.offload_reference
+        numbers = device_numbers(model_config, num_devices, config.hosts.num, offload=offload)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
     if config.algorithm.teacher.path and not shares_base(config):
         teacher = config.algorithm.teacher
-        numbers = _read_numbers(teacher_model(config), teacher.offload, num_devices, config.hosts.num)
+        numbers = device_numbers(teacher_model(config), num_devices, config.hosts.num, offload=teacher.offload)
         parts["teacher: weights"] = numbers * BYTES[teacher.dtype]
     return parts
-
-
-def _read_numbers(model_config: ModelConfig, offload: bool, degree: int, num_hosts: int) -> int:
-    """As `device_numbers`, of a model that is only read. `offload`: layers' matrices lie in the host's memory."""
-    weights = model_config.weights()
-    if offload:
-        weights = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
-    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(weights))
 
 
 def plan_remat(
@@ -239,7 +236,11 @@ def update_phases(
     if is_gathered and trains_all:  # so is the next one, and the gradient is whole until it is reduced
         one_layer += weights // m.num_layers * (wide + max(wide, BYTES[actor.reduce_dtype]))
     held_experts = sum(_shard_numbers(weight, num_devices, num_hosts) for weight in _experts(m))
-    exchanged = _exchanged_numbers(m, num_devices, num_hosts, tokens)
+    exchanged = 0  # features of the tokens of all devices that share a layer's experts
+    if m.num_experts:
+        first = _experts(m)[0]
+        sharing_experts = math.prod(first.shape) // _shard_numbers(first, num_devices, num_hosts)
+        exchanged = tokens * sharing_experts * m.hidden_size
     if remat == "none":
         kept += exchanged * wide / tokens
     if remat == "none" and is_cast:
@@ -297,17 +298,8 @@ def _experts(m: ModelConfig) -> list[Weight]:
     return [weight for weight in leaves(m.base.weights()) if weight.has_experts]
 
 
-def _exchanged_numbers(m: ModelConfig, num_devices: int, num_hosts: int, tokens: int) -> int:
-    """Features of the tokens of all devices that share a layer's experts."""
-    if not m.num_experts:
-        return 0
-    first = _experts(m)[0]
-    sharing = math.prod(first.shape) // _shard_numbers(first, num_devices, num_hosts)
-    return tokens * sharing * m.hidden_size
-
-
 def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) -> dict[str, int]:
-    """The teacher's pass, in which nothing of the update is there yet."""
+    """The teacher's pass, before anything of the update is allocated."""
     m, own = teacher_model(config), teacher_config(config)
     wide, full = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform)
     tokens = full.tokens // own.actor.context_parallel_size
@@ -323,12 +315,12 @@ def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) 
 
 
 def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, int]:
-    """What the optimizer's step has of a layer, or of one of the other weights if that is more (`weightwise`).
+    """Temporaries of the optimizer's step: of a layer, or of one of the other weights if that is more (`weightwise`).
 
-    A state from the host is there twice, as it came and as it goes: of the untied 7B XLA reports 8.72 GB of temporaries
-    for an H100 (jax 0.10.2), and 8.72 are planned; of two layers of the 30B-A3B 9.82 and 9.97. Moments that are codes
-    are whole beside them: 4.39 GB for the 7B, 4.36 planned. Of matrices that are orthogonalised there are five arrays,
-    and their Gram matrices: 4.76 GB (jax 0.11.2), 4.92 planned (`tests/train/test_compiled_for_gpu.py`).
+    A state from host memory is there twice, in and out: 8.72 GB planned and reported by XLA for the untied 7B on an
+    H100 (jax 0.10.2); two layers of the 30B-A3B 9.97 and 9.82. Moments in codes are decoded beside them: 4.36 and 4.39
+    GB for the 7B. Orthogonalised matrices need five arrays and their Gram matrices: 4.92 and 4.76 GB (jax 0.11.2;
+    `tests/train/test_compiled_for_gpu.py`).
     """
     optim, offload = config.actor.optim, config.actor.offload_optimizer
     weights, hosts, size = _trained_weights(m), config.hosts.num, BYTES[config.actor.param_dtype]
@@ -349,15 +341,15 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
 
 
 def _gram_numbers(matrix: Weight) -> int:
-    """Of the products of its rows, or of its columns if those are fewer, with each other."""
+    """The products of its rows, or of its columns if those are fewer, with each other."""
     first = matrix.num_stacked
     split, shape = first + matrix.num_inputs, matrix.shape
     return math.prod(shape[:first]) * min(math.prod(shape[first:split]), math.prod(shape[split:])) ** 2
 
 
 def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
-    """The logits of so many tokens in float32 or better, and their gradient in the type of the products; with a
-    teacher's tokens also what is left without those."""
+    """The logits of a chunk in float32 or better, and their gradient in the type of the products; with a teacher's
+    tokens also the logits without those."""
     wide = BYTES[config.actor.dtype]
     copies = 2 if config.algorithm.teacher.top_k else 1
     return chunk * model_config.vocab_size * (copies * max(wide, 4) + wide)
@@ -367,10 +359,10 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
     """Bytes per token that a layer keeps for the backward pass, and that one layer needs while it is computed.
 
     What XLA keeps without remat, and how many of a layer's arrays live at once, differs between its compilers: both
-    are read from what they report (see the module), in units of the model's dims.
+    follow their reports (see the module), in units of the model's dims.
     """
     heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
-    if m.num_experts:  # of which the backward pass keeps nothing
+    if m.num_experts:  # the backward pass keeps nothing of them
         mlp = 0
     # what adapters add, beside what it is added to; and what dropout leaves of the inputs
     added = 0 if m.lora is None else heads + mlp + embed + (mlp + embed if m.lora.dropout else 0)
