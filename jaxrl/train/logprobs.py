@@ -140,11 +140,11 @@ def _by_rows(
 
 
 class _Wanted(NamedTuple):
-    """The tokens of this device. targets: [N]. order, count: of `_wanted_first`. ids: [N, K], or None."""
+    """The tokens of this device. targets: [N]. order, num: of `_wanted_first`. ids: [N, K], or None."""
 
     targets: jax.Array
     order: jax.Array
-    count: jax.Array
+    num: jax.Array
     ids: jax.Array | None
 
 
@@ -191,7 +191,7 @@ def _forward(options: HeadOptions, head: Head, hidden: jax.Array, wanted: _Wante
 
     empty = jnp.zeros((size,), wide)
     named = () if ids is None else (jnp.zeros((size, ids.shape[1] + 1), wide),)
-    logprobs, entropy, lse, *rest = _loop(wanted.count, options.chunk, body, (empty, empty, empty, *named))
+    logprobs, entropy, lse, *rest = _loop(wanted.num, options.chunk, body, (empty, empty, empty, *named))
     # arrays without numbers carry the master dtype to the backward pass
     like = jax.tree.map(lambda w: jnp.zeros((0,), w.dtype), head)
     return (logprobs, entropy, *rest), (whole, like, hidden, wanted, lse, entropy)
@@ -229,7 +229,7 @@ def _tops(
         found = jnp.concatenate([chosen, _of_ids(log_p, own), own.astype(wide)], axis=-1)
         return carry.at[index].set(found, mode="drop", unique_indices=True)
 
-    return _loop(wanted.count, options.chunk, body, jnp.zeros((hidden.shape[0], 2 * top_k + 2), wide))
+    return _loop(wanted.num, options.chunk, body, jnp.zeros((hidden.shape[0], 2 * top_k + 2), wide))
 
 
 def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
@@ -267,7 +267,7 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...
         return d_head, d_hidden.at[index].set(d_x.astype(hidden.dtype), mode="drop", unique_indices=True)
 
     start = (jax.tree.map(lambda w, own: jnp.zeros(w.shape, own.dtype), whole, like), jnp.zeros_like(hidden))
-    d_head, d_hidden = _loop(wanted.count, options.chunk, body, start)
+    d_head, d_hidden = _loop(wanted.num, options.chunk, body, start)
     return jax.tree.map(options.split.shard, d_head), d_hidden, None
 
 
