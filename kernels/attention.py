@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import jax
 
 from jaxrl.kernels import invariant, packed, reference
-from jaxrl.kernels.reference import PLAIN, Cached, Keys, Rule
+from jaxrl.kernels.reference import PLAIN, Cached, MaskInputs, Rule
 
 if TYPE_CHECKING:
     from jaxrl.kernels.packed_pallas import TileLists
@@ -189,85 +189,66 @@ class PackedAttention(NamedTuple):
     softcap: float = 0.0
     parts: int = 1
 
-    def tile_pairs(
-        self,
-        segment_ids: jax.Array,
-        positions: jax.Array,
-        prefix_ids: jax.Array,
-        dtype: Any,
-        first: jax.Array | None = None,
-        keys: Keys | None = None,
-    ) -> packed.TilePairs | TileLists | tuple[Any, packed.Runs] | None:
+    def tile_pairs(self, mask: MaskInputs, dtype: Any) -> packed.TilePairs | TileLists | tuple[Any, packed.Runs] | None:
         """The tiles to visit, computed once per microbatch for the `attend` calls of all layers; None if none are.
 
-        Integers, `first` and `keys` as in `reference.packed_attention`; `keys` is None with invariant numbers. `dtype`:
-        of queries, keys and values.
+        `mask.keys` must be None with invariant numbers. `dtype`: of queries, keys and values.
         """
         match self.implementation:
             case "reference":
                 return None
             case "tiles" | "invariant":
-                return packed.visible_pairs(segment_ids, prefix_ids, self.tiling, positions, first, keys)
+                return packed.visible_pairs(mask, self.tiling)
             case "pallas":
                 from jaxrl.kernels import packed_pallas  # here for the same reasons as above
 
-                tiles = packed_pallas.choose_tiles(dtype)
-                return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, tiles, first, keys)
+                return packed_pallas.tile_lists(mask, packed_pallas.choose_tiles(dtype))
             case "invariant_pallas":
                 kernels = self._replace(implementation="pallas")
-                lists = kernels.tile_pairs(segment_ids, positions, prefix_ids, dtype, first)
-                return lists, packed.runs(segment_ids, positions, prefix_ids, first)
+                return kernels.tile_pairs(mask, dtype), packed.runs(mask)
 
     def attend(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segment_ids: jax.Array,
-        positions: jax.Array,
-        prefix_ids: jax.Array,
+        mask: MaskInputs,
         tiles: Any,
-        first: jax.Array | None = None,
         sinks: jax.Array | None = None,
-        keys: Keys | None = None,
     ) -> jax.Array:
-        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype; the rest as in
-        `reference.packed_attention`. Raises ValueError for shapes or dtypes that the GPU kernels refuse."""
+        """[R, T, H, D]: `reference.packed_attention`; `tiles`: from `tile_pairs` for the same mask and dtype. Raises
+        ValueError for shapes or dtypes that the GPU kernels refuse."""
         match self.implementation:
             case "reference":
-                rows = (segment_ids, positions, prefix_ids, first)
-                return reference.packed_attention(q, k, v, *rows, self.softcap, sinks, keys)
+                return reference.packed_attention(q, k, v, *mask[:4], self.softcap, sinks, mask.keys)
             case "tiles":
-                rows = (segment_ids, positions, prefix_ids)
-                return packed.attention(q, k, v, *rows, tiles, self.tiling, first, self.softcap, sinks, keys)
-            case "invariant" | "invariant_pallas":
-                rows = (segment_ids, positions, prefix_ids)
-                shared = (*rows, tiles, first)
-                if self.implementation == "invariant":
-                    how = (self.softcap, sinks, self._plainly, shared, self.parts)
-                    return invariant.packed_attention(q, k, v, *rows, first, *how)
+                return packed.attention(q, k, v, mask, tiles, self.tiling, self.softcap, sinks)
+            case "invariant":
+                how = (self.softcap, sinks, self._plainly, (mask, tiles), self.parts)
+                return invariant.packed_attention(q, k, v, mask, *how)
+            case "invariant_pallas":
                 from jaxrl.kernels import invariant_pallas
 
                 def exact(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: Any) -> jax.Array:
-                    how = {"sinks": sinks, "interpret": self.interpret}
-                    return invariant_pallas.packed_attention(q, k, v, shared[3][1], **how)
+                    _, (_, runs) = shared
+                    return invariant_pallas.packed_attention(q, k, v, runs, sinks=sinks, interpret=self.interpret)
 
-                return invariant.with_gradient_of(self._plainly, exact)(q, k, v, sinks, shared)
+                return invariant.with_gradient_of(self._plainly, exact)(q, k, v, sinks, (mask, tiles))
             case "pallas":
                 from jaxrl.kernels import packed_pallas
 
-                how = {"first": first, "sinks": sinks, "keys": keys, "lists": tiles, "interpret": self.interpret}
-                return packed_pallas.packed_attention(q, k, v, segment_ids, positions, prefix_ids=prefix_ids, **how)
+                how = {"sinks": sinks, "lists": tiles, "interpret": self.interpret}
+                return packed_pallas.packed_attention(q, k, v, mask, **how)
 
     def _plainly(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: tuple[Any, ...]
+        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: tuple[MaskInputs, Any]
     ) -> jax.Array:
         """The attention whose gradient `invariant` and `invariant_pallas` take."""
-        segment_ids, positions, prefix_ids, tiles, first = shared
+        mask, tiles = shared
         plain = self._replace(implementation="tiles")
         if self.implementation == "invariant_pallas":
             plain, tiles = self._replace(implementation="pallas"), tiles[0]
-        return plain.attend(q, k, v, segment_ids, positions, prefix_ids, tiles, first, sinks)
+        return plain.attend(q, k, v, mask, tiles, sinks)
 
     def num_keys(self, tokens: int) -> int:
         """About how many keys each query of a row of `tokens` is multiplied with."""

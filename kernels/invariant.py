@@ -463,10 +463,7 @@ def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    prefix_ids: jax.Array,
-    first: jax.Array | None,
+    mask: reference.MaskInputs,
     softcap: float,
     sinks: jax.Array | None,
     plain: Callable[..., jax.Array],
@@ -478,7 +475,7 @@ def packed_attention(
     Args:
       plain: (q, k, v, sinks, shared) -> about the same; the gradient is its own. shared: what it needs besides.
     """
-    found = packed.runs(segment_ids, positions, prefix_ids, first)
+    found, positions = packed.runs(mask), mask.positions
     row = jnp.broadcast_to(jnp.arange(len(positions), dtype=jnp.int32)[:, None], positions.shape)
     # padding sees what begins its run: nothing at all would be no number
     where = found.first, positions, (row, found.own, found.begin, found.prefix)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels import reference
+from jaxrl.kernels.reference import MaskInputs
 
 
 class Tiling(NamedTuple):
@@ -73,68 +74,38 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    prefix_ids: jax.Array,
+    mask: MaskInputs,
     tiles: TilePairs | None,
     how: Tiling,
-    first: jax.Array | None = None,
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
-    keys: reference.Keys | None = None,
 ) -> jax.Array:
     """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets arbitrary finite values.
 
     On a mesh, call it inside `shard_map`: the length of its loop depends on the device's rows. `tiles`: from
-    `visible_pairs` for the same integers and `how`.
+    `visible_pairs` for the same `mask` and `how`.
     """
     if tiles is None:
         wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
-        rows = (segment_ids, positions, prefix_ids, first)
-        out = reference.packed_attention(wide_q, wide_k, wide_v, *rows, softcap, sinks, keys)
+        out = reference.packed_attention(wide_q, wide_k, wide_v, *mask[:4], softcap, sinks, mask.keys)
         return out.astype(q.dtype)
-    mask_inputs = _mask_inputs(segment_ids, prefix_ids, positions, first, keys, how)
-    return _blockwise(how, softcap, q, k, v, sinks, tiles, mask_inputs)
+    return _blockwise(how, softcap, q, k, v, sinks, tiles, _mask_tiles(mask, how))
 
 
-class MaskInputs(NamedTuple):
-    """The integers that the mask follows from, in tiles [N, S, B]: of queries (`first` None: no window), and keys."""
-
-    segments: jax.Array
-    prefixes: jax.Array
-    positions: jax.Array
-    first: jax.Array | None
-    keys: reference.Keys
+def _mask_tiles(mask: MaskInputs, how: Tiling) -> MaskInputs:
+    """The same integers in tiles [N, S, B], those of keys included."""
+    return jax.tree.map(lambda x: _tiled(x, how), mask._replace(keys=mask.all_keys))
 
 
-def _mask_inputs(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    positions: jax.Array,
-    first: jax.Array | None,
-    keys: reference.Keys | None,
-    how: Tiling,
-) -> MaskInputs:
-    mask_inputs = MaskInputs(segment_ids, prefix_ids, positions, first, keys or reference.Keys(segment_ids, positions))
-    return jax.tree.map(lambda x: _tiled(x, how), mask_inputs)
-
-
-def visible_pairs(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    how: Tiling,
-    positions: jax.Array,
-    first: jax.Array | None = None,
-    keys: reference.Keys | None = None,
-) -> TilePairs | None:
+def visible_pairs(mask: MaskInputs, how: Tiling) -> TilePairs | None:
     """The pairs of tiles of a microbatch in which something is visible; None where rows are short."""
-    rows, tokens = segment_ids.shape if keys is None else keys.segment_ids.shape
+    rows, tokens = mask.all_keys.segment_ids.shape
     if tokens <= how.longest_plain:
         return None
-    mask_inputs = _mask_inputs(segment_ids, prefix_ids, positions, first, keys, how)
-    spanned, block = mask_inputs.segments.shape[1:]
+    mask = _mask_tiles(mask, how)
+    spanned, block = mask.segment_ids.shape[1:]
     # [row, query tile, key tile]; a tile that spans all rows is visited if any of them needs it
-    by_row = jax.tree.map(lambda x: x.reshape(rows // spanned, -1, spanned, block), mask_inputs)
+    by_row = jax.tree.map(lambda x: x.reshape(rows // spanned, -1, spanned, block), mask)
     each = jax.tree.map(lambda x: x[:, :, None], by_row)._replace(keys=jax.tree.map(lambda x: x[:, None], by_row.keys))
     needed = jnp.any(_visible(each), axis=(-3, -2, -1))
     row, query, key = jnp.nonzero(needed, size=needed.size, fill_value=0)
@@ -142,13 +113,13 @@ def visible_pairs(
     return TilePairs(pairs.astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32)[None])
 
 
-def _visible(mask_inputs: MaskInputs) -> jax.Array:
+def _visible(mask: MaskInputs) -> jax.Array:
     """[..., B] of queries, [..., B] of keys -> [..., B, B]: the key's segment is the query's, or its prefix, the key's
     position is not beyond the query's, and in its window."""
-    ids, positions = (x[..., None, :] for x in mask_inputs.keys)
-    seen = ((mask_inputs.segments[..., None] == ids) | (mask_inputs.prefixes[..., None] == ids)) & (ids > 0)
-    seen &= mask_inputs.positions[..., None] >= positions
-    return seen if mask_inputs.first is None else seen & (positions >= mask_inputs.first[..., None])
+    ids, positions = (x[..., None, :] for x in mask.all_keys)
+    seen = ((mask.segment_ids[..., None] == ids) | (mask.prefix_ids[..., None] == ids)) & (ids > 0)
+    seen &= mask.positions[..., None] >= positions
+    return seen if mask.first is None else seen & (positions >= mask.first[..., None])
 
 
 def _tiled(x: jax.Array, how: Tiling) -> jax.Array:
@@ -196,13 +167,13 @@ class _Step(NamedTuple):
     visible: jax.Array
 
 
-def _step(pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, mask_inputs: MaskInputs, softcap: float) -> _Step:
+def _step(pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, mask: MaskInputs, softcap: float) -> _Step:
     query, key = pair
-    wide, block = jnp.promote_types(q_NSKMD.dtype, jnp.float32), mask_inputs.segments.shape[-1]
+    wide, block = jnp.promote_types(q_NSKMD.dtype, jnp.float32), mask.segment_ids.shape[-1]
     scores = _product("skmd,skbd->skmb", q_NSKMD[query], k_NSKBD[key], wide) * q_NSKMD.shape[-1] ** -0.5
     scores = reference.capped(scores, softcap)
-    of_keys = jax.tree.map(lambda x: x[key], mask_inputs.keys)
-    seen = _visible(jax.tree.map(lambda x: x[query], mask_inputs)._replace(keys=of_keys))
+    of_keys = jax.tree.map(lambda x: x[key], mask.keys)
+    seen = _visible(jax.tree.map(lambda x: x[query], mask)._replace(keys=of_keys))
     return _Step(query, key, scores, jnp.repeat(seen, scores.shape[2] // block, axis=1)[:, None])
 
 
@@ -218,7 +189,7 @@ def _forward(
     v: jax.Array,
     sinks: jax.Array | None,
     tiles: TilePairs,
-    mask_inputs: MaskInputs,
+    mask: MaskInputs,
 ) -> tuple[jax.Array, Any]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_NSKMD = _query_tiles(reference.operands(how.widen, q), k.shape[2], how)
@@ -228,7 +199,7 @@ def _forward(
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, highest, total = carry
         # backwards, so that a query tile starts at its diagonal, where every token sees at least itself
-        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, mask_inputs, softcap)
+        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, mask, softcap)
         scores = jnp.where(step.visible, step.scores, lowest)
         before = highest[step.query]
         after = jnp.maximum(before, jnp.max(scores, axis=-1))
@@ -250,7 +221,7 @@ def _forward(
     out = _from_query_tiles(out / total[..., None], q.shape, how).astype(q.dtype)
     # named, so that a remat policy can keep them: recomputing them would run the loop again
     out, logsumexp = (checkpoint_name(x, reference.ATTENTION) for x in (out, highest + jnp.log(total)))
-    return out, (q, k, v, sinks, out, logsumexp, tiles, mask_inputs)
+    return out, (q, k, v, sinks, out, logsumexp, tiles, mask)
 
 
 def _of_queries(sinks_H: jax.Array, kv_heads: int, how: Tiling, dtype: Any) -> jax.Array:
@@ -259,7 +230,7 @@ def _of_queries(sinks_H: jax.Array, kv_heads: int, how: Tiling, dtype: Any) -> j
 
 
 def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, sinks, out, logsumexp, tiles, mask_inputs = saved
+    q, k, v, sinks, out, logsumexp, tiles, mask = saved
     wide, kv_heads, scale = logsumexp.dtype, k.shape[2], q.shape[-1] ** -0.5
     inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
     inner = _query_tiles(inner, kv_heads, how)
@@ -269,7 +240,7 @@ def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tupl
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         d_q, d_k, d_v = carry
-        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, mask_inputs, softcap)
+        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, mask, softcap)
         d_part, (query, key) = d_out_NSKMD[step.query], (step.query, step.key)
         weights = jnp.where(step.visible, jnp.exp(step.scores - logsumexp[query][..., None]), 0)
         d_weights = _product("skmd,skbd->skmb", d_part, v_NSKBD[key], wide)
@@ -322,9 +293,10 @@ class Runs(NamedTuple):
     number: jax.Array
 
 
-def runs(segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, first: jax.Array | None = None) -> Runs:
+def runs(mask: MaskInputs) -> Runs:
     """The `Runs` of rows in which tokens lie in order: a segment's positions lie side by side, and continue those of
     its prefix. Padding sees nothing."""
+    segment_ids, positions, prefix_ids, first, _ = mask
     rows, tokens = positions.shape
     column = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), positions.shape)
     starts = jnp.diff(segment_ids, axis=1, prepend=-1) != 0

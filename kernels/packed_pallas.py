@@ -40,7 +40,7 @@ from jaxrl.kernels.paged_pallas import (
     softmax_step,
     store_rows,
 )
-from jaxrl.kernels.reference import ATTENTION, Keys
+from jaxrl.kernels.reference import ATTENTION, MaskInputs
 
 OUTSIDE = -1  # the segment of tokens past the end of a row
 NO_PREFIX = -2  # a segment that no key has
@@ -101,14 +101,10 @@ def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
+    mask: MaskInputs,
     *,
-    prefix_ids: jax.Array | None = None,
     tiles: Tiles | None = None,
-    first: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    keys: Keys | None = None,
     lists: TileLists | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -116,7 +112,7 @@ def packed_attention(
 
     Args:
       tiles: how to cut the work; `choose_tiles` decides if None.
-      lists: of `tile_lists` for the same integers and tiles; computed here if None.
+      lists: of `tile_lists` for the same mask and tiles; computed here if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
     Raises:
@@ -124,12 +120,10 @@ def packed_attention(
     """
     if reason := refusal(q, k, v, k.shape[2]):
         raise ValueError(f"packed attention's Pallas kernels: {reason}; set actor.attention to auto or reference")
-    prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-    keys = keys or Keys(segment_ids, positions)
     tiles = tiles or choose_tiles(q.dtype)
-    if lists is None:
-        lists = tile_lists(segment_ids, prefix_ids, positions, tiles, first, keys)
-    ids = (segment_ids, prefix_ids, positions, *keys, *(() if first is None else (first,)))
+    lists = tile_lists(mask, tiles) if lists is None else lists
+    window = () if mask.first is None else (mask.first,)
+    ids = (mask.segment_ids, mask.prefix_ids, mask.positions, *mask.all_keys, *window)
     integers = tuple(x.astype(jnp.int32) for x in ids)
     return _packed(q, k, v, sinks, integers, lists, tiles, interpret)
 
@@ -183,32 +177,17 @@ _packed.defvjp(_forward, _backward)
 # ---------------------------------------------------------------- which tiles to visit
 
 
-def tile_lists(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    positions: jax.Array,
-    tiles: Tiles,
-    first: jax.Array | None = None,
-    keys: Keys | None = None,
-) -> TileLists:
+def tile_lists(mask: MaskInputs, tiles: Tiles) -> TileLists:
     """The lists of all three kernels, for all layers of a kind in a microbatch."""
-    integers = segment_ids, prefix_ids, positions
-    forward, queries, others = (visible_tiles(*integers, own.queries, own.keys, first, keys) for own in tiles)
+    forward, queries, others = (visible_tiles(mask, own.queries, own.keys) for own in tiles)
     return TileLists(list_tiles(*forward), list_tiles(*queries), list_tiles(*(jnp.swapaxes(x, 1, 2) for x in others)))
 
 
-def visible_tiles(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    positions: jax.Array,
-    queries: int,
-    keys: int,
-    first: jax.Array | None = None,
-    of_keys: Keys | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def visible_tiles(mask: MaskInputs, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
     """Two arrays of bool [R, I, J], (may be visible, is fully visible): the first is False only where no query of tile
     i sees a key of tile j, the second True only where all see all. `queries`, `keys`: of a tile."""
-    far, of_keys = jnp.iinfo(jnp.int32).max, of_keys or Keys(segment_ids, positions)
+    (segment_ids, positions, prefix_ids, first, _), of_keys = mask, mask.all_keys
+    far = jnp.iinfo(jnp.int32).max
     first_I, last_I = (of(segment_ids, queries)[..., None] for of in (_lowest, _highest))
     # Tokens without a prefix leave an empty range: its first segment lies beyond its last.
     prefix_first_I = _lowest(jnp.where(prefix_ids == 0, far, prefix_ids), queries)[..., None]

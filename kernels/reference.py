@@ -36,6 +36,21 @@ class Keys(NamedTuple):
     positions: jax.Array
 
 
+class MaskInputs(NamedTuple):
+    """The integers that the mask of packed rows follows from; int32 [R, T] each, as in `packed_attention`."""
+
+    segment_ids: jax.Array
+    positions: jax.Array
+    prefix_ids: jax.Array
+    first: jax.Array | None = None
+    keys: Keys | None = None
+
+    @property
+    def all_keys(self) -> Keys:
+        """Those of the queries by default."""
+        return self.keys or Keys(self.segment_ids, self.positions)
+
+
 ATTENTION = "attention"
 """Name of the arrays that the tiled kernels keep for their backward pass, so that a remat policy can keep them too."""
 

@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS, at_once
-from jaxrl.kernels.reference import Keys
+from jaxrl.kernels.reference import Keys, MaskInputs
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
@@ -386,7 +386,7 @@ class TrainPrograms(CompiledPrograms):
         packed, whole = self.packed_attention, Split(1, self.layout.tp_axes)
         parts, is_shared = self._parts.spec, self.layout.tp > 1
         local = partial(jax.shard_map, mesh=self.mesh, in_specs=parts, check_vma=False)
-        shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
+        mask = MaskInputs(jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
         by_kind = [kind.window for kind in self.model_config.kinds]
         windows = list(dict.fromkeys(by_kind))
 
@@ -394,16 +394,15 @@ class TrainPrograms(CompiledPrograms):
             both = whole.whole(jnp.stack([segment_ids, positions], axis=-1), jnp.int32)
             return Keys(both[..., 0], both[..., 1])
 
-        keys = local(all_keys, out_specs=parts)(*shards[:2]) if is_shared else None
+        if is_shared:
+            mask = mask._replace(keys=local(all_keys, out_specs=parts)(mask.segment_ids, mask.positions))
 
-        def prepared(
-            window: int, segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, keys: Keys | None
-        ) -> Any:
+        def prepared(window: int, mask: MaskInputs) -> Any:
             """(the first position that each token sees, or None in a model without windows; tiles)."""
-            first = positions - (window or _NO_WINDOW) + 1 if any(windows) else None
-            return first, packed.tile_pairs(segment_ids, positions, prefix_ids, self.config.actor.dtype, first, keys)
+            first = mask.positions - (window or _NO_WINDOW) + 1 if any(windows) else None
+            return first, packed.tile_pairs(mask._replace(first=first), self.config.actor.dtype)
 
-        found = [local(partial(prepared, window), out_specs=parts)(*shards, keys) for window in windows]
+        found = [local(partial(prepared, window), out_specs=parts)(mask) for window in windows]
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *found) if len(windows) > 1 else found[0]
 
         has_sinks = self.model_config.attention_sinks
@@ -420,8 +419,9 @@ class TrainPrograms(CompiledPrograms):
             if len(windows) > 1:
                 own = jnp.asarray([windows.index(window) for window in by_kind])[kind[0]]
                 first, tiles = jax.tree.map(lambda x: x[own], stacked)
-            specs = (*(parts for _ in (q, k, v, *shards, tiles, first)), PartitionSpec(), parts)
-            return local(of_part, in_specs=specs, out_specs=parts)(q, k, v, *shards, tiles, first, sinks, keys)
+            arguments = q, k, v, mask._replace(first=first), tiles
+            specs = (*(parts for _ in arguments), PartitionSpec())
+            return local(of_part, in_specs=specs, out_specs=parts)(*arguments, sinks)
 
         return attend
 
