@@ -50,7 +50,7 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
-from jaxrl.kernels.pieces import WHOLE, Inputs, Piece, each_piece, list_work
+from jaxrl.kernels.pieces import WHOLE, Piece, each_piece, list_work
 from jaxrl.kernels.reference import Cached
 
 
@@ -109,7 +109,7 @@ def decode_attention(
     Raises:
       ValueError: for what `decode_refusal` names.
     """
-    _, rows, kv_heads, slab, dim = qkv_SRKXD.shape
+    shares, rows, kv_heads, slab, dim = qkv_SRKXD.shape
     size, width, dtype = k_KNPD.shape[2], tables_RW.shape[1], jnp.dtype(dtype or k_KNPD.dtype)
     heads = kv_heads * (slab - 2)
     if reason := decode_refusal(heads, kv_heads, dim, dtype):
@@ -122,9 +122,15 @@ def decode_attention(
         **pool,
         "table": (tables_RW.astype(jnp.int32), WHOLE),
         "position": (positions_R.astype(jnp.int32), WHOLE),
-        **_slab_inputs(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC),
-        **work,
+        "qkv": (qkv_SRKXD, pl.BlockSpec((shares, rows, None, slab, dim), lambda i, p: (0, 0, i, 0, 0))),
+        "cos": (cos_RC, WHOLE),
+        "sin": (sin_RC, WHOLE),
     }
+    if bias_KXD is not None:
+        inputs["bias"] = bias_KXD, of_head(slab, dim)
+    if norms is not None:
+        inputs |= {"q_norm": (norms.q, WHOLE), "k_norm": (norms.k, WHOLE)}
+    inputs |= work
     outputs = {f"new_{name}": (jax.ShapeDtypeStruct(x.shape, x.dtype), spec) for name, (x, spec) in pool.items()}
     outputs |= piece_outputs(rows, heads, dim, dtype, pl.cdiv(width * size, tiles.piece))
     how = tiles.num_warps, tiles.num_stages
@@ -134,24 +140,6 @@ def decode_attention(
     new = [made.pop(f"new_{name}").reshape(x.shape) for name, x in zip(pool, arrays, strict=True)]
     new_k, new_v = jax.tree.unflatten(structure, new)
     return merge(made, work, None, heads, interpret).reshape(rows, heads, dim), new_k, new_v
-
-
-def _slab_inputs(
-    qkv_SRKXD: jax.Array,
-    bias_KXD: jax.Array | None,
-    norms: HeadNorms | None,
-    cos_RC: jax.Array,
-    sin_RC: jax.Array,
-) -> Inputs:
-    """What the new queries, keys and values come from, by the names that `_decode_kernel` has for it."""
-    shares, rows, _, slab, dim = qkv_SRKXD.shape
-    of_slab = pl.BlockSpec((shares, rows, None, slab, dim), lambda i, p: (0, 0, i, 0, 0))
-    inputs = {"qkv": (qkv_SRKXD, of_slab), "cos": (cos_RC, WHOLE), "sin": (sin_RC, WHOLE)}
-    if bias_KXD is not None:
-        inputs["bias"] = bias_KXD, of_head(slab, dim)
-    if norms is not None:
-        inputs |= {"q_norm": (norms.q, WHOLE), "k_norm": (norms.k, WHOLE)}
-    return inputs
 
 
 def _decode_kernel(

@@ -397,7 +397,7 @@ def _attention(
         at = start, part * own_heads, 0
         q_QHD = lax.dynamic_slice(q_NHD, at, (QUERIES, own_heads, dim))
         heads = part * kv_heads // parts + jnp.arange(own_kv_heads)
-        first_Q, last_Q, own = _slice(flat, start, QUERIES)
+        first_Q, last_Q, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, QUERIES), flat)
         q_QKGD = q_QHD.astype(wide).reshape(QUERIES, own_kv_heads, -1, dim)
 
         def of_block(block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, ...]:
@@ -425,10 +425,6 @@ def _attention(
         return lax.dynamic_update_slice(out_NHD, out, at)
 
     return lax.fori_loop(0, _hidden(parts * tiles, q_NHD), of_tile, jnp.zeros_like(q_NHD))[:count]
-
-
-def _slice(tree: Any, start: Any, size: int) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
 
 
 def paged_attention(

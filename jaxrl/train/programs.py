@@ -457,7 +457,8 @@ class TrainPrograms(CompiledPrograms):
     def _dropout_keys(self, trainable: Tree, batch: TokenBatch) -> jax.Array:
         """[R] of `parted` rows, from the seed, a row's tokens and the adapters. So a resumed run draws the same
         numbers, and each update new ones. Each device makes the keys of its rows, from adapters that are not split."""
-        whole = [x for x, to in zip(*map(jax.tree.leaves, (trainable, self.trainable)), strict=True) if _is_whole(to)]
+        pairs = zip(*map(jax.tree.leaves, (trainable, self.trainable)), strict=True)
+        whole = [x for x, to in pairs if to.sharding.is_fully_replicated]
         weights = sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in whole)
         order = jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) * 2 + 1
         rows = jnp.sum(batch.tokens.astype(jnp.uint32) * order, axis=1, dtype=jnp.uint32)
@@ -498,11 +499,6 @@ def _whole_rows_backward(split: Split, reduce_dtype: str, _: None, d_x: jax.Arra
 
 
 _whole_rows.defvjp(lambda *arguments: (_whole_rows(*arguments), None), _whole_rows_backward)
-
-
-def _is_whole(weight: jax.ShapeDtypeStruct) -> bool:
-    assert weight.sharding is not None
-    return weight.sharding.is_fully_replicated
 
 
 def _held_back(batch: TokenBatch, found: jax.Array) -> TokenBatch:
