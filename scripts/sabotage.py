@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "the mask of what is learnt from is one token late",
         "jaxrl/train/packing.py",
-        "_put(out.loss_mask, response, mask)",
-        "_put(out.loss_mask, response, np.roll(mask, 1) * (np.arange(len(mask)) > 0))",
+        "loss_mask=mask,",
+        "loss_mask=np.roll(mask, 1) * (np.arange(len(mask)) > 0),",
         "tests/train",
     ),
     Fault(

@@ -33,7 +33,7 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -269,7 +269,8 @@ class _RowWriter:
     """Writes segments into a row of a microbatch, from left to right."""
 
     def __init__(self, out: TokenBatch, row: int, batch: TrainBatch) -> None:
-        self._out, self._row, self._batch = out, row, batch
+        self._row: dict[str, Any] = {name: x[row : row + 1] for name, x in vars(out).items() if x is not None}
+        self._batch = batch
         self._column, self._segment, self._prefix = 0, 0, 0
 
     def prefix(self, token_ids: tuple[int, ...]) -> None:
@@ -280,47 +281,43 @@ class _RowWriter:
     def sample(self, i: int, shared: int, mask: np.ndarray) -> int:
         """Writes the prompt after its `shared` prefix tokens, and the response; returns the column that predicts the
         response's first token."""
-        batch, out = self._batch, self._out
-        old_logprobs = batch.samples[i].rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i]
-        prompt, sample = batch.prompts[i].token_ids[shared:], batch.samples[i]
+        batch, sample = self._batch, self._batch.samples[i]
+        prompt = batch.prompts[i].token_ids[shared:]
         whole = self._begin(np.concatenate([np.asarray(prompt, np.int32), sample.token_ids]), first_position=shared)
-        response = (self._row, slice(whole.start + len(prompt) - 1, whole.stop - 1))
+        response = slice(whole.start + len(prompt) - 1, whole.stop - 1)
         learned = int(np.count_nonzero(mask))
+        self._put(whole, sequence_length=learned)
         if shared:
-            _put(out.prefix_ids, (self._row, whole), self._prefix)
-        _put(out.sequence_length, (self._row, whole), learned)
-        _put(out.targets, response, sample.token_ids)
-        _put(out.loss_mask, response, mask)
-        _put(out.advantages, response, batch.advantages[i])
-        _put(out.rollout_logprobs, response, sample.rollout_logprobs)
-        _put(out.old_logprobs, response, old_logprobs)
-        known = (
-            *((out.ref_logprobs, batch.ref_logprobs), (out.values, batch.values), (out.returns, batch.returns)),
-            *((out.teacher_ids, batch.teacher_ids), (out.teacher_logprobs, batch.teacher_top_logprobs)),
+            self._put(whole, prefix_ids=self._prefix)
+        self._put(
+            response,
+            targets=sample.token_ids,
+            loss_mask=mask,
+            advantages=batch.advantages[i],
+            rollout_logprobs=sample.rollout_logprobs,
+            old_logprobs=sample.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i],
+            versions=sample.versions,
         )
-        for array, given in known:
-            if given is not None and array is not None:
-                _put(array, response, given[i])
-        _put(out.versions, response, sample.versions)
-        assert isinstance(out.num_sequences, np.ndarray)
-        out.num_sequences[self._row] += learned > 0
-        return response[1].start
+        known = {
+            **{"ref_logprobs": batch.ref_logprobs, "values": batch.values, "returns": batch.returns},
+            **{"teacher_ids": batch.teacher_ids, "teacher_logprobs": batch.teacher_top_logprobs},
+        }
+        self._put(response, **{n: x[i] for n, x in known.items() if x is not None and n in self._row})
+        self._row["num_sequences"] += learned > 0
+        return response.start
 
     def _begin(self, tokens: np.ndarray, first_position: int) -> slice:
+        """Begins a segment; returns its columns."""
         self._segment += 1
         columns = slice(self._column, self._column + len(tokens))
         self._column = columns.stop
-        where = (self._row, columns)
-        _put(self._out.tokens, where, tokens)
-        _put(self._out.segment_ids, where, self._segment)
-        _put(self._out.prefix_ids, where, self._segment)
-        _put(self._out.positions, where, np.arange(first_position, first_position + len(tokens)))
+        positions = np.arange(first_position, first_position + len(tokens))
+        self._put(columns, tokens=tokens, segment_ids=self._segment, prefix_ids=self._segment, positions=positions)
         return columns
 
-
-def _put(array: Array, where: tuple[int, slice], values: object) -> None:
-    assert isinstance(array, np.ndarray)
-    array[where] = values
+    def _put(self, columns: slice, **values: Any) -> None:
+        for name, value in values.items():
+            self._row[name][0, columns] = value
 
 
 # ---------------------------------------------------------------- what goes where
