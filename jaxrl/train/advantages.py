@@ -14,7 +14,7 @@ Sources:
 - KL in the reward: Ouyang et al. 2022, eq. 2. Its estimates: Schulman 2020, "Approximating KL Divergence".
 
 Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
-after the root; whitening with ε = 1e-8 under it, over the tokens that are learnt from: `masked_whiten`). Departures:
+after the root; whitening with ε = 1e-8 under it, over the tokens with loss mask 1: `masked_whiten`). Departures:
 statistics are taken in float64; a sample without a partner in its group gets advantage 0 (verl: its raw score), because
 there is nothing to compare it with; in REINFORCE++ a token before a masked one keeps the return of what follows (verl
 starts again behind each masked token, which is meant for padding). An environment's tokens have no KL penalty.
@@ -129,11 +129,11 @@ def grpo_turns(samples: Sequence[Sample], scores: np.ndarray) -> list[np.ndarray
     advantage is the sum of those from its turn on (DeepSeekMath §4.1.3).
 
     Args:
-      samples: of one group. What has no turns is one.
-      scores: float [G]; what a sample's score is beside the rewards of its turns belongs to the last one.
+      samples: of one group. A sample without turns is one turn.
+      scores: float [G]; the part of a sample's score beyond its turns' rewards belongs to the last turn.
 
     Returns:
-      Per sample float32 [T]; what an environment has answered has the value of the turn behind it.
+      Per sample float32 [T]; an environment's tokens have the value of the turn behind them.
     """
     rewards: list[np.ndarray] = []
     ends: list[list[int]] = []

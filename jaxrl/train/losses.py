@@ -7,9 +7,9 @@ published methods, with their equations and the settings that give them.
 Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the dual clip acts on negative advantages
 only, the weights of `algorithm.rollout_correction` multiply the policy loss and neither KL nor entropy. Departures:
 `seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at `clip_ratio_c =
-0`; weights are not normalised over the batch, which would need all of it before the first gradient; what
-`rollout_rs` rejects is left out of losses, their denominators and metrics, but not of advantages, which are there
-before it.
+0`; weights are not normalised over the batch, which would need all of it before the first gradient; tokens that
+`rollout_rs` rejects are left out of losses, their denominators and metrics, but not of advantages, which are computed
+before.
 
 Source of the routers' loss: Fedus et al. 2021 (arXiv:2101.03961, §2.2), the number of experts times Σ (share of tokens
 that chose an expert · its mean probability), on transformers' scale: an even load gives the number of experts per

@@ -1,11 +1,11 @@
 """The optimizer: clipping by global norm, AdamW or Muon, a learning-rate schedule; non-finite gradients are skipped.
 
 Built from optax (Loshchilov & Hutter 2019 for AdamW; Pascanu et al. 2013 for clipping; Jordan et al. 2024 for Muon,
-scaled as by Liu et al. 2025, arXiv:2502.16982, eq. 4, so that it takes AdamW's learning rates). Muon's are the matrices
-of the layers, each layer's for itself; norms, biases, the embedding and the heads have AdamW. Departures: a warm-up of
-n updates starts at lr/n. verl and transformers start at 0 and have the same rates one update later: here no rollout is
-spent on an update that changes nothing. Skipping is ours rather than `optax.apply_if_finite`, which lets the update
-through after a number of failures in a row.
+scaled as by Liu et al. 2025, arXiv:2502.16982, eq. 4, so that it takes AdamW's learning rates). Muon trains the
+matrices of the layers, each layer separately; norms, biases, the embedding and the heads have AdamW. Departures: a
+warm-up of n updates starts at lr/n. verl and transformers start at 0 and have the same rates one update later: here no
+rollout is spent on an update that changes nothing. `optax.apply_if_finite` is not used: it lets an update through after
+a number of failures in a row.
 
 Parameters are partitioned into trainable and frozen ones before anything is differentiated: `partition` replaces the
 leaves of the other part by None, which is an empty subtree to JAX.
@@ -118,7 +118,7 @@ class Optimizer(NamedTuple):
 
         Args:
           sums: gradients, not yet divided by `denominator`.
-          state: one in the host's memory comes to the devices a layer at a time; the bits are the same.
+          state: in host memory it comes to the devices a layer at a time; the bits are the same.
         """
 
         def mean(g: jax.Array) -> jax.Array:

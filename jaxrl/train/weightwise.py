@@ -4,8 +4,8 @@ Source: ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) for a state in the host
 compute the step, not the host; the state crosses once in each direction.
 
 By layer, the step is a loop that updates weights and state in place (a scan's results would be copies of them), so that
-no more than a layer's state is on the devices, or whole. The weights outside the layers follow, each tied to the one
-before: XLA would begin all their copies at once.
+the devices hold no more than one layer's state, or its decoded moments. The weights outside the layers follow, each
+tied to the one before: XLA would begin all their copies at once.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def weightwise(
 
 
 def _as_they_lie(arrays: Tree) -> Tree:
-    """The same, with their dims in memory in the order of their shapes: else XLA may transpose whole stacks for the
-    products of a step."""
+    """The same, with dims in memory in the order of their shapes: else XLA may transpose whole stacks for the products
+    of a step."""
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), arrays)
 
 
