@@ -6,7 +6,7 @@ below the block's largest magnitude (first moments down to 2^-15.75 of it, with 
 place of the paper's dynamic tree. So each number has the same relative error, which counts where one moment is divided
 by the root of the other. A linear code would round small second moments to 0, and the update would have no bound; here
 only 0 itself has code 0 among them. Rounding is stochastic: a second moment moves by a thousandth per update, and would
-not move if it was rounded to the nearest code. It is unbiased, except for second moments below the range.
+not move if it were rounded to the nearest code. It is unbiased, except for second moments below the range.
 
 Random bits depend only on the number of updates, the weight, its layer and the number's position, and blocks only on
 the weight (`block_of`). So numbers and checkpoints do not depend on the number of devices.
