@@ -40,7 +40,7 @@ from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_g
 from jaxrl.scheduling.rounds.events import Interrupted, Launch, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
-from jaxrl.train.learning import learn
+from jaxrl.train.training_step import training_step
 from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class Loop:
         """Log-probabilities, advantages, gradients, updates; traced on `track`."""
         phase = partial(self._phase, track=track)
         begun = [batch for each in self._gradients for batch in each.update_begins(groups, phase)]
-        learnt = learn(self.config, self._models, begun, groups, step, phase, self._run.beat)
+        learnt = training_step(self.config, self._models, begun, groups, step, phase, self._run.beat)
         batch, measured = learnt.batch, learnt.metrics()
         for each in self._gradients:
             measured |= each.update_ends()

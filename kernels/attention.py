@@ -2,20 +2,19 @@
 
 Prefill, decode and verification are the same operation with a different number of queries per row: `PagedAttention`
 takes C queries a row and masks by position. On GPUs a decode step's attention can also be the kernel that begins with
-the layer's product and writes the new keys and values (`decode_pallas`). An option chooses the implementation of an
-operation: `rollout.attention` for the cache and `actor.attention` for packed rows:
+the layer's product and writes the new keys and values (`decode_pallas`). `rollout.attention` chooses the implementation
+over the cache, and `actor.attention` that on packed rows:
 
-- `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
+- `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; the oracle of all tests;
 - `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`), and over the cache on TPUs JAX's own,
   for one query a row (`paged_tpu`; the reference for several); a ValueError for shapes or dtypes that they refuse;
 - `"mosaic_gpu"`, over the cache: a second kernel for GPUs (`paged_mosaic_gpu`), which needs no Triton;
-- `"auto"`, over the cache: the kernels where the devices that the program is compiled for have some and these take the
-  shapes and dtypes; the reference otherwise. On packed rows: the kernels on GPUs where they take the model's
-  heads and the dtype; jnp in tiles (`packed`) otherwise. Where JAX has no Pallas on Triton, which it deprecates from
-  0.11 on, `auto` is `mosaic_gpu` over the cache and the tiles on packed rows. All of this is known while tracing;
-  nothing is tried and caught.
+- `"auto"`, over the cache: the kernels where the platform has some that take the shapes and dtypes, else the reference.
+  On packed rows: the kernels on GPUs where they take the model's heads and dtype, else jnp in tiles (`packed`). Where
+  JAX has no Pallas on Triton, which it deprecates from 0.11 on, `auto` is `mosaic_gpu` over the cache and the tiles on
+  packed rows. All of this is known while tracing.
 
-docs/kernels.md says what the kernels are, why these, and what has been measured.
+docs/kernels.md explains the kernels and has measurements.
 
 Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block,
 W blocks per table, T tokens of a packed row. All of it is local to one device: callers run it inside `shard_map`.
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import jax
 
 from jaxrl.kernels import invariant, packed, reference
-from jaxrl.kernels.reference import PLAIN, Cached, Keys, Rule
+from jaxrl.kernels.reference import PLAIN, Cached, MaskInputs, Rule
 
 if TYPE_CHECKING:
     from jaxrl.kernels.packed_pallas import TileLists
@@ -51,12 +50,11 @@ class PagedAttention(NamedTuple):
     """Attention over the paged cache on devices of one platform. Hashable; `choose_paged` makes one from an option.
 
     Attributes:
-      implementation: `reference`; `pallas`; `auto`: the kernels where they take the shapes and dtypes;
-        `invariant`: `jaxrl.kernels.invariant`; `invariant_pallas`: the kernels of `jaxrl.kernels.invariant_pallas`.
+      implementation: as above, or the file of that name for `invariant` and `invariant_pallas`.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      parts: `invariant` computes a device's heads in so many.
-      on_tpu: the kernel is `jaxrl.kernels.paged_tpu`, for one query a row; with more it is the reference.
-      on_mosaic_gpu: the kernel is `jaxrl.kernels.paged_mosaic_gpu`.
+      parts: `invariant` computes a device's heads in this many parts.
+      on_tpu: `pallas` is `paged_tpu` for one query a row, and the reference for more.
+      on_mosaic_gpu: `pallas` is `paged_mosaic_gpu`.
     """
 
     implementation: Implementation | Literal["invariant", "invariant_pallas"]
@@ -66,7 +64,7 @@ class PagedAttention(NamedTuple):
     on_mosaic_gpu: bool = False
 
     def write(self, pool_KNPD: Cached, new_RCKD: Cached, *rows: jax.Array) -> Cached:
-        """The pool with new keys or values; `rows`: as `reference.write_kv` takes them."""
+        """The pool with new keys or values; `rows`: as in `reference.write_kv`."""
         return reference.write_kv(pool_KNPD, new_RCKD, *rows, by_head=self.on_tpu)
 
     def attend(
@@ -79,12 +77,9 @@ class PagedAttention(NamedTuple):
         rule: Rule = PLAIN,
         sinks_H: jax.Array | None = None,
     ) -> jax.Array:
-        """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included, as far
-        back as the layer's rule has it; `sinks_H` as in `reference.packed_attention`.
-
-        Raises:
-          ValueError: `pallas` and `invariant_pallas`, for shapes, dtypes or rules that the kernels refuse.
-        """
+        """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included, within the
+        rule's window; `sinks_H` as in `reference.packed_attention`. Raises ValueError for shapes, dtypes or rules that
+        the kernels of `pallas` and `invariant_pallas` refuse."""
         arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
         if self.implementation == "invariant":
             return invariant.paged_attention(*arrays, rule, sinks_H, self.parts)
@@ -115,8 +110,7 @@ class PagedAttention(NamedTuple):
         return kernels.paged_attention(*arrays, rule=rule, sinks_H=sinks_H, interpret=self.interpret)
 
     def decodes(self, heads: int, kv_heads: int, dim: int, dtype: Any) -> bool:
-        """Whether a decode step's attention can be the kernel that takes a layer's merged product
-        (`decode_pallas.decode_attention`), for so many heads on a device."""
+        """Whether a decode step's attention can be `decode_pallas.decode_attention`, for a device's heads."""
         if self.on_tpu or self.on_mosaic_gpu or self.implementation not in ("auto", "pallas"):
             return False
         from jaxrl.kernels import decode_pallas
@@ -136,13 +130,12 @@ def choose_paged(
     """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
-      softcap: of the model's scores (`Rule`). interpret: as in `PagedAttention`.
       invariant_parts: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
-      capability: of the GPUs; the kernels on Mosaic GPU are made of Hopper's instructions.
+      capability: of the GPUs; the kernels on Mosaic GPU use Hopper's instructions.
 
     Raises:
-      ValueError: an unknown implementation; kernels on devices that they are not made for, or with a cap, or in a
-        language that this JAX has not.
+      ValueError: an unknown implementation; kernels on other devices than theirs, for a model with a cap, or without
+        their backend in this JAX.
     """
     if implementation not in get_args(PagedImplementation):
         known = get_args(PagedImplementation)
@@ -175,8 +168,8 @@ def choose_paged(
 class PackedAttention(NamedTuple):
     """Causal attention over packed rows, within segments and to the segments that they continue. Hashable.
 
-    `choose_packed` makes one from an option; `reference.packed_attention` has the shapes and the rule. A prefix of 0,
-    or equal to the segment, means none. Padding (segment 0) gets finite values, otherwise unspecified.
+    `choose_packed` makes one from an option; `reference.packed_attention` has the shapes and the rule. Padding (segment
+    0) gets finite values, otherwise unspecified.
 
     Attributes:
       implementation: `reference`; `tiles`, jnp that never holds the scores of a long row (`jaxrl.kernels.packed`);
@@ -184,9 +177,9 @@ class PackedAttention(NamedTuple):
         of the tiles; `invariant_pallas`: `jaxrl.kernels.invariant_pallas`, with the gradient of the kernels.
       tiling: how the work of `tiles` is cut.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      note: where `auto` would be the kernels and they refuse: why it is the tiles.
+      note: why `auto` is the tiles where the GPU kernels refuse the model.
       softcap: as in `Rule`; the GPU kernels have none.
-      parts: `invariant` computes heads in so many.
+      parts: `invariant` computes heads in this many parts.
     """
 
     implementation: Literal["reference", "tiles", "pallas", "invariant", "invariant_pallas"]
@@ -196,95 +189,69 @@ class PackedAttention(NamedTuple):
     softcap: float = 0.0
     parts: int = 1
 
-    def tile_pairs(
-        self,
-        segment_ids: jax.Array,
-        positions: jax.Array,
-        prefix_ids: jax.Array,
-        dtype: Any,
-        first: jax.Array | None = None,
-        keys: Keys | None = None,
-    ) -> packed.TilePairs | TileLists | tuple[Any, packed.Runs] | None:
-        """What the layers share, worked out once per microbatch for all `attend` calls; None if nothing.
+    def tile_pairs(self, mask: MaskInputs, dtype: Any) -> packed.TilePairs | TileLists | tuple[Any, packed.Runs] | None:
+        """The tiles to visit, computed once per microbatch for the `attend` calls of all layers; None if none are.
 
-        Args:
-          segment_ids, positions, prefix_ids: int32 [R, T].
-          dtype: of queries, keys and values.
-          first: int32 [R, T], the lowest position that each token sees; None: there is no window.
-          keys: as in `reference.packed_attention`; None with invariant numbers.
+        `mask.keys` must be None with invariant numbers. `dtype`: of queries, keys and values.
         """
         match self.implementation:
             case "reference":
                 return None
             case "tiles" | "invariant":
-                return packed.visible_pairs(segment_ids, prefix_ids, self.tiling, positions, first, keys)
+                return packed.visible_pairs(mask, self.tiling)
             case "pallas":
                 from jaxrl.kernels import packed_pallas  # here for the same reasons as above
 
-                tiles = packed_pallas.choose_tiles(dtype)
-                return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, tiles, first, keys)
+                return packed_pallas.tile_lists(mask, packed_pallas.choose_tiles(dtype))
             case "invariant_pallas":
                 kernels = self._replace(implementation="pallas")
-                lists = kernels.tile_pairs(segment_ids, positions, prefix_ids, dtype, first)
-                return lists, packed.runs(segment_ids, positions, prefix_ids, first)
+                return kernels.tile_pairs(mask, dtype), packed.runs(mask)
 
     def attend(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segment_ids: jax.Array,
-        positions: jax.Array,
-        prefix_ids: jax.Array,
+        mask: MaskInputs,
         tiles: Any,
-        first: jax.Array | None = None,
         sinks: jax.Array | None = None,
-        keys: Keys | None = None,
     ) -> jax.Array:
-        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype; `sinks` and `keys` as in
-        `reference.packed_attention`.
-
-        Raises:
-          ValueError: for shapes or dtypes that the GPU kernels refuse.
-        """
+        """[R, T, H, D]: `reference.packed_attention`; `tiles`: from `tile_pairs` for the same mask and dtype. Raises
+        ValueError for shapes or dtypes that the GPU kernels refuse."""
         match self.implementation:
             case "reference":
-                rows = (segment_ids, positions, prefix_ids, first)
-                return reference.packed_attention(q, k, v, *rows, self.softcap, sinks, keys)
+                return reference.packed_attention(q, k, v, *mask[:4], self.softcap, sinks, mask.keys)
             case "tiles":
-                rows = (segment_ids, positions, prefix_ids)
-                return packed.attention(q, k, v, *rows, tiles, self.tiling, first, self.softcap, sinks, keys)
-            case "invariant" | "invariant_pallas":
-                rows = (segment_ids, positions, prefix_ids)
-                shared = (*rows, tiles, first)
-                if self.implementation == "invariant":
-                    how = (self.softcap, sinks, self._plainly, shared, self.parts)
-                    return invariant.packed_attention(q, k, v, *rows, first, *how)
+                return packed.attention(q, k, v, mask, tiles, self.tiling, self.softcap, sinks)
+            case "invariant":
+                how = (self.softcap, sinks, self._plainly, (mask, tiles), self.parts)
+                return invariant.packed_attention(q, k, v, mask, *how)
+            case "invariant_pallas":
                 from jaxrl.kernels import invariant_pallas
 
                 def exact(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: Any) -> jax.Array:
-                    how = {"sinks": sinks, "interpret": self.interpret}
-                    return invariant_pallas.packed_attention(q, k, v, shared[3][1], **how)
+                    _, (_, runs) = shared
+                    return invariant_pallas.packed_attention(q, k, v, runs, sinks=sinks, interpret=self.interpret)
 
-                return invariant.with_gradient_of(self._plainly, exact)(q, k, v, sinks, shared)
+                return invariant.with_gradient_of(self._plainly, exact)(q, k, v, sinks, (mask, tiles))
             case "pallas":
                 from jaxrl.kernels import packed_pallas
 
-                how = {"first": first, "sinks": sinks, "keys": keys, "lists": tiles, "interpret": self.interpret}
-                return packed_pallas.packed_attention(q, k, v, segment_ids, positions, prefix_ids=prefix_ids, **how)
+                how = {"sinks": sinks, "lists": tiles, "interpret": self.interpret}
+                return packed_pallas.packed_attention(q, k, v, mask, **how)
 
     def _plainly(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: tuple[Any, ...]
+        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, shared: tuple[MaskInputs, Any]
     ) -> jax.Array:
-        """What `invariant` and `invariant_pallas` have the gradient of."""
-        segment_ids, positions, prefix_ids, tiles, first = shared
+        """The attention whose gradient `invariant` and `invariant_pallas` take."""
+        mask, tiles = shared
         plain = self._replace(implementation="tiles")
         if self.implementation == "invariant_pallas":
             plain, tiles = self._replace(implementation="pallas"), tiles[0]
-        return plain.attend(q, k, v, segment_ids, positions, prefix_ids, tiles, first, sinks)
+        return plain.attend(q, k, v, mask, tiles, sinks)
 
     def num_keys(self, tokens: int) -> int:
-        """About how many keys each query of a row of so many tokens is multiplied with."""
+        """About how many keys each query of a row of `tokens` is multiplied with."""
         match self.implementation:
             case "reference":
                 return tokens
@@ -294,15 +261,14 @@ class PackedAttention(NamedTuple):
                 return min(tokens, _KERNEL_KEYS)
 
     def holds_scores(self, tokens: int) -> bool:
-        """Whether the scores of a whole row of so many tokens exist at once, [T, T] for each head."""
+        """Whether all scores of a row of `tokens` exist at once, [T, T] for each head."""
         return self.implementation == "reference" or (
             self.implementation in ("tiles", "invariant") and tokens <= self.tiling.longest_plain
         )
 
 
 class Heads(NamedTuple):
-    """What a model asks of attention: query heads, key/value heads, head dim, the dtype of all three arrays, and the
-    cap of its scores (`Rule.softcap`)."""
+    """A model's query heads, key/value heads, head dim, their dtype, and the cap of its scores (`Rule.softcap`)."""
 
     query: int
     key_value: int
@@ -321,13 +287,11 @@ def choose_packed(
 ) -> PackedAttention:
     """What `actor.attention` means on a platform (`cpu`, `gpu`, `tpu`) for a model's heads.
 
-    Args:
-      interpret: as in `PackedAttention`.
-      invariant_parts: `PackedAttention.parts` where `actor.numerics` is invariant; else 0.
+    `invariant_parts`: `PackedAttention.parts` where `actor.numerics` is invariant; else 0.
 
     Raises:
-      ValueError: `pallas` on a platform that the kernels are not made for, or for heads that they refuse; invariant
-        numbers on GPUs for such heads.
+      ValueError: `pallas` on other platforms than GPUs, or for heads that the kernels refuse; invariant numbers on GPUs
+        for such heads.
     """
     if implementation == "pallas" and platform != "gpu" and not interpret:
         raise ValueError(

@@ -1,22 +1,23 @@
-"""A decode step's attention as one Pallas kernel for NVIDIA GPUs: from a layer's merged product to attention's output.
+"""A decode step's Pallas kernels for NVIDIA GPUs: `decode_attention`, and the residual add with a norm (`add_norm`).
 
-Between the product that makes a token's queries, key and value and the product that takes attention's output, XLA runs
-a kernel for each of: bias and rotary embedding of the queries, the scatter of the new key, that of the new value,
+**Attention.** Between the product of a token's queries, key and value and the product of attention's output, XLA runs a
+kernel for each of: bias and rotary embedding of the queries, the scatter of the new key, that of the new value,
 attention. Here a program takes one key/value head and its share of the pieces of all rows' contexts. For each it adds
 up the product's partial sums for the row's G queries, key and value, adds the bias, applies the norms of queries and
 keys (Qwen3) and the rotary embedding, and attends; with a row's first piece it writes the new key and value into the
 pool. It rounds wherever the separate operations round. The new position enters the running softmax as its first column,
-from registers, so nothing is read that was just written; the walk over the pool covers earlier positions alone.
+from registers; the walk over the pool reads earlier positions only.
 
 Sources: as in `paged_pallas`, of which this uses the list of pieces, the walk and the merge. Rotary embedding pairs the
 first half of a head with the second. Triton cannot concatenate, so every number is computed together with its partner,
-from a second load of the same few rows.
+from a second load of the same few rows. A row that does not decode has position -1: it reads nothing, writes nothing
+into the pool, and gets zeros.
 
-Backend: Pallas on Triton (docs/kernels.md). A row that does not decode has position -1: it reads nothing, writes
-nothing into the pool, and gets zeros.
+Backend: Pallas on Triton (docs/kernels.md).
 
-Dims: R rows, K key/value heads, G queries a key/value head, X = G + 2 (its queries, then its key, its value), D head
-dim, N blocks, P positions per block, W blocks per table, S partial sums of the product, M queries of a tile.
+Dims: R rows, E features, K key/value heads, G queries a key/value head, X = G + 2 (its queries, then its key, its
+value), D head dim, N blocks, P positions per block, W blocks per table, S partial sums of a product, M queries of a
+tile.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
-from jaxrl.kernels.pieces import WHOLE, Inputs, Piece, each_piece, list_work
+from jaxrl.kernels.pieces import WHOLE, Piece, each_piece, list_work
 from jaxrl.kernels.reference import Cached
 
 
@@ -61,7 +62,7 @@ class HeadNorms(NamedTuple):
 
 
 def decode_refusal(heads: int, kv_heads: int, dim: int, dtype: Any) -> str | None:
-    """Why this kernel cannot serve so many (local) heads of dim D in this dtype; None if it can."""
+    """Why this kernel does not take a device's heads; None if it does."""
     one = jax.ShapeDtypeStruct((1, 1, heads, dim), dtype)
     if reason := refusal(one, one, one, kv_heads):  # pyright: ignore[reportArgumentType]
         return reason
@@ -94,16 +95,13 @@ def decode_attention(
     """One new position for every row.
 
     Args:
-      qkv_SRKXD: partial sums of the product, float32, not rounded yet; their sum is what the product gives.
-      bias_KXD: added to it; in `dtype`, like everything that follows.
+      qkv_SRKXD: partial sums of the product, float32, not rounded yet.
+      bias_KXD: added to their sum; in `dtype`.
       cos_RC, sin_RC: float32 [R, D / 2], rotary embedding at the rows' positions.
-      k_KNPD, v_KNPD: the layer's pool. Given away: the results take its place.
-      tables_RW: blocks of each row; positions_R: the new position, -1 for rows that do not decode.
-      eps: of the norms.
-      dtype: of activations; None: as the pool, which holds no codes.
-      window: as in `reference.Rule`.
+      k_KNPD, v_KNPD: the layer's pool, donated: the results take its place.
+      positions_R: the new position, -1 for rows that do not decode.
+      dtype: of activations; None: the pool's, which holds no codes.
       tiles: how to cut the work; `choose_tiles` decides if None.
-      interpret: run as plain JAX, on any device (slow; for tests).
 
     Returns:
       Attention's output [R, K * G, D] in `dtype`, and the pool with the new keys and values.
@@ -111,7 +109,7 @@ def decode_attention(
     Raises:
       ValueError: for what `decode_refusal` names.
     """
-    _, rows, kv_heads, slab, dim = qkv_SRKXD.shape
+    shares, rows, kv_heads, slab, dim = qkv_SRKXD.shape
     size, width, dtype = k_KNPD.shape[2], tables_RW.shape[1], jnp.dtype(dtype or k_KNPD.dtype)
     heads = kv_heads * (slab - 2)
     if reason := decode_refusal(heads, kv_heads, dim, dtype):
@@ -124,9 +122,15 @@ def decode_attention(
         **pool,
         "table": (tables_RW.astype(jnp.int32), WHOLE),
         "position": (positions_R.astype(jnp.int32), WHOLE),
-        **_slab_inputs(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC),
-        **work,
+        "qkv": (qkv_SRKXD, pl.BlockSpec((shares, rows, None, slab, dim), lambda i, p: (0, 0, i, 0, 0))),
+        "cos": (cos_RC, WHOLE),
+        "sin": (sin_RC, WHOLE),
     }
+    if bias_KXD is not None:
+        inputs["bias"] = bias_KXD, of_head(slab, dim)
+    if norms is not None:
+        inputs |= {"q_norm": (norms.q, WHOLE), "k_norm": (norms.k, WHOLE)}
+    inputs |= work
     outputs = {f"new_{name}": (jax.ShapeDtypeStruct(x.shape, x.dtype), spec) for name, (x, spec) in pool.items()}
     outputs |= piece_outputs(rows, heads, dim, dtype, pl.cdiv(width * size, tiles.piece))
     how = tiles.num_warps, tiles.num_stages
@@ -136,24 +140,6 @@ def decode_attention(
     new = [made.pop(f"new_{name}").reshape(x.shape) for name, x in zip(pool, arrays, strict=True)]
     new_k, new_v = jax.tree.unflatten(structure, new)
     return merge(made, work, None, heads, interpret).reshape(rows, heads, dim), new_k, new_v
-
-
-def _slab_inputs(
-    qkv_SRKXD: jax.Array,
-    bias_KXD: jax.Array | None,
-    norms: HeadNorms | None,
-    cos_RC: jax.Array,
-    sin_RC: jax.Array,
-) -> Inputs:
-    """What the new queries, keys and values come from, by the names that `_decode_kernel` has for it."""
-    shares, rows, _, slab, dim = qkv_SRKXD.shape
-    of_slab = pl.BlockSpec((shares, rows, None, slab, dim), lambda i, p: (0, 0, i, 0, 0))
-    inputs = {"qkv": (qkv_SRKXD, of_slab), "cos": (cos_RC, WHOLE), "sin": (sin_RC, WHOLE)}
-    if bias_KXD is not None:
-        inputs["bias"] = bias_KXD, of_head(slab, dim)
-    if norms is not None:
-        inputs |= {"q_norm": (norms.q, WHOLE), "k_norm": (norms.k, WHOLE)}
-    return inputs
 
 
 def _decode_kernel(
@@ -264,3 +250,56 @@ def _biased(
         bias = plgpu.load(ref["bias"].at[rows, columns], mask=mask, other=0)
         x = (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
     return x
+
+
+# ---------------------------------------------------------------- add and norm
+
+
+@partial(jax.jit, static_argnames=("eps", "interpret"))
+def add_norm(
+    x_RE: jax.Array, parts_SRE: jax.Array, scale_E: jax.Array, *, eps: float, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """(x + the sum of the parts, its RMS norm), both [R, E] in x's dtype, rounded where separate operations round.
+
+    Left to XLA, the sum of a product's parts, the add and the norm become one kernel that does not keep the residual
+    stream, and a second one that adds up the same parts again to keep it. Here one program per row makes both results
+    from one reading. `parts_SRE`: a product's partial sums, float32, not rounded yet.
+    """
+    (rows, features), parts = x_RE.shape, parts_SRE.shape[0]
+    width = pl.next_power_of_2(features)
+    of_row = pl.BlockSpec((None, features), lambda r: (r, 0))
+    shape = jax.ShapeDtypeStruct(x_RE.shape, x_RE.dtype)
+    x_RE, normed_RE = pl.pallas_call(
+        partial(_add_norm_kernel, width=width, eps=eps),
+        grid=(rows,),
+        in_specs=[
+            of_row,
+            pl.BlockSpec((parts, None, features), lambda r: (0, r, 0)),
+            pl.BlockSpec((features,), lambda r: (0,)),
+        ],
+        out_specs=[of_row, of_row],
+        out_shape=[shape, shape],
+        compiler_params=plgpu.CompilerParams(num_warps=8 if width >= 2048 else 4, num_stages=1),
+        interpret=interpret,
+    )(x_RE, parts_SRE, scale_E)
+    return x_RE, normed_RE
+
+
+def _add_norm_kernel(
+    x_ref: Any, parts_ref: Any, scale_ref: Any, sum_ref: Any, out_ref: Any, *, width: int, eps: float
+) -> None:
+    """Refs of one row: x, sum, out [E], parts [S, E]; scale [E]. `width` is E up to the next power of two."""
+    parts, features = parts_ref.shape
+    dtype = x_ref.dtype
+    at = jnp.arange(width, dtype=jnp.int32)
+    mask = at < features
+    total = jnp.zeros((width,), jnp.float32)
+    for i in range(parts):
+        total += plgpu.load(parts_ref.at[jnp.full((width,), i, jnp.int32), at], mask=mask, other=0)
+    x = plgpu.load(x_ref.at[at], mask=mask, other=0)
+    added = (x.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
+    plgpu.store(sum_ref.at[at], added, mask=mask)
+    wide = added.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.sum(wide * wide) / features + eps)
+    scale = plgpu.load(scale_ref.at[at], mask=mask, other=0).astype(jnp.float32)
+    plgpu.store(out_ref.at[at], (normed * scale).astype(dtype), mask=mask)

@@ -23,7 +23,7 @@ class ExpertGroups(NamedTuple):
 
 
 def expert_groups(own_TC: jax.Array, num_experts: int, block: int) -> ExpertGroups:
-    """Of chosen experts 0 .. X - 1, in blocks of so many pairs at most; other experts have no part in them."""
+    """The pairs of chosen experts 0 .. X - 1, in blocks of at most `block` pairs; other experts are left out."""
     flat = own_TC.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)[:num_experts]

@@ -1,12 +1,10 @@
-"""What chosen experts give for tokens, as Pallas kernels for NVIDIA GPUs whose sums have one order: a token's numbers
-do not depend on what other tokens chose, or on how many there are (`actor.numerics=invariant`).
+"""Mixtures of experts as Pallas kernels for NVIDIA GPUs whose sums have one order: a token's numbers do not depend on
+what other tokens chose, or on how many there are (`actor.numerics=invariant`). `jax.lax.ragged_dot` promises no order.
 
-Pairs of a token and an expert are sorted by expert and cut into blocks of one size, each of which has one expert. Two
-kernels walk the list of blocks: one multiplies with gate and up and applies the activation, one multiplies with down
-and with a token's weight for the expert. Both read a token's row, and an expert's matrix, where they lie. Each sum runs
-over all inputs in one program, step by step. In the end a token's experts are added in ascending order.
-
-The number of programs follows from shapes alone: those beyond the last block end at once.
+Pairs of a token and an expert are sorted by expert and cut into blocks of one size, each of one expert. Two kernels
+walk the list of blocks: one multiplies with gate and up and applies the activation, one multiplies with down and with a
+token's weight for the expert. Each sum runs over all inputs in one program, step by step. In the end a token's experts
+are added in ascending order. The number of programs follows from shapes alone: those beyond the last block end at once.
 
 Source: grouped products over sorted pairs, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841, section 5) and vLLM's
 `fused_moe`. Departures: rows are not copied into the order of experts, and the activation is part of the first kernel.
@@ -50,8 +48,8 @@ def sizes_of(dtype: Any) -> Sizes:
 
 
 class Blocks(NamedTuple):
-    """Pairs of token and expert, numbered token by token, in blocks: [T * C] the pairs by expert, and of each block [S]
-    its expert, where in that order it begins, and its number of pairs, 0 behind the last one."""
+    """Pairs of token and expert, numbered token by token, in blocks: [T * C] the pairs by expert, and for each block
+    [S] its expert, its beginning in that order, and its number of pairs, 0 behind the last one."""
 
     order: jax.Array
     expert: jax.Array
@@ -60,7 +58,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(own_TC: jax.Array, num_experts: int, size: int) -> Blocks:
-    """Of chosen experts 0 .. X - 1; others have no part in it."""
+    """The blocks of chosen experts 0 .. X - 1; others are left out."""
     groups = expert_groups(own_TC, num_experts, size)
     block = jnp.arange(own_TC.size // size + min(own_TC.size, num_experts), dtype=jnp.int32)
     # compared with all at once: a search is a loop of small kernels
@@ -82,15 +80,14 @@ def mix(
     num_experts: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """[T, E] in float32: of each token the sum of what its experts give, times their shares.
+    """[T, E] in float32: for each token the sum of its experts' outputs, times their shares.
 
     Args:
-      own_TC: chosen experts, ascending; those outside 0 .. `num_experts` - 1 give nothing.
+      own_TC: chosen experts, ascending; those outside 0 .. `num_experts` - 1 are left out.
       weights: `gate`, `up` [Y, E, F] and `down` [Y, F, E] of at least as many experts, in x's dtype; biases
         `gate_bias`, `up_bias` [X, F] and `down_bias` [X, E] where there are any.
-      activation: (gate, up) -> what `down` multiplies, of float32. Hashable.
-      first: of the experts of gate, up and down: which is 0 in `own_TC`.
-      interpret: run as plain JAX, on any device (slow; for tests).
+      activation: (gate, up) -> the input of `down`, in float32. Hashable.
+      first: the expert of gate, up and down that is 0 in `own_TC`.
     """
     how = partial(_mix, weights=weights, activation=activation, first=first, count=num_experts, interpret=interpret)
     tokens = len(x_TE)

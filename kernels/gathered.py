@@ -1,20 +1,17 @@
 """Decode attention over a window: the blocks of each row, gathered once for many decode steps.
 
-A paged gather in every step moves each key and value three times (read, write, read again) where attention needs them
-once. Where no kernel reads a block table in place (XLA on CPU), a decode program therefore copies its rows' blocks into
-a *window* before its first step, keeps the tokens of its own steps in a small *fresh* buffer, and writes that back to
-the pool after its last. All rows of a program advance in lockstep, so a step's keys and values go to one index of the
-fresh buffer: a slice update in place, where the pool needs a scatter. Where drafts are verified, a row takes several
-positions in a step, as many as it accepts: each row then fills its part of the buffer at its own pace (`put_several`).
+A paged gather in every step moves each key and value three times (read, write, read again). Where no kernel reads a
+block table in place (XLA on CPU), a decode program therefore copies its rows' blocks into a *window* before its first
+step, keeps the tokens of its own steps in a small *fresh* buffer, and writes that back to the pool after its last. All
+rows advance in lockstep, so a step's keys and values go to one index of the fresh buffer: a slice update in place,
+where the pool needs a scatter. With drafts, each row fills its part of the buffer at its own pace (`put_several`).
 
-The window is a list of *tiles*, each a few blocks of one row. A long row has many tiles and a short one has one, so a
-program's cost follows the tokens that its rows have cached, not the number of rows times the longest. A tile's scores
-have a maximum and a sum of their own, and a row's tiles are joined as in flash decoding (Dao et al. 2023): a matrix of
-zeros and ones says which tiles a row has, and joining is a product with it.
+The window is a list of *tiles*, each a few blocks of one row, so a program's cost follows the cached tokens, not the
+number of rows times the longest. A tile's scores have a maximum and a sum of their own, and a row's tiles are joined as
+in flash decoding (Dao et al. 2023), by a product with a matrix of zeros and ones that assigns tiles to rows.
 
 Keys of the window are stored transposed, [D, S], and tiles and heads share one dim: XLA:CPU runs the products fastest
-in this form (docs/performance.md). The window itself is never written: XLA copied a window that the loop wrote to in
-every step.
+in this form (docs/performance.md). The loop never writes to the window: XLA would copy it in every step.
 
 Dims: R rows, H query heads, K key/value heads, G = H / K, D head dim; U tiles, S positions of a tile, T steps of the
 program, or the most tokens that a row may gain in it; C queries of a row, M = C * G; B = K * U or K * R; N blocks, P
@@ -38,10 +35,8 @@ _HIDDEN = -1e30
 
 
 class WindowTiles(NamedTuple):
-    """The blocks of the window, listed by the host; or the specs or shapes of these three arrays.
-
-    blocks_UW: int32, a tile's blocks. owner_U: int32, its row. first_U: int32, the position of its first token in the
-    row's sequence. Tiles that pad the list have row 0, at a `first` beyond any sequence.
+    """The blocks of the window, int32, listed by the host; or the specs or shapes of these three arrays: a tile's
+    blocks, its row, and the position of its first token. Padding tiles have row 0 and a position beyond any sequence.
     """
 
     blocks_UW: Any
@@ -70,7 +65,7 @@ def num_tiles(tables: Sequence[Sequence[int]], width: int) -> int:
 
 
 def _num_freed(table: Sequence[int]) -> int:
-    """Blocks 0 at its beginning: what lay there was behind the window, and has been freed."""
+    """Leading blocks 0: they were behind the layer's window, and have been freed."""
     return next((i for i, block in enumerate(table) if block), len(table))
 
 
@@ -78,10 +73,9 @@ def window_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_
     """The tiles of one dp group's rows, as numpy arrays.
 
     Args:
-      tables: the rows' block tables; blocks 0 at their beginning belong to no tile.
-      width: blocks per tile; a row's last tile is filled up with block 0.
+      tables: the rows' block tables; leading blocks 0 belong to no tile.
+      width: blocks per tile; a row's last tile is padded with block 0.
       count: tiles in all, at least `num_tiles(tables, width)`.
-      block_size: positions per block.
     """
     blocks_UW, owner_U = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
     first_U = np.full(count, np.iinfo(np.int32).max // 2, np.int32)
@@ -96,7 +90,7 @@ def window_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_
 
 
 def gather(pool_k_KNPD: Cached, pool_v_KNPD: Cached, blocks_UW: jax.Array, dtype: Any = None) -> Window:
-    """The window of tiles with these blocks, in `dtype` where the pool holds codes."""
+    """The window of these blocks, in `dtype` where the pool holds codes."""
     heads, _, size, _ = pool_k_KNPD.shape
     count, width = blocks_UW.shape
 
@@ -108,7 +102,7 @@ def gather(pool_k_KNPD: Cached, pool_v_KNPD: Cached, blocks_UW: jax.Array, dtype
 
 
 def blank(pool_v_KNPD: Cached, num_rows: int, num_steps: int) -> Fresh:
-    """An empty fresh buffer for `num_steps` steps of `num_rows` rows of this pool, of codes where it is."""
+    """An empty fresh buffer for `num_steps` steps of `num_rows` rows of this pool; of codes where the pool is."""
     rows = pool_v_KNPD.shape[0] * num_rows
     empty: Any = jax.tree.map(lambda x: jnp.zeros((rows, num_steps, x.shape[-1]), x.dtype), pool_v_KNPD)
     return Fresh(empty, empty)
@@ -139,8 +133,8 @@ def put_several(fresh: Fresh, k_RCKD: Cached, v_RCKD: Cached, at_RC: jax.Array) 
 
 
 class _Part(NamedTuple):
-    """Attention over some of a row's positions: the largest score and the sum of exp(score - it), both [K, ., G], and
-    the values weighted by the same, [K, ., G, D]."""
+    """A softmax over some of a row's positions: the largest score and the sum of exp(score - top), both [K, ., G], and
+    the sum of values with the same weights, [K, ., G, D]."""
 
     top: jax.Array
     total: jax.Array
@@ -167,11 +161,8 @@ def attend(
     rule: reference.Rule = reference.PLAIN,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`, as far back
-    as the layer's rule has it.
-
-    One softmax over both, in float32 or better.
-    """
+    """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`, within the
+    rule's window. One softmax over both, in float32 or better."""
     rows, heads, dim = q_RHD.shape
     kv_heads = fresh.keys_BTD.shape[0] // rows
     q_KRGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1)
@@ -190,11 +181,8 @@ def attend_several(
     rule: reference.Rule = reference.PLAIN,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """[R, C, H, D]: query (r, c) sees its row's window before position `start`, and the fresh indexes 0 .. at[r, c], as
-    far back as the layer's rule has it.
-
-    A row's queries are one matrix for each of its tiles, which are read once for all of them.
-    """
+    """[R, C, H, D]: query (r, c) sees its row's window before position `start`, and the fresh indexes 0 .. at[r, c],
+    within the rule's window. A row's queries are one matrix, so each of its tiles is read once."""
     rows, queries, heads, dim = q_RCHD.shape
     kv_heads = fresh.keys_BTD.shape[0] // rows
     q_RCKGD = (q_RCHD * dim**-0.5).reshape(rows, queries, kv_heads, -1, dim)

@@ -1,19 +1,18 @@
 """Numbers of a token that do not depend on what is computed beside it: `actor.numerics=invariant`.
 
-A compiler chooses the order of a sum by the shapes of a program. So a token's numbers depend on how many rows, how long
-a chunk of a prompt and how many cached positions its program has, and rollout and trainer differ in their last bits.
-Here everything that a token's numbers pass runs in pieces of one shape: rows in tiles, context in blocks that begin at
-multiples of their size and are merged in order. What fills up a tile is never mixed into a row, and blocks behind a
-query or before its window are added as zeros.
+A compiler chooses the order of a sum by the shapes of a program. So a token's numbers depend on its program's rows,
+prompt chunk and cached positions, and rollout and trainer differ in their last bits. Here a token's numbers are
+computed in pieces of one shape: rows in tiles, context in blocks that begin at multiples of their size and are merged
+in order. Padding of a tile is never mixed into a row, and blocks that a query does not see are added as zeros.
 
 On CPUs a piece is the body of a loop whose length the compiler does not know, so it is compiled by itself, and programs
 of other shapes only run it more or less often. On GPUs it stands between two barriers, over which the compiler moves
 and fuses nothing; products and attention are kernels (`jaxrl.kernels.invariant_pallas`).
 
 Source: batch-invariant kernels (He et al. 2025, "Defeating Nondeterminism in LLM Inference"). Departure: norms and
-softmaxes are not written anew, on CPUs nothing is. Whole stretches of a layer are the fixed piece, inside which the
-compiler may do what it likes. That two programs compile the same piece to the same code is what `jaxrl check-numerics`
-measures; for GPUs a test compares what was compiled.
+softmaxes are not rewritten, and on CPUs nothing is. The fixed piece is a long stretch of a layer, inside which the
+compiler is free. `jaxrl check-numerics` measures whether two programs compile it to the same code; for GPUs a test
+compares the compiled programs.
 
 Gradients are those of the plain computation at the same inputs. They need not be invariant: only one side has them.
 
@@ -25,8 +24,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,11 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels import packed, reference
-from jaxrl.kernels.part import Part
+
+if TYPE_CHECKING:
+    from jaxrl.kernels.invariant_pallas import Product as Multiply
+else:
+    Multiply = Any  # a JAX may lack the backend of Pallas that `Product` needs
 
 TILE, GPU_TILE = 32, 128
 """Rows that products, norms and the vocabulary's log-probabilities take at a time, on CPUs and on GPUs. An H100 reads
@@ -55,63 +59,47 @@ QUERIES, CONTEXT = 32, 32
 
 
 Join = Literal["sum", "vocab"] | tuple[str, ...]
-"""How what parts give becomes one: added, in the order of a tree; side by side in the last dim; or, of a tuple, each
-side by side in the last dim but one, cut as the weight of that name is."""
+"""How the results of parts are joined: added, in the order of a tree; concatenated in the last dim; or, for a tuple of
+results, each concatenated in the last dim but one, where the weight of that name is cut."""
 
 
-class Multiply(Protocol):
-    """Products as kernels (`jaxrl.kernels.invariant_pallas.Product`). Hashable."""
-
-    def __call__(
-        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
-    ) -> jax.Array:
-        """As `jaxrl.kernels.invariant_pallas.product`."""
-        ...
-
-    def experts(
-        self,
-        x_TE: jax.Array,
-        own_TC: jax.Array,
-        share_TC: jax.Array,
-        weights: Mapping[str, jax.Array | Part],
-        activation: Callable[[jax.Array, jax.Array], jax.Array],
-        num_experts: int,
-    ) -> jax.Array:
-        """As `jaxrl.kernels.experts_pallas.mix`."""
-        ...
-
-
-class ByRows(Protocol):
-    """How `function(shared, *rows)` is computed: rows are arrays (or trees of them) with the same leading dims, which
-    the first has before its last dim; so are the results.
-
-    Args:
-      join: where `shared`, weights by name, may come in parts (tensor parallelism): the function is then called with
-        a part of each that has one, and this is what becomes of its results; None: `shared` is whole.
-      heads: whether the first of rows is [..., H, D], and comes in parts, too; its leading dims end there.
-      in_kernels: whether the function is nothing but kernels where there are any (`multiply`), whose sums are the same
-        whatever the number of rows: it then has them all at once.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Part:
+    """One of the equal parts of a matrix, which a kernel reads where it lies; its shape is that of a part.
 
     Attributes:
-      multiply: what multiplies rows with a matrix in such a function; None: the compiler's own product.
+      whole: all parts. index: of this one, int32. dim: that is cut. count: of parts.
     """
 
+    whole: jax.Array
+    index: Any
+    dim: int = field(metadata={"static": True})
+    count: int = field(metadata={"static": True})
+
     @property
-    def multiply(self) -> Multiply | None: ...
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n // self.count if i == self.dim else n for i, n in enumerate(self.whole.shape))
 
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        rows: tuple[Any, ...],
-        shared: Any = (),
-        *,
-        join: Join | None = None,
-        heads: bool = False,
-        in_kernels: bool = False,
-    ) -> Any: ...
+    @property
+    def dtype(self) -> Any:
+        return self.whole.dtype
+
+    def astype(self, dtype: Any) -> Part:
+        return replace(self, whole=self.whole.astype(dtype))
+
+    def reshape(self, inputs: int, outputs: int) -> Part:
+        """The same as a matrix of two dims; -1 as usual."""
+        own, (first, last) = math.prod(self.shape), (inputs, outputs)
+        first, last = (own // last if first == -1 else first), (own // first if last == -1 else last)
+        dim = int(self.dim > 0)  # what is cut of several dims of outputs is the first of them
+        sizes = (first, last * self.count) if dim else (first * self.count, last)
+        return replace(self, whole=self.whole.reshape(sizes), dim=dim)
 
 
-class _AtOnce(NamedTuple):
+class AtOnce(NamedTuple):
+    """Computes all rows together: `fast`. Used like `InTiles`."""
+
     multiply: None = None
 
     def __call__(
@@ -127,16 +115,15 @@ class _AtOnce(NamedTuple):
         return function(shared, *rows)
 
 
-at_once = _AtOnce()
-"""All rows together: `fast`."""
+at_once = AtOnce()
 
 
 class Cut(NamedTuple):
     """How tensor parallelism splits a weight of a layer, or the vocabulary's. Hashable.
 
     Attributes:
-      dim: the dim that parts are of. axes: of the mesh, over which it is split.
-      is_matrix: whether it is read by products alone, so that a kernel may take a part of it where it lies.
+      dim: the split dim. axes: of the mesh, over which it is split.
+      is_matrix: whether only products read it, so that a kernel may take a part of it where it lies.
     """
 
     dim: int
@@ -145,16 +132,17 @@ class Cut(NamedTuple):
 
 
 class InTiles(NamedTuple):
-    """A `ByRows` of tiles. Hashable. Whatever is to have the same bits has tiles of one platform (`for_platform`).
+    """Computes rows in tiles. Hashable. Programs that must agree bit for bit have tiles of one platform
+    (`for_platform`).
 
     Attributes:
-      mesh: over which the first dim of rows is split; None: inside `shard_map`, or on one device.
-      spec: how.
+      mesh, spec: over which and how the first dim of rows is split; None: inside `shard_map`, or on one device.
       parts: the prime factors of the number of parts that weights are cut into, on all devices together.
       axes: of the mesh, over which parts are split, major first; their sizes are the first of `parts`.
       cuts: of the weights that have parts, by name.
       prepared: what `shared` in parts becomes first, where the gradient is that of another form of it; hashable.
-      size: rows of a tile. multiply: as in `ByRows`.
+      size: rows of a tile.
+      multiply: the kernels that multiply rows with a matrix; None: the compiler's own product.
     """
 
     mesh: Mesh | None = None
@@ -167,11 +155,9 @@ class InTiles(NamedTuple):
     multiply: Multiply | None = None
 
     def for_platform(self, platform: str, *, interpret: bool = False) -> InTiles:
-        """The same for devices of a platform (`cpu`, `gpu`, `tpu`). On GPUs products are kernels: which of its own a
-        compiler takes, and whether all rows of a tile then have their sums in one order, is nobody's to say.
-
-        Args:
-          interpret: as on a GPU, with kernels as plain JAX, on any device (slow; for tests).
+        """The same for devices of a platform (`cpu`, `gpu`, `tpu`). On GPUs products are kernels: nothing fixes which
+        of its own a compiler takes, or that all rows of a tile have their sums in one order. `interpret`: as on a GPU,
+        with kernels as plain JAX, on any device (slow; for tests).
         """
         if platform != "gpu" and not interpret:
             return self
@@ -194,6 +180,16 @@ class InTiles(NamedTuple):
         heads: bool = False,
         in_kernels: bool = False,
     ) -> Any:
+        """`function(shared, *rows)`. Rows are arrays (or trees of them) with the same leading dims, all dims of the
+        first one but its last; so are the results.
+
+        Args:
+          join: where `shared`, weights by name, may come in parts (tensor parallelism): the function is then called
+            with a part of each weight that has parts, and this joins its results; None: `shared` has no parts.
+          heads: whether the first of rows is [..., H, D], and comes in parts too; its leading dims end before H.
+          in_kernels: whether the function consists of kernels alone where there are any (`multiply`), whose sums do not
+            depend on the number of rows: it then gets all rows at once.
+        """
         compute = self._fenced if in_kernels and self.multiply is not None else partial(self._tiled, heads=heads)
         in_parts = join is not None and bool(self.parts)
 
@@ -217,7 +213,7 @@ class InTiles(NamedTuple):
         return with_gradient_of(lambda shared, rows: function(shared, *rows), own)(shared, rows)
 
     def _with_heads(self, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
-        """Of rows whose heads are in a dim."""
+        """The spec of rows whose heads are in a dim."""
         return PartitionSpec(*self.spec, *[None] * (dim - len(self.spec)), axes or None)
 
     def _shared(self, shared: Mapping[str, Any]) -> Any:
@@ -262,7 +258,7 @@ class InTiles(NamedTuple):
         return Part(weight, jnp.int32(i) // (count // different), cut.dim, different)
 
     def _fenced(self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Any) -> Any:
-        """With nothing else of the program: the compiler moves and fuses nothing over its ends."""
+        """Between barriers: the compiler moves and fuses nothing over them."""
         fence = lax.optimization_barrier
         return fence(function(*fence((shared, *jax.tree.map(self._rows_in_order, rows)))))
 
@@ -285,18 +281,18 @@ class InTiles(NamedTuple):
         return jax.tree.map(lambda x: x[: math.prod(dims)].reshape(*dims, *x.shape[1:]), out)
 
     def _rows_in_order(self, x: jax.Array) -> jax.Array:
-        """On GPUs rows lie one behind the other in memory, as XLA has them not where it has gathered their columns: it
-        would sum another way."""
+        """On GPUs, puts rows one behind the other in memory: where XLA has gathered columns they are not, and it would
+        sum in another order."""
         return x if self.multiply is None else with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
 
     def _steps(self, count: int, x: jax.Array) -> Any:
-        """A loop's length. On GPUs fences keep pieces apart, whether the compiler knows it or not. But XLA records only
-        loops of a length that it does not know into a CUDA graph; and in those that the host runs, it waits for the
+        """A loop's length. On GPUs fences keep pieces apart, whether the compiler knows it or not. But XLA records
+        loops into a CUDA graph only if it does not know their length; and in loops that the host runs, it waits for the
         device in each turn unless it knows the length."""
         return _hidden(count, x) if self.multiply is None or 1 < count <= GRAPH_TILES else count
 
     def _added(self, parts: jax.Array) -> jax.Array:
-        """Neighbours first, then neighbouring sums, across devices in the end: whatever number of parts they have."""
+        """The sum of parts: neighbours first, then neighbouring sums, in the end across devices."""
         here, across = self.parts[len(self.axes) :], self.axes
         for factor in reversed(here):
             parts = _in_order(jnp.moveaxis(parts.reshape(-1, factor, *parts.shape[1:]), 1, 0))
@@ -304,6 +300,10 @@ class InTiles(NamedTuple):
         for axis in reversed(across):  # not a reduction of the mesh's own: that would have an order of its own
             total = _in_order(lax.all_gather(total, axis))
         return total
+
+
+ByRows = AtOnce | InTiles
+"""How `function(shared, *rows)` is computed, as `InTiles.__call__` says."""
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
@@ -348,8 +348,8 @@ def _padded(x: jax.Array, size: int) -> jax.Array:
 
 
 def _hidden(count: int, x: jax.Array) -> jax.Array:
-    """A loop's length in a form that no compiler can know: it would put a loop of one step in line with what stands
-    around it, and compile another piece."""
+    """A loop's length in a form that no compiler can know: it would inline a loop of one step, and compile another
+    piece."""
     first = x.reshape(-1)[0]
     never = first == jnp.iinfo(x.dtype).min if jnp.issubdtype(x.dtype, jnp.integer) else jnp.isnan(first) & (first > 0)
     return jnp.where(never, 0, count)
@@ -384,7 +384,7 @@ def _attention(
     Args:
       where: of each query [N, ...], what `context` needs to find its sequence.
       context: (where [Q, ...], positions [S], heads [K']) -> keys and values [Q, S, K', D].
-      parts: heads are computed in so many parts.
+      parts: in which heads are computed.
     """
     count, num_heads, dim = q_NHD.shape
     wide = jnp.promote_types(q_NHD.dtype, jnp.float32)
@@ -397,7 +397,7 @@ def _attention(
         at = start, part * own_heads, 0
         q_QHD = lax.dynamic_slice(q_NHD, at, (QUERIES, own_heads, dim))
         heads = part * kv_heads // parts + jnp.arange(own_kv_heads)
-        first_Q, last_Q, own = _slice(flat, start, QUERIES)
+        first_Q, last_Q, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, QUERIES), flat)
         q_QKGD = q_QHD.astype(wide).reshape(QUERIES, own_kv_heads, -1, dim)
 
         def of_block(block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, ...]:
@@ -425,10 +425,6 @@ def _attention(
         return lax.dynamic_update_slice(out_NHD, out, at)
 
     return lax.fori_loop(0, _hidden(parts * tiles, q_NHD), of_tile, jnp.zeros_like(q_NHD))[:count]
-
-
-def _slice(tree: Any, start: Any, size: int) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
 
 
 def paged_attention(
@@ -463,23 +459,19 @@ def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    prefix_ids: jax.Array,
-    first: jax.Array | None,
+    mask: reference.MaskInputs,
     softcap: float,
     sinks: jax.Array | None,
     plain: Callable[..., jax.Array],
     shared: Any,
     parts: int = 1,
 ) -> jax.Array:
-    """`reference.packed_attention`, of heads in parts, for rows in which tokens lie in order: a segment's
-    positions lie side by side, and go on where those of its prefix end.
+    """`reference.packed_attention`, of heads in parts, for rows in which tokens lie in order (`packed.runs`).
 
     Args:
       plain: (q, k, v, sinks, shared) -> about the same; the gradient is its own. shared: what it needs besides.
     """
-    found = packed.runs(segment_ids, positions, prefix_ids, first)
+    found, positions = packed.runs(mask), mask.positions
     row = jnp.broadcast_to(jnp.arange(len(positions), dtype=jnp.int32)[:, None], positions.shape)
     # padding sees what begins its run: nothing at all would be no number
     where = found.first, positions, (row, found.own, found.begin, found.prefix)

@@ -1,13 +1,12 @@
-"""Attention whose bits depend on a token's own context alone, as Pallas kernels for NVIDIA GPUs: the rollout's over a
-paged cache and training's over packed rows (`actor.numerics=invariant`; `jaxrl.kernels.invariant` has the whole).
+"""Attention and products whose bits depend on a token's own context alone, as Pallas kernels for NVIDIA GPUs: over a
+paged cache in the rollout, over packed rows in training (`actor.numerics=invariant`; see `jaxrl.kernels.invariant`).
 
-The rollout's kernel is `paged_pallas`, with sizes that are the same for all shapes, and that over packed rows computes
-the same with another way to find a position's keys: behind the beginning of a token's segment, or of its prefix. A tile
-has so many queries of a group and of neighbouring positions side by side, whatever their number is, and the context is
-walked in steps and pieces that begin at multiples of their sizes, counted from the sequence's beginning. A piece is
-summed by itself and then added to those before it, in their order: in a rollout by a second kernel, since a row's
-pieces may be several programs', while a tile of training, which needs no more programs, adds them itself. Steps and
-pieces of which a query sees nothing change none of its bits: they multiply by one and add zeros.
+The rollout's kernel is `paged_pallas`, with the same sizes for all shapes. That over packed rows computes the same, but
+finds a position's keys behind the beginning of a token's segment, or of its prefix. A tile has a fixed number of
+queries of a group and of neighbouring positions, and the context is walked in steps and pieces that begin at multiples
+of their sizes, counted from the sequence's beginning. A piece is summed separately and then added to those before it,
+in order: in a rollout by a second kernel, in training by the tile itself. Steps and pieces in which a query sees
+nothing change none of its bits: they multiply by one and add zeros.
 
 Sizes depend on dtype alone. Every step is masked: without the mask a compiler may join a product with the subtraction
 behind it, and round once less.
@@ -31,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels import experts_pallas, paged_pallas
+from jaxrl.kernels.invariant import Part
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
     Carry,
@@ -45,7 +45,6 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
-from jaxrl.kernels.part import Part
 from jaxrl.kernels.pieces import PIECE, WANTED_PROGRAMS, WHOLE
 from jaxrl.kernels.reference import PLAIN, Rule
 
@@ -60,7 +59,7 @@ def sizes_of(dtype: Any) -> PagedTileSizes:
 
 
 def _of_row(*dims: int) -> pl.BlockSpec:
-    """Of an array [R, ...], all that is row `program_id(1)`'s."""
+    """Row `program_id(1)` of an array [R, ...]."""
     return pl.BlockSpec((None, *dims), lambda i, r: (r, *(0,) * len(dims)))
 
 
@@ -84,11 +83,7 @@ def paged_attention(
     sizes: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`paged_pallas.paged_attention`, whose arguments it has; `sizes`: for tests, `sizes_of` if None.
-
-    Raises:
-      ValueError: for shapes or dtypes that `refusal` names.
-    """
+    """`paged_pallas.paged_attention`; `sizes`: for tests, `sizes_of` if None."""
     if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
         raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
     arrays = q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC
@@ -107,14 +102,8 @@ def packed_attention(
     sizes: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`reference.packed_attention` of the rows that `runs` was given; it has no gradient of its own.
-
-    Args:
-      sizes: for tests; `sizes_of` if None. interpret: run as plain JAX, on any device (slow; for tests).
-
-    Raises:
-      ValueError: for shapes or dtypes that `refusal` names.
-    """
+    """`reference.packed_attention` of the rows of `runs`; it has no gradient of its own. `sizes`: for tests, `sizes_of`
+    if None."""
     if reason := refusal(q, k, v, k.shape[2]):
         raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
     (rows, tokens, heads, dim), kv_heads = q.shape, k.shape[2]

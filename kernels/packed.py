@@ -7,8 +7,8 @@ a loop of that length runs over them instead of over a triangle. The backward pa
 logsumexp.
 
 `jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Tokens may lie in any
-order; the fewest pairs are visited where a segment lies in one piece, beside the prefix that it sees, as
-`jaxrl.train.packing` lays them out. Keys may be of other tokens than queries.
+order; the fewest pairs are visited where a segment lies in one piece, beside its prefix, as `jaxrl.train.packing` lays
+them out. Keys may be of other tokens than queries.
 
 Dims: R rows, T tokens of a row, H query heads, K key/value heads, G = H / K, D head dim; B tokens of a tile, S rows
 that a tile spans, N tiles; M = B * G.
@@ -24,6 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels import reference
+from jaxrl.kernels.reference import MaskInputs
 
 
 class Tiling(NamedTuple):
@@ -43,7 +44,7 @@ class Tiling(NamedTuple):
     widen: bool = False
 
     def keys(self, tokens: int) -> int:
-        """The approximate number of keys that each query is multiplied with, in a row of so many tokens."""
+        """About how many keys each query of a row of `tokens` is multiplied with."""
         if tokens <= self.longest_plain:
             return tokens
         return tokens // 2 if self.together else min(tokens, 2 * self.block)  # row by row: other groups are skipped
@@ -62,12 +63,8 @@ def tiling(platform: str) -> Tiling:
 
 
 class TilePairs(NamedTuple):
-    """Which tiles see which, for one microbatch; made by `visible_pairs`.
-
-    Attributes:
-      pairs: int32 [P, 2], (query tile, key tile), ordered by query tile; only the first `num_pairs` mean anything.
-      num_pairs: int32 [1].
-    """
+    """Which tiles see which, for one microbatch: int32 [P, 2] of (query tile, key tile), ordered by query tile, of
+    which the first `num_pairs`, int32 [1], count."""
 
     pairs: jax.Array
     num_pairs: jax.Array
@@ -77,75 +74,38 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    prefix_ids: jax.Array,
+    mask: MaskInputs,
     tiles: TilePairs | None,
     how: Tiling,
-    first: jax.Array | None = None,
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
-    keys: reference.Keys | None = None,
 ) -> jax.Array:
     """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets arbitrary finite values.
 
-    On a mesh, call it inside `shard_map`: the length of its loop depends on the device's rows.
-
-    Args:
-      tiles: of `visible_pairs` with the same integers and the same `how`; None where it gave None.
-      first, softcap, sinks, keys: as in `reference.packed_attention`.
+    On a mesh, call it inside `shard_map`: the length of its loop depends on the device's rows. `tiles`: from
+    `visible_pairs` for the same `mask` and `how`.
     """
     if tiles is None:
         wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
-        rows = (segment_ids, positions, prefix_ids, first)
-        out = reference.packed_attention(wide_q, wide_k, wide_v, *rows, softcap, sinks, keys)
+        out = reference.packed_attention(wide_q, wide_k, wide_v, *mask[:4], softcap, sinks, mask.keys)
         return out.astype(q.dtype)
-    sight = _sight(segment_ids, prefix_ids, positions, first, keys, how)
-    return _blockwise(how, softcap, q, k, v, sinks, tiles, sight)
+    return _blockwise(how, softcap, q, k, v, sinks, tiles, _mask_tiles(mask, how))
 
 
-class Sight(NamedTuple):
-    """What decides who sees whom, in tiles [N, S, B]: of queries, the last None where there is no window; of keys."""
-
-    segments: jax.Array
-    prefixes: jax.Array
-    positions: jax.Array
-    first: jax.Array | None
-    keys: reference.Keys
+def _mask_tiles(mask: MaskInputs, how: Tiling) -> MaskInputs:
+    """The same integers in tiles [N, S, B], those of keys included."""
+    return jax.tree.map(lambda x: _tiled(x, how), mask._replace(keys=mask.all_keys))
 
 
-def _sight(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    positions: jax.Array,
-    first: jax.Array | None,
-    keys: reference.Keys | None,
-    how: Tiling,
-) -> Sight:
-    sight = Sight(segment_ids, prefix_ids, positions, first, keys or reference.Keys(segment_ids, positions))
-    return jax.tree.map(lambda x: _tiled(x, how), sight)
-
-
-def visible_pairs(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    how: Tiling,
-    positions: jax.Array,
-    first: jax.Array | None = None,
-    keys: reference.Keys | None = None,
-) -> TilePairs | None:
-    """The pairs of tiles of a microbatch in which something is visible; None where rows are short.
-
-    Args:
-      positions, first, keys: as in `reference.packed_attention`.
-    """
-    rows, tokens = segment_ids.shape if keys is None else keys.segment_ids.shape
+def visible_pairs(mask: MaskInputs, how: Tiling) -> TilePairs | None:
+    """The pairs of tiles of a microbatch in which something is visible; None where rows are short."""
+    rows, tokens = mask.all_keys.segment_ids.shape
     if tokens <= how.longest_plain:
         return None
-    sight = _sight(segment_ids, prefix_ids, positions, first, keys, how)
-    spanned, block = sight.segments.shape[1:]
+    mask = _mask_tiles(mask, how)
+    spanned, block = mask.segment_ids.shape[1:]
     # [row, query tile, key tile]; a tile that spans all rows is visited if any of them needs it
-    by_row = jax.tree.map(lambda x: x.reshape(rows // spanned, -1, spanned, block), sight)
+    by_row = jax.tree.map(lambda x: x.reshape(rows // spanned, -1, spanned, block), mask)
     each = jax.tree.map(lambda x: x[:, :, None], by_row)._replace(keys=jax.tree.map(lambda x: x[:, None], by_row.keys))
     needed = jnp.any(_visible(each), axis=(-3, -2, -1))
     row, query, key = jnp.nonzero(needed, size=needed.size, fill_value=0)
@@ -153,13 +113,13 @@ def visible_pairs(
     return TilePairs(pairs.astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32)[None])
 
 
-def _visible(sight: Sight) -> jax.Array:
+def _visible(mask: MaskInputs) -> jax.Array:
     """[..., B] of queries, [..., B] of keys -> [..., B, B]: the key's segment is the query's, or its prefix, the key's
     position is not beyond the query's, and in its window."""
-    ids, positions = (x[..., None, :] for x in sight.keys)
-    seen = ((sight.segments[..., None] == ids) | (sight.prefixes[..., None] == ids)) & (ids > 0)
-    seen &= sight.positions[..., None] >= positions
-    return seen if sight.first is None else seen & (positions >= sight.first[..., None])
+    ids, positions = (x[..., None, :] for x in mask.all_keys)
+    seen = ((mask.segment_ids[..., None] == ids) | (mask.prefix_ids[..., None] == ids)) & (ids > 0)
+    seen &= mask.positions[..., None] >= positions
+    return seen if mask.first is None else seen & (positions >= mask.first[..., None])
 
 
 def _tiled(x: jax.Array, how: Tiling) -> jax.Array:
@@ -207,13 +167,13 @@ class _Step(NamedTuple):
     visible: jax.Array
 
 
-def _step(pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, sight: Sight, softcap: float) -> _Step:
+def _step(pair: jax.Array, q_NSKMD: jax.Array, k_NSKBD: jax.Array, mask: MaskInputs, softcap: float) -> _Step:
     query, key = pair
-    wide, block = jnp.promote_types(q_NSKMD.dtype, jnp.float32), sight.segments.shape[-1]
+    wide, block = jnp.promote_types(q_NSKMD.dtype, jnp.float32), mask.segment_ids.shape[-1]
     scores = _product("skmd,skbd->skmb", q_NSKMD[query], k_NSKBD[key], wide) * q_NSKMD.shape[-1] ** -0.5
     scores = reference.capped(scores, softcap)
-    of_keys = jax.tree.map(lambda x: x[key], sight.keys)
-    seen = _visible(jax.tree.map(lambda x: x[query], sight)._replace(keys=of_keys))
+    of_keys = jax.tree.map(lambda x: x[key], mask.keys)
+    seen = _visible(jax.tree.map(lambda x: x[query], mask)._replace(keys=of_keys))
     return _Step(query, key, scores, jnp.repeat(seen, scores.shape[2] // block, axis=1)[:, None])
 
 
@@ -229,7 +189,7 @@ def _forward(
     v: jax.Array,
     sinks: jax.Array | None,
     tiles: TilePairs,
-    sight: Sight,
+    mask: MaskInputs,
 ) -> tuple[jax.Array, Any]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_NSKMD = _query_tiles(reference.operands(how.widen, q), k.shape[2], how)
@@ -239,7 +199,7 @@ def _forward(
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, highest, total = carry
         # backwards, so that a query tile starts at its diagonal, where every token sees at least itself
-        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, sight, softcap)
+        step = _step(tiles.pairs[count - 1 - i], q_NSKMD, k_NSKBD, mask, softcap)
         scores = jnp.where(step.visible, step.scores, lowest)
         before = highest[step.query]
         after = jnp.maximum(before, jnp.max(scores, axis=-1))
@@ -261,7 +221,7 @@ def _forward(
     out = _from_query_tiles(out / total[..., None], q.shape, how).astype(q.dtype)
     # named, so that a remat policy can keep them: recomputing them would run the loop again
     out, logsumexp = (checkpoint_name(x, reference.ATTENTION) for x in (out, highest + jnp.log(total)))
-    return out, (q, k, v, sinks, out, logsumexp, tiles, sight)
+    return out, (q, k, v, sinks, out, logsumexp, tiles, mask)
 
 
 def _of_queries(sinks_H: jax.Array, kv_heads: int, how: Tiling, dtype: Any) -> jax.Array:
@@ -270,7 +230,7 @@ def _of_queries(sinks_H: jax.Array, kv_heads: int, how: Tiling, dtype: Any) -> j
 
 
 def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, sinks, out, logsumexp, tiles, sight = saved
+    q, k, v, sinks, out, logsumexp, tiles, mask = saved
     wide, kv_heads, scale = logsumexp.dtype, k.shape[2], q.shape[-1] ** -0.5
     inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
     inner = _query_tiles(inner, kv_heads, how)
@@ -280,7 +240,7 @@ def _backward(how: Tiling, softcap: float, saved: Any, d_out: jax.Array) -> tupl
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         d_q, d_k, d_v = carry
-        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, sight, softcap)
+        step = _step(tiles.pairs[i], q_NSKMD, k_NSKBD, mask, softcap)
         d_part, (query, key) = d_out_NSKMD[step.query], (step.query, step.key)
         weights = jnp.where(step.visible, jnp.exp(step.scores - logsumexp[query][..., None]), 0)
         d_weights = _product("skmd,skbd->skmb", d_part, v_NSKBD[key], wide)
@@ -316,11 +276,11 @@ _blockwise.defvjp(_forward, _backward)
 
 
 class Runs(NamedTuple):
-    """Where each token of packed rows finds its context; int32 [R, T]. Made by `runs`.
+    """Where each token of packed rows finds its context; int32 [R, T].
 
     Attributes:
       first, last: the lowest and the highest position that it sees; nothing where the last is lower.
-      begin: the position at which its segment begins, and `own` the column. prefix: the column of position 0.
+      begin, own: the position and the column at which its segment begins. prefix: the column of position 0.
       following: the column behind its segment. number: of its segment, counted from the row's beginning.
     """
 
@@ -333,14 +293,10 @@ class Runs(NamedTuple):
     number: jax.Array
 
 
-def runs(segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, first: jax.Array | None = None) -> Runs:
-    """For rows in which tokens lie in order: a segment's positions lie side by side, and go on where those of
-    its prefix end. Padding sees nothing.
-
-    Args:
-      segment_ids, positions, prefix_ids: int32 [R, T]; first: as `packed_attention` of `jaxrl.kernels.reference` has
-        it.
-    """
+def runs(mask: MaskInputs) -> Runs:
+    """The `Runs` of rows in which tokens lie in order: a segment's positions lie side by side, and continue those of
+    its prefix. Padding sees nothing."""
+    segment_ids, positions, prefix_ids, first, _ = mask
     rows, tokens = positions.shape
     column = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), positions.shape)
     starts = jnp.diff(segment_ids, axis=1, prepend=-1) != 0

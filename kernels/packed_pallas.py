@@ -1,8 +1,8 @@
 """Attention over packed rows as Pallas kernels for NVIDIA GPUs, forward and backward, for training.
 
-Nothing of size [T, T] exists: scores live in tiles. Each tile's range of segments and positions tells beforehand which
-tiles hold anything visible, so a row of many short segments costs no more than its segments; and in which of them
-every query sees every key, so that nothing is masked there: masks in all tiles take twice the time (H200, 8k tokens).
+Scores exist only in tiles. The ranges of a tile's segments and positions decide beforehand which tiles hold anything
+visible, so a row of many short segments costs no more than its segments; and in which of them every query sees every
+key, so that no mask is needed: masks in all tiles take twice the time (H200, 8k tokens).
 
 Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691, sections 3.1 and 3.2) for the running softmax and the backward
 pass from the saved log-sum-exp; the lists of tiles to visit follow FlexAttention's block masks (Dong et al. 2024,
@@ -40,7 +40,7 @@ from jaxrl.kernels.paged_pallas import (
     softmax_step,
     store_rows,
 )
-from jaxrl.kernels.reference import ATTENTION, Keys
+from jaxrl.kernels.reference import ATTENTION, MaskInputs
 
 OUTSIDE = -1  # the segment of tokens past the end of a row
 NO_PREFIX = -2  # a segment that no key has
@@ -79,10 +79,8 @@ class TileList(NamedTuple):
     """Which tiles a kernel visits for each tile that it keeps; R rows, I kept tiles, J others.
 
     Attributes:
-      numbers: [R, I, J], those seen wholly first, then those seen in part, each in rising order; what follows counts
-        for nothing.
-      whole: [R, I], how many are seen wholly.
-      count: [R, I], how many are seen at all.
+      numbers: [R, I, J], first the fully visible tiles, then the partly visible ones, each ascending, then others.
+      whole: [R, I], how many are fully visible. count: [R, I], how many are visible at all.
     """
 
     numbers: jax.Array
@@ -91,7 +89,7 @@ class TileList(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """For each of the three kernels. Made by `tile_lists`."""
+    """For each of the three kernels."""
 
     forward: TileList
     queries: TileList
@@ -103,14 +101,10 @@ def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
+    mask: MaskInputs,
     *,
-    prefix_ids: jax.Array | None = None,
     tiles: Tiles | None = None,
-    first: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    keys: Keys | None = None,
     lists: TileLists | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -118,9 +112,7 @@ def packed_attention(
 
     Args:
       tiles: how to cut the work; `choose_tiles` decides if None.
-      first: int32 [R, T], the lowest position that each token sees; None: there is no window.
-      sinks, keys: as in `reference.packed_attention`.
-      lists: of `tile_lists` for the same integers and tiles; worked out here if None.
+      lists: of `tile_lists` for the same mask and tiles; computed here if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
     Raises:
@@ -128,12 +120,10 @@ def packed_attention(
     """
     if reason := refusal(q, k, v, k.shape[2]):
         raise ValueError(f"packed attention's Pallas kernels: {reason}; set actor.attention to auto or reference")
-    prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-    keys = keys or Keys(segment_ids, positions)
     tiles = tiles or choose_tiles(q.dtype)
-    if lists is None:
-        lists = tile_lists(segment_ids, prefix_ids, positions, tiles, first, keys)
-    ids = (segment_ids, prefix_ids, positions, *keys, *(() if first is None else (first,)))
+    lists = tile_lists(mask, tiles) if lists is None else lists
+    window = () if mask.first is None else (mask.first,)
+    ids = (mask.segment_ids, mask.prefix_ids, mask.positions, *mask.all_keys, *window)
     integers = tuple(x.astype(jnp.int32) for x in ids)
     return _packed(q, k, v, sinks, integers, lists, tiles, interpret)
 
@@ -187,33 +177,17 @@ _packed.defvjp(_forward, _backward)
 # ---------------------------------------------------------------- which tiles to visit
 
 
-def tile_lists(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    positions: jax.Array,
-    tiles: Tiles,
-    first: jax.Array | None = None,
-    keys: Keys | None = None,
-) -> TileLists:
-    """The lists of all three kernels; the same for every layer of a kind in a microbatch. Integers as in
-    `packed_attention`."""
-    integers = segment_ids, prefix_ids, positions
-    forward, queries, others = (visible_tiles(*integers, own.queries, own.keys, first, keys) for own in tiles)
+def tile_lists(mask: MaskInputs, tiles: Tiles) -> TileLists:
+    """The lists of all three kernels, for all layers of a kind in a microbatch."""
+    forward, queries, others = (visible_tiles(mask, own.queries, own.keys) for own in tiles)
     return TileLists(list_tiles(*forward), list_tiles(*queries), list_tiles(*(jnp.swapaxes(x, 1, 2) for x in others)))
 
 
-def visible_tiles(
-    segment_ids: jax.Array,
-    prefix_ids: jax.Array,
-    positions: jax.Array,
-    queries: int,
-    keys: int,
-    first: jax.Array | None = None,
-    of_keys: Keys | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Two arrays of bool [R, I, J]: False only where no query of tile i sees a key of tile j, and True only where every
-    query sees every key. `queries`, `keys`: of a tile."""
-    far, of_keys = jnp.iinfo(jnp.int32).max, of_keys or Keys(segment_ids, positions)
+def visible_tiles(mask: MaskInputs, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+    """Two arrays of bool [R, I, J], (may be visible, is fully visible): the first is False only where no query of tile
+    i sees a key of tile j, the second True only where all see all. `queries`, `keys`: of a tile."""
+    (segment_ids, positions, prefix_ids, first, _), of_keys = mask, mask.all_keys
+    far = jnp.iinfo(jnp.int32).max
     first_I, last_I = (of(segment_ids, queries)[..., None] for of in (_lowest, _highest))
     # Tokens without a prefix leave an empty range: its first segment lies beyond its last.
     prefix_first_I = _lowest(jnp.where(prefix_ids == 0, far, prefix_ids), queries)[..., None]
@@ -255,7 +229,7 @@ def _tiled(x_RT: jax.Array, size: int) -> jax.Array:
 
 
 def list_tiles(visible_RIJ: jax.Array, whole_RIJ: jax.Array) -> TileList:
-    """What to visit for each tile i of `visible_tiles`."""
+    """The list for each tile i of `visible_tiles`."""
     order = jnp.where(whole_RIJ, 0, jnp.where(visible_RIJ, 1, 2))
     numbers = jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32)
     return TileList(numbers, *(x.sum(axis=-1, dtype=jnp.int32) for x in (whole_RIJ, visible_RIJ)))
@@ -331,8 +305,9 @@ def _call(
 
     @wraps(kernel)  # profiles and compiled programs know it by its name
     def of_refs(*refs: Any) -> None:
-        own = _Ids(*refs[: len(ids)])
-        kernel(own, *refs[len(ids) :], tiles=tiles, heads=heads, group=heads // kv_heads)
+        own, others = _Ids(*refs[: len(ids)]), refs[len(ids) :]
+        ins, lists, outs = others[: len(inputs)], others[len(inputs) :][: len(listed)], others[-len(outputs) :]
+        kernel(own, ins, TileList(*lists), outs, tiles=tiles, heads=heads, group=heads // kv_heads)
 
     flat = [x.reshape(merged(x)) for x in inputs]
     shapes = [jax.ShapeDtypeStruct(merged(x), x.dtype) for x in outputs]
@@ -358,11 +333,8 @@ def _last_first() -> jax.Array:
 
 
 def _visit(listed: TileList, step: Callable[[Any, Any, bool, Any], Any], carry: Any, turns: int = 1) -> Any:
-    """`carry` after `step(tile, turn, masked, carry)` for the listed tiles: those seen wholly without a mask, in each
-    turn, then the others.
-
-    Turns and tiles are one loop: loads of a step start before the one before it has ended.
-    """
+    """`carry` after `step(tile, turn, masked, carry)` for the listed tiles: in each turn the fully visible ones without
+    a mask, then the others. Turns and tiles are one loop, so that loads of a step overlap the step before."""
 
     def some(first: Any, number: Any, masked: bool, carry: Any) -> Any:
         def one(i: Any, carry: Any) -> Any:
@@ -376,23 +348,14 @@ def _visit(listed: TileList, step: Callable[[Any, Any, bool, Any], Any], carry: 
     return some(whole, count - whole, True, carry)
 
 
+Refs = tuple[Any, ...]
+
+
 def _forward_kernel(
-    ids: _Ids,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    numbers_ref: Any,
-    whole_ref: Any,
-    count_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    *,
-    tiles: PackedTileSizes,
-    heads: int,
-    group: int,
+    ids: _Ids, inputs: Refs, listed: TileList, outputs: Refs, *, tiles: PackedTileSizes, heads: int, group: int
 ) -> None:
-    head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    kv_heads = heads // group
+    (q_ref, k_ref, v_ref), (out_ref, lse_ref) = inputs, outputs
+    head, kv_heads = pl.program_id(0), heads // group
     query_M = _at(_last_first(), tiles.queries)
     in_M, row_M = query_M < ids.num_queries, query_M * heads + head
     q_MD = load_rows(q_ref, row_M, in_M)
@@ -413,24 +376,10 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    ids: _Ids,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    d_out_ref: Any,
-    lse_ref: Any,
-    shift_ref: Any,
-    numbers_ref: Any,
-    whole_ref: Any,
-    count_ref: Any,
-    d_q_ref: Any,
-    *,
-    tiles: PackedTileSizes,
-    heads: int,
-    group: int,
+    ids: _Ids, inputs: Refs, listed: TileList, outputs: Refs, *, tiles: PackedTileSizes, heads: int, group: int
 ) -> None:
-    head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    kv_heads = heads // group
+    (q_ref, k_ref, v_ref, d_out_ref, lse_ref, shift_ref), (d_q_ref,) = inputs, outputs
+    head, kv_heads = pl.program_id(0), heads // group
     query_M = _at(_last_first(), tiles.queries)
     in_M, row_M = query_M < ids.num_queries, query_M * heads + head
     q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
@@ -449,25 +398,10 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    ids: _Ids,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    d_out_ref: Any,
-    lse_ref: Any,
-    shift_ref: Any,
-    numbers_ref: Any,
-    whole_ref: Any,
-    count_ref: Any,
-    d_k_ref: Any,
-    d_v_ref: Any,
-    *,
-    tiles: PackedTileSizes,
-    heads: int,
-    group: int,
+    ids: _Ids, inputs: Refs, listed: TileList, outputs: Refs, *, tiles: PackedTileSizes, heads: int, group: int
 ) -> None:
-    kv_head, listed = pl.program_id(0), TileList(numbers_ref, whole_ref, count_ref)
-    kv_heads = heads // group
+    (q_ref, k_ref, v_ref, d_out_ref, lse_ref, shift_ref), (d_k_ref, d_v_ref) = inputs, outputs
+    kv_head, kv_heads = pl.program_id(0), heads // group
     key_B = _at(pl.program_id(1), tiles.keys)
     in_B, row_B = key_B < ids.num_keys, key_B * kv_heads + kv_head
     k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)

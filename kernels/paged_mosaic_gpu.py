@@ -1,17 +1,15 @@
 """Attention over a paged KV cache for Hopper GPUs, written in Pallas on Mosaic GPU: decode, verification and prefill.
 
-What `paged_pallas` computes, cut into the same pieces, in the language that is to follow Triton in JAX. A program takes
-a tile of 64 queries of a row and key/value head (`wgmma` multiplies no fewer; what a decode step leaves of it empty
-costs nothing while bytes are what it waits for: docs/kernels.md) and walks a piece's positions in steps of 64. Blocks
-of keys and values come into shared memory by asynchronous copies, a step or more ahead of the products, and both
-products read them there. Rows of one matrix do not mix, so that what stands in a tile's empty rows never matters.
+It computes `paged_pallas`, cut into the same pieces, in the language that is to follow Triton in JAX. A program takes a
+tile of 64 queries of a row and key/value head (`wgmma` multiplies no fewer; a decode step's empty rows cost nothing
+while it waits for bytes: docs/kernels.md) and walks a piece's positions in steps of 64. Blocks of keys and values come
+into shared memory by asynchronous copies, a step or more ahead of the products. Rows of one matrix do not mix, so the
+content of a tile's empty rows never matters. Where tables have room for several pieces, a second kernel adds up the
+sums of a row's pieces, in their order.
 
-Where tables have room for one piece, that is all. Where they have more, the sums of every piece are written out, and a
-second kernel adds up those of a row, in their order.
-
-Sources: as `paged_pallas`. Departures from it: a step copies whole blocks or whole parts of them, and where it begins
-before or ends behind what its queries see, it copies a part that they do see once more. So what lies behind a row's
-last position in that position's block is multiplied by zero: it must be finite, as a pool's numbers are.
+Sources: as `paged_pallas`. Departures from it: a step copies whole blocks or whole parts of them, and where it reaches
+beyond what its queries see, it copies a visible part once more. So numbers behind a row's last position in its block
+are multiplied by zero: they must be finite, as a pool's are.
 
 Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block, W blocks
 per table, F queries of a row and key/value head, padding included, T tiles of them, M queries of a tile, B positions of
@@ -53,10 +51,7 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str | None:
-    """Why these kernels cannot serve queries [., ., H, D] and a cache [., ., P, D] with so many key/value heads.
-
-    None if they can; depends on shapes, dtypes and the rule only.
-    """
+    """As `paged_pallas.refusal`, for these kernels."""
     heads, dim = q.shape[2:]
     if softcap:
         return f"scores are capped ({softcap:g}), which they do not compute"
@@ -84,14 +79,11 @@ def paged_attention(
     piece: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
-    """[R, C, H, D]: as `paged_pallas.paged_attention`.
+    """`paged_pallas.paged_attention`, of what `refusal` takes.
 
     Args:
-      piece: positions that are summed by themselves, a multiple of 64; 0: as `choose_piece` has it.
+      piece: positions that are summed separately, a multiple of 64; 0: `choose_piece` decides.
       interpret: by JAX's interpreter of Mosaic GPU, on a CPU (slow; for tests; jax 0.11 or later).
-
-    Raises:
-      ValueError: for shapes or dtypes that `refusal` names.
     """
     if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
         raise ValueError(f"paged attention's Mosaic GPU kernel: {reason}; use implementation='reference'")
@@ -160,7 +152,7 @@ def paged_attention(
 
 
 def scratch_of(size: int, dim: int, code: Any) -> dict[str, Any]:
-    """Shared memory and barriers of the kernel over a cache in blocks of this size, of codes of that dtype, if any."""
+    """Shared memory and barriers, for blocks of this size; `code`: the dtype of a cache of codes."""
     copies, step_bytes = STEP // math.gcd(size, STEP), 2 * STEP * dim * (2 if code is None else 1)
     # Codes leave room for a step of numbers, which have twice as many bytes.
     stages = min(MAX_STAGES, (STAGE_BYTES - (0 if code is None else 2 * step_bytes)) // step_bytes)
@@ -198,7 +190,7 @@ def call(
     scratch: Mapping[str, Any],
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """The outputs of a kernel that is given its refs by name, and its two indices and how many programs there are."""
+    """The outputs of a kernel `(refs by name, program, tile, number of programs)`."""
     names = (*inputs, *outputs, *scratch)
 
     def named(*refs: Any) -> None:
@@ -258,7 +250,7 @@ def _paged_kernel(ref: dict[str, Any], program: Any, tile: Any, programs: int, *
                 plgpu.copy_gmem_to_smem(scales.at[there], into, ref[f"{name}_here"].at[slot])
 
         def arrived(name: str, slot: Any) -> tuple[Any, jax.Array | None]:
-            """Keys or values of a step, and what a product with each position's is multiplied by, [M, B]."""
+            """Keys or values of a step, and the scale of each position's product, [M, B]."""
             plgpu.barrier_wait(ref[f"{name}_here"].at[slot])
             if not has_codes:
                 return smem[name].at[slot], None
@@ -362,7 +354,7 @@ def product(a: Any, b: Any, columns: int) -> jax.Array:
 
 
 def start(sink: Any, dim: int) -> Carry:
-    """Of queries that have seen nothing but a sink (ref [M], in base 2), if there is one."""
+    """The running softmax of queries that have seen nothing but a sink (ref [M], in base 2), if there is one."""
 
     def full(dims: tuple[int, ...], number: float, layout: Any) -> jax.Array:
         return plgpu.layout_cast(jnp.full(dims, number, jnp.float32), layout)
@@ -372,7 +364,7 @@ def start(sink: Any, dim: int) -> Carry:
 
 
 def added(carry: Carry, part: Carry) -> Carry:
-    """Pieces up to one, and that one."""
+    """The running softmax over the positions of both."""
     (sum_MD, top_M, total_M), (part_MD, part_top_M, part_total_M) = carry, part
     new_top_M, dim = jnp.maximum(top_M, part_top_M), sum_MD.shape[1]
     keep_M, share_M = jnp.exp2(top_M - new_top_M), jnp.exp2(part_top_M - new_top_M)
@@ -381,13 +373,13 @@ def added(carry: Carry, part: Carry) -> Carry:
 
 
 def divided(carry: Carry) -> jax.Array:
-    """What a running softmax has come to: zeros where nothing was seen."""
+    """The online-softmax result: zeros where nothing was seen."""
     sum_MD, _, total_M = carry
     return sum_MD / by_query(jnp.where(total_M > 0, total_M, 1.0), sum_MD.shape[1])
 
 
 def store(smem: Any, gmem: Any, numbers_MD: jax.Array) -> None:
-    """Writes the first rows, as many as the ref of global memory has, by way of shared memory."""
+    """Stores as many rows as the ref of global memory has, by way of shared memory."""
     smem[...] = numbers_MD.astype(smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, gmem.shape[0])], gmem)

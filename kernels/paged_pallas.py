@@ -5,11 +5,11 @@ key/value head, a tile of that head's C * G queries (all of them, unless they ex
 row's context, which it walks in steps of some positions with a running softmax in float32. Queries of a group thus
 share each key and value that is read, so decoding reads every cached byte once.
 
-Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed by itself. Those of
-all rows are one list, of which every program takes an equal share, whatever the rows' lengths are: the grid follows
-from shapes alone, the list is made on the device (`list_work`). A row of one piece is done with that; of longer rows a
-second kernel adds up the pieces, in their order. So what a row comes to depends neither on other rows nor on which
-program took what. Where tables have room for one piece there is no list, and no second kernel.
+Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed separately. Those of
+all rows are one list, of which every program takes an equal share, whatever the rows' lengths: the grid follows from
+shapes alone, the list is made on the device (`list_work`). A second kernel adds up the pieces of rows that have
+several, in their order. So a row's result depends neither on other rows nor on which program took which piece. Where
+tables have room for one piece there is no list, and no second kernel.
 
 Sources: running softmax and tiling from FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.1); the split over the
 context from Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); its fixed size instead of a fixed number of parts from He
@@ -59,12 +59,12 @@ Load = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True, slots=True)
 class PagedTileSizes:
-    """How the work is cut; powers of two. Other positions, or another piece, are another order of sums.
+    """How the work is cut; powers of two. Other `positions`, or another `piece`, are another order of sums.
 
     Attributes:
-      queries: of one row and key/value head that are taken together, padding included.
-      positions: of the context that are read in one step.
-      piece: of the context that is summed by itself, in positions; a multiple of those of a step.
+      queries: of one row and key/value head in a tile, padding included.
+      positions: of the context in one step.
+      piece: positions of the context that are summed separately; a multiple of `positions`.
       num_warps, num_stages: for the compiler: threads / 32 per program, and how deep it pipelines the steps.
     """
 
@@ -85,10 +85,8 @@ def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, 
 
 
 def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str | None:
-    """Why neither these kernels nor those for packed rows can serve queries [., ., H, D] with so many key/value heads.
-
-    None if they can; depends on shapes, dtypes and the rule only.
-    """
+    """Why neither these kernels nor those for packed rows take queries [., ., H, D] with `kv_heads`; None if they do.
+    Depends on shapes, dtypes and the rule only."""
     heads, dim = q.shape[2:]
     if softcap:
         return f"scores are capped ({softcap:g}), which they do not compute"
@@ -114,19 +112,11 @@ def paged_attention(
     tiles: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included, as far back as
-    the layer's rule has it.
-
-    Of a row's table, only the blocks from the first to the last position that its queries see are read. A query at a
-    negative position sees nothing and gets zeros.
+    """`reference.paged_attention`, of what `refusal` takes. A query at a negative position sees nothing and gets zeros.
 
     Args:
-      sinks_H: as in `reference.packed_attention`.
       tiles: how to cut the work; `choose_tiles` decides if None.
       interpret: run as plain JAX, on any device (slow; for tests).
-
-    Raises:
-      ValueError: for shapes or dtypes that `refusal` names.
     """
     if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
         raise ValueError(f"paged attention's Pallas kernel: {reason}; use implementation='reference'")
@@ -185,7 +175,7 @@ Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
 
 
 def pool_inputs(k_KNPD: Cached, v_KNPD: Cached, num_tiles: int = 1) -> Inputs:
-    """A layer's pool by the names of kernels whose first index counts key/value heads, in so many tiles each."""
+    """A layer's pool by name, for kernels whose first index counts key/value heads times `num_tiles`."""
     inputs: Inputs = {}
     for name, cached in (("k", k_KNPD), ("v", v_KNPD)):
         for of, array in zip(("", "_scale"), jax.tree.leaves(cached), strict=False):
@@ -196,7 +186,7 @@ def pool_inputs(k_KNPD: Cached, v_KNPD: Cached, num_tiles: int = 1) -> Inputs:
 
 
 def of_head(*dims: int, num_tiles: int = 1) -> pl.BlockSpec:
-    """A head's part of an array that has these dims behind its own, for a grid's first index as in `pool_inputs`."""
+    """A head's part of an array [K, *dims], for a grid's first index as in `pool_inputs`."""
     return pl.BlockSpec((None, *dims), lambda i, p: (lax.div(i, num_tiles), *(0,) * len(dims)))
 
 
@@ -209,7 +199,7 @@ def call(
     interpret: bool,
     aliases: dict[int, int] | None = None,
 ) -> dict[str, jax.Array]:
-    """The outputs of a kernel that finds its refs by `names`."""
+    """The outputs of a kernel, by name; it finds its refs by `names`."""
     num_warps, num_stages = warps_and_stages
     found = pl.pallas_call(
         partial(kernel, names=(*inputs, *outputs)),
@@ -225,8 +215,8 @@ def call(
 
 
 def piece_outputs(rows: int, flat: int, dim: int, dtype: Any, pieces: int) -> Outputs:
-    """Attention's output [R * F, D], and what pieces come to where rows may have several: `Carry` in float32, [S * F,
-    D] and [S * F], S = R * `pieces`."""
+    """Attention's output [R * F, D]; where rows may have several pieces also their sums: `Carry` in float32, [S * F, D]
+    and [S * F], S = R * `pieces`."""
     shapes = {"out": jax.ShapeDtypeStruct((rows * flat, dim), dtype)}
     if pieces > 1:
         for name, dims in (("sum", (dim,)), ("top", ()), ("total", ())):
@@ -235,7 +225,7 @@ def piece_outputs(rows: int, flat: int, dim: int, dtype: Any, pieces: int) -> Ou
 
 
 def store_piece(ref: dict[str, Any], at: Piece, tile: Tile, part: Carry) -> None:
-    """Writes attention's output of a row whose only piece this is, and the piece's sums otherwise."""
+    """Stores attention's output of a row that has one piece, and the piece's sums otherwise."""
     whole = added(start_of(tile.sinks(ref.get("sink")), part[0].shape), part)
     flat = tile.queries * tile.heads
     store_sums(ref["out"], at.row * flat + tile.flat_M, whole, tile.live_M & at.is_only)
@@ -249,7 +239,7 @@ def store_piece(ref: dict[str, Any], at: Piece, tile: Tile, part: Carry) -> None
 def merge(
     made: dict[str, jax.Array], work: Inputs, sinks_H: jax.Array | None, heads: int, interpret: bool
 ) -> jax.Array:
-    """[R * F, D] from what a kernel with `piece_outputs` has made of all pieces: those of a row added in order."""
+    """[R * F, D]: adds up the sums of a row's pieces, in order. `made`: a kernel's `piece_outputs`."""
     if not work:
         return made["out"]
     inputs = {f"{name}_in" if name == "out" else name: (array, WHOLE) for name, array in made.items()}
@@ -290,7 +280,7 @@ def _merge_kernel(*refs: Any, names: tuple[str, ...], heads: int) -> None:
 
 
 class Tile(NamedTuple):
-    """Queries of a tile: the column of each, whether there is one, its head, and where it lies among [C, H]."""
+    """Queries of a tile: the column of each, whether it exists, its head, and its index among [C, H]."""
 
     column_M: jax.Array
     live_M: jax.Array
@@ -305,14 +295,14 @@ class Tile(NamedTuple):
 
 
 def tile_of(number: Any, kv_head: Any, queries: int, heads: int, group: int, size: int) -> Tile:
-    """The tile of that number, of so many queries, among C columns of a group."""
+    """Tile `number` of `size` queries, among the columns of a group."""
     at_M = number * size + jnp.arange(size, dtype=jnp.int32)
     column_M, head_M = lax.div(at_M, group), kv_head * group + lax.rem(at_M, group)
     return Tile(column_M, column_M < queries, head_M, column_M * heads + head_M, queries, heads)
 
 
 def of_table(ref: dict[str, Any], row: Any, size: int, dtype: Any) -> Load:
-    """Keys and values of a row's positions, by its block table; `dtype`: to which what codes stand for is rounded."""
+    """Loads keys and values of a row's positions, by its block table; codes become numbers in `dtype`."""
 
     def of_slots(name: str, slot_B: jax.Array, inside_B: jax.Array) -> jax.Array:
         rows_BD = load_rows(ref[name], slot_B, inside_B)
@@ -330,13 +320,13 @@ def of_table(ref: dict[str, Any], row: Any, size: int, dtype: Any) -> Load:
 
 
 def start_of(sink_M: jax.Array | None, shape: tuple[int, ...]) -> Carry:
-    """Of queries that have seen nothing but a sink [M], in base 2, if there is one."""
+    """The running softmax of queries that have seen nothing but a sink [M], in base 2, if there is one."""
     zeros, sums = jnp.zeros(shape[:1], jnp.float32), jnp.zeros(shape, jnp.float32)
     return (sums, zeros + NEVER, zeros) if sink_M is None else (sums, sink_M, zeros + 1)
 
 
 def added(carry: Carry, part: Carry) -> Carry:
-    """Pieces up to one, and that one."""
+    """The running softmax over the positions of both."""
     (sum_MD, top_M, total_M), (part_MD, part_top_M, part_total_M) = carry, part
     new_top_M = jnp.maximum(top_M, part_top_M)
     keep_M, share_M = jnp.exp2(top_M - new_top_M), jnp.exp2(part_top_M - new_top_M)
@@ -345,7 +335,7 @@ def added(carry: Carry, part: Carry) -> Carry:
 
 
 def seen(first_M: jax.Array | None, last_M: jax.Array) -> tuple[Any, Any]:
-    """From where to where, the end left out, any query of a tile sees positions."""
+    """The range of positions, without its end, that any query of a tile sees."""
     if first_M is None:
         return 0, jnp.max(last_M) + 1
     first_M = jnp.where(last_M < 0, jnp.iinfo(jnp.int32).max, jnp.maximum(first_M, 0))
@@ -361,9 +351,9 @@ def walk(
     piece: Any,
     carry: Carry | None = None,
 ) -> Carry:
-    """A piece's positions added to a running softmax, of which each query sees `first` (None: 0) .. `last`.
+    """A running softmax with a piece's positions, of which each query sees `first` (None: 0) .. `last`.
 
-    Steps of which a query sees nothing change none of its bits: they multiply by one and add zeros.
+    Steps in which a query sees nothing change none of its bits: they multiply by one and add zeros.
     """
     begin, end = seen(first_M, last_M)
     steps = tiles.piece // tiles.positions
@@ -381,13 +371,13 @@ def walk(
 
 
 def store_sums(ref: Any, rows: jax.Array, carry: Carry, mask: jax.Array) -> None:
-    """Writes what a running softmax has come to into these rows: zeros where nothing was seen."""
+    """Stores the online-softmax result in these rows: zeros where nothing was seen."""
     sum_MD, _, total_M = carry
     store_rows(ref, rows, sum_MD / jnp.where(total_M > 0, total_M, 1)[:, None], mask)
 
 
 def score_scale(dim: int) -> float:
-    """What a product of query and key is multiplied by, for a softmax in base 2."""
+    """The scale of scores, for a softmax in base 2."""
     return dim**-0.5 * math.log2(math.e)
 
 
@@ -400,10 +390,7 @@ def softmax_step(
     top_M: jax.Array,
     total_M: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step of the running softmax, in base 2: the weighted sum of values, the largest score, the sum of weights.
-
-    All is visible where `visible_MB` is None.
-    """
+    """One step of the running softmax (`Carry`); everything is visible where `visible_MB` is None."""
     scores_MB = dot(q_MD, k_BD, 1, 1) * score_scale(q_MD.shape[1])
     if visible_MB is not None:
         scores_MB = jnp.where(visible_MB, scores_MB, NEVER)

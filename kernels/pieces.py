@@ -1,7 +1,7 @@
-"""Pieces of contexts: how kernels over a paged cache share the work, whatever writes them (Triton, Mosaic GPU).
+"""Pieces of contexts: how kernels over a paged cache share the work, on Triton and on Mosaic GPU.
 
-Pieces begin at multiples of their size, counted from a sequence's beginning, and each is summed by itself. Those of all
-rows are one list, of which every program takes an equal share: `paged_pallas` has the reasons and the sources.
+Pieces begin at multiples of their size, counted from a sequence's beginning, and each is summed separately. Those of
+all rows are one list, of which every program takes an equal share: `paged_pallas` has the reasons and the sources.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ Inputs = dict[str, tuple[jax.Array, pl.BlockSpec]]
 
 
 def choose_piece(heads: int, tiles: int, numbers: int, span: int) -> int:
-    """Positions of a piece, for so many key/value heads of all rows, of so many tiles each.
-
-    Args:
-      numbers: that a piece of every row sums up. span: of a table, in positions.
-    """
+    """Positions of a piece. `heads`: of all rows, of `tiles` each; `numbers`: the sums of one piece of every row;
+    `span`: positions of a table."""
     # Prefill with programs enough for all multiprocessors waits for products: sums of pieces would only add to it.
     fills, piece = tiles > 1 and heads * tiles >= WANTED_PROGRAMS, PIECE
     while piece < span and (fills or 4 * numbers * pl.cdiv(span, piece) > MAX_SUM_BYTES):
@@ -40,16 +37,14 @@ def list_work(
 ) -> tuple[Inputs, int]:
     """The pieces of all rows as one list, and how many programs share it, for each of `num_tiles` tiles of a row.
 
-    Of a row it has at least one piece, however little the row sees. All layers of a step have the same list, which XLA
-    makes once.
+    Each row has at least one piece. All layers of a step have the same list, which XLA makes once.
 
     Args:
       first_R, last_R: the first and the last position of each row's queries; below 0: it sees nothing.
-      window: as in `reference.Rule`. span: of a table, in positions.
 
     Returns:
       int32 `bounds` [R + 1], where each row's pieces begin in the list, and its end; `first` [R], the number of each
-      row's first piece; `row` [programs], the row of each program's first piece. None of it where rows have one piece.
+      row's first piece; `row` [programs], the row of each program's first piece. Nothing where rows have one piece.
     """
     rows, pieces = len(last_R), pl.cdiv(span, piece)
     if pieces == 1:
@@ -65,7 +60,7 @@ def list_work(
 
 
 class Piece(NamedTuple):
-    """A row's piece of that number, at `index` of the list (None: there is none); whether the row has no other."""
+    """Piece `number` of a row, at `index` of the list, if there is one; whether it is the row's only piece."""
 
     row: Any
     number: Any
@@ -74,7 +69,7 @@ class Piece(NamedTuple):
 
 
 def each_piece(ref: Mapping[str, Any], program: Any, programs: int | jax.Array, visit: Callable[[Piece], None]) -> None:
-    """Inside a kernel: visits the pieces of the program of that number, of so many."""
+    """Inside a kernel: visits the pieces of one of the programs."""
     if "bounds" not in ref:
         visit(Piece(program, 0))
         return

@@ -19,7 +19,7 @@ class Rule(NamedTuple):
 
     Attributes:
       window: positions that a query sees, its own included; 0: all.
-      softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
+      softcap: scores s become softcap * tanh(s / softcap); 0: unchanged.
     """
 
     window: int = 0
@@ -30,14 +30,25 @@ PLAIN = Rule()
 
 
 class Keys(NamedTuple):
-    """The tokens whose keys are attended to, where they are not those of the queries alone; int32 [R, S] each.
-
-    Attributes:
-      segment_ids, positions: as the queries have them. Their order is free.
-    """
+    """Segments and positions, int32 [R, S], of keys that are not the queries' own; in any order."""
 
     segment_ids: jax.Array
     positions: jax.Array
+
+
+class MaskInputs(NamedTuple):
+    """The integers that the mask of packed rows follows from; int32 [R, T] each, as in `packed_attention`."""
+
+    segment_ids: jax.Array
+    positions: jax.Array
+    prefix_ids: jax.Array
+    first: jax.Array | None = None
+    keys: Keys | None = None
+
+    @property
+    def all_keys(self) -> Keys:
+        """Those of the queries by default."""
+        return self.keys or Keys(self.segment_ids, self.positions)
 
 
 ATTENTION = "attention"
@@ -45,11 +56,8 @@ ATTENTION = "attention"
 
 
 class Codes(NamedTuple):
-    """Cached keys or values in a byte a number (`rollout.kv_cache_dtype`), or the specs or shapes of both arrays.
-
-    Attributes:
-      codes: [..., D], int8 or float8. scales: float32 [..., 1], what a head's codes of a position are multiplied by.
-    """
+    """Cached keys or values in a byte a number (`rollout.kv_cache_dtype`), or the specs or shapes of both arrays: codes
+    [..., D], int8 or float8, and float32 scales [..., 1] that multiply a head's codes of a position."""
 
     codes: Any
     scales: Any
@@ -67,7 +75,7 @@ Cached = jax.Array | Codes
 
 
 def numbers(cached: Cached, dtype: Any) -> jax.Array:
-    """What codes stand for, rounded to a type; other arrays as they are."""
+    """The numbers of codes, rounded to a type; other arrays unchanged."""
     if not isinstance(cached, Codes):
         return cached
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -75,10 +83,8 @@ def numbers(cached: Cached, dtype: Any) -> jax.Array:
 
 
 def operands(widen: bool, tree: Any) -> Any:
-    """Operands of a product: with `widen`, arrays narrower than float32 become float32, which is exact.
-
-    For backends that multiply narrow numbers slowly.
-    """
+    """Operands of a product: with `widen`, for backends that multiply narrow numbers slowly, arrays narrower than
+    float32 become float32, which is exact."""
     if not widen:
         return tree
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
@@ -114,9 +120,8 @@ def packed_attention(
 ) -> jax.Array:
     """Causal attention within each segment of packed rows, and its shared prefix.
 
-    A token sees the tokens of its own segment, and of the segment that is its prefix, at positions up to its own.
-    Padding (segment 0, position 0) sees padding only, so that every row of the softmax has something to sum and stays
-    finite.
+    A token sees the tokens of its own segment, and of its prefix segment, at positions up to its own. Padding (segment
+    0, position 0) sees padding only, so that every row of the softmax stays finite.
 
     Args:
       q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h. With
@@ -158,8 +163,8 @@ def packed_attention(
 
 
 def _heads(pool_KNPD: Cached, by_head: bool) -> Any:
-    """What indexes a pool's heads beside its blocks. Each by its number keeps XLA:TPU from another layout of the pool,
-    with the heads of a position side by side, and so from copying it; other backends are faster with a slice."""
+    """Indexes a pool's heads beside its blocks. Explicit numbers keep XLA:TPU from another layout of the pool, with the
+    heads of a position side by side, and so from copying it; other backends are faster with a slice."""
     return jnp.arange(pool_KNPD.shape[0])[:, None, None] if by_head else slice(None)
 
 

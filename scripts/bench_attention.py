@@ -362,8 +362,9 @@ def _packed(place: Place, implementation: Any, point: dict[str, Any]) -> Attend:
     platform = jax.default_backend()
     chosen = PackedAttention(implementation, packed.tiling(platform), place.interpret)
     ids, positions = _integers(point)
-    tiles = chosen.tile_pairs(ids, positions, ids, jnp.dtype(point["dtype"]))
-    return lambda q, k, v: chosen.attend(q, k, v, ids, positions, ids, tiles)
+    mask = reference.MaskInputs(ids, positions, ids)
+    tiles = chosen.tile_pairs(mask, jnp.dtype(point["dtype"]))
+    return lambda q, k, v: chosen.attend(q, k, v, mask, tiles)
 
 
 def _with_tiles(place: Place, point: dict[str, Any], kernel: int, sizes: PackedTileSizes) -> Attend:
@@ -372,9 +373,9 @@ def _with_tiles(place: Place, point: dict[str, Any], kernel: int, sizes: PackedT
     ids, positions = _integers(point)
     forward, queries, keys = (sizes if i == kernel else own for i, own in enumerate(choose_tiles(point["dtype"])))
     tiles = (forward, queries, keys)
-    lists = tile_lists(ids, ids, positions, tiles)
-    how = {"tiles": tiles, "lists": lists, "interpret": place.interpret}
-    return lambda q, k, v: packed_attention(q, k, v, ids, positions, **how)
+    mask = reference.MaskInputs(ids, positions, ids)
+    how = {"tiles": tiles, "lists": tile_lists(mask, tiles), "interpret": place.interpret}
+    return lambda q, k, v: packed_attention(q, k, v, mask, **how)
 
 
 def _integers(point: dict[str, Any]) -> tuple[jax.Array, jax.Array]:

@@ -78,14 +78,14 @@ FAULTS = (
     Fault(
         "the mask of what is learnt from is one token late",
         "jaxrl/train/packing.py",
-        "_put(out.loss_mask, response, mask)",
-        "_put(out.loss_mask, response, np.roll(mask, 1) * (np.arange(len(mask)) > 0))",
+        "loss_mask=mask,",
+        "loss_mask=np.roll(mask, 1) * (np.arange(len(mask)) > 0),",
         "tests/train",
     ),
     Fault(
         "what is found of rows that devices share stays in the order of their pieces",
-        "jaxrl/train/microbatches.py",
-        "found = [np.asarray(x)[:, np.argsort(self._order(x.shape[1]))] for x in results]",
+        "jaxrl/train/programs.py",
+        "found = [np.asarray(x)[:, np.argsort(dealt(x.shape[1], self.layout.tp))] for x in results]",
         "found = [np.asarray(x) for x in results]",
         "tests/train",
     ),
@@ -141,7 +141,7 @@ FAULTS = (
     Fault(
         "the sums of a round that was given up stay in the gradient",
         "jaxrl/mechanisms/stream_trainer/gradients.py",
-        "        self._passes.discard()\n",
+        "        _delete(self._sums)\n        self._sums = None\n",
         "",
         "tests/mechanisms/stream_trainer",
     ),

@@ -57,9 +57,8 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) % 7 / 7
 """
-ONCE = {"data/files.py", "mechanisms/table.py", "train/step.py"}
-"""Passed when the run is built, `files.py` if its data is in files; `step.py` again where log-probabilities are
-computed anew."""
+ONCE = {"data/files.py", "mechanisms/table.py"}
+"""Passed when the run is built, `files.py` if its data is in files."""
 ELSEWHERE = {"rewards/math.py"}
 """In a process of the reward pool."""
 BESIDE = {
@@ -69,7 +68,7 @@ BESIDE = {
     *("scheduling/tokens/plan_builder.py", "scheduling/tokens/lengths.py", "rollout/calls.py", "rollout/plan_times.py"),
     *("runtime/plan_timeline.py", "runtime/row_timeline.py", "runtime/stop.py"),
     "runtime/host.py",  # asked for the weights alone
-    *("train/kl.py", "rollout/kv_cache.py"),
+    "rollout/kv_cache.py",
 }
 """Of the rooms below, what a reader need not open: small words, pictures, counts."""
 ROOMS = ("mechanisms", "rewards", "rollout", "runtime", "scheduling", "train")

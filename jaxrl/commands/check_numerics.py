@@ -52,7 +52,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey, SamplingParams, TrainBatch
 
 GROUP = 4

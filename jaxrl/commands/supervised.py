@@ -160,7 +160,7 @@ class SupervisedRun(TrainingRun):
                 rows = self._source.next(self.config.data.train_batch_size)
                 batch = batch_of(rows)
             with self._phase(step, "update_actor"):
-                learned = self._method.learn(self.trainer, batch, self._known_of("train", rows))
+                learned = self._method.train_step(self.trainer, batch, self._known_of("train", rows))
             self.step = step
             if trainer.test_freq and (step % trainer.test_freq == 0 or step == self.total_steps):
                 self._evaluate()

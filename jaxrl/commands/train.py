@@ -45,7 +45,7 @@ from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.train.checkpoint import HostState
-from jaxrl.train.learning import Models
+from jaxrl.train.training_step import Models
 from jaxrl.types import Group
 
 

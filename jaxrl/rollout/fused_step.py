@@ -120,9 +120,9 @@ class _Step:
         positions: jax.Array,
     ) -> None:
         # Imported here: a run on CPU need not wait for them, and works with a JAX that lacks this backend of Pallas.
-        from jaxrl.kernels import decode_pallas, norm_pallas
+        from jaxrl.kernels import decode_pallas
 
-        self._attention, self._norm = decode_pallas, norm_pallas
+        self._kernels = decode_pallas
         self._windows = [config.kind(i).window for i in range(config.num_layers)]
         self._eps, self._tp_axes, self._interpret = config.rms_norm_eps, tp_axes, interpret
         self._rope = cos, sin
@@ -145,14 +145,14 @@ class _Step:
         return self._add_norm(x_RE, pending_SRE, final_norm)[1], new
 
     def _add_norm(self, x: jax.Array, parts: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self._norm.add_norm(x, parts, scale, eps=self._eps, interpret=self._interpret)
+        return self._kernels.add_norm(x, parts, scale, eps=self._eps, interpret=self._interpret)
 
     def _attend(self, lp: Any, h_RE: jax.Array, cached: Any, tables: jax.Array, window: int) -> tuple[jax.Array, Any]:
         """Attention's output [R, H * D], and the layer's new arrays."""
         features, *slab = lp["qkv"].shape
         qkv_SRO = partial_sums(h_RE, lp["qkv"].reshape(features, -1), lp.get("qkv" + SCALE))
-        norms = self._attention.HeadNorms(lp["q_norm"], lp["k_norm"]) if "q_norm" in lp else None
-        out_RHD, k, v = self._attention.decode_attention(
+        norms = self._kernels.HeadNorms(lp["q_norm"], lp["k_norm"]) if "q_norm" in lp else None
+        out_RHD, k, v = self._kernels.decode_attention(
             qkv_SRO.reshape(*qkv_SRO.shape[:2], *slab),
             lp.get("qkv_bias"),
             norms,

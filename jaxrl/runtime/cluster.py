@@ -321,34 +321,22 @@ def _refuse_silent(address: str) -> None:
 
 
 class RemoteTrainer:
-    """The policy in training on all hosts: `jaxrl.train.learning.Trainer`."""
+    """The policy or the critic in training on all hosts: `jaxrl.train.training_step.Trainer`."""
 
-    name = "trainer"
+    def __init__(self, cluster: Cluster, name: Literal["trainer", "critic"]) -> None:
+        self._cluster, self._name = cluster, name
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._sent: list[Any] = []
-
-    def accumulate(self, batch: TrainBatch) -> None:
-        self._sent += self._cluster.send("learn", f"{self.name}.accumulate", self._cluster.put(batch))
-
-    def apply(self) -> dict[str, float]:
-        sent, self._sent = self._sent, []
-        applied = self._cluster.send("learn", f"{self.name}.apply")
-        self._cluster.receive(sent)
-        return self._cluster.receive(applied)[0]
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        return self._call("train_step", batch)
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"] = "actor") -> list[np.ndarray]:
-        return self._cluster.all("learn", f"{self.name}.token_logprobs", self._cluster.put(batch), which)[0]
-
-
-class RemoteCritic(RemoteTrainer):
-    """The critic in training on all hosts."""
-
-    name = "critic"
+        return self._call("token_logprobs", batch, which)
 
     def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
-        return self._cluster.all("learn", "critic.token_values", self._cluster.put(batch))[0]
+        return self._call("token_values", batch)
+
+    def _call(self, method: str, batch: TrainBatch, *arguments: str) -> Any:
+        return self._cluster.all("learn", f"{self._name}.{method}", self._cluster.put(batch), *arguments)[0]
 
 
 class RemoteTeacher:
@@ -397,8 +385,8 @@ class RemoteHost:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
-        self.trainer = RemoteTrainer(cluster)
-        self.critic: RemoteCritic | None = None
+        self.trainer = RemoteTrainer(cluster, "trainer")
+        self.critic: RemoteTrainer | None = None
         self.teacher: RemoteTeacher | None = None
         self.rollout_mesh = None
 
@@ -448,7 +436,7 @@ class RemoteHost:
 
     def load(self, asked: LoadRequest, tokenizer: Tokenizer | None = None) -> str | None:
         del tokenizer  # a host reads it again
-        self.critic = RemoteCritic(self.cluster) if asked.critic_updates else None
+        self.critic = RemoteTrainer(self.cluster, "critic") if asked.critic_updates else None
         self.teacher = None if asked.teacher is None else RemoteTeacher(self.cluster)
         return self.cluster.all("load", asked)[0]
 

@@ -31,13 +31,11 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState
-from jaxrl.train.critic import Critic
-from jaxrl.train.learner import Learner
-from jaxrl.train.likelihood import LikelihoodObjective
+from jaxrl.train.objectives import LikelihoodObjective
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.step import Trainer
 from jaxrl.train.steps import ALONE, Peers, whole_step
 from jaxrl.train.teacher import Teacher
+from jaxrl.train.trainer import Trainer, build_critic
 
 
 class Group(Protocol):
@@ -124,7 +122,7 @@ class Host:
     def __init__(self, group: Group, beat: Callable[[str], None]) -> None:
         self._group, self._beat = group, beat
         self._stack = ExitStack()
-        self.critic: Critic | None = None
+        self.critic: Trainer | None = None
         self.teacher: Teacher | None = None
 
     # -- a start -----------------------------------------------------------------------------------------------------
@@ -196,7 +194,7 @@ class Host:
             programs = TrainPrograms(*given_programs, total_updates=asked.updates, objective=LikelihoodObjective)
         self.trainer = Trainer(*given, total_updates=asked.updates, programs=programs, **told)
         if asked.critic_updates:
-            self.critic = Critic(*given, total_updates=asked.critic_updates, **told)
+            self.critic = build_critic(*given, total_updates=asked.critic_updates, **told)
         if asked.teacher is not None:
             assert tokenizer is not None, "a teacher reads prompts"
             self._beat("loading the teacher")
@@ -204,7 +202,7 @@ class Host:
         return self.trainer.programs.packed_attention.note
 
     @property
-    def models(self) -> Sequence[Trainer | Critic | Teacher]:
+    def models(self) -> Sequence[Trainer | Teacher]:
         """Policy, critic and teacher, as far as there are."""
         return [each for each in (self.trainer, self.critic, self.teacher) if each is not None]
 
@@ -215,7 +213,7 @@ class Host:
 
     def restore(self, step: int) -> HostState:
         """Brings the models to a checkpoint; returns the controller's part of it."""
-        state, host = self.store.restore(self._state(Learner.abstract_state), step)
+        state, host = self.store.restore(self._state(Trainer.abstract_state), step)
         self.trainer.load_state(state)
         if self.critic is not None:
             self.critic.load_state(state["critic"])
@@ -223,9 +221,9 @@ class Host:
 
     def save(self, step: int, host: HostState) -> None:
         """Begins to write a checkpoint."""
-        self.store.save(step, self._state(Learner.state), host)
+        self.store.save(step, self._state(Trainer.state), host)
 
-    def _state(self, of: Callable[[Learner], dict[str, Any]]) -> dict[str, Any]:
+    def _state(self, of: Callable[[Trainer], dict[str, Any]]) -> dict[str, Any]:
         """The policy's, and the critic's under its name."""
         return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
 

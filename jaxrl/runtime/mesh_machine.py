@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.index_builder import IndexBuilder
     from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
     from jaxrl.rollout.remote import RemoteWorkers
-    from jaxrl.train.step import Trainer
+    from jaxrl.train.trainer import Trainer
     from jaxrl.train.teacher import Teacher
 
 

@@ -19,7 +19,7 @@ from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.train.learning import Models
+from jaxrl.train.training_step import Models
 from jaxrl.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:

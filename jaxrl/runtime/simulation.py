@@ -52,7 +52,7 @@ from jaxrl.sim.scoring import DeviceScoring, ScoringWorkers
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import Workload
 from jaxrl.train import batch_preparation
-from jaxrl.train.learning import Models
+from jaxrl.train.training_step import Models
 
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 

@@ -18,8 +18,8 @@ from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
 from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.schema.declared import shown
-from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
+from jaxrl.train.trainer import Trainer
 from jaxrl.types import Prompt
 
 _OPTION = "algorithm.teacher.path"

@@ -1,7 +1,7 @@
 """The simulated trainer: learns nothing, and takes as long as training would.
 
-Purpose: `jaxrl.train.learning.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do not
-exist, so their metrics are left out rather than made up.
+Purpose: `jaxrl.train.training_step.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do
+not exist, so their metrics are left out rather than made up.
 
 A simulated critic is one more of them: it is as large, and its vocabulary head is missing, which is not counted.
 
@@ -43,6 +43,11 @@ class SimulatedTrainer:
     def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
         """The same of a simulated critic."""
         return self.token_logprobs(batch, "actor")
+
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer update on a minibatch."""
+        self.accumulate(batch)
+        return self.apply()
 
     def accumulate(self, batch: TrainBatch) -> None:
         """Adds to the gradient, and so to the cost of the next update."""

@@ -11,10 +11,10 @@ Sources:
 - GDPO: Liu et al. 2026 (arXiv:2601.05242), §3: each of several rewards as by GRPO, their sum whitened over the batch
   (over tokens, as the authors' code for verl does).
 - A teacher: see `jaxrl.train.teacher`.
-- KL in the reward: Ouyang et al. 2022, eq. 2.
+- KL in the reward: Ouyang et al. 2022, eq. 2. Its estimates: Schulman 2020, "Approximating KL Divergence".
 
 Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
-after the root; whitening with ε = 1e-8 under it, over the tokens that are learnt from: `masked_whiten`). Departures:
+after the root; whitening with ε = 1e-8 under it, over the tokens with loss mask 1: `masked_whiten`). Departures:
 statistics are taken in float64; a sample without a partner in its group gets advantage 0 (verl: its raw score), because
 there is nothing to compare it with; in REINFORCE++ a token before a masked one keeps the return of what follows (verl
 starts again behind each masked token, which is meant for padding). An environment's tokens have no KL penalty.
@@ -26,13 +26,12 @@ known as soon as its last reward is, and its gradient can be streamed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
 from jaxrl.config import AlgorithmSection
 from jaxrl.scheduling.rounds.events import named_values
-from jaxrl.train.kl import kl_estimate
 from jaxrl.types import Group, Sample
 
 _STD_EPS = 1e-6
@@ -51,15 +50,12 @@ def compute(
 
     Args:
       groups: scored groups; with an estimator of `config.checks.NEEDS_WHOLE_BATCH`, all groups of the batch.
-      algorithm: `adv_estimator` and its options.
-      logprobs: per sample float [T] under the policy; only with `use_kl_in_reward`, flat in the same order.
-      ref_logprobs: the same under the reference model.
+      logprobs, ref_logprobs: per sample float [T] under policy and reference; only with `use_kl_in_reward`.
       loss_masks: per sample [T], 1 at tokens to learn from; None: all. Statistics over tokens leave the others out.
       values: per sample float [T], the critic's; only with `gae`.
 
     Returns:
-      Twice per sample float32 [T], T its response tokens, those that a mask keeps from being learnt included. The
-      returns, which a critic learns, are None without one.
+      Twice per sample float32 [T], for all response tokens, masked ones included. Returns are None without a critic.
 
     Raises:
       ValueError: a sample has no reward, or KL in the reward is asked for without log-probabilities, or `gae` without
@@ -110,14 +106,7 @@ def with_teacher(
     coef: float,
 ) -> list[np.ndarray]:
     """Advantages less `coef` times the KL to a teacher, at each of the policy's own tokens: log π_old - log π_teacher,
-    the k1 estimate of the reverse KL.
-
-    Args:
-      advantages, logprobs, teacher_logprobs: per sample float [T]; `logprobs` are those of the policy before the update
-        (of tokens of earlier versions what was recorded, if that is the ratio's denominator).
-
-    Returns:
-      Per sample float32 [T].
+    the k1 estimate of the reverse KL. `logprobs` are the denominators of the ratios.
     """
     return [
         np.where(sample.drawn, own - coef * (ours.astype(np.float64) - theirs), own).astype(np.float32)
@@ -126,15 +115,8 @@ def with_teacher(
 
 
 def grpo(scores: np.ndarray, *, norm_by_std: bool = True) -> np.ndarray:
-    """(score - mean) / (std + 1e-6) within one group, or without the division (Dr. GRPO).
-
-    Args:
-      scores: float [G], one per sample of the group.
-      norm_by_std: divide by the unbiased standard deviation.
-
-    Returns:
-      float64 [G]; zeros for a group of one.
-    """
+    """(score - mean) / (std + 1e-6) of one group's scores [G], with the unbiased standard deviation, or without the
+    division (Dr. GRPO); zeros for a group of one."""
     scores = np.asarray(scores, np.float64)
     if len(scores) < 2:
         return np.zeros_like(scores)
@@ -147,11 +129,11 @@ def grpo_turns(samples: Sequence[Sample], scores: np.ndarray) -> list[np.ndarray
     advantage is the sum of those from its turn on (DeepSeekMath §4.1.3).
 
     Args:
-      samples: of one group. What has no turns is one.
-      scores: float [G]; what a sample's score is beside the rewards of its turns belongs to the last one.
+      samples: of one group. A sample without turns is one turn.
+      scores: float [G]; the part of a sample's score beyond its turns' rewards belongs to the last turn.
 
     Returns:
-      Per sample float32 [T]; what an environment has answered has the value of the turn behind it.
+      Per sample float32 [T]; an environment's tokens have the value of the turn behind them.
     """
     rewards: list[np.ndarray] = []
     ends: list[list[int]] = []
@@ -171,14 +153,8 @@ def grpo_turns(samples: Sequence[Sample], scores: np.ndarray) -> list[np.ndarray
 
 
 def rloo(scores: np.ndarray) -> np.ndarray:
-    """Score minus the mean of the other samples of its group (leave-one-out baseline).
-
-    Args:
-      scores: float [G].
-
-    Returns:
-      float64 [G]; zeros for a group of one.
-    """
+    """Score minus the mean of the other samples' scores (leave-one-out baseline), of one group's scores [G]; zeros for
+    a group of one."""
     scores = np.asarray(scores, np.float64)
     n = len(scores)
     if n < 2:
@@ -189,15 +165,11 @@ def rloo(scores: np.ndarray) -> np.ndarray:
 def reinforce_plus_plus(
     samples: Sequence[Sample], penalties: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Undiscounted return from each token on, whitened over all tokens of the batch that are learnt from.
+    """Undiscounted return from each token on, whitened over all tokens of the batch with loss mask 1; 0 at the others.
 
     Args:
       samples: the whole batch; a sample's reward falls on its last token.
       penalties: per sample float [T], subtracted from the reward token by token (zeros without KL in the reward).
-      loss_masks: per sample [T], 1 at tokens to learn from; None: all. The others enter neither mean nor variance.
-
-    Returns:
-      Per sample float32 [T]; 0 at tokens that are not learnt from.
     """
     returns = [np.cumsum(rewards[::-1])[::-1] for rewards in _token_rewards(samples, penalties)]
     return _whitened(returns, _masks(samples, loss_masks))
@@ -209,28 +181,22 @@ def gdpo(
     weights: Sequence[float] = (),
     loss_masks: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """The sum of several rewards, each normalised in its group as by `grpo`, whitened over all tokens of the batch that
-    are learnt from.
+    """The sum of several rewards, each normalised in its group as by `grpo`, whitened over all tokens of the batch with
+    loss mask 1; 0 at the others.
 
     Args:
       groups: the whole batch.
       keys: names of rewards in `Sample.reward_info`, or in its `parts`. A sample that could not be scored has 0.
-      weights: of each once it is normalised; none: 1.
-      loss_masks: per sample [T], 1 at tokens to learn from; None: all. The others enter neither mean nor variance.
-
-    Returns:
-      Per sample float32 [T]; 0 at tokens that are not learnt from.
+      weights: of each normalised reward; none: 1.
     """
     values: list[np.ndarray] = []
     for group in groups:
-        scores = np.array([[_component(sample, key) for sample in group.samples] for key in keys])
+        scores = np.array(
+            [[0.0 if s.failure else float(named_values(s.reward_info)[key]) for s in group.samples] for key in keys]
+        )
         total = sum(w * grpo(own) for w, own in zip(weights or [1.0] * len(keys), scores, strict=True))
         values += [np.full(len(sample), each) for sample, each in zip(group.samples, np.asarray(total), strict=True)]
     return _whitened(values, _masks([sample for group in groups for sample in group.samples], loss_masks))
-
-
-def _component(sample: Sample, key: str) -> float:
-    return 0.0 if sample.failure else float(named_values(sample.reward_info)[key])
 
 
 def gae(
@@ -241,21 +207,19 @@ def gae(
     lam: float,
     loss_masks: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Advantages against a critic, whitened over the tokens that are learnt from; and its targets.
+    """Advantages against a critic, whitened over the tokens with loss mask 1, and the critic's targets.
 
-    A token's error is its reward + `gamma` times the next token's value - its own; its advantage is the sum of the
+    A token's TD error is its reward + `gamma` times the next token's value - its own; its advantage is the sum of the
     errors from it on, each weighted by `gamma` · `lam` per token; its return is advantage + value, before whitening.
-    Tokens that are not learnt from are passed over, with their rewards: the next token is the next one that is.
+    Masked tokens are skipped, with their rewards: the next token is the next unmasked one.
 
     Args:
-      samples: the whole batch; a sample's reward falls on its last token, behind which nothing is expected.
+      samples: the whole batch; a sample's reward falls on its last token, whose successor has value 0.
       penalties: per sample float [T], subtracted from the reward token by token.
-      values: per sample float [T], expected from each token on, before it is drawn.
-      gamma, lam: from 0 to 1.
-      loss_masks: per sample [T], 1 at tokens to learn from; None: all.
+      values: per sample float [T], expected from each token on, before it is sampled.
 
     Returns:
-      Two lists, per sample float32 [T]: the advantages and the returns; 0 at tokens that are not learnt from.
+      Per sample float32 [T], the advantages and the returns; 0 at masked tokens.
     """
     masks = _masks(samples, loss_masks)
     longest = max((len(sample) for sample in samples), default=0)
@@ -293,14 +257,14 @@ def _token_rewards(samples: Sequence[Sample], penalties: Sequence[np.ndarray]) -
 
 
 def _masks(samples: Sequence[Sample], loss_masks: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-    """Per sample bool [T]: whether a token is learnt from."""
+    """The loss masks as bool [T] per sample."""
     if loss_masks is None:
         return [np.ones(len(sample), bool) for sample in samples]
     return [np.asarray(mask) > 0 for mask in loss_masks]
 
 
 def _whitened(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Mean 0 and variance 1 over the tokens that are learnt from, float32; 0 at the others."""
+    """Mean 0 and variance 1 over the tokens with loss mask 1, float32; 0 at the others."""
     learnt = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)]) if values else np.zeros(0)
     if not learnt.size:
         return [np.zeros(len(v), np.float32) for v in values]
@@ -334,3 +298,27 @@ def _reward(sample: Sample) -> float:
     if sample.reward is None:
         raise ValueError(f"sample {sample.key} has no reward: advantages come after scoring")
     return float(sample.reward)
+
+
+def kl_estimate(logprobs: Any, ref_logprobs: Any, kind: str) -> Any:
+    """An estimate of KL(policy || reference) per token, for arrays of numpy or jax.
+
+    `kl` is Schulman's k1, `mse` k2, `low_var_kl` k3. As in verl's `kl_penalty`, `abs` is k1's absolute value; k3 takes
+    the log-ratio clamped to ±20 and is clamped to ±10.
+    """
+    diff = logprobs - ref_logprobs
+    match kind:
+        case "kl":
+            return diff
+        case "abs":
+            return abs(diff)
+        case "mse":
+            return 0.5 * diff**2
+        case "low_var_kl":
+            library = diff.__array_namespace__()
+            back = library.clip(-diff, -20.0, 20.0)
+            return library.clip(library.exp(back) - back - 1.0, -10.0, 10.0)
+        case _:
+            raise ValueError(
+                "actor.kl_loss_type and algorithm.kl_penalty must be kl, abs, mse or low_var_kl, found " + repr(kind)
+            )

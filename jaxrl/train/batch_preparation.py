@@ -1,8 +1,8 @@
-"""What a batch needs before its gradients: the ratios' denominators, values, masks, advantages. numpy only, no jax.
+"""Everything that a batch needs before its gradients: old log-probabilities, values, masks, advantages. No jax.
 
-Purpose: the loop does it for a step's batch, and what computes gradients beside a rollout for the groups that it gets
-while others decode. All of it is known per group, unless the estimator of the advantages is one
-of `config.checks.NEEDS_WHOLE_BATCH`; so groups may be prepared apart and put together again (`joined`).
+The loop prepares a step's batch; the stream trainer prepares groups while others still decode. All of it is known per
+group, unless the advantage estimator is one of `config.checks.NEEDS_WHOLE_BATCH`; so groups may be prepared separately
+and joined (`joined`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ def needs_policy(config: Config, batch: TrainBatch, step: int) -> bool:
 def old_logprobs(
     config: Config, batch: TrainBatch, step: int, current: list[np.ndarray] | None
 ) -> list[np.ndarray] | None:
-    """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless
-    `rollout.stale_tokens` is recompute; for the others those of the current policy, if the config asks for that.
+    """The denominators of the ratios, per sample float32 [T]; None: all as recorded at sampling.
 
-    Args:
-      current: of the policy before update `step`; None where `needs_policy` says so.
-
-    Returns:
-      Per sample float32 [T]; None: all as recorded.
+    Tokens of earlier versions keep the recorded ones, unless `rollout.stale_tokens` is recompute; the others take
+    `current`, of the policy before update `step` (None where `needs_policy` is False).
     """
     if current is None or config.rollout.stale_tokens == "recompute":
         return current
@@ -49,10 +45,8 @@ def old_logprobs(
 
 
 def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-    """Per sample float32 [T], 1 at tokens to learn from in update `step`; None: all.
-
-    The model's are learnt from, and where `rollout.stale_tokens` is mask, those of the newest version.
-    """
+    """Per sample float32 [T], 1 at the policy's own tokens (where `rollout.stale_tokens` is mask, only those of the
+    newest version), 0 at the others; None: 1 everywhere."""
     if config.rollout.stale_tokens == "mask":
         return [on_policy_mask(sample.versions, step - 1).astype(np.float32) for sample in batch.samples]
     drawn = [sample.drawn for sample in batch.samples]
@@ -60,25 +54,14 @@ def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray]
 
 
 def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
-    """bool [T]: the tokens that `policy_version` (the rollout's newest) wrote, for training that masks the others."""
+    """bool [T]: the tokens of `policy_version`, the rollout's newest."""
     return np.asarray(versions) >= policy_version
 
 
 def old_logprobs_by_version(
     recorded: Sequence[np.ndarray], current: Sequence[np.ndarray], samples: Iterable[Sample], policy_version: int
 ) -> list[np.ndarray]:
-    """The denominators of the ratios: recorded at sampling for tokens of earlier versions, recomputed under the current
-    policy for the others.
-
-    Args:
-      recorded: per sample float [T], `rollout_logprobs`.
-      current: per sample float [T], recomputed under the policy before the update.
-      samples: their versions decide.
-      policy_version: the rollout's newest.
-
-    Returns:
-      Per sample float32 [T].
-    """
+    """Per sample float32 [T]: `recorded` for tokens of versions before `policy_version`, `current` for the others."""
     return [
         np.where(on_policy_mask(sample.versions, policy_version), now, then).astype(np.float32)
         for then, now, sample in zip(recorded, current, samples, strict=True)
@@ -86,8 +69,8 @@ def old_logprobs_by_version(
 
 
 def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -> None:
-    """Writes the advantages of a batch of `groups`, whose log-probabilities, values and masks are there, a teacher's
-    part in them; and the returns, where there is a critic."""
+    """Writes advantages, and a critic's returns, into a batch of `groups` that has log-probabilities, values and
+    masks."""
     policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
     batch.advantages, batch.returns = advantages.compute(
         groups, config.algorithm, policy, batch.ref_logprobs, batch.loss_masks, batch.values
@@ -107,13 +90,13 @@ def prepared(
     values: Callable[[TrainBatch], list[np.ndarray]] | None = None,
     teacher: Callable[[TrainBatch], None] | None = None,
 ) -> TrainBatch:
-    """The batch of these groups, with all that gradients of update `step` need.
+    """The batch of these groups, with everything that gradients of update `step` need.
 
     Args:
       logprobs: of the policy before the update, or of the reference; per sample float32 [T].
-      phase: around the parts that take time, by their names.
-      values: of the critic before the update, per sample float32 [T]; None: there is none.
-      teacher: writes what it thinks of a batch's tokens into it; None: there is none.
+      phase: entered around the parts that take time, by name.
+      values: of the critic before the update, per sample float32 [T].
+      teacher: writes a teacher's log-probabilities into the batch.
     """
     batch = TrainBatch.of(groups)
     with phase("old_log_prob"):
@@ -143,10 +126,7 @@ def minibatches(groups: Sequence[Group], batch: TrainBatch, num_prompts: int) ->
 
 
 def joined(groups: Sequence[Group], parts: Sequence[TrainBatch]) -> TrainBatch:
-    """The batch of `groups`, from parts that were prepared apart and that have each of its samples once.
-
-    Where some parts have recomputed denominators and others recorded ones, all stand in the result.
-    """
+    """The batch of `groups`, from parts that were prepared separately and have each of its samples once."""
     whole = TrainBatch.of(groups)
     places: dict[SampleKey, tuple[TrainBatch, int]] = {}
     for part in parts:
@@ -160,15 +140,10 @@ def joined(groups: Sequence[Group], parts: Sequence[TrainBatch]) -> TrainBatch:
         ]
     for name in ("ref_logprobs", "teacher_logprobs", "teacher_ids", "teacher_top_logprobs"):
         if any(getattr(part, name) is not None for part in parts):
-            setattr(whole, name, [_there(getattr(part, name))[i] for part, i in found])
+            setattr(whole, name, [getattr(part, name)[i] for part, i in found])  # what one part has, all have
     if any(part.loss_masks is not None for part in parts):
         whole.loss_masks = [
             np.ones(len(part.samples[i]), np.float32) if part.loss_masks is None else part.loss_masks[i]
             for part, i in found
         ]
     return whole
-
-
-def _there(values: list[np.ndarray] | None) -> list[np.ndarray]:
-    assert values is not None, "what one part has, all have"
-    return values

@@ -1,29 +1,26 @@
 """Checkpoints: the training state on any mesh, and the host's queues, in one folder per step with its checksums.
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
-(named numpy arrays: what batch rules carry and the like, as flat integers with offsets). Those are gigabytes where
-responses are long and wait for a later step: they are written without Orbax, which would copy them before a save
-returns, and compressed (`jaxrl.record.state.write_arrays`).
+(named numpy arrays, such as the queues of batch rules, as flat integers with offsets). The last may be gigabytes: they
+are written without Orbax, which would copy them before a save returns, and compressed
+(`jaxrl.record.state.write_arrays`).
 
-Orbax writes a temporary folder, `<step>.tmp`, in the background, and each process hashes what it writes meanwhile. Then
-the manifest of SHA-256 checksums is added (`jaxrl.train.manifest`), everything is synced to the disk, and the folder
-is renamed to `<step>`: a folder with a step's name is complete and has its manifest. A step is checked against its
-manifest before anything is restored from it. The newest step that passes is used. `Choice` says which newer ones did
-not and why; they are kept as `<step>.damaged`.
+Orbax writes a temporary folder, `<step>.tmp`, in the background, while each process hashes its files. Then the manifest
+of SHA-256 checksums is added (`jaxrl.train.manifest`), everything is synced to the disk, and the folder is renamed to
+`<step>`: a folder with a step's name is complete. A step is checked against its manifest before anything is restored
+from it, and the newest step that passes is used. `Choice` lists newer ones that failed and why; they are kept as
+`<step>.damaged`.
 
-Several processes save and restore together, on a file system that all of them see: each writes and reads its own
-devices' shards, hashes what it has written, and compares a share of a step's files before any is restored. Process 0
-does the rest: the host's part of a step, its manifest and its name, retention, and the removal of what interrupted
-saves left. `wait` returns in the others once all shards are written and hashed, a moment before the step has its name.
+Several processes save and restore together, on a shared file system: each writes, hashes and reads its own devices'
+shards, and compares a share of a step's files before a restore. Process 0 does the rest: the host's part of a step, its
+manifest and its name, retention, and cleaning up after interrupted saves. In the others `wait` returns once all shards
+are written and hashed, a moment before the step has its name.
 
 Source: Orbax. Departures from its defaults: nothing is restored without a target, which would bring arrays back onto
 the devices that wrote them. Folders are made before a save returns: where one cannot be made, Orbax's threads would
-wait for it for five minutes.
-
-Orbax's `CheckpointManager` (0.12.8) is not used. It renames a step in the same call that writes its last files, after
-the last callback that it offers (`AtomicRenameTemporaryPath.finalize`), so a step would have its name before a manifest
-could list all of its files; and it deletes old steps file by file under their names, where one that cannot be deleted
-makes it forget the step that it has just saved, and a kill leaves part of a step.
+wait for five minutes. Its `CheckpointManager` (0.12.8) is not used: it renames a step before a manifest could list all
+of its files (`AtomicRenameTemporaryPath.finalize`); it deletes old steps file by file under their names, so that a kill
+leaves part of a step, and a file that cannot be deleted makes it forget the step that it has just saved.
 """
 
 from __future__ import annotations
@@ -77,8 +74,7 @@ _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The host's part of a checkpoint, beside the arrays on devices. It is written in the background: nothing of it may
-    change once it is handed over.
+    """The host's part of a checkpoint. It is written in the background and must not change after `save`.
 
     Attributes:
       values: JSON-able (strings, finite numbers, lists, dicts with string keys).
@@ -92,9 +88,8 @@ class HostState:
 class _Items(ocp.CompositeCheckpointHandler):
     """Orbax's handler of a step's items, which hashes what this process writes.
 
-    Hashing is a write to Orbax: process 0 goes on when all processes have ended theirs. What is being written is
-    remembered: when one write fails, Orbax raises at once while the others go on, and the temporary folder can be
-    removed only when they have ended as well.
+    Hashing is one more write to Orbax, so process 0 waits for all processes'. When one write fails, Orbax raises at
+    once while the others continue; `writing` keeps them, since the temporary folder can be removed only after them.
     """
 
     def __init__(self, progress: Callable[[], None]) -> None:
@@ -143,7 +138,7 @@ class _Items(ocp.CompositeCheckpointHandler):
         manifest.write_part(directory, process, manifest.describe(found, self._progress, over))
 
     def wait(self) -> None:
-        """Until nothing is written any more, whatever became of it."""
+        """Blocks until all writes have ended, failed or not."""
         for future in self.writing:
             with suppress(Exception):  # the first error has been raised by now
                 future.result()
@@ -180,12 +175,11 @@ class Checkpointer:
         """Looks for the newest step that is whole (`choose`, with its errors).
 
         Args:
-          folder: of this run.
           max_to_keep: newest steps kept; None keeps all.
-          on_commit: called with each step that is complete, in the background thread. The step stays even if this
-            cannot write what it notes (OSError), which ends the run.
+          on_commit: called with each complete step, in the background thread. An OSError of its own ends the run, but
+            the step stays.
           progress: called while files are compared or hashed, and while a save that is waited for grows.
-          peers: what this process has of the others for that.
+          peers: the processes that compare a checkpoint together.
         """
         self._leads = jax.process_index() == 0
         self._folder = Path(folder).absolute()
@@ -200,8 +194,8 @@ class Checkpointer:
         self._pending: tuple[int, Future[None]] | None = None
 
     def tidy(self) -> None:
-        """Renames damaged steps that were passed over, and removes what interrupted saves left. What cannot be removed
-        is logged, and tried again by the next save. Does nothing in other processes than the first."""
+        """Process 0 renames damaged steps, and removes what interrupted saves left. What cannot be removed is logged,
+        and tried again by the next save."""
         if not self._leads:
             return
         while self._damaged:
@@ -217,7 +211,6 @@ class Checkpointer:
         Args:
           step: the number of finished training steps; above all earlier ones.
           train_state: nested dicts of arrays (`Trainer.state`).
-          host_state: default: nothing.
 
         Raises:
           ValueError: the step exists already.
@@ -282,7 +275,7 @@ class Checkpointer:
         return sorted(self._found)
 
     def last_good(self) -> str:
-        """What is left of the run if it ends now, for a sentence."""
+        """The newest step, as part of a sentence."""
         step = self.latest_step()
         return "there is no checkpoint yet" if step is None else f"the last good checkpoint is step {step}"
 
@@ -340,7 +333,7 @@ class Checkpointer:
             self._found.remove(oldest)
 
     def _remove_step(self, step: int) -> bool:
-        """Whether it is no step any more. Renamed first: a kill half-way leaves nothing that is named like a step."""
+        """Whether it could be removed. It is renamed first: a kill half-way leaves nothing named like a step."""
         place = self._folder / str(step)
         try:
             renamed = place.rename(free_name(self._folder / f"{step}.removed"))
@@ -368,7 +361,7 @@ class Checkpointer:
             ) from error
 
     def _remove_temporary(self, step: int) -> None:
-        """Until nothing comes back: TensorStore's writes that were still under way make their folders again."""
+        """Repeats until the folder stays away: TensorStore's pending writes make it again."""
         if not self._leads:
             return
         rounds_without, deadline = 0, time.monotonic() + 5
@@ -381,14 +374,14 @@ class Checkpointer:
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
-    """Of several processes, all by name: Orbax then lets them meet at barriers, which name who is missing after 300 s.
-    By default it runs a collective on all devices, which gloo gives up after 30 s where it is the first one."""
+    """Names all of several processes: Orbax then uses barriers, which report a missing process after 300 s. By default
+    it runs a collective on all devices, which gloo abandons after 30 s where it is the first one."""
     count = jax.process_count()
     return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
 
 
 def _remove(folder: Path) -> None:
-    """Removes what is no checkpoint (any more); a failure costs no more than its room."""
+    """Removes a folder that is not a checkpoint; a failure only costs disk space."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -423,7 +416,7 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
 
 
 def _size(place: Path) -> int:
-    """The bytes of a folder in which files are being written and renamed."""
+    """The bytes of a folder whose files are being written and renamed."""
     total = 0
     for folder, _, names in os.walk(place):
         for name in names:
@@ -457,11 +450,11 @@ def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 @cache
 def _tell_one_error() -> None:
-    """From now on, where several arrays cannot be written or read, only the error that Orbax raises is reported.
+    """Silences repeated errors: where several arrays cannot be written or read, only the one from Orbax is shown.
 
     The others are reported with tracebacks at any moment up to the end of the process, and cannot be caught: by asyncio
     (tasks, gathered tasks and TensorStore's futures whose error was never retrieved) and by TensorStore (the event loop
-    that Orbax has closed by then). All other reports stay as they are.
+    that Orbax has closed by then).
     """
     logging.getLogger("asyncio").addFilter(_not_orbaxs_others)
     earlier = sys.unraisablehook

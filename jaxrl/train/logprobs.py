@@ -1,15 +1,14 @@
 """Log-probabilities and entropies without `[tokens, vocabulary]` logits.
 
 Logits exist for one chunk of tokens at a time, forward and backward; the backward pass computes them again. Tokens with
-mask 0 (prompts, padding) are skipped altogether. The others are visited in order, in as many whole chunks as they fill,
-and the rest in chunks of an eighth of that size; so less than an eighth of a chunk is computed in vain.
+mask 0 (prompts, padding) are skipped. The others are visited in order, in whole chunks, and the rest in chunks of an
+eighth of that size; so less than an eighth of a chunk is wasted.
 
 Source: the derivatives of log-softmax, d lp / d logits = onehot - p, and entropy, dH / d logits = -p (log p + H).
 Written by hand (`jax.custom_vjp`) because the number of chunks depends on the mask, and JAX has no reverse mode through
-a loop of unknown length; it also spares the passes over the logits that automatic differentiation of the gather and of
-the logsumexp would add.
+a loop of unknown length; it also saves passes over the logits.
 
-Dims: N tokens of this device, C tokens of a chunk, E embed, V vocabulary, K tokens that a teacher has named.
+Dims: N tokens of this device, C tokens of a chunk, E embed, V vocabulary, K tokens that a teacher ranks first.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class HeadOptions(NamedTuple):
     """How logits are computed and used. Hashable.
 
     Attributes:
-      project: (head parameters, x [C, E]) -> logits [C, V], before the temperature. In tiles it is told `widen` and
+      project: (head parameters, x [C, E]) -> logits [C, V], before the temperature. In tiles it also takes `widen` and
         `by_rows`, and V may be padded with logits of -inf.
       chunk: C, tokens that have their logits at once on a device.
       temperature: divides the logits; positive.
       entropy_gradient: whether the entropy is part of the objective; without it its gradient is zero and costs nothing.
       widen: whether narrow operands are multiplied as float32, for backends with slow narrow products.
       by_rows: how logits and log-probabilities are computed. In tiles (`actor.numerics`) they are the rollout's.
-      split: how each of the head's parameters lies on the mesh.
+      split: how the head's parameters are split over the mesh.
     """
 
     project: Project
@@ -78,11 +77,9 @@ def token_logprobs(
     mesh: Mesh,
     ids: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Log-probability of each masked token, and the entropy of the distribution it was drawn from; and what else that
-    distribution has.
+    """Log-probability of each unmasked token, and the entropy of its distribution.
 
     Args:
-      options: see `HeadOptions`.
       head: parameters of `options.project`, in the dtype in which their gradient accumulates; split as options say.
       hidden: [R, T, E], final-normed; rows split over all axes of the mesh.
       targets: int32 [R, T], the token that each hidden state predicts.
@@ -131,7 +128,8 @@ def _by_rows(
         own = options._replace(chunk=min(options.chunk, targets.size))
         order, count = _wanted_first(mask.reshape(-1) > 0, own.chunk)
         named = None if ids is None else ids.reshape(-1, ids.shape[-1])
-        flat = compute(own, head, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), order, count, named)
+        wanted = _Wanted(targets.reshape(-1), order, count, named)
+        flat = compute(own, head, hidden.reshape(-1, hidden.shape[-1]), wanted)
         return jax.tree.map(lambda values: values.reshape(*targets.shape, *values.shape[1:]), flat)
 
     # check_vma off: over axes that do not split the head its cotangent is summed by shard_map's transpose
@@ -141,11 +139,18 @@ def _by_rows(
     )
 
 
+class _Wanted(NamedTuple):
+    """The tokens of this device. targets: [N]. order, num: of `_wanted_first`. ids: [N, K], or None."""
+
+    targets: jax.Array
+    order: jax.Array
+    num: jax.Array
+    ids: jax.Array | None
+
+
 def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
     """Indices of the wanted tokens, in order, then some out of range, for slices that reach beyond; and their number.
-
-    No index is there twice, so that scatters need no atomics.
-    """
+    No index appears twice, so that scatters need no atomics."""
     size = wanted.shape[0]
     padded = size + _last_chunk(chunk)
     place, count = jnp.arange(padded, dtype=jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
@@ -153,28 +158,8 @@ def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(place < count, order, size + place), count
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(
-    options: HeadOptions,
-    head: Head,
-    hidden: jax.Array,
-    targets: jax.Array,
-    order: jax.Array,
-    count: jax.Array,
-    ids: jax.Array | None,
-) -> tuple[jax.Array, ...]:
-    return _forward(options, head, hidden, targets, order, count, ids)[0]
-
-
-def _forward(
-    options: HeadOptions,
-    head: Head,
-    hidden: jax.Array,
-    targets: jax.Array,
-    order: jax.Array,
-    count: jax.Array,
-    ids: jax.Array | None,
-) -> tuple[tuple[jax.Array, ...], Any]:
+def _forward(options: HeadOptions, head: Head, hidden: jax.Array, wanted: _Wanted) -> tuple[tuple[jax.Array, ...], Any]:
+    ids = wanted.ids
     size = hidden.shape[0]
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     whole = narrow_head = options.whole(head, hidden.dtype)
@@ -182,7 +167,7 @@ def _forward(
         narrow_head = operands(options.widen, narrow_head)
 
     def body(first: jax.Array, length: int, carry: Any) -> Any:
-        index, x, target = _take(first, length, hidden, targets, order)
+        index, x, target = _take(first, length, hidden, wanted)
         raw = options.logits(narrow_head, x)
         logits = raw / options.temperature
         # exp once for both sums: XLA:CPU took 1.3 s over 1,024 x 49,152 logits, their product included, and now 0.95
@@ -206,20 +191,20 @@ def _forward(
 
     empty = jnp.zeros((size,), wide)
     named = () if ids is None else (jnp.zeros((size, ids.shape[1] + 1), wide),)
-    logprobs, entropy, lse, *rest = _loop(count, options.chunk, body, (empty, empty, empty, *named))
+    logprobs, entropy, lse, *rest = _loop(wanted.num, options.chunk, body, (empty, empty, empty, *named))
     # arrays without numbers carry the master dtype to the backward pass
     like = jax.tree.map(lambda w: jnp.zeros((0,), w.dtype), head)
-    return (logprobs, entropy, *rest), (whole, like, hidden, targets, order, count, lse, entropy, ids)
+    return (logprobs, entropy, *rest), (whole, like, hidden, wanted, lse, entropy)
 
 
 _MIN_LOGIT = -1e30
 _TINY = 1.1754943508222875e-38  # the smallest float32 that is not subnormal
 LEAST = math.log(_TINY)
-"""The log-probability of what is less likely than that: so a KL is finite where one of two models has none at all."""
+"""The smallest log-probability, so that a KL is finite where one of two models has probability 0."""
 
 
 def _of_ids(log_p: jax.Array, ids: jax.Array) -> jax.Array:
-    """[C, K + 1] of [C, V]: those of `ids` [C, K], and that of all others together."""
+    """[C, K + 1] of [C, V]: the log-probabilities of `ids` [C, K], and that of all other tokens together."""
     chosen = jnp.take_along_axis(log_p, ids, axis=-1)
     others = jnp.sum(_without(jnp.exp(log_p), ids), axis=-1, keepdims=True)
     return jnp.maximum(jnp.concatenate([chosen, jnp.log(jnp.maximum(others, _TINY))], axis=-1), LEAST)
@@ -230,22 +215,13 @@ def _without(p: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _tops(
-    options: HeadOptions,
-    head: Head,
-    hidden: jax.Array,
-    targets: jax.Array,
-    order: jax.Array,
-    count: jax.Array,
-    ids: None,
-    *,
-    top_k: int,
-    vocab_size: int,
+    options: HeadOptions, head: Head, hidden: jax.Array, wanted: _Wanted, *, top_k: int, vocab_size: int
 ) -> jax.Array:
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     narrow_head = operands(options.widen, options.whole(head, hidden.dtype))
 
     def body(first: jax.Array, length: int, carry: jax.Array) -> jax.Array:
-        index, x, target = _take(first, length, hidden, targets, order)
+        index, x, target = _take(first, length, hidden, wanted)
         logits = options.project(narrow_head, operands(options.widen, x)).astype(wide) / options.temperature
         log_p = jax.nn.log_softmax(logits, axis=-1)
         own = lax.top_k(log_p[:, :vocab_size], top_k)[1]
@@ -253,17 +229,18 @@ def _tops(
         found = jnp.concatenate([chosen, _of_ids(log_p, own), own.astype(wide)], axis=-1)
         return carry.at[index].set(found, mode="drop", unique_indices=True)
 
-    return _loop(count, options.chunk, body, jnp.zeros((hidden.shape[0], 2 * top_k + 2), wide))
+    return _loop(wanted.num, options.chunk, body, jnp.zeros((hidden.shape[0], 2 * top_k + 2), wide))
 
 
 def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    whole, like, hidden, targets, order, count, lse, entropy, ids = saved
+    whole, like, hidden, wanted, lse, entropy = saved
+    ids = wanted.ids
     d_logprobs, d_entropy, *d_named = cotangents
     narrow_head = operands(options.widen, whole)
 
     def body(first: jax.Array, length: int, carry: Any) -> Any:
         d_head, d_hidden = carry
-        index, x, target = _take(first, length, hidden, targets, order)
+        index, x, target = _take(first, length, hidden, wanted)
         raw, pull = jax.vjp(options.project, narrow_head, operands(options.widen, x))
 
         def pick(values: jax.Array) -> jax.Array:
@@ -290,18 +267,20 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...
         return d_head, d_hidden.at[index].set(d_x.astype(hidden.dtype), mode="drop", unique_indices=True)
 
     start = (jax.tree.map(lambda w, own: jnp.zeros(w.shape, own.dtype), whole, like), jnp.zeros_like(hidden))
-    d_head, d_hidden = _loop(count, options.chunk, body, start)
-    return jax.tree.map(options.split.shard, d_head), d_hidden, None, None, None, None
+    d_head, d_hidden = _loop(wanted.num, options.chunk, body, start)
+    return jax.tree.map(options.split.shard, d_head), d_hidden, None
 
 
+# the forward pass without what it saves
+_chunked = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(0,))
 _chunked.defvjp(_forward, _backward)
 
 
-def _take(
-    first: jax.Array, length: int, hidden: jax.Array, targets: jax.Array, order: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    index = lax.dynamic_slice_in_dim(order, first, length)
-    return index, hidden.at[index].get(mode="fill", fill_value=0), targets.at[index].get(mode="fill", fill_value=0)
+def _take(first: jax.Array, length: int, hidden: jax.Array, wanted: _Wanted) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The indices, hidden states and targets of a chunk."""
+    index = lax.dynamic_slice_in_dim(wanted.order, first, length)
+    x, target = (values.at[index].get(mode="fill", fill_value=0) for values in (hidden, wanted.targets))
+    return index, x, target
 
 
 def _loop(count: jax.Array, chunk: int, body: Callable[[jax.Array, int, Any], Any], start: Any) -> Any:

@@ -7,9 +7,14 @@ published methods, with their equations and the settings that give them.
 Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the dual clip acts on negative advantages
 only, the weights of `algorithm.rollout_correction` multiply the policy loss and neither KL nor entropy. Departures:
 `seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at `clip_ratio_c =
-0`; weights are not normalised over the batch, which would need all of it before the first gradient; what
-`rollout_rs` rejects is left out of losses, their denominators and metrics, but not of advantages, which are there
-before it.
+0`; weights are not normalised over the batch, which would need all of it before the first gradient; tokens that
+`rollout_rs` rejects are left out of losses, their denominators and metrics, but not of advantages, which are computed
+before.
+
+Source of the routers' loss: Fedus et al. 2021 (arXiv:2101.03961, §2.2), the number of experts times Σ (share of tokens
+that chose an expert · its mean probability), on transformers' scale: an even load gives the number of experts per
+token. Departures: means are over a microbatch's tokens, so the cut of a batch has a small influence; each layer has a
+loss of its own, where transformers multiplies means over all layers, in which uneven layers can cancel.
 
 Source of the distillation loss: Agarwal et al. 2023 (arXiv:2306.13649), eq. 1, with the conventions of TRL's
 GKDTrainer.
@@ -17,7 +22,8 @@ GKDTrainer.
 Source of the critic's loss: the squared error with clipped values of Schulman et al.'s implementation of PPO
 (arXiv:2005.12729, §3), halved as in verl.
 
-Dims: R rows, T tokens. All arrays [R, T] are about the token that a column predicts (see `packing`).
+Dims: R rows, T tokens, L layers, X experts. All arrays [R, T] are about the token that a column predicts (see
+`packing`).
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.config import ActorSection, Config, CriticSection, RolloutCorrectionSection
-from jaxrl.train.kl import kl_estimate
+from jaxrl.models.experts import Routing
+from jaxrl.train.advantages import kl_estimate
 from jaxrl.train.packing import Array, TokenBatch
 
 
@@ -64,12 +71,9 @@ def compute(
     """The objective of a microbatch: policy loss + KL loss + distillation loss - entropy bonus, with metrics.
 
     Args:
-      logprobs: [R, T] of the policy in training.
-      entropy: [R, T] of the policy in training at each position, scaled by temperature and not truncated, in nats.
-      batch: the rest.
-      config: `actor` and `algorithm` are read.
-      named: [R, T, K + 1], the log-probabilities of `batch.teacher_ids` and of all others together, of the policy in
-        training.
+      logprobs, entropy: [R, T] of the policy in training; the entropy is that of the temperature-scaled distribution
+        before truncation, in nats.
+      named: [R, T, K + 1], the policy's log-probabilities of `batch.teacher_ids`, and of all other tokens together.
     """
     actor, mode, correction = config.actor, config.algorithm.loss_agg_mode, config.algorithm.rollout_correction
     # With recorded log-probabilities as the ratio's denominator, the trainer's own are those of this very pass.
@@ -160,15 +164,11 @@ def generalized_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.
 
 
 def compute_values(values: jax.Array, batch: TokenBatch, critic: CriticSection) -> LossTerms:
-    """The critic's objective of a microbatch: half the squared error to the returns, with metrics.
+    """The critic's objective of a microbatch: half the squared error of `values` [R, T] to the returns, with metrics.
 
-    Per token the larger one of the error of the value and of that of the value clipped to at most `cliprange_value`
-    from what it was before the step's updates; so a value that has moved away further, towards the return, has no
-    gradient. `critic/vf_clipfrac`: the share of tokens where the clipped one is larger.
-
-    Args:
-      values: [R, T] of the critic in training.
-      batch: `values` before the updates, and `returns`.
+    Per token it is the larger of two errors: of the value, and of the value clipped to `cliprange_value` around what it
+    was before the step's updates. So a value that has moved further than that towards the return has no gradient.
+    `critic/vf_clipfrac`: the share of tokens where the clipped error is larger.
     """
     before, returns, reach = jnp.asarray(batch.values), jnp.asarray(batch.returns), critic.cliprange_value
     plain = jnp.square(values - returns)
@@ -203,9 +203,9 @@ def rollout_weights(
     """min(π_ours / π_rollout, threshold) per token or per sequence, [R, T], and metrics (TIS in
     docs/your-algorithm.md).
 
-    π_rollout is what wrote the token, so the weight also corrects for an earlier version where `old_logprobs` were
+    π_rollout sampled the token, so the weight also corrects for an earlier version where `old_logprobs` were
     recomputed. Where they are the recorded ones, `ours` are those of the policy in training. Neither carries a
-    gradient. A weight needs nothing beyond its own sample, so sums of microbatches stay exact.
+    gradient.
 
     `rollout_is_mean`: the mean over tokens of the weights. `rollout_is_max`: the largest before truncation, at most
     e^20. `rollout_is_ratio_fraction_high`: the share of tokens, or of sequences, with a truncated weight.
@@ -327,3 +327,54 @@ def _masked_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
 
 def _num_tokens(batch: TokenBatch) -> jax.Array:
     return jnp.sum(jnp.asarray(batch.loss_mask) > 0).astype(jnp.float32)
+
+
+# ---------------------------------------------------------------- how evenly a microbatch's routers load experts
+
+LOAD = "moe/load"
+
+
+class Load(NamedTuple):
+    """Sums over tokens: how many chose each expert, and the probabilities of each, [X] (or of all layers [L, X]);
+    and the number of tokens."""
+
+    chosen: jax.Array
+    probabilities: jax.Array
+    tokens: jax.Array
+
+
+def load_of(routing: Routing, is_token: jax.Array) -> Load:
+    """The load of one layer; `is_token` [R, T]: padding is not counted."""
+    assert routing.probabilities is not None
+    probabilities = routing.probabilities
+    each, dtype = is_token.astype(jnp.int32), probabilities.dtype
+    hits = jnp.zeros(probabilities.shape[-1], jnp.int32).at[routing.experts].add(each[..., None])
+    mean = jnp.einsum("rt,rtx->x", each.astype(dtype), probabilities)
+    return Load(hits.astype(dtype), mean, jnp.sum(each).astype(dtype))
+
+
+def with_load(terms: LossTerms, load: Load, coef: float) -> LossTerms:
+    """The loss with the mean over layers of the load's loss times `coef` (`actor.router_aux_loss_coef`), and the
+    metrics."""
+    shares, means = load.chosen / load.tokens[:, None], load.probabilities / load.tokens[:, None]
+    own = {LOAD: Fraction(load.chosen, jnp.sum(load.tokens) / load.tokens.size)}
+    total = terms.total
+    if coef:
+        uneven = jnp.mean(jnp.sum(shares * means, axis=-1)) * shares.shape[-1]
+        total += coef * uneven * terms.denominator
+        own["moe/aux_loss"] = Fraction(uneven * terms.denominator, terms.denominator)
+    return terms._replace(total=total, means=terms.means | lax.stop_gradient(own))
+
+
+def load_metrics(load: jax.Array, per_token: int) -> dict[str, jax.Array]:
+    """`moe/*` of an update, from the share of tokens that chose each expert, [L, X].
+
+    `load_max`: the most loaded expert of any layer, over the mean of all. `load_cv`: standard deviation over mean of
+    the experts' loads, averaged over layers. `dropped`: the share of choices that no expert computed; always 0.
+    """
+    mean = jnp.mean(load, axis=-1)
+    return {
+        "moe/load_max": jnp.max(load / mean[:, None]),
+        "moe/load_cv": jnp.mean(jnp.std(load, axis=-1) / mean),
+        "moe/dropped": jnp.round(1 - jnp.mean(jnp.sum(load, axis=-1)) / per_token, 6),
+    }

@@ -1,17 +1,15 @@
 """A checkpoint's manifest: the name, size and SHA-256 of every file, in a file beside them.
 
-`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. To hash a large
-checkpoint takes about as long as to read it: so `describe` hashes files while others are still being written; of
-several processes each leaves what it has described for the one that writes the manifest (`write_part`), and compares
-its share (`dealt`).
+`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. Hashing a large
+checkpoint takes about as long as reading it, so `describe` hashes files while others are still being written. Of
+several processes each hashes its own files (`write_part`), and compares its share (`dealt`).
 
-The manifest also holds the digest of its own content, and is compared byte by byte with what `write` makes of that
-content. So every changed, cut, missing or renamed file of a checkpoint is found, and every added file that a reader
-would take as a part of an item. Other added files are allowed: notes beside the items, and hidden files (a file
-manager's `.DS_Store`, the `.nfs...` of a file that another machine has removed).
+The manifest also holds the digest of its own content, and must equal byte for byte what `write` makes of that content.
+So every changed, cut, missing or renamed file is found, and every added file that a reader would take as part of an
+item. Other added files are allowed: notes beside the items, and hidden files (`.DS_Store`, `.nfs...`).
 
-A file that is missing or unreadable is damage. Errors of the system at this moment (a server that does not answer, no
-memory, too many open files) say nothing about the checkpoint: they are raised as they are, and another try may succeed.
+A missing or unreadable file is damage. Transient errors of the system (a server that does not answer, no memory, too
+many open files) say nothing about the checkpoint: they are raised, and another try may succeed.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
 class Damaged(Exception):
-    """A checkpoint is not as it was written. The text says in what, as the end of a sentence."""
+    """A checkpoint is not as it was written. The text says how, as the end of a sentence."""
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether a read error is about what is stored, and not about the system at this moment."""
+    """Whether a read error is about the stored data, and not about the system at this moment."""
     return error.errno in _DAMAGE
 
 
@@ -56,16 +54,16 @@ def describe(
 ) -> dict[str, dict[str, Any]]:
     """Syncs and hashes files, in several threads, while others are still being written.
 
-    Before the end a file is hashed once this process, which writes it, has it open no longer. One that is another file
-    at the end, or has another size or time, is hashed again.
+    A file is hashed as soon as this process, which writes it, has closed it. If its inode, size or time has changed in
+    the end, it is hashed again.
 
     Args:
-      found: the files that are there, by the name in the manifest; asked at each look.
+      found: the present files by their names in the manifest; called repeatedly.
       progress: called after each MiB, by several threads.
-      over: waits a while, and says whether nothing is written any more.
+      over: waits a while, and returns whether all writes have ended.
 
     Returns:
-      Of each file its manifest's entry.
+      The manifest's entry of each file.
     """
     jobs = dict[str, Future[tuple[tuple[int, ...], dict[str, Any]]]]()
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -87,12 +85,12 @@ def describe(
 
 
 def write_part(folder: Path, process: int, files: Mapping[str, Any]) -> None:
-    """Leaves what one of several processes has described for the one that calls `take_parts`."""
+    """Writes the entries of one process, for `take_parts`."""
     (folder / _PART.format(process)).write_text(json.dumps(files))
 
 
 def take_parts(folder: Path, num_processes: int) -> dict[str, Any]:
-    """What all processes have described; their files are removed. Raises OSError where one is missing."""
+    """The entries of all processes, whose parts are removed. Raises OSError where one is missing."""
     files: dict[str, Any] = {}
     for process in range(num_processes):  # by name: of a folder, a network's file system may have an old list
         part = folder / _PART.format(process)
@@ -111,10 +109,8 @@ def write(
     """Writes the manifest of a folder's files. Everything is on the disk when it returns.
 
     Args:
-      schema_version: of the checkpoint.
-      step: that the checkpoint is of: a folder that is renamed to another step is found.
-      progress: as in `describe`.
-      known: files that have been described.
+      step: the checkpoint's, so that a folder that is renamed to another step is found.
+      known: entries of files that are hashed already.
     """
     files = {**known, **describe(lambda: {n: folder / n for n in _names(folder) if n not in known}, progress)}
     with open(folder / FILE_NAME, "wb") as file:
@@ -129,11 +125,11 @@ def read(folder: Path, step: int | None) -> Mapping[str, Any]:
     """The manifest of a checkpoint's folder: schema_version, step, files.
 
     Args:
-      step: that the folder's name stands for; None: it stands for none.
+      step: the one in the folder's name, if there is one.
 
     Raises:
       Damaged: it is missing, damaged, or that of another step.
-      OSError: it cannot be read now, which says nothing about what is in it (`is_damage`).
+      OSError: it cannot be read now (`is_damage`).
     """
     file = folder / FILE_NAME
     if not file.is_file():
@@ -168,9 +164,8 @@ def check(
     """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `describe`.
 
     Args:
-      items: the folders in it in which no other file may be, unless it is hidden.
-      process, num_processes: of several processes each compares its share of the files (`dealt`), and the first looks
-        which there are.
+      items: the folders that may hold no other file, unless it is hidden.
+      process, num_processes: each process compares its share of the files (`dealt`), and the first lists the folder.
 
     Raises:
       Damaged: a file is missing, has changed, or was not in an item when the checkpoint was written.
@@ -187,8 +182,8 @@ def check(
 
 
 def dealt(files: Mapping[str, Any], num_processes: int) -> list[list[str]]:
-    """The names that each process compares. Where as many have written the checkpoint, each has what it wrote, which it
-    reads again when it restores its arrays; else all have about as many bytes."""
+    """The names that each process compares. Where the same number of processes has written the checkpoint, each takes
+    its own files, which it restores anyway; else all have about as many bytes."""
     hands: list[list[str]] = [[] for _ in range(num_processes)]
     owners = {name: int(found[1]) if (found := _OWNER.search(name)) else 0 for name in files}
     as_written = set(owners.values()) == set(range(num_processes))
@@ -240,7 +235,7 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """All but folders and the manifest itself, relative to the folder."""
+    """All files but the manifest, relative to the folder."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -1,16 +1,15 @@
 """An optimizer's moments in fewer bytes: in bfloat16, or in one byte a number with a magnitude for each block.
 
-Source: Dettmers et al. 2022 (arXiv:2110.02861) for 8 bits, blocks, and what stays as it is; stochastic rounding as in
-Gupta et al. 2015 (arXiv:1502.02551). Departures: the codes are those of a logarithm, eight to an octave below the
-block's largest magnitude (signed down to 2^-15.75 of it, the second moment's to 2^-31.75), in place of the paper's
-dynamic tree. So each number has the same relative error, which is what counts where one moment is divided by the
-other's root. A linear code would make small second moments 0, and the update without bound; here only 0 itself has code
-0 among them. And rounding is stochastic: a second moment moves by a thousandth per update, and rounded to the nearest
-code it would stay where it is. It is unbiased, but for second moments below the range.
+Source: Dettmers et al. 2022 (arXiv:2110.02861) for 8 bits, blocks, and the small weights that keep their type;
+stochastic rounding as in Gupta et al. 2015 (arXiv:1502.02551). Departures: codes are logarithmic, eight to an octave
+below the block's largest magnitude (first moments down to 2^-15.75 of it, with a sign, second moments to 2^-31.75), in
+place of the paper's dynamic tree. So each number has the same relative error, which counts where one moment is divided
+by the root of the other. A linear code would round small second moments to 0, and the update would have no bound; here
+only 0 itself has code 0 among them. Rounding is stochastic: a second moment moves by a thousandth per update, and would
+not move if it were rounded to the nearest code. It is unbiased, except for second moments below the range.
 
-What is drawn depends on the number of updates, the weight, its layer and the number's place, and on nothing else.
-Where blocks lie depends on the weight alone (`block_of`), so numbers and checkpoints do not depend on the number of
-devices.
+Random bits depend only on the number of updates, the weight, its layer and the number's position, and blocks only on
+the weight (`block_of`). So numbers and checkpoints do not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PER_OCTAVE = 8
 
 
 class Block(NamedTuple):
-    """Along which dim of a weight blocks lie, and how many numbers one has."""
+    """The dim of a weight along which blocks lie, and the numbers in a block."""
 
     dim: int
     size: int
@@ -49,7 +48,7 @@ class Codes(NamedTuple):
 
     Attributes:
       codes: of the weight's shape; int8, or uint8 for second moments, which have no sign.
-      absmax: the largest magnitude of each block, float32; of the same shape, but for the blocks' dim.
+      absmax: the largest magnitude of each block, float32; the same shape except for the blocks' dim.
     """
 
     codes: jax.Array
@@ -57,9 +56,9 @@ class Codes(NamedTuple):
 
 
 def block_of(weight: Weight) -> Block | None:
-    """The blocks of a weight's moments: whole ones of up to 256 numbers, along a dim of heads, which is never split, or
-    the longest that tensor parallelism leaves whole (training may split it: `axes_of_dims`). None: it is too small, or
-    has no such dim, and its moments stay as they are."""
+    """The blocks of a weight's moments, of up to 256 numbers: along `head_dim`, which is never split, or the longest
+    dim that tensor parallelism does not split (training may: `axes_of_dims`). None: the weight is too small or has no
+    such dim, and its moments keep their type."""
     stacked = weight.dims[0] == "layers"
     sizes = {i: weight.shape[i] for i, dim in enumerate(weight.dims) if i >= stacked and dim not in TENSOR_DIMS}
     if not sizes:
@@ -72,15 +71,14 @@ def block_of(weight: Weight) -> Block | None:
 def kept_as(
     dtype: StateType, inner: optax.GradientTransformation, blocks: Mapping[str, Block | None]
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` (`scale_by_adam`, `scale_by_muon`), with its moments `mu` and `nu` in `dtype` between updates. Its update
-    takes `place`, the index of a layer where it is called with one layer alone.
+    """`inner` (`scale_by_adam`, `scale_by_muon`), with its moments `mu` and `nu` in `dtype` between updates.
 
-    Args:
-      blocks: for int8, of each weight by its path (`layers/q`).
+    Its update takes `place`, the index of a layer where it is called with one layer alone. `blocks`: for int8, of each
+    weight by its path (`layers/q`).
     """
 
     def packed(state: Tree, count: Any, place: Any) -> Tree:
-        """`count` None: of moments that are 0."""
+        """`count` None: the moments are 0."""
 
         def one(path: Any, x: jax.Array) -> Any:
             if (found := _moment(path)) is None or (dtype == "int8" and blocks[found[1]] is None):
@@ -122,7 +120,7 @@ def kept_as(
 
 
 def _moment(path: Any) -> tuple[bool, str] | None:
-    """(whether it is the second, the weight's path) of a leaf of a state; None: it is no moment."""
+    """(whether it is the second moment, the weight's path) of a leaf of a state; None for other leaves."""
     for i, key in enumerate(path):
         if getattr(key, "name", None) in ("mu", "nu"):
             return key.name == "nu", jax.tree_util.keystr(path[i + 1 :], simple=True, separator="/")
@@ -154,7 +152,7 @@ def encoded(x: jax.Array, block: Block, bits: jax.Array, *, is_square: bool) -> 
 
 
 def decoded(kept: Codes) -> jax.Array:
-    """The moment that codes stand for, float32."""
+    """The moment of these codes, float32."""
     codes, absmax = kept
     (dim,) = (i for i, size in enumerate(codes.shape) if size != absmax.shape[i])
     top = 255 if codes.dtype == jnp.uint8 else 127

@@ -1,18 +1,29 @@
-"""What a model is trained for: the policy, and the critic's values. Both have the programs of `jaxrl.train.programs`.
+"""What a model is trained for: RL's policy loss, the likelihood of SFT and DPO, or a critic's values.
 
-An objective says what is read from the final hidden states of a microbatch, per token, and what loss that makes. The
-decoder before it, packing, sharding, accumulation and the optimizer are the same for both.
+An objective says what is computed per token from the final hidden states of a microbatch, and the loss of that. The
+decoder, packing, sharding, accumulation and the optimizer are the same for all (`jaxrl.train.programs`). All have
+
+- `name`, `optim`, `grad_clip`: of a section of options (`actor`, `critic`); `name` is also the prefix of metrics;
+- `passes`: the programs without gradients, in the order in which they are needed;
+- `teacher_top_k`: how many of a teacher's tokens the loss reads in each column;
+- `head(params)`: the weights outside the layers that `per_token` needs;
+- `per_token(head, hidden, batch)`: arrays [R, T] or [R, T, ...] from final-normed hidden states [R, T, E], 0 where the
+  mask is. A pass without gradients returns the first one;
+- `loss(found, batch)`: the loss of what `per_token` has computed.
 
 Dims: R rows, T tokens, E embed.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, OptimSection
@@ -29,53 +40,8 @@ Tree = Any
 _Read = tuple[HeadOptions, Tree, jax.Array, jax.Array, jax.Array, Mesh]
 
 
-class Objective(Protocol):
-    """One model's.
-
-    Attributes:
-      name: of its section of options (`actor`, `critic`), and before its metrics.
-      optim, grad_clip: of its updates.
-      passes: its programs without gradients, those first that are needed first.
-      teacher_top_k: how many tokens of a teacher's its loss reads, in each column.
-    """
-
-    name: str
-    optim: OptimSection
-    grad_clip: float
-    passes: tuple[str, ...]
-    teacher_top_k: int
-
-    def head(self, params: Tree) -> Tree:
-        """Of the weights outside the layers, those that `per_token` needs."""
-        ...
-
-    def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
-        """Arrays [R, T] or [R, T, ...] from final-normed hidden states [R, T, E], 0 where the mask is; the first one is
-        what a pass without gradients returns."""
-        ...
-
-    def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
-        """The loss of what `per_token` has found."""
-        ...
-
-
-class ObjectiveOf(Protocol):
-    """Makes the objective of a model. `widen`, `by_rows`: as in `HeadOptions`."""
-
-    def __call__(
-        self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows
-    ) -> Objective: ...
-
-
-def objective_of(config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows) -> Objective:
-    """A model with a scalar head is a critic, any other one the policy."""
-    if model_config.scalar_head:
-        return ValueObjective(config)
-    return PolicyObjective(config, model_config, mesh, widen=widen, by_rows=by_rows)
-
-
 class PolicyObjective:
-    """Log-probabilities of the tokens that were drawn, and `losses.compute`."""
+    """Log-probabilities of the sampled tokens, and `losses.compute`. `widen`, `by_rows`: as in `HeadOptions`."""
 
     def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows) -> None:
         actor = config.actor
@@ -100,12 +66,12 @@ class PolicyObjective:
         return decoder.head(params)
 
     def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
-        """(log-probabilities, entropies), and those of the tokens that a teacher has named, if it has."""
+        """(log-probabilities, entropies), and with a teacher's tokens their log-probabilities."""
         ids = None if batch.teacher_ids is None else jnp.asarray(batch.teacher_ids)
         return token_logprobs(*self._read(head, hidden, batch), ids)
 
     def tops(self, head: Tree, hidden: jax.Array, batch: TokenBatch, vocab_size: int) -> jax.Array:
-        """What a teacher names: see `logprobs.top_logprobs`."""
+        """A teacher's likeliest tokens: see `logprobs.top_logprobs`."""
         return top_logprobs(*self._read(head, hidden, batch), self.teacher_top_k, vocab_size)
 
     def _read(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> _Read:
@@ -116,8 +82,26 @@ class PolicyObjective:
         return losses.compute(logprobs, entropy, batch, self._config, *named)
 
 
+class LikelihoodObjective(PolicyObjective):
+    """The objective of `jaxrl sft` and `jaxrl dpo`: log-likelihood, each token with a weight.
+
+    Loss = -Σ w·log π(token), averaged as `algorithm.loss_agg_mode` says. The weights stand in `TokenBatch.advantages`.
+    A demonstration's tokens have the weight 1. The gradient of a preference loss has this form as well, with weights
+    computed from the log-probabilities of both responses (`jaxrl.train.supervised`); so the two need not lie in one
+    microbatch.
+    """
+
+    def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
+        logprobs, _ = found
+        mode = self._config.algorithm.loss_agg_mode
+        total = losses.aggregate_sum(-logprobs * jnp.asarray(batch.advantages), batch, mode)
+        denominator = losses.aggregate_denominator(batch, mode)
+        means = {"train/loss": losses.Fraction(total, denominator)}
+        return losses.LossTerms(total, denominator, lax.stop_gradient(means), {})
+
+
 class ValueObjective:
-    """What is expected from each token on, before it is drawn, and `losses.compute_values`."""
+    """The expected return from each token on, before it is sampled, and `losses.compute_values`."""
 
     def __init__(self, config: Config) -> None:
         self.name, self.grad_clip, self.teacher_top_k = "critic", config.critic.grad_clip, 0
@@ -135,6 +119,23 @@ class ValueObjective:
 
     def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
         return losses.compute_values(found[0], batch, self._options)
+
+
+Objective = PolicyObjective | ValueObjective
+ObjectiveOf = Callable[..., Objective]
+"""Makes the objective of a model; arguments as of `objective_of`."""
+
+
+def objective_of(config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows) -> Objective:
+    """The default: a model with a scalar head is a critic, any other one the policy."""
+    if model_config.scalar_head:
+        return ValueObjective(config)
+    return PolicyObjective(config, model_config, mesh, widen=widen, by_rows=by_rows)
+
+
+def critic_config(model_config: ModelConfig) -> ModelConfig:
+    """The same decoder with one number in place of the vocabulary head."""
+    return dataclasses.replace(model_config, scalar_head=True)
 
 
 def _project(

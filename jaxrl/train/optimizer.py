@@ -1,12 +1,11 @@
-"""The optimizer: clip by global norm, AdamW or Muon, a learning-rate schedule; an update with a non-finite gradient is
-skipped.
+"""The optimizer: clipping by global norm, AdamW or Muon, a learning-rate schedule; non-finite gradients are skipped.
 
 Built from optax (Loshchilov & Hutter 2019 for AdamW; Pascanu et al. 2013 for clipping; Jordan et al. 2024 for Muon,
-scaled as by Liu et al. 2025, arXiv:2502.16982, eq. 4, so that it takes AdamW's learning rates). Muon's are the matrices
-of the layers, each layer's for itself; norms, biases, the embedding and the heads have AdamW. Departures: a warm-up of
-n updates starts at lr/n. verl and transformers start at 0 and have the same rates one update later: here no rollout is
-spent on an update that changes nothing. Skipping is ours rather than `optax.apply_if_finite`, which lets the update
-through after a number of failures in a row.
+scaled as by Liu et al. 2025, arXiv:2502.16982, eq. 4, so that it takes AdamW's learning rates). Muon trains the
+matrices of the layers, each layer separately; norms, biases, the embedding and the heads have AdamW. Departures: a
+warm-up of n updates starts at lr/n. verl and transformers start at 0 and have the same rates one update later: here no
+rollout is spent on an update that changes nothing. `optax.apply_if_finite` is not used: it lets an update through after
+a number of failures in a row.
 
 Parameters are partitioned into trainable and frozen ones before anything is differentiated: `partition` replaces the
 leaves of the other part by None, which is an empty subtree to JAX.
@@ -36,7 +35,6 @@ Trainable = Callable[[str], bool]
 
 def everything(path: str) -> bool:
     """The default partition: all parameters are trainable."""
-    del path
     return True
 
 
@@ -65,9 +63,8 @@ def schedule(optim: OptimSection, total_updates: int = 0, model: str = "actor") 
     """Learning rate as a function of the number of updates made so far.
 
     Args:
-      optim: its `lr*` and `min_lr_ratio` options.
       total_updates: where cosine and linear schedules end; they stay there afterwards. A warm-up may be longer.
-      model: whose section `optim` is in, for the error.
+      model: the section that has `optim`, for the error.
 
     Raises:
       ConfigError: a decaying schedule without a known end.
@@ -95,12 +92,7 @@ def schedule(optim: OptimSection, total_updates: int = 0, model: str = "actor") 
 
 
 class UpdateOutcome(NamedTuple):
-    """What an update did. Scalars.
-
-    Attributes:
-      grad_norm: global norm before clipping.
-      applied: whether the gradient was finite.
-    """
+    """Scalars: the gradient's global norm before clipping, and whether it was finite, so that it was applied."""
 
     grad_norm: jax.Array
     applied: jax.Array
@@ -126,7 +118,7 @@ class Optimizer(NamedTuple):
 
         Args:
           sums: gradients, not yet divided by `denominator`.
-          state: one in the host's memory comes to the devices a layer at a time; the bits are the same.
+          state: in host memory it comes to the devices a layer at a time; the bits are the same.
         """
 
         def mean(g: jax.Array) -> jax.Array:
@@ -160,15 +152,11 @@ def build(
     model: str = "actor",
     weights: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """The optimizer that a config describes.
+    """The optimizer of a section; `total_updates` and `model` as in `schedule`.
 
     Args:
-      optim: the optimizer and the schedule.
       grad_clip: global norm; 0 switches clipping off.
-      total_updates: optimizer updates in the whole run, for schedules that decay.
-      model: whose section `optim` is in, for errors.
-      weights: the model's, as declared: Muon takes the matrices of the layers, and a state in int8 has blocks of their
-        dims; AdamW in other types does without.
+      weights: the model's, as declared; needed for Muon and for states in int8.
     """
     lr = schedule(optim, total_updates, model)
     assert weights is not None or (optim.name, optim.state_dtype == "int8") == ("adamw", False), "looks at dims"

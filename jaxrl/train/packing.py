@@ -3,41 +3,37 @@
 Several samples share a row, told apart by segment ids, and the samples of a prompt share its tokens. Source: sequence
 packing as in Krell et al. 2021 (arXiv:2107.02027), by best-fit decreasing. Departures: groups of samples are packed,
 not single samples; and they are dealt evenly where that fits (longest first, to the row with most room), so that all
-rows (hence all devices) attend to similar numbers of tokens.
+rows, hence all devices, attend to similar numbers of tokens.
 
-**Shared prompts.** Samples of a prompt that lie in the same row follow one copy of it: a segment with the prompt except
-for its last token (the shared prefix), then per sample a segment with the prompt's last token and the response. The
-last token is repeated because each sample's first log-probability is read from its hidden state. A token sees its own
-segment and, by `prefix_ids`, the prefix: the same tokens as if the prompt stood before each sample, so the same
-numbers. A group that does not fit is split over rows, each with a copy of the prefix; a single sample is one segment,
-prompt included.
+**Shared prompts.** Samples of a prompt in the same row follow one copy of it: a segment with the prompt except for its
+last token (the shared prefix), then per sample a segment with the prompt's last token and the response. The last token
+is repeated because each sample's first log-probability is read from its hidden state. A token sees its own segment and,
+by `prefix_ids`, the prefix, as if the prompt stood before each sample. A group that does not fit is split over rows,
+each with a copy of the prefix; a single sample is one segment, prompt included.
 
-**Alignment.** What is known of a response's token stands where the model predicts it, which is one column before it:
-`targets[r, t]` is `tokens[r, t + 1]`, and `logprobs[r, t]` its log-probability. `loss_mask` is 1 at such columns only.
-They are in the token's own segment, because a prompt has at least one token. So no column asks for its neighbour, and
-a row may be parted anywhere.
+**Alignment.** A response token's data stands where the model predicts the token, one column before it: `targets[r, t]`
+is `tokens[r, t + 1]`, and `logprobs[r, t]` its log-probability. `loss_mask` is 1 at such columns only. They are in the
+token's own segment, because a prompt has at least one token. So no column needs its neighbour, and a row may be cut
+anywhere.
 
 **Rows of several devices** (`actor.context_parallel_size`). A row is cut into twice as many pieces as devices share it,
-and each has one from the beginning and one from the end (`dealt`): under a causal mask all then attend to as much, as
-in Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Here rows are whole.
+and each device has one from the beginning and one from the end (`dealt`): under a causal mask all then attend to as
+much, as in Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Rows in this file are uncut.
 
-**Shapes.** A run has at most four shapes of a microbatch (`microbatch_shapes`), which follow from the options, the
-model and the mesh alone: a full one, and three quarters, half and a quarter of it. So the programs can be compiled
-before there is a batch, and none is compiled later. A call's samples lie in full microbatches and at most one smaller
-one: what is padded is less than a quarter of a microbatch, and what the ends of the rows leave. Rows are as long as
-attention allows: it skips what lies in other segments, so a row of the whole token budget costs no more per token than
-a short one, and has only one end. With lengths drawn from the quickstart's (6 groups of 4), 87 % of the columns hold a
-token; with rows of the longest sample, doubled or not, in any power of two (7 shapes), it was 84 %. Nothing here looks
-at a clock or draws at random.
+**Shapes.** A run has at most four microbatch shapes (`microbatch_shapes`): a full one, and three quarters, half and a
+quarter of it. They follow from the options, the model and the mesh alone, so all programs can be compiled before there
+is a batch. Rows are as long as attention allows: it skips other segments, so a row of the whole token budget costs no
+more per token than a short one. With the quickstart's lengths (6 groups of 4), 87 % of the columns hold a token; with
+rows of the longest sample, doubled or not, in any power of two (7 shapes), it was 84 %.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -94,28 +90,14 @@ class TokenBatch:
     @classmethod
     def zeros(cls, rows: int, length: int, top_k: int = 0) -> TokenBatch:
         """Arrays of padding only, as numpy arrays; with `top_k` a teacher's among them."""
-
-        def integers() -> np.ndarray:
-            return np.zeros((rows, length), np.int32)
-
-        def floats() -> np.ndarray:
-            return np.zeros((rows, length), np.float32)
-
+        integers = "tokens", "segment_ids", "prefix_ids", "positions", "targets", "versions", "sequence_length"
+        floats = (
+            *("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs"),
+            *("values", "returns"),
+        )
         return cls(
-            tokens=integers(),
-            segment_ids=integers(),
-            prefix_ids=integers(),
-            positions=integers(),
-            targets=integers(),
-            loss_mask=floats(),
-            advantages=floats(),
-            rollout_logprobs=floats(),
-            old_logprobs=floats(),
-            ref_logprobs=floats(),
-            values=floats(),
-            returns=floats(),
-            versions=integers(),
-            sequence_length=integers(),
+            **{name: np.zeros((rows, length), np.int32) for name in integers},
+            **{name: np.zeros((rows, length), np.float32) for name in floats},
             num_sequences=np.zeros((rows,), np.int32),
             teacher_ids=np.zeros((rows, length, top_k), np.int32) if top_k else None,
             teacher_logprobs=np.zeros((rows, length, top_k + 1), np.float32) if top_k else None,
@@ -145,7 +127,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Microbatches (numpy), and per sample its place (None: it has no response tokens and was left out)."""
+    """Microbatches (numpy), and per sample its place; None for samples without response tokens."""
 
     microbatches: list[TokenBatch]
     places: list[Place | None]
@@ -154,14 +136,13 @@ class Packed:
         """Per-token results [R, T, ...], one array per microbatch, as one array [T_i, ...] per sample, in the batch's
         order; [0] where no sample has tokens."""
         nothing = results[0][0, :0] if results else np.zeros((0,), np.float32)
-        out: list[np.ndarray] = []
-        for place in self.places:
+
+        def one(place: Place | None) -> np.ndarray:
             if place is None:
-                out.append(np.array(nothing))
-            else:
-                row = results[place.microbatch][place.row]
-                out.append(np.array(row[place.start : place.start + place.length]))
-        return out
+                return np.array(nothing)
+            return np.array(results[place.microbatch][place.row][place.start : place.start + place.length])
+
+        return [one(place) for place in self.places]
 
 
 _PARTS = 4  # a full microbatch, and three quarters, half and a quarter of it
@@ -180,7 +161,7 @@ class Shape(NamedTuple):
 
 
 def row_length(num_tokens: int) -> int:
-    """The shortest row that is given so many tokens: a multiple of 16, beyond 512 of 128."""
+    """The shortest row for this many tokens: a multiple of 16, beyond 512 of 128."""
     return -(-num_tokens // _step(num_tokens)) * _step(num_tokens)
 
 
@@ -194,13 +175,8 @@ def microbatch_shapes(
     """The shapes that a run's microbatches may have, ascending; the last one is a full microbatch.
 
     A full one has as many tokens as `actor.ppo_max_token_len_per_gpu` allows (at least one row of the longest sample),
-    but no more than a minibatch can have. Its rows are as long as they can be without making a token more than a tenth
-    dearer than in rows of one sample, and without holding a longer row's scores. Of a row that several devices share,
-    each has an equal part.
-
-    Args:
-      num_devices: among which a microbatch's tokens are split.
-      attention: what the trainer attends with.
+    but no more than a minibatch can have. Its rows are as long as possible without making a token more than a tenth
+    dearer than in rows of one sample, and without holding a longer row's scores.
     """
     data, group = config.data, config.rollout.n
     shared = config.actor.share_prompts
@@ -245,13 +221,12 @@ def pack(
     """Packs samples into microbatches with rows that split evenly over groups of devices that share rows.
 
     Args:
-      batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are. Its loss
-        masks may have several spans per sample.
-      shapes: of the microbatches of a group, ascending; rows of the last one hold the longest allowed sample.
+      batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are.
+      shapes: of a group's microbatches, ascending; rows of the last one hold the longest allowed sample.
       max_model_length: tokens of the longest allowed sample, prompt included.
       num_groups: group g gets rows g*n to (g+1)*n of a microbatch with n rows per group.
       share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
-      top_k: tokens of a teacher's in each column; 0: what the batch has of them stays out.
+      top_k: a teacher's tokens in each column; 0 leaves the batch's out.
 
     Raises:
       ValueError: a prompt is empty, or a sample is longer than `max_model_length`.
@@ -294,7 +269,8 @@ class _RowWriter:
     """Writes segments into a row of a microbatch, from left to right."""
 
     def __init__(self, out: TokenBatch, row: int, batch: TrainBatch) -> None:
-        self._out, self._row, self._batch = out, row, batch
+        self._row: dict[str, Any] = {name: x[row : row + 1] for name, x in vars(out).items() if x is not None}
+        self._batch = batch
         self._column, self._segment, self._prefix = 0, 0, 0
 
     def prefix(self, token_ids: tuple[int, ...]) -> None:
@@ -305,47 +281,43 @@ class _RowWriter:
     def sample(self, i: int, shared: int, mask: np.ndarray) -> int:
         """Writes the prompt after its `shared` prefix tokens, and the response; returns the column that predicts the
         response's first token."""
-        batch, out = self._batch, self._out
-        old_logprobs = batch.samples[i].rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i]
-        prompt, sample = batch.prompts[i].token_ids[shared:], batch.samples[i]
+        batch, sample = self._batch, self._batch.samples[i]
+        prompt = batch.prompts[i].token_ids[shared:]
         whole = self._begin(np.concatenate([np.asarray(prompt, np.int32), sample.token_ids]), first_position=shared)
-        response = (self._row, slice(whole.start + len(prompt) - 1, whole.stop - 1))
+        response = slice(whole.start + len(prompt) - 1, whole.stop - 1)
         learned = int(np.count_nonzero(mask))
+        self._put(whole, sequence_length=learned)
         if shared:
-            _put(out.prefix_ids, (self._row, whole), self._prefix)
-        _put(out.sequence_length, (self._row, whole), learned)
-        _put(out.targets, response, sample.token_ids)
-        _put(out.loss_mask, response, mask)
-        _put(out.advantages, response, batch.advantages[i])
-        _put(out.rollout_logprobs, response, sample.rollout_logprobs)
-        _put(out.old_logprobs, response, old_logprobs)
-        known = (
-            *((out.ref_logprobs, batch.ref_logprobs), (out.values, batch.values), (out.returns, batch.returns)),
-            *((out.teacher_ids, batch.teacher_ids), (out.teacher_logprobs, batch.teacher_top_logprobs)),
+            self._put(whole, prefix_ids=self._prefix)
+        self._put(
+            response,
+            targets=sample.token_ids,
+            loss_mask=mask,
+            advantages=batch.advantages[i],
+            rollout_logprobs=sample.rollout_logprobs,
+            old_logprobs=sample.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i],
+            versions=sample.versions,
         )
-        for array, given in known:
-            if given is not None and array is not None:
-                _put(array, response, given[i])
-        _put(out.versions, response, sample.versions)
-        assert isinstance(out.num_sequences, np.ndarray)
-        out.num_sequences[self._row] += learned > 0
-        return response[1].start
+        known = {
+            **{"ref_logprobs": batch.ref_logprobs, "values": batch.values, "returns": batch.returns},
+            **{"teacher_ids": batch.teacher_ids, "teacher_logprobs": batch.teacher_top_logprobs},
+        }
+        self._put(response, **{n: x[i] for n, x in known.items() if x is not None and n in self._row})
+        self._row["num_sequences"] += learned > 0
+        return response.start
 
     def _begin(self, tokens: np.ndarray, first_position: int) -> slice:
+        """Begins a segment; returns its columns."""
         self._segment += 1
         columns = slice(self._column, self._column + len(tokens))
         self._column = columns.stop
-        where = (self._row, columns)
-        _put(self._out.tokens, where, tokens)
-        _put(self._out.segment_ids, where, self._segment)
-        _put(self._out.prefix_ids, where, self._segment)
-        _put(self._out.positions, where, np.arange(first_position, first_position + len(tokens)))
+        positions = np.arange(first_position, first_position + len(tokens))
+        self._put(columns, tokens=tokens, segment_ids=self._segment, prefix_ids=self._segment, positions=positions)
         return columns
 
-
-def _put(array: Array, where: tuple[int, slice], values: object) -> None:
-    assert isinstance(array, np.ndarray)
-    array[where] = values
+    def _put(self, columns: slice, **values: Any) -> None:
+        for name, value in values.items():
+            self._row[name][0, columns] = value
 
 
 # ---------------------------------------------------------------- what goes where
@@ -377,16 +349,18 @@ class _Plan:
 
 
 def _plan(families: list[_Family], shapes: Sequence[Shape], num_groups: int) -> _Plan:
-    """The plan of fewest columns, over all limits on the samples that share a row."""
-    best: tuple[int, _Plan] | None = None
-    for most in _halvings(max(len(family.responses) for family in families)):
+    """The plan of fewest columns; limits on the samples that share a row are tried in halves."""
+    most = max(len(family.responses) for family in families)
+    limits = [most]
+    while most > 1:
+        most = -(-most // 2)
+        limits.append(most)
+    plans: list[_Plan] = []
+    for most in limits:
         pieces = [piece for family in families for piece in _split(family, shapes[-1].length, most)]
-        plan = _fill(_longest_first(pieces), shapes, num_groups)
-        columns = sum(shape.tokens for shape in plan.shapes)
-        if best is None or columns < best[0]:
-            best = columns, plan
-    assert best is not None
-    return best[1]
+        pieces.sort(key=lambda piece: (-piece.length, piece.members))
+        plans.append(_fill(pieces, shapes, num_groups))
+    return min(plans, key=lambda plan: sum(shape.tokens for shape in plan.shapes))
 
 
 def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_groups: int) -> _Plan:
@@ -423,13 +397,6 @@ def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_groups: int) -> _Pl
     return plan
 
 
-def _halvings(count: int) -> Iterator[int]:
-    yield count
-    while count > 1:
-        count = -(-count // 2)
-        yield count
-
-
 def _split(family: _Family, width: int, most: int) -> list[_Piece]:
     """A family cut into pieces of at most `most` samples that fit `width`: longest sample first, into the first."""
     order = sorted(family.responses, key=lambda i: (-family.responses[i], i))
@@ -447,10 +414,6 @@ def _split(family: _Family, width: int, most: int) -> list[_Piece]:
         members[row].append(i)
         loads[row] += need
     return [_Piece(tuple(sorted(m)), prefix if len(m) > 1 else 0, load) for m, load in zip(members, loads, strict=True)]
-
-
-def _longest_first(pieces: list[_Piece]) -> list[_Piece]:
-    return sorted(pieces, key=lambda piece: (-piece.length, piece.members))
 
 
 def _best_fit(lengths: list[int], room: list[int]) -> list[int] | None:

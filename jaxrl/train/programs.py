@@ -1,8 +1,7 @@
 """The update's compiled programs, and the shapes and shardings that they are compiled for.
 
-Purpose: they follow from the options, the model and the mesh alone, so they can be compiled without weights: ahead, by
-another thread than the one that will run them (beside the first rollout), or for devices that are not there. Source
-and numbers: `jaxrl.train.step`.
+They follow from the options, the model and the mesh alone, so they can be compiled without weights: ahead, in another
+thread (beside the first rollout), or for devices that are not there. Source and memory: `jaxrl.train.trainer`.
 
 Programs, as (name, rows, tokens of a row) of the microbatch:
 
@@ -20,19 +19,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS, at_once
-from jaxrl.kernels.reference import Keys
+from jaxrl.kernels.reference import Keys, MaskInputs
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
@@ -45,12 +45,13 @@ from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes, platform_of
 from jaxrl.sharding.rules import map_weights, padded_weights, train_shardings
-from jaxrl.train import losses, routing
+from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.moments import Codes
 from jaxrl.train.objectives import ObjectiveOf, objective_of
-from jaxrl.train.packing import TokenBatch, microbatch_shapes
+from jaxrl.train.packing import Packed, TokenBatch, dealt, microbatch_shapes, pack
 from jaxrl.train.vocabulary import Embedding, Split, split_of
+from jaxrl.types import TrainBatch
 
 Tree = Any
 _NO_WINDOW = 2**30  # positions, in a model in which other layers have a window
@@ -70,7 +71,7 @@ class Accumulator:
 
 
 class TrainPrograms(CompiledPrograms):
-    """Gradients, log-probabilities or values, and updates of one model on one mesh, each shape compiled once.
+    """The programs of one model on one mesh, each shape compiled once.
 
     Example::
 
@@ -79,18 +80,18 @@ class TrainPrograms(CompiledPrograms):
         Trainer(config, model_config, params, mesh, programs=programs)
 
     Attributes:
-      config, model_config, mesh: what the programs are made for. platform: of the mesh's devices.
-      objective: what the model is trained for; with a scalar head it is a critic.
+      config, model_config, mesh: as given; `config` with the platform's types. platform: of the mesh's devices.
+      objective: `jaxrl.train.objectives`.
       packed_attention: what `actor.attention` means on the mesh's platform.
       microbatches: the shapes of a microbatch on one device, ascending.
       optimizer: the update rule.
-      trainable, frozen, state: shapes, dtypes and shardings of the master weights' two parts and the optimizer's state.
-      sums: the same of what accumulates.
+      trainable, frozen, state: shapes, dtypes and shardings of trained and frozen weights and the optimizer's state.
+      sums: the same of the accumulator.
       layout: its `tp` devices share rows of tokens (`actor.context_parallel_size`), its `dp` groups split them.
       shardings, dtypes: of all weights.
-      places, ref_dtypes: shardings and types of the reference's, where it has weights of its own. With
-        `actor.offload_reference` its layers' matrices lie in the host's memory (`jaxrl.models.streaming` does the same
-        for the rollout's form), and the scan over layers brings them to the devices one by one.
+      places, ref_dtypes: shardings and types of a reference's own weights. With `actor.offload_reference` its layers'
+        matrices lie in host memory (`jaxrl.models.streaming` does the same for the rollout's form), and the scan over
+        layers brings them to the devices one by one.
     """
 
     def __init__(
@@ -106,13 +107,11 @@ class TrainPrograms(CompiledPrograms):
         objective: ObjectiveOf = objective_of,
         whole: Mesh | None = None,
     ) -> None:
-        """See `jaxrl.train.step.Trainer` for the arguments and for what is refused.
+        """Arguments and errors as of `jaxrl.train.trainer.Trainer`, and
 
-        Args, besides those:
-          updates: whether the optimizer is among the programs that will be needed; False where gradients alone are
-            computed.
-          objective: what the model is trained for.
-          whole: of which `mesh` is a part, and whose weights it is given; they are split in the same dims.
+        Args:
+          updates: whether the optimizer's programs will be needed; False where gradients alone are computed.
+          whole: the mesh of which `mesh` is a part; weights are split in the same dims as there.
         """
         super().__init__()
         self._updates = updates
@@ -202,17 +201,76 @@ class TrainPrograms(CompiledPrograms):
         first, last = ([("init", 0, 0)], [("update", 0, 0)]) if self._updates else ([], [])
         return [*first, ("zeros", 0, 0), *whole, *last, *smaller]
 
+    # ------------------------------------------------------------------ running them
+
+    def pack(self, batch: TrainBatch, *, for_loss: bool = False) -> Packed:
+        """The samples in microbatches of this mesh's shapes; for the loss with the teacher's tokens that it reads."""
+        return pack(
+            batch,
+            shapes=self.microbatches,
+            max_model_length=self.config.max_model_length,
+            num_groups=self.layout.dp,
+            share_prompts=self.config.actor.share_prompts,
+            top_k=self.objective.teacher_top_k if for_loss else 0,
+        )
+
+    def on_device(self, microbatch: TokenBatch) -> TokenBatch:
+        """A microbatch with its rows split over the mesh, the columns of each as `dealt` has them."""
+        microbatch = microbatch.with_columns(dealt(microbatch.tokens.shape[1], self.layout.tp))
+        # the callback form works on several processes, each of which packs the same batch
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, self.rows(x.ndim), x.__getitem__), microbatch
+        )
+
+    def forward(
+        self, kind: str, params: Tree, batch: TrainBatch, dispatched: Callable[[jax.Array], None]
+    ) -> list[np.ndarray]:
+        """What a program without gradients finds of every response token: float32 [T_i, ...] per sample.
+
+        Args:
+          kind: `logprobs`, `ref_logprobs` for weights of the reference's dtype, a critic's `values`, or a teacher's
+            `top_logprobs`.
+          dispatched: called with the result of each microbatch once it is dispatched.
+
+        Raises:
+          ValueError: a sample is too long.
+        """
+        packed, results = self.pack(batch), list[jax.Array]()
+        for microbatch in packed.microbatches:
+            results.append(self.dispatch(kind, params, microbatch))
+            dispatched(results[-1])
+        return self.unpack(packed, results)
+
+    def dispatch(self, kind: str, params: Tree, microbatch: TokenBatch) -> jax.Array:
+        """Runs a program without gradients; nothing is waited for."""
+        return self.to_run((kind, *microbatch.tokens.shape))(params, self.on_device(microbatch))
+
+    def unpack(self, packed: Packed, results: Sequence[jax.Array]) -> list[np.ndarray]:
+        """The results of `dispatch`, one per microbatch, by sample."""
+        found = [np.asarray(x)[:, np.argsort(dealt(x.shape[1], self.layout.tp))] for x in results]
+        return [x.astype(np.float32) for x in packed.unpack(found)]
+
+    def add_gradients(
+        self, trainable: Tree, frozen: Tree, sums: Accumulator | None, microbatch: TokenBatch
+    ) -> tuple[Accumulator, jax.Array]:
+        """`sums` (None: zeros), which are donated, plus a microbatch's; and a number that is ready when it has run.
+        Nothing is waited for."""
+        if sums is None:
+            sums = self.to_run(("zeros", 0, 0))()
+        program = self.to_run(("accumulate", *microbatch.tokens.shape))
+        return program(trainable, frozen, sums, self.on_device(microbatch))
+
+    # ------------------------------------------------------------------ compiling them
+
     def compiler_options(self, kind: str) -> dict[str, Any]:
         on_gpus = self._is_invariant and self.platform == "gpu"
         return {**GPU_COMPILER_OPTIONS} if on_gpus else super().compiler_options(kind)
 
     def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
-        """The program of a shape (see the module), traced for the mesh's devices; lowered for `platforms` where they
-        are given.
+        """The program of a shape (see the module), traced for the mesh's devices; lowered for `platforms` if given.
 
-        Args:
-          sizes: rows of the microbatch on all devices together, a multiple of the number of groups that share rows;
-            and tokens of a row.
+        `sizes`: rows of the microbatch on all devices together, a multiple of the number of groups that share rows; and
+        tokens of a row.
         """
         rows, tokens = sizes or (0, 0)
         with products_of(self.config.actor.dtype, self.platform):
@@ -246,7 +304,7 @@ class TrainPrograms(CompiledPrograms):
         return map_weights(one, self.model_config.weights(), shardings, dtypes)
 
     def _abstract_ref(self) -> Tree:
-        """The reference's weights: of a model with adapters its base, which is there."""
+        """The reference's weights; a model with adapters has its base as the reference."""
         if self.model_config.lora is None:
             return self._abstract_params(self.ref_dtypes, self.places)
         return without_adapters(self._abstract_params(self.dtypes, self.shardings))
@@ -255,29 +313,29 @@ class TrainPrograms(CompiledPrograms):
         return jax.tree.map(lambda x: _abstract(x, self.rows(x.ndim)), TokenBatch.zeros(rows, tokens, top_k))
 
     def rows(self, ndim: int) -> NamedSharding:
-        """Of a microbatch's array of so many dims: rows over groups of devices, and their tokens over each group's."""
+        """The sharding of a microbatch's array: rows over groups of devices, their tokens over each group's devices."""
         return self.layout.sharding(*("dp", "tp")[:ndim])
 
     def parted(self, batch: TokenBatch) -> TokenBatch:
-        """The same with each device's parts of rows as rows of its own, [R * C, T / C] where C devices share rows. All
-        but attention and losses is computed so: it asks for no other token."""
+        """The same with each device's parts of rows as rows of its own, [R * C, T / C] where C devices share rows.
+        Everything but attention and losses is computed so: a token needs no other token there."""
         return self._as(lambda x: self.rows(x.ndim).spec, lambda _: self._parts.spec, batch)
 
     def joined(self, found: Tree) -> Tree:
-        """Arrays [R, T] or [R, T, ...] of what was found of parts of rows."""
+        """The inverse of `parted`, for arrays [R, T] or [R, T, ...]."""
         return self._as(lambda _: self._parts.spec, lambda _: self.rows(2).spec, found)
 
     def _as(self, before: Callable[[Any], PartitionSpec], after: Callable[[Any], PartitionSpec], tree: Tree) -> Tree:
-        """The arrays of which each device has the same in another split."""
+        """Relabels shardings: each device keeps its data."""
         specs = jax.tree.map(before, tree), jax.tree.map(after, tree)
         same = jax.shard_map(lambda tree: tree, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
         return same(tree)
 
     def _hidden_and_head(
         self, params: Tree, rows: TokenBatch, keys: jax.Array | None
-    ) -> tuple[jax.Array, Tree, routing.Load | None]:
-        """Final-normed hidden states [R, T, E] of `parted` rows, the parameters that the objective reads them with, and
-        the load of a policy's experts, if it has any; `keys` as in `decoder.forward_scan`."""
+    ) -> tuple[jax.Array, Tree, losses.Load | None]:
+        """Final-normed hidden states [R, T, E] of `parted` rows, the objective's head, and the load of a policy's
+        experts, if it has any; `keys` as in `decoder.forward_scan`."""
         is_token = jnp.asarray(rows.segment_ids) > 0
         tells_load = self.model_config.num_experts > 0 and not self.model_config.scalar_head
         out = decoder.forward_scan(
@@ -296,14 +354,14 @@ class TrainPrograms(CompiledPrograms):
             keys=keys,
             mix=self._mix,
             by_rows=self._by_rows,
-            tally=partial(routing.load_of, is_token=is_token) if tells_load else None,
+            tally=partial(losses.load_of, is_token=is_token) if tells_load else None,
         )
         hidden, load = out if tells_load else (out, None)
         return hidden, self.objective.head(params), load
 
     def _gather_layer(self, layer: Tree) -> Tree:
-        """A layer's weights on every device; quantised ones cross as they are, and are made whole there. What lies in
-        the host's memory comes to the devices first."""
+        """A layer's weights on every device; quantised ones are gathered as codes and dequantised there. Weights in
+        host memory come to the devices first."""
         space = jax.memory.Space
         layer = {
             name: jax.device_put(w, space.Device) if jax.typeof(w).memory_space is space.Host else w
@@ -321,7 +379,6 @@ class TrainPrograms(CompiledPrograms):
 
     def _attention(self, rows: TokenBatch) -> Callable[..., jax.Array]:
         """Attention of [R, T] tokens of `parted` rows, for all layers of a microbatch; each device loops over its own.
-        With layers of several kinds it is told a layer's, as `decoder.forward_scan` calls it.
 
         Where devices share rows, each gathers their keys and values (as in Llama 3: Grattafiori et al. 2024,
         arXiv:2407.21783, section 3.3.2), and in the backward pass their gradients are added and split.
@@ -329,7 +386,7 @@ class TrainPrograms(CompiledPrograms):
         packed, whole = self.packed_attention, Split(1, self.layout.tp_axes)
         parts, is_shared = self._parts.spec, self.layout.tp > 1
         local = partial(jax.shard_map, mesh=self.mesh, in_specs=parts, check_vma=False)
-        shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
+        mask = MaskInputs(jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
         by_kind = [kind.window for kind in self.model_config.kinds]
         windows = list(dict.fromkeys(by_kind))
 
@@ -337,16 +394,15 @@ class TrainPrograms(CompiledPrograms):
             both = whole.whole(jnp.stack([segment_ids, positions], axis=-1), jnp.int32)
             return Keys(both[..., 0], both[..., 1])
 
-        keys = local(all_keys, out_specs=parts)(*shards[:2]) if is_shared else None
+        if is_shared:
+            mask = mask._replace(keys=local(all_keys, out_specs=parts)(mask.segment_ids, mask.positions))
 
-        def prepared(
-            window: int, segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, keys: Keys | None
-        ) -> Any:
-            """(the first position that each token sees, tiles); None for the former in a model without windows."""
-            first = positions - (window or _NO_WINDOW) + 1 if any(windows) else None
-            return first, packed.tile_pairs(segment_ids, positions, prefix_ids, self.config.actor.dtype, first, keys)
+        def prepared(window: int, mask: MaskInputs) -> Any:
+            """(the first position that each token sees, or None in a model without windows; tiles)."""
+            first = mask.positions - (window or _NO_WINDOW) + 1 if any(windows) else None
+            return first, packed.tile_pairs(mask._replace(first=first), self.config.actor.dtype)
 
-        found = [local(partial(prepared, window), out_specs=parts)(*shards, keys) for window in windows]
+        found = [local(partial(prepared, window), out_specs=parts)(mask) for window in windows]
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *found) if len(windows) > 1 else found[0]
 
         has_sinks = self.model_config.attention_sinks
@@ -363,14 +419,15 @@ class TrainPrograms(CompiledPrograms):
             if len(windows) > 1:
                 own = jnp.asarray([windows.index(window) for window in by_kind])[kind[0]]
                 first, tiles = jax.tree.map(lambda x: x[own], stacked)
-            specs = (*(parts for _ in (q, k, v, *shards, tiles, first)), PartitionSpec(), parts)
-            return local(of_part, in_specs=specs, out_specs=parts)(q, k, v, *shards, tiles, first, sinks, keys)
+            arguments = q, k, v, mask._replace(first=first), tiles
+            specs = (*(parts for _ in arguments), PartitionSpec())
+            return local(of_part, in_specs=specs, out_specs=parts)(*arguments, sinks)
 
         return attend
 
     def _per_token(
         self, params: Tree, batch: TokenBatch, keys: jax.Array | None = None
-    ) -> tuple[tuple[jax.Array, ...], routing.Load | None]:
+    ) -> tuple[tuple[jax.Array, ...], losses.Load | None]:
         rows = self.parted(batch)
         hidden, head, load = self._hidden_and_head(params, rows, keys)
         return self.joined(self.objective.per_token(head, hidden, rows)), load
@@ -379,14 +436,14 @@ class TrainPrograms(CompiledPrograms):
         return self._per_token(params, batch)[0][0]
 
     def _gradients_of(self, trainable: Tree, frozen: Tree, batch: TokenBatch, sums: Tree) -> Accumulator:
-        """Of a microbatch, the gradients added to `sums`: a layer's where they lie, as soon as they are there, so that
-        never all of a microbatch exist beside them."""
+        """Adds a microbatch's gradients to `sums` in place, a layer's as soon as they are computed, so that a second
+        copy of all gradients never exists."""
 
         def objective(trainable: Tree) -> tuple[jax.Array, losses.LossTerms]:
             found, load = self._per_token(optimizers.combine(trainable, frozen), batch, keys)
             terms = self.objective.loss(found, _held_back(batch, found[0]))
             if load is not None:
-                terms = routing.with_load(terms, load, self.config.actor.router_aux_loss_coef)
+                terms = losses.with_load(terms, load, self.config.actor.router_aux_loss_coef)
             return terms.total, terms
 
         lora = self.model_config.lora
@@ -398,10 +455,10 @@ class TrainPrograms(CompiledPrograms):
         return Accumulator(jax.tree.map(jax.freeze, into), terms.denominator, terms.means, terms.maxima)
 
     def _dropout_keys(self, trainable: Tree, batch: TokenBatch) -> jax.Array:
-        """[R] of `parted` rows: of the seed, a row's tokens and the adapters as they are. So a run that goes on draws
-        as it would have, and each update draws anew. Each device makes those of its rows, from what it has of the
-        adapters whole."""
-        whole = [x for x, to in zip(*map(jax.tree.leaves, (trainable, self.trainable)), strict=True) if _is_whole(to)]
+        """[R] of `parted` rows, from the seed, a row's tokens and the adapters. So a resumed run draws the same
+        numbers, and each update new ones. Each device makes the keys of its rows, from adapters that are not split."""
+        pairs = zip(*map(jax.tree.leaves, (trainable, self.trainable)), strict=True)
+        whole = [x for x, to in pairs if to.sharding.is_fully_replicated]
         weights = sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in whole)
         order = jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) * 2 + 1
         rows = jnp.sum(batch.tokens.astype(jnp.uint32) * order, axis=1, dtype=jnp.uint32)
@@ -411,7 +468,8 @@ class TrainPrograms(CompiledPrograms):
     def _add(
         self, trainable: Tree, frozen: Tree, total: Accumulator, batch: TokenBatch
     ) -> tuple[Accumulator, jax.Array]:
-        """`total` with a microbatch; and a number that is there when it has run, and that the next one leaves alone."""
+        """`total` with a microbatch; and a number that is ready when it has run, and that the next one does not
+        donate."""
         part = self._gradients_of(trainable, frozen, batch, total.gradients)
         denominator, means = jax.tree.map(jnp.add, (total.denominator, total.means), (part.denominator, part.means))
         maxima = jax.tree.map(jnp.maximum, total.maxima, part.maxima)
@@ -421,8 +479,8 @@ class TrainPrograms(CompiledPrograms):
         lr = self.optimizer.lr(optimizers.update_count(state))
         trainable, state, outcome = self.optimizer.update(total.gradients, state, trainable, total.denominator)
         metrics = {name: fraction.total / fraction.denominator for name, fraction in total.means.items()}
-        if (load := metrics.pop(routing.LOAD, None)) is not None:
-            metrics |= routing.load_metrics(load, self.model_config.num_experts_per_tok)
+        if (load := metrics.pop(losses.LOAD, None)) is not None:
+            metrics |= losses.load_metrics(load, self.model_config.num_experts_per_tok)
         name = self.objective.name
         metrics |= total.maxima | {f"{name}/grad_norm": outcome.grad_norm, f"{name}/lr": jnp.asarray(lr)}
         finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
@@ -432,7 +490,7 @@ class TrainPrograms(CompiledPrograms):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _whole_rows(split: Split, reduce_dtype: str, x: jax.Array) -> jax.Array:
-    """Keys or values of all devices that share rows; their gradients are added in `reduce_dtype` or better."""
+    """Keys or values of all devices that share rows; their gradients are added in at least `reduce_dtype`."""
     return split.whole(x, x.dtype)
 
 
@@ -443,18 +501,12 @@ def _whole_rows_backward(split: Split, reduce_dtype: str, _: None, d_x: jax.Arra
 _whole_rows.defvjp(lambda *arguments: (_whole_rows(*arguments), None), _whole_rows_backward)
 
 
-def _is_whole(weight: jax.ShapeDtypeStruct) -> bool:
-    assert weight.sharding is not None
-    return weight.sharding.is_fully_replicated
-
-
 def _held_back(batch: TokenBatch, found: jax.Array) -> TokenBatch:
     """The same batch, changed so that XLA cannot compute its sums before the log-probabilities (or values) exist.
 
-    Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
-    the loop over layers; with as many threads as (virtual) devices, some devices may then wait in one collective and
-    some in another, for ever. XLA removes an optimization barrier before threads are assigned, but not a comparison of
-    data. `_one_after` does the same for the backward loop.
+    Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside those of the loop over
+    layers; with as many threads as (virtual) devices, they may then deadlock. XLA removes an optimization barrier
+    before threads are assigned, but not a comparison of data. `_one_after` does the same for the backward loop.
     """
     never = _never(found)
     return dataclasses.replace(
@@ -479,14 +531,14 @@ def _abstract(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _streamed(shardings: Tree) -> Tree:
-    """The same, of layers' matrices in the host's memory."""
+    """The same with layers' matrices in host memory."""
     layers = {name: x.with_memory_kind(HOST) if name in STREAMED else x for name, x in shardings["layers"].items()}
     return {**shardings, "layers": layers}
 
 
 def _fitting(sharding: NamedSharding, x: jax.ShapeDtypeStruct, on_host: bool) -> NamedSharding:
-    """That of a weight for what the optimizer has of it: without splits that do not divide (of fewer blocks than
-    devices), and maybe in the host's memory."""
+    """A weight's sharding for its optimizer state: without splits that do not divide (fewer blocks than devices), and
+    possibly in host memory."""
     shards = [math.prod(sharding.mesh.shape[axis] for axis in entry_axes(entry)) for entry in sharding.spec]
     entries = zip(x.shape, shards, sharding.spec, strict=False)
     found = sharding.update(spec=PartitionSpec(*(None if size % count else entry for size, count, entry in entries)))
@@ -498,7 +550,7 @@ def _shardings(tree: Tree) -> Tree:
 
 
 def _mix(config: ModelConfig, mesh: Mesh, shardings: Tree, rows: PartitionSpec) -> decoder.Mix:
-    """Experts as training splits them: over all devices, each of which has tokens of its own."""
+    """The experts' computation as training splits them: over all devices, each with tokens of its own."""
     own = {name: shardings["layers"][name].spec[1:] for name in experts.WEIGHTS if name in shardings["layers"]}
     specs = {name: PartitionSpec(*spec) for name, spec in own.items()}
     return experts.over_devices(mesh, specs, rows, batched=False, gathered=True)
@@ -506,9 +558,9 @@ def _mix(config: ModelConfig, mesh: Mesh, shardings: Tree, rows: PartitionSpec) 
 
 def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str | None, *, experts: bool) -> Tree:
     """Per weight of the layers, a function that gathers one layer of it on every device; its gradient is split again.
-    `experts`: whether theirs are gathered, too.
 
-    Weights are cast to the compute dtype first (half the traffic); norm scales stay in the master dtype.
+    Weights are cast to the compute dtype first (half the traffic); norm scales stay in the master dtype. `experts`:
+    whether experts' weights are gathered too.
     """
 
     def one(weight: Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:

@@ -1,7 +1,4 @@
-"""The steps in a folder of checkpoints: which there are, which are whole, and which one to restore.
-
-A step is whole if its folder matches its manifest (`jaxrl.train.manifest`).
-"""
+"""The steps in a folder of checkpoints, which of them are whole (match their manifest), and which one to restore."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from jaxrl.train import manifest
 from jaxrl.train.manifest import Damaged
 
 SCHEMA_VERSION = 3
-"""Version of everything around a step's items. A reader refuses versions above its own; of those below it takes the
-parameters."""
+"""Version of everything around a step's items. A reader refuses later versions, and takes only parameters from earlier
+ones."""
 
 STATE, HOST, ARRAYS = "state", "host", "arrays"
 """The items of a step."""
@@ -25,12 +22,7 @@ STATE, HOST, ARRAYS = "state", "host", "arrays"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The newest checkpoint of a folder that is whole.
-
-    Attributes:
-      step: its number.
-      faults: what is wrong with the newer ones, by step.
-    """
+    """The newest whole checkpoint of a folder, and the faults of newer ones by step."""
 
     step: int
     faults: Mapping[int, str] = field(default_factory=dict)
@@ -42,12 +34,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The processes that compare a checkpoint together, each a share of its files, and come to the same conclusion.
+    """The processes that compare a checkpoint together, each a share of its files, with the same result.
 
     Attributes:
-      process, num_processes: which of how many this one is.
-      first: (name, make): what `make` returns in process 0, in every process. Each name once.
-      any_of: (name, make): what `make` returns in the first process in which that is not empty, in every process.
+      process, num_processes: this process, and how many there are.
+      first: (name, make): returns process 0's `make()` in every process. Each name once.
+      any_of: (name, make): returns the first `make()` of all processes that is not empty, in every process.
     """
 
     process: int = 0
@@ -60,11 +52,7 @@ ALONE = Peers()
 
 
 def choose(folder: str | Path, progress: Callable[[], None] = lambda: None, peers: Peers = ALONE) -> Choice | None:
-    """The newest step of a folder of checkpoints that is as it was written; None: there is no step at all.
-
-    Args:
-      progress: called while files are compared (`manifest.check`).
-      peers: of a run, all of which call this.
+    """The newest whole step of a folder of checkpoints; None if it has no step. All peers call this.
 
     Raises:
       ValueError: each step is damaged, or one was written by a later version.
@@ -89,13 +77,12 @@ def whole_step(
     progress: Callable[[], None] = lambda: None,
     peers: Peers = ALONE,
 ) -> Path:
-    """The folder of a step that is as it was written.
+    """The folder of a whole step.
 
     Args:
       path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
-      step: default: the newest one that is whole; not with one step's folder.
-      say: gets the step that is used, and what a user should know about it and newer ones.
-      progress, peers: as in `choose`.
+      step: default: the newest whole one; not with one step's folder.
+      say: receives the step that is used, and notes about it and newer ones.
 
     Raises:
       FileNotFoundError: there is none.
@@ -117,14 +104,7 @@ def whole_step(
 
 def find_step(path: str | Path, step: int | None = None, option: str = "") -> tuple[Path, Path | None]:
     """Where `whole_step` will look, before any file is compared: the folder of steps, and the only step that may be
-    taken (None: any).
-
-    Args:
-      option: gave the path, for messages.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
+    taken (None: any). `option` names the path in messages. Raises FileNotFoundError if there is none."""
     folder = Path(path).absolute()
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
@@ -152,14 +132,14 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def free_name(path: Path) -> Path:
-    """`path`, or with a number behind it."""
+    """`path`, with a number behind it if that is taken."""
     names = chain([path], (path.with_name(f"{path.name}-{i}") for i in count(2)))
     return next(name for name in names if not name.exists())
 
 
 def _fault(place: Path, step: int | None, progress: Callable[[], None], peers: Peers) -> str:
-    """What has changed in a step's folder since it was written; empty: nothing. Raises ValueError if a later version
-    wrote it."""
+    """What has changed in a step's folder since it was written, or an empty string. Raises ValueError if a later
+    version wrote it."""
 
     def look() -> str:
         try:

@@ -1,90 +1,52 @@
-"""What a step of `jaxrl sft` and of `jaxrl dpo` does with its rows. Imports no jax.
+"""What a step of `jaxrl sft` and of `jaxrl dpo` does with its rows. numpy only, no jax.
 
-A `Method` says how the options of a run are read for it, and turns rows into one update of a trainer whose objective is
-`jaxrl.train.likelihood`.
+A `Method` turns rows into a minibatch for a trainer with the likelihood objective (`jaxrl.train.objectives`). Both have
+
+- `examples`: conversations of a row; `read`: the rows of files;
+- `explained`: what is learnt, and compared with what, for `jaxrl explain-config`;
+- `trained`: the trainer's configuration, from one as the command reads it;
+- `precomputes`: whether `reference` is called for all rows before the first step. It returns what the updates need of
+  the weights that a run begins with, float64, a line for each row, which is passed to them as `known`;
+- `train_step`: one update; returns its metrics;
+- `evaluate`: metrics of held-out rows, without `val/`, and their weight in a mean over batches.
+
+Source of the losses of pairs: DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing as its authors'
+conservative DPO), robust DPO (Chowdhury et al. 2024, arXiv:2403.00409, eq. 12), and IPO (Azar et al. 2024,
+arXiv:2310.12036, eq. 17). As in TRL, IPO takes means over a response's tokens where DPO takes sums, and robust DPO is
+as TRL has it. Names of metrics are TRL's.
+
+A pair's loss is a function of one number h, the difference of the two log-ratios to the reference. So its gradient is
+dL/dh times the gradients of the two log-likelihoods, and each response's tokens have one weight in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxrl.config import Config
+from jaxrl.config.supervised import DpoSection
 from jaxrl.data.conversations import ConversationTokens, Row, Rows, read_demonstrations, read_pairs
-from jaxrl.train.preferences import Pairs, preference_losses, preference_metrics
+from jaxrl.train.training_step import Trainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
 
 
-class Trainer(Protocol):
-    """`jaxrl.train.step.Trainer`."""
-
-    def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]: ...
-
-    def accumulate(self, batch: TrainBatch) -> None: ...
-
-    def apply(self) -> dict[str, float]: ...
-
-
-class Method(Protocol):
-    """What is learnt from."""
-
-    def trained(self, config: Config) -> Config:
-        """The configuration for the trainer of `jaxrl.train.step`, from one as the command reads it."""
-        ...
-
-    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
-        """The rows of files."""
-        ...
-
-    @property
-    def explained(self) -> str:
-        """What is learnt, and compared with what, for `jaxrl explain-config`."""
-        ...
-
-    @property
-    def examples(self) -> int:
-        """Conversations of a row."""
-        ...
-
-    @property
-    def precomputes(self) -> bool:
-        """Whether `reference` is called for all rows, before the first step."""
-        ...
-
-    def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
-        """What is to be known of rows under the weights that a run begins with: float64, a line for each row."""
-        ...
-
-    def learn(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
-        """One update; returns its metrics. `known`: of the rows, by `reference`."""
-        ...
-
-    def evaluate(
-        self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
-    ) -> tuple[dict[str, float], float]:
-        """Metrics of held-out rows, without `val/`, and by how much they count in a mean over batches."""
-        ...
-
-
 def batch_of(rows: Sequence[tuple[int, Row]]) -> TrainBatch:
-    """The examples of rows, each with its number; of a row they are the samples of one prompt."""
-    batch = TrainBatch.of([_group(place, number, row) for place, (number, row) in enumerate(rows)])
+    """The examples of rows, each with its number. A row's examples are the samples of one prompt, whose key begins with
+    the row's place in the batch: a row may be there twice where an epoch ends."""
+    groups: list[Group] = []
+    for place, (number, row) in enumerate(rows):
+        samples: list[Sample] = []
+        for index, example in enumerate(row.examples):
+            unknown = np.zeros(len(example.response), np.float32)
+            versions = np.where(example.is_said, 0, ENVIRONMENT).astype(np.int32)
+            samples.append(Sample(SampleKey(place, number, index), example.response, unknown, unknown, versions))
+        groups.append(Group(Prompt(place, number, tuple(row.examples[0].prompt.tolist()), "", ""), samples))
+    batch = TrainBatch.of(groups)
     batch.loss_masks = [sample.drawn.astype(np.float32) for sample in batch.samples]
     return batch
-
-
-def _group(place: int, number: int, row: Row) -> Group:
-    """`place`: in the batch, in which a row may be twice where an epoch ends."""
-    prompt = Prompt(place, number, tuple(row.examples[0].prompt.tolist()), "", "")
-    samples: list[Sample] = []
-    for index, example in enumerate(row.examples):
-        unknown = np.zeros(len(example.response), np.float32)
-        versions = np.where(example.is_said, 0, ENVIRONMENT).astype(np.int32)
-        samples.append(Sample(SampleKey(place, number, index), example.response, unknown, unknown, versions))
-    return Group(prompt, samples)
 
 
 class Demonstrations:
@@ -104,21 +66,35 @@ class Demonstrations:
     def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
         raise AssertionError("nothing is compared")
 
-    def learn(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
+    def train_step(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
         batch.advantages = [np.ones(len(sample), np.float32) for sample in batch.samples]
-        trainer.accumulate(batch)
-        return trainer.apply()
+        return trainer.train_step(batch)
 
     def evaluate(
         self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
     ) -> tuple[dict[str, float], float]:
         """The mean over tokens, whatever `algorithm.loss_agg_mode` is."""
-        sums, lengths = _sums(trainer.token_logprobs(batch, "actor"), batch)
-        return {"loss": float(-sums.sum() / lengths.sum())}, float(lengths.sum())
+        logps, lengths = _sequence_logps(trainer.token_logprobs(batch, "actor"), batch)
+        return {"loss": float(-logps.sum() / lengths.sum())}, float(lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """N pairs of responses; arrays are float64 [N, 2], the preferred response first.
+
+    Attributes:
+      logps: log-likelihoods under the policy, summed over tokens.
+      ref_logps: under the reference; 0 where there is none.
+      lengths: tokens with loss mask 1.
+    """
+
+    logps: np.ndarray
+    ref_logps: np.ndarray
+    lengths: np.ndarray
 
 
 class Preferences:
-    """Direct preference optimization, of pairs; see `jaxrl.train.preferences`."""
+    """Direct preference optimization, of pairs."""
 
     examples = 2
 
@@ -139,11 +115,6 @@ class Preferences:
     def precomputes(self) -> bool:
         return self._options.precompute_ref_log_probs
 
-    def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
-        """The log-likelihoods of both responses, [N, 2]. Without adapters the policy still is the reference."""
-        which = "ref" if self._of_base else "actor"
-        return _sums(trainer.token_logprobs(batch, which), batch)[0].reshape(-1, 2)
-
     def trained(self, config: Config) -> Config:
         """A reference is kept as for a KL loss; the loss of a pair is a sum over tokens, and the batch's a mean."""
         resident = not self._options.reference_free and (self._of_base or not self.precomputes)
@@ -153,14 +124,18 @@ class Preferences:
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
         return read_pairs(names, option, config, tokens)
 
-    def learn(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
+    def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
+        """The log-likelihoods of both responses, [N, 2]. Without adapters the policy still is the reference."""
+        which = "ref" if self._of_base else "actor"
+        return _sequence_logps(trainer.token_logprobs(batch, which), batch)[0].reshape(-1, 2)
+
+    def train_step(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:
         pairs = self._pairs(trainer, batch, known)
         losses, weights = preference_losses(pairs, self._options)
         each = 2.0 * weights.ravel()  # the mean is over pairs, and a minibatch's sum is divided by its samples
         batch.advantages = [np.full(len(s), w, np.float32) for s, w in zip(batch.samples, each, strict=True)]
-        trainer.accumulate(batch)
         measured = preference_metrics(pairs, losses, self._options)
-        return trainer.apply() | {"train/loss": measured.pop("loss")} | measured
+        return trainer.train_step(batch) | {"train/loss": measured.pop("loss")} | measured
 
     def evaluate(
         self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
@@ -170,15 +145,54 @@ class Preferences:
         return preference_metrics(pairs, losses, self._options), float(len(losses))
 
     def _pairs(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None) -> Pairs:
-        own, lengths = _sums(trainer.token_logprobs(batch, "actor"), batch)
+        own, lengths = _sequence_logps(trainer.token_logprobs(batch, "actor"), batch)
         if known is None:
             known = np.zeros_like(own)
             if not self._options.reference_free:
-                known, _ = _sums(trainer.token_logprobs(batch, "ref"), batch)
+                known, _ = _sequence_logps(trainer.token_logprobs(batch, "ref"), batch)
         return Pairs(own.reshape(-1, 2), known.reshape(-1, 2), lengths.reshape(-1, 2))
 
 
-def _sums(logprobs: Sequence[np.ndarray], batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+Method = Demonstrations | Preferences
+
+
+def preference_losses(pairs: Pairs, options: DpoSection) -> tuple[np.ndarray, np.ndarray]:
+    """(losses [N], weights [N, 2]): the loss of each pair, and the weight of each response's tokens in its gradient.
+
+    -Σ weights · (log-likelihoods per token) has the gradient of the loss.
+    """
+    ratios = pairs.logps - pairs.ref_logps
+    if options.loss_type == "ipo":
+        per_token = 1.0 / pairs.lengths
+        distance = (ratios * per_token) @ [1.0, -1.0] - 1.0 / (2.0 * options.beta)
+        return distance**2, 2.0 * distance[:, None] * per_token * [-1.0, 1.0]
+    h, smoothing = options.beta * (ratios @ [1.0, -1.0]), options.label_smoothing
+    right, wrong = 1.0 - smoothing, smoothing
+    if options.loss_type == "robust":
+        right, wrong = right / (1.0 - 2.0 * smoothing), -wrong / (1.0 - 2.0 * smoothing)
+    losses = right * np.logaddexp(0.0, -h) + wrong * np.logaddexp(0.0, h)
+    doubt = np.exp(-np.logaddexp(0.0, h))  # that the preferred response is the better one
+    slope = wrong * (1.0 - doubt) - right * doubt  # of the loss, by h
+    return losses, options.beta * slope[:, None] * [-1.0, 1.0]
+
+
+def preference_metrics(pairs: Pairs, losses: np.ndarray, options: DpoSection) -> dict[str, float]:
+    """Means over pairs. `rewards/*` are the implicit rewards, beta times the log-ratios; `rewards/accuracies` the share
+    of pairs of which the preferred response has the higher one."""
+    rewards = options.beta * (pairs.logps - pairs.ref_logps)
+    chosen, rejected = rewards.mean(axis=0)
+    return {
+        "loss": float(losses.mean()),
+        "rewards/chosen": float(chosen),
+        "rewards/rejected": float(rejected),
+        "rewards/margins": float(chosen - rejected),
+        "rewards/accuracies": float((rewards[:, 0] > rewards[:, 1]).mean()),
+        "logps/chosen": float(pairs.logps[:, 0].mean()),
+        "logps/rejected": float(pairs.logps[:, 1].mean()),
+    }
+
+
+def _sequence_logps(logprobs: Sequence[np.ndarray], batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
     """float64 per sample: the sum of the log-probabilities of what was said, and the number of those tokens."""
     said = [sample.drawn for sample in batch.samples]
     sums = [each[own].sum(dtype=np.float64) for each, own in zip(logprobs, said, strict=True)]

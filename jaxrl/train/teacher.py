@@ -1,28 +1,27 @@
-"""The teacher of on-policy distillation: a frozen model that says how likely it finds the policy's tokens.
+"""The teacher of on-policy distillation: a frozen model that computes the log-probabilities of the policy's tokens.
 
-Purpose: `Teacher.annotate`, which `jaxrl.train.batch_preparation` asks for each batch. A token's advantage then loses
-`algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; nothing of it has a gradient
-(`jaxrl.train.advantages.with_teacher`). With `algorithm.teacher.top_k` advantages are left alone, and a loss with a
-gradient has the divergence of both distributions at each token (`jaxrl.train.kl.generalized_jsd`): of the teacher's
-`top_k` likeliest tokens, and of all others as one event. That is a divergence again, never larger than the whole one,
-and equal to it with all of the vocabulary.
+`jaxrl.train.batch_preparation` calls `Teacher.annotate` for each batch. A token's advantage then loses
+`algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; this has no gradient
+(`jaxrl.train.advantages.with_teacher`). With `algorithm.teacher.top_k` advantages are unchanged, and the loss adds a
+divergence of both distributions at each token (`jaxrl.train.losses.generalized_jsd`): over the teacher's `top_k`
+likeliest tokens, and all others as one event. It is never larger than the divergence over the whole vocabulary.
 
 Source: Agarwal et al. 2023 (arXiv:2306.13649), on-policy distillation with the reverse KL, and with the generalised
 Jensen-Shannon divergence (TRL's GKDTrainer; of its `lmbda`, the share of responses that the policy has drawn, there is
 1 alone); Lu and Thinking Machines 2025, "On-Policy Distillation", with the KL of each sampled token as its advantage;
-where the teacher is told more than the policy (`context_key`), context distillation (Snell et al. 2022,
+where the teacher's prompt has more than the policy's (`context_key`), context distillation (Snell et al. 2022,
 arXiv:2209.15189). Departure: log-probabilities are at the rollout's temperature, as all others here.
 
-It is packed, sharded and chunked as a reference model is, and with `offload` streamed as one
-(`jaxrl.train.programs.TrainPrograms.places`). Where it is the model that the policy's adapters are added to, it is the
-frozen base of the policy, as a reference is (`shares_base`): nothing is read or held again.
+It is packed, sharded and chunked like a reference model, and with `offload` streamed like one
+(`jaxrl.train.programs.TrainPrograms.places`). Where it is the base of the policy's adapters (`shares_base`), nothing is
+loaded again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -34,28 +33,26 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.compiled import Meet, alone
-from jaxrl.train.learner import Runner, placed
-from jaxrl.train.microbatches import Passes
 from jaxrl.train.objectives import PolicyObjective
 from jaxrl.train.packing import TokenBatch
 from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.trainer import DispatchQueue, placed
 from jaxrl.types import Prompt, TrainBatch
 
 Tree = Any
 
 
 class TeacherPrograms(TrainPrograms):
-    """Log-probabilities of a model that is never trained: the programs of a reference, for another model, whose weights
-    lie at `places`.
+    """The programs of a reference, for another model that is never trained. Its weights lie at `places`.
 
     Attributes:
-      kind: the program that says what it thinks: of the tokens alone, or `top_logprobs`.
+      kind: the program that `Teacher.annotate` runs: `ref_logprobs` or `top_logprobs`.
     """
 
     def __init__(
         self, config: Config, model_config: ModelConfig, mesh: Mesh, *, vocab_size: int = 0, whole: Mesh | None = None
     ) -> None:
-        """`vocab_size`: of the policy; 0: the teacher's. `whole`: as in `TrainPrograms`."""
+        """`vocab_size`: the policy's; 0: the teacher's. `whole`: as in `TrainPrograms`."""
         super().__init__(teacher_config(config), model_config, mesh, updates=False, whole=whole)
         self._of_run, self._vocab_size = config, vocab_size or model_config.vocab_size
         self.kind = "top_logprobs" if config.algorithm.teacher.top_k else "ref_logprobs"
@@ -84,8 +81,8 @@ class TeacherPrograms(TrainPrograms):
         return self.joined(self.objective.tops(head, hidden, rows, self._vocab_size))
 
 
-class Teacher(Runner):
-    """Holds a teacher's weights.
+class Teacher:
+    """A teacher's weights, and its programs.
 
     Example::
 
@@ -94,10 +91,7 @@ class Teacher(Runner):
 
     Attributes:
       params: its weights, at `programs.places`.
-      prompt_of: the prompt that it reads in place of the policy's.
     """
-
-    programs: TeacherPrograms
 
     def __init__(
         self,
@@ -108,18 +102,28 @@ class Teacher(Runner):
         on_progress: Callable[[], None] = lambda: None,
         meet: Meet = alone,
     ) -> None:
-        """`params`: in training form and in the dtype that is computed in, at `programs.places`."""
-        super().__init__(programs, on_progress=on_progress, meet=lambda name: meet(f"the teacher's {name}"))
-        self.params, self.prompt_of = params, prompt_of
+        """
+        Args:
+          params: in training form and in the dtype that is computed in, at `programs.places`.
+          prompt_of: the prompt that it reads in place of the policy's.
+          on_progress, meet: as in `Trainer`.
+        """
+        self.programs, self.params, self.prompt_of = programs, params, prompt_of
+        programs.meet = lambda name: meet(f"the teacher's {name}")
+        self._queue = DispatchQueue(on_progress)
 
     def annotate(self, batch: TrainBatch) -> None:
-        """Writes what it thinks of every response token, at the rollout's temperature, into the batch."""
-        self._paced(self.annotating(self._passes, self.params, batch))
+        """Writes its log-probabilities of every response token, at the rollout's temperature, into the batch."""
+        programs = self.programs
+        self.write(batch, programs.forward(programs.kind, self.params, self.read(batch), self._queue.put))
 
-    def annotating(self, passes: Passes, params: Tree, batch: TrainBatch) -> Generator[jax.Array, None, None]:
-        """The same with these weights, a microbatch a turn (`jaxrl.train.microbatches`)."""
-        found = yield from passes.forward(params, self.read(batch), self.programs.kind)
-        if not (k := self.config.algorithm.teacher.top_k):
+    def read(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as the teacher reads it: its own prompts before the policy's responses."""
+        return dataclasses.replace(batch, prompts=own_prompts(batch, self.prompt_of))
+
+    def write(self, batch: TrainBatch, found: list[np.ndarray]) -> None:
+        """Writes what its program has found into the batch."""
+        if not (k := self.programs.config.algorithm.teacher.top_k):
             batch.teacher_logprobs = found
             return
         found = [each.reshape(-1, 2 * k + 2) for each in found]  # of a batch without tokens they are [0]
@@ -127,24 +131,17 @@ class Teacher(Runner):
         batch.teacher_top_logprobs = [each[:, 1 : k + 2] for each in found]
         batch.teacher_ids = [each[:, k + 2 :].astype(np.int32) for each in found]
 
-    def read(self, batch: TrainBatch) -> TrainBatch:
-        """The batch as the teacher reads it: its own prompts before the policy's responses."""
-        return dataclasses.replace(batch, prompts=own_prompts(batch, self.prompt_of))
-
 
 def own_prompts(batch: TrainBatch, prompt_of: Callable[[Prompt], Prompt]) -> list[Prompt]:
-    """Those of a batch as a teacher reads them, one per sample."""
+    """The prompts of a batch as a teacher reads them, one per sample."""
     once = {id(prompt): prompt for prompt in batch.prompts}  # a group has one
     own = {name: prompt_of(prompt) for name, prompt in once.items()}
     return [own[id(prompt)] for prompt in batch.prompts]
 
 
 def shares_base(config: Config) -> bool:
-    """Whether the teacher is the base of the policy's adapters: the same files, computed in the same type.
-
-    Without `offload`, which keeps the layers elsewhere, and not where the base is quantised or random
-    (`model.random_init`): then it is another model.
-    """
+    """Whether the teacher is the base of the policy's adapters: the same files, computed in the same type, and neither
+    offloaded, nor a base that is quantised or random (`model.random_init`)."""
     teacher, model = config.algorithm.teacher, config.model
     if not (teacher.path and model.has_adapters) or model.random_init or model.base_quantization != "none":
         return False
@@ -155,14 +152,13 @@ def shares_base(config: Config) -> bool:
 
 
 def teacher_model(config: Config) -> ModelConfig:
-    """What `algorithm.teacher.path` names; its config alone is read. Raises ValueError where that cannot be."""
+    """The model config of `algorithm.teacher.path`. Raises ValueError where it cannot be read."""
     option = "algorithm.teacher.path"
     return config_of(resolve_path(config.algorithm.teacher.path, option), option)
 
 
 def teacher_config(config: Config) -> Config:
-    """The configuration of a run as a teacher's programs take it: its dtype in place of the actor's, and its longer
-    prompts."""
+    """A run's configuration for the teacher's programs: its dtype in place of the actor's, and its longer prompts."""
     teacher, data = config.algorithm.teacher, config.data
     if teacher.context_key:
         data = dataclasses.replace(data, max_prompt_length=data.max_prompt_length + teacher.max_context_length)
@@ -174,12 +170,8 @@ def teacher_config(config: Config) -> Config:
 
 
 def offloaded(programs: TeacherPrograms, outer: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> Tree:
-    """Weights in training form at the places of programs with `offload`.
-
-    Args:
-      outer, layers: on the programs' mesh, in the dtype that is computed in, layer by layer
-        (`jaxrl.models.loading.load_layerwise`). Each layer is gone from the devices when the next one comes.
-    """
+    """Weights in training form at the places of programs with `offload`. `outer`, `layers`: as
+    `jaxrl.models.loading.load_layerwise` loads them; each layer leaves the devices before the next one comes."""
     stacked: dict[str, np.ndarray] = {}
     dtype, table = programs.config.actor.dtype, programs.model_config.weights()["layers"]
     for i, layer in enumerate(layers):

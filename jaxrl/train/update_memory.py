@@ -1,27 +1,28 @@
-"""The memory of training, per device, before anything is allocated: what is always there, and what an update adds.
+"""The memory of training, per device, before anything is allocated: resident parts, and what an update adds.
 
-Purpose: `resident_parts` and `update_parts` are the trainer's share of `jaxrl.runtime.memory`; `plan_remat` decides
-what the update recomputes, `plan_chunk` how many tokens have their logits at once.
+`resident_parts` and `update_parts` are the trainer's share of `jaxrl.runtime.memory`; `plan_remat` decides what the
+update recomputes, `plan_chunk` how many tokens have their logits at once.
 
-Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights, optimizer and
-gradients follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the
-backward pass keeps of each layer, and one layer's working set. The update has phases (the head, the layers' backward
-pass, the embedding's gradient, the optimizer), and the plan is that of the largest one. On GPUs its numbers are read
-from the buffers that XLA assigns when it compiles the gradient for an H100 (jax 0.11.2): 14.03 GB of temporaries
-planned, 14.05 compiled for the 1.5B with 8k tokens and dots, 3.45 and 3.47 for full, 7.37 and 7.35 for the 7B with full
-(`tests/train/test_compiled_for_gpu.py` holds 5 %). On eight devices the gradients are there twice, and the next layer's
-weights as well: with rows of 32k tokens the 1.5B has 49.22 planned, 49.21 compiled with dots, 8.68 and 8.59 with full,
-and where all share a row of 128k 5.44 and 5.39 with full. Twelve layers of the 30B-A3B with 8k tokens have 6.53
-planned, 6.64 compiled on one device, 6.62 and 6.28 on eight (with a few layers XLA has more at work at once). On CPU,
-compared with the temporaries that XLA reports for the gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32,
-CPU, jax 0.10.2, attention in tiles)::
+The bytes of weights, optimizer and gradients follow exactly from the table of weights and the sharding rules.
+Activations are an estimate: what the backward pass keeps of each layer, and one layer's working set. The update has
+phases (the head, the layers' backward pass, the embedding's gradient, the optimizer), and the plan is that of the
+largest one.
 
-  full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
+Planned against compiled, in GB of temporaries, for an H100 (jax 0.11.2; `tests/train/test_compiled_for_gpu.py` holds
+5 %)::
 
-A critic's weights and its optimizer's moments are always there as well. Its updates need nothing beside those of the
-actor, which come after them: they have the same layers and tokens, and neither vocabulary head nor logits. A teacher's
-weights are always there, and a reference's, but for layers in the host's memory; their passes come before the first
-gradient, and a reference's needs less than that.
+  one device, 8k tokens: 1.5B dots 14.03, 14.05; 1.5B full 3.45, 3.47; 7B full 7.37, 7.35;
+    12 layers of 30B-A3B 6.53, 6.64
+  eight devices: 1.5B with rows of 32k dots 49.22, 49.21; full 8.68, 8.59; all share a row of 128k, full 5.44, 5.39;
+    12 layers of 30B-A3B 6.62, 6.28
+
+On CPU, for SmolLM2-135M's layers (5 rows of 384 tokens, float32, jax 0.10.2, attention in tiles), in MiB::
+
+  full 241, 265; dots 1380, 1375; none 3575, 3710
+
+A critic's weights and moments are resident. Its updates come before the actor's and need less: they have the same
+layers and tokens, and neither vocabulary head nor logits. The weights of a teacher and a reference are resident, except
+layers in host memory; their passes come before the first gradient, and a reference's needs less than that.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from jaxrl.schema.limits import BYTES, Narrow
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.narrow_weights import Scale, inputs
 from jaxrl.sharding.rules import axes_of_dims
-from jaxrl.train.critic import critic_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
 from jaxrl.train.moments import block_of
+from jaxrl.train.objectives import critic_config
 from jaxrl.train.packing import Shape, microbatch_shapes
 from jaxrl.train.teacher import shares_base, teacher_config, teacher_model
 from jaxrl.train.vocabulary import group_of
@@ -55,7 +56,7 @@ _LOGITS_SHARE = 0.5  # of what the update leaves of that: larger chunks read the
 
 
 def full_microbatch(config: Config, model_config: ModelConfig, num_devices: int, platform: str) -> Shape:
-    """The largest microbatch of an update, on one of so many devices, or on those that share its rows."""
+    """The largest microbatch of an update, on one of `num_devices`, or on those that share its rows."""
     return microbatch_shapes(config, model_config, num_devices, _attention(config, model_config, platform))[-1]
 
 
@@ -65,13 +66,17 @@ def _attention(config: Config, m: ModelConfig, platform: str) -> PackedAttention
 
 
 def splits(size: int, degree: int, num_hosts: int = 1) -> int:
-    """The number of shards into which a dim of `size` is split on a mesh of so many devices."""
+    """The number of shards into which a dim of `size` is split on a mesh of `degree` devices."""
     return math.prod(dividing_factors(mesh_factors(degree, num_hosts), size))
 
 
-def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
-    """How many of a model's numbers one device holds when training splits them over `degree` devices."""
-    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(model_config.weights()))
+def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1, *, offload: bool = False) -> int:
+    """How many of a model's parameters one device holds when training splits them over `degree` devices. `offload`:
+    layers' matrices lie in host memory."""
+    weights = model_config.weights()
+    if offload:
+        weights = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
+    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(weights))
 
 
 def rollout_bytes(padded: ModelConfig, degree: int, dtype: str, quantization: Narrow = "none") -> int:
@@ -88,7 +93,7 @@ def rollout_bytes(padded: ModelConfig, degree: int, dtype: str, quantization: Na
 
 
 def device_bytes(config: Config, model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
-    """The bytes of them, each in its type in training."""
+    """The bytes of those parameters, each in its type in training."""
     types = leaves(model_config.dtypes(config.actor.param_dtype, config.actor.dtype))
     weights = zip(leaves(model_config.weights()), types, strict=True)
     return sum(_shard_numbers(weight, degree, num_hosts) * BYTES[dtype] for weight, dtype in weights)
@@ -101,7 +106,7 @@ def _shard_numbers(weight: Weight | Scale, degree: int, num_hosts: int, *, in_ro
 
 
 def trained_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
-    """How many of them are trained: all, or those of adapters and a critic's head."""
+    """How many of those parameters are trained: all, or those of adapters and a critic's head."""
     return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(_trained_weights(model_config)))
 
 
@@ -116,7 +121,7 @@ def _trained_weights(m: ModelConfig) -> dict[str, Any]:
 def optimizer_part(
     config: Config, optim: OptimSection, model_config: ModelConfig, degree: int, num_hosts: int
 ) -> tuple[str, int]:
-    """What an optimizer keeps, in words, and its bytes on one device."""
+    """An optimizer's state: a description, and its bytes on one device."""
     weights = _trained_weights(model_config)
     matrices, layers = _muon_matrices(optim, weights["layers"]), weights["layers"]
     kept = sum(_moments(config, optim, w, name in matrices, degree, num_hosts) for name, w in layers.items())
@@ -126,7 +131,7 @@ def optimizer_part(
 
 
 def _moments(config: Config, optim: OptimSection, weight: Weight, is_matrix: bool, degree: int, num_hosts: int) -> int:
-    """Bytes of a weight's moments, of which a matrix that is Muon's has one."""
+    """Bytes of a weight's moments; Muon's matrices have one."""
     numbers = (1 if is_matrix else 2) * _shard_numbers(weight, degree, num_hosts)
     block = block_of(weight) if optim.state_dtype == "int8" else None
     if block is not None:
@@ -139,8 +144,8 @@ def _muon_matrices(optim: OptimSection, layers: Mapping[str, Weight]) -> dict[st
 
 
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
-    """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights.
-    With adapters the base is there once, for all three, and for a teacher that it is."""
+    """Bytes that are always on a device: weights and moments of the policy and a critic, weights of a reference and a
+    teacher. With adapters the base is there once for all of them."""
     size = BYTES[config.actor.param_dtype]
     parts = {"master weights": device_bytes(config, model_config, num_devices, config.hosts.num)}
     if not config.actor.offload_optimizer:
@@ -153,30 +158,21 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
             name, kept = optimizer_part(config, config.critic.optim, critic, num_devices, config.hosts.num)
             parts[f"critic: {name}"] = kept
     if config.needs_ref and model_config.lora is None:
-        numbers = _read_numbers(model_config, config.actor.offload_reference, num_devices, config.hosts.num)
+        offload = config.actor.offload_reference
+        numbers = device_numbers(model_config, num_devices, config.hosts.num, offload=offload)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
     if config.algorithm.teacher.path and not shares_base(config):
         teacher = config.algorithm.teacher
-        numbers = _read_numbers(teacher_model(config), teacher.offload, num_devices, config.hosts.num)
+        numbers = device_numbers(teacher_model(config), num_devices, config.hosts.num, offload=teacher.offload)
         parts["teacher: weights"] = numbers * BYTES[teacher.dtype]
     return parts
-
-
-def _read_numbers(model_config: ModelConfig, offload: bool, degree: int, num_hosts: int) -> int:
-    """As `device_numbers`, of a model that is only read. `offload`: layers' matrices lie in the host's memory."""
-    weights = model_config.weights()
-    if offload:
-        weights = {**weights, "layers": {n: w for n, w in weights["layers"].items() if n not in STREAMED}}
-    return sum(_shard_numbers(weight, degree, num_hosts) for weight in leaves(weights))
 
 
 def plan_remat(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str
 ) -> Literal["none", "dots", "full"]:
-    """`actor.remat`, with `auto` resolved: `dots` if the update then fits into a device's memory, else `full`.
-
-    `dots` also if the memory is not known (`memory_bytes` None).
-    """
+    """`actor.remat`, with `auto` resolved: `dots` if the update then fits into a device's memory, or if that is not
+    known (`memory_bytes` None), else `full`."""
     chosen = config.actor.remat
     if chosen != "auto":
         return chosen
@@ -211,11 +207,8 @@ def plan_chunk(
 def update_parts(
     config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
 ) -> dict[str, int]:
-    """Bytes of what an update adds to what is always there, in the phase that needs most.
-
-    Args:
-      remat, chunk: `actor.remat` and `actor.logprob_chunk_tokens`, resolved.
-    """
+    """Bytes that an update adds to the resident ones in its largest phase. `remat`, `chunk`: `actor.remat` and
+    `actor.logprob_chunk_tokens`, resolved."""
     phases = update_phases(config, model_config, num_devices, platform, remat, chunk)
     return {name: size for name, size in max(phases.values(), key=lambda parts: sum(parts.values())).items() if size}
 
@@ -223,9 +216,8 @@ def update_parts(
 def update_phases(
     config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
 ) -> dict[str, dict[str, int]]:
-    """What lives in each phase of a microbatch: while the head's gradient is made, in the backward pass of the layers,
-    and while the embedding's gradient is made; in the optimizer's update; and, where there is one, in the pass of the
-    teacher."""
+    """Bytes by phase: the head's gradient, the layers' backward pass, the embedding's gradient, the optimizer's update,
+    and a teacher's pass where there is a teacher."""
     m, actor = model_config, config.actor
     num_hosts, size, wide = config.hosts.num, BYTES[actor.param_dtype], BYTES[actor.dtype]
     numbers, trains_all = trained_numbers(m, num_devices, num_hosts), m.lora is None
@@ -244,7 +236,11 @@ def update_phases(
     if is_gathered and trains_all:  # so is the next one, and the gradient is whole until it is reduced
         one_layer += weights // m.num_layers * (wide + max(wide, BYTES[actor.reduce_dtype]))
     held_experts = sum(_shard_numbers(weight, num_devices, num_hosts) for weight in _experts(m))
-    exchanged = _exchanged_numbers(m, num_devices, num_hosts, tokens)
+    exchanged = 0  # features of the tokens of all devices that share a layer's experts
+    if m.num_experts:
+        first = _experts(m)[0]
+        sharing_experts = math.prod(first.shape) // _shard_numbers(first, num_devices, num_hosts)
+        exchanged = tokens * sharing_experts * m.hidden_size
     if remat == "none":
         kept += exchanged * wide / tokens
     if remat == "none" and is_cast:
@@ -302,17 +298,8 @@ def _experts(m: ModelConfig) -> list[Weight]:
     return [weight for weight in leaves(m.base.weights()) if weight.has_experts]
 
 
-def _exchanged_numbers(m: ModelConfig, num_devices: int, num_hosts: int, tokens: int) -> int:
-    """Features of the tokens of all devices that share a layer's experts."""
-    if not m.num_experts:
-        return 0
-    first = _experts(m)[0]
-    sharing = math.prod(first.shape) // _shard_numbers(first, num_devices, num_hosts)
-    return tokens * sharing * m.hidden_size
-
-
 def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) -> dict[str, int]:
-    """The teacher's pass, in which nothing of the update is there yet."""
+    """The teacher's pass, before anything of the update is allocated."""
     m, own = teacher_model(config), teacher_config(config)
     wide, full = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform)
     tokens = full.tokens // own.actor.context_parallel_size
@@ -328,12 +315,12 @@ def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) 
 
 
 def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, int]:
-    """What the optimizer's step has of a layer, or of one of the other weights if that is more (`weightwise`).
+    """Temporaries of the optimizer's step: of a layer, or of one of the other weights if that is more (`weightwise`).
 
-    A state from the host is there twice, as it came and as it goes: of the untied 7B XLA reports 8.72 GB of temporaries
-    for an H100 (jax 0.10.2), and 8.72 are planned; of two layers of the 30B-A3B 9.82 and 9.97. Moments that are codes
-    are whole beside them: 4.39 GB for the 7B, 4.36 planned. Of matrices that are orthogonalised there are five arrays,
-    and their Gram matrices: 4.76 GB (jax 0.11.2), 4.92 planned (`tests/train/test_compiled_for_gpu.py`).
+    A state from host memory is there twice, in and out: 8.72 GB planned and reported by XLA for the untied 7B on an
+    H100 (jax 0.10.2); two layers of the 30B-A3B 9.97 and 9.82. Moments in codes are decoded beside them: 4.36 and 4.39
+    GB for the 7B. Orthogonalised matrices need five arrays and their Gram matrices: 4.92 and 4.76 GB (jax 0.11.2;
+    `tests/train/test_compiled_for_gpu.py`).
     """
     optim, offload = config.actor.optim, config.actor.offload_optimizer
     weights, hosts, size = _trained_weights(m), config.hosts.num, BYTES[config.actor.param_dtype]
@@ -354,15 +341,15 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
 
 
 def _gram_numbers(matrix: Weight) -> int:
-    """Of the products of its rows, or of its columns if those are fewer, with each other."""
+    """The products of its rows, or of its columns if those are fewer, with each other."""
     first = matrix.num_stacked
     split, shape = first + matrix.num_inputs, matrix.shape
     return math.prod(shape[:first]) * min(math.prod(shape[first:split]), math.prod(shape[split:])) ** 2
 
 
 def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
-    """The logits of so many tokens in float32 or better, and their gradient in the type of the products; with a
-    teacher's tokens also what is left without those."""
+    """The logits of a chunk in float32 or better, and their gradient in the type of the products; with a teacher's
+    tokens also the logits without those."""
     wide = BYTES[config.actor.dtype]
     copies = 2 if config.algorithm.teacher.top_k else 1
     return chunk * model_config.vocab_size * (copies * max(wide, 4) + wide)
@@ -372,10 +359,10 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
     """Bytes per token that a layer keeps for the backward pass, and that one layer needs while it is computed.
 
     What XLA keeps without remat, and how many of a layer's arrays live at once, differs between its compilers: both
-    are read from what they report (see the module), in units of the model's dims.
+    follow their reports (see the module), in units of the model's dims.
     """
     heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
-    if m.num_experts:  # of which the backward pass keeps nothing
+    if m.num_experts:  # the backward pass keeps nothing of them
         mlp = 0
     # what adapters add, beside what it is added to; and what dropout leaves of the inputs
     added = 0 if m.lora is None else heads + mlp + embed + (mlp + embed if m.lora.dropout else 0)

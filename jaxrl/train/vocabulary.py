@@ -1,13 +1,13 @@
-"""Weights with a row or a column for each token of the vocabulary, in training: split over the mesh, as they are kept.
+"""The embedding and the vocabulary head in training, split over the mesh.
 
-The head is gathered in the type that it is multiplied in, and the gradients of all devices are reduced and split at
-once, in the master type: of each microbatch an all-gather of narrow numbers and a reduce-scatter, where a replicated
-head costs an all-gather and an all-reduce of wide ones.
+The head is gathered in the type of its products, and gradients are reduced and split at once in the master type: an
+all-gather of narrow numbers and a reduce-scatter per microbatch, where a replicated head costs an all-gather and an
+all-reduce of wide ones.
 
-The embedding is not gathered inside a group of neighbours: its devices exchange their tokens, each looks up those that
-are among its rows, and the rows go to whose tokens they are. That is two numbers for each token and feature, in place
-of the whole table twice, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Departure: the group is
-a part of the mesh, beyond which tables are gathered; else the tokens of hundreds of devices would have to fit on one.
+The embedding is not gathered inside a group of neighbours: its devices exchange their tokens, each looks up those among
+its rows, and the rows return to the tokens' devices. That moves two numbers per token and feature in place of the whole
+table twice, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Departure: beyond the group tables
+are gathered; else the tokens of hundreds of devices would have to fit on one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUP = 8
 
 
 def group_of(sizes: Sequence[int]) -> Sequence[int]:
-    """Of the sizes of the axes over which an embedding is split, major first: those inside a group."""
+    """The leading sizes of an embedding's split axes (major first) that are inside a group."""
     return next(sizes[:n] for n in range(len(sizes), -1, -1) if math.prod(sizes[:n]) <= GROUP)
 
 
@@ -38,7 +38,7 @@ class Split(NamedTuple):
     """How a weight is split. Hashable. Its functions run inside `shard_map`.
 
     Attributes:
-      dim: that is split. axes: of the mesh, major first; none: each device has the whole.
+      dim: the split dim. axes: of the mesh, major first; none: each device has the whole weight.
     """
 
     dim: int = 0
@@ -49,31 +49,30 @@ class Split(NamedTuple):
         return PartitionSpec(*[None] * self.dim, self.axes or None)
 
     def whole(self, weight: jax.Array, dtype: Any) -> jax.Array:
-        """The weight in a dtype, of every device's shard."""
+        """The gathered weight in a dtype."""
         narrow = weight.astype(dtype)
         return lax.all_gather(narrow, self.axes, axis=self.dim, tiled=True) if self.axes else narrow
 
     def shard(self, gradient: jax.Array) -> jax.Array:
-        """Of the sum of every device's gradient, this device's shard."""
+        """This device's shard of the sum of all devices' gradients."""
         if not self.axes:
             return gradient
         return lax.psum_scatter(gradient, self.axes, scatter_dimension=self.dim, tiled=True)
 
 
 def split_of(name: str, shardings: Mapping[str, Any]) -> Split:
-    """Of a weight outside the layers, in the tree of training's shardings."""
+    """The split of a weight outside the layers, from the tree of training's shardings."""
     entries = [entry_axes(entry) for entry in shardings[name].spec]
     dim = next((i for i, axes in enumerate(entries) if axes), 0)
     return Split(dim, entries[dim] if entries else ())
 
 
 class Embedding(NamedTuple):
-    """How rows of an embedding [V, E] are found for the tokens [R, T] of all devices. Hashable.
+    """Looks up rows of an embedding [V, E] for the tokens [R, T] of all devices. Hashable.
 
     Attributes:
-      mesh: of the table and the tokens; rows: how the latter are split.
-      split: of the table.
-      dtype: of the rows that are found.
+      rows: how tokens are split. split: how the table is.
+      dtype: of the result.
       ordered: whether the gradient is summed as `add_in_order` does.
     """
 
@@ -106,7 +105,7 @@ class Embedding(NamedTuple):
         return own(table, tokens)
 
     def places(self, tokens: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """(where the tokens of the group have their rows among `size` of this device's, whether they have)."""
+        """(the group's tokens as indices into this device's `size` rows, whether they are there)."""
         if not self.group:
             return tokens, jnp.ones(tokens.shape, bool)
         at = lax.all_gather(tokens, self.group, tiled=True) - lax.axis_index(self.group) * size

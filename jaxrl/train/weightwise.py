@@ -4,8 +4,8 @@ Source: ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) for a state in the host
 compute the step, not the host; the state crosses once in each direction.
 
 By layer, the step is a loop that updates weights and state in place (a scan's results would be copies of them), so that
-no more than a layer's state is on the devices, or whole. The weights outside the layers follow, each tied to the one
-before: XLA would begin all their copies at once.
+the devices hold no more than one layer's state, or its decoded moments. The weights outside the layers follow, each
+tied to the one before: XLA would begin all their copies at once.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LAYERS = "layers."
 def weightwise(
     step: Step, init: Callable[[Tree], Tree], *, by_layer: bool
 ) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
-    """`step`, called with each weight alone.
+    """`step`, called with each weight separately.
 
-    What is computed of a weight stands between barriers: what XLA fuses, and so how it rounds, does not depend on where
-    the state lies, nor (but for products of matrices) on `by_layer`.
+    Each call stands between barriers, so XLA's fusions, and hence its rounding, do not depend on where the state lies,
+    nor (except for products of matrices) on `by_layer`.
 
     Args:
       step: works on any part of a tree of weights.
-      init: the state of such a part, as `step` has it; of no weights, it is counts alone.
+      init: the state of such a part; without weights only counts.
       by_layer: one layer after another of the stacks under `layers`, as stacks of one.
     """
     space = jax.memory.Space
@@ -92,8 +92,8 @@ def weightwise(
 
 
 def _as_they_lie(arrays: Tree) -> Tree:
-    """The same, with their dims in memory in the order of their shapes: else XLA may transpose whole stacks for the
-    products of a step."""
+    """The same, with dims in memory in the order of their shapes: else XLA may transpose whole stacks for the products
+    of a step."""
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), arrays)
 
 

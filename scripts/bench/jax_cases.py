@@ -115,7 +115,7 @@ def train(spec: TrainSpec, ask: Ask) -> None:
     from jaxrl.runtime.memory import memory_plan
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.packing import pack
-    from jaxrl.train.step import Trainer
+    from jaxrl.train.trainer import Trainer
 
     devices = prepare_devices(spec.devices)
     mesh = make_mesh(devices)

@@ -103,8 +103,8 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.runtime.build import build_engines, build_workers, read_tokenizer_and_model, row_sizes
     from jaxrl.runtime.weights import load_weights
     from jaxrl.sharding.mesh import make_mesh
-    from jaxrl.train.learning import Models
-    from jaxrl.train.step import Trainer
+    from jaxrl.train.trainer import Trainer
+    from jaxrl.train.training_step import Models
 
     config = from_mapping(spec.options)
     baseline = resident_bytes()

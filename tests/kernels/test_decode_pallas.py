@@ -14,8 +14,7 @@ from lowering import lowered_for_cuda
 
 from jaxrl.kernels import reference
 from jaxrl.kernels.attention import choose_paged
-from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention, decode_refusal
-from jaxrl.kernels.norm_pallas import add_norm
+from jaxrl.kernels.decode_pallas import HeadNorms, add_norm, decode_attention, decode_refusal
 from jaxrl.kernels.paged_pallas import PagedTileSizes
 from jaxrl.sharding.narrow_weights import narrowed
 

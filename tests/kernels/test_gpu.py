@@ -11,8 +11,7 @@ import pytest
 from on_gpu import DEPRECATED, INTERPRET, assert_equal_bits, sized
 
 from jaxrl.kernels import attention, reference
-from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention
-from jaxrl.kernels.norm_pallas import add_norm
+from jaxrl.kernels.decode_pallas import HeadNorms, add_norm, decode_attention
 from jaxrl.kernels.packed_pallas import packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]
@@ -142,7 +141,8 @@ def test_packed_kernels_are_the_reference(tokens, heads, kv_heads, dim, dtype):
         def attend(q, k, v):
             if not kernels:
                 return reference.packed_attention(q, k, v, segments, positions, prefixes)
-            return packed_attention(q, k, v, segments, positions, prefix_ids=prefixes, interpret=INTERPRET)
+            mask = reference.MaskInputs(segments, positions, prefixes)
+            return packed_attention(q, k, v, mask, interpret=INTERPRET)
 
         out, pull = jax.vjp(attend, q, k, v)
         return jnp.where((segments > 0)[..., None, None], out, 0), *pull(d_out)

@@ -224,14 +224,13 @@ def packed(
         own = [made[part[0]][name][part[1] : part[2]] for part in segments_of]
         return jnp.concatenate([*own, jnp.zeros((pad, *own[0].shape[1:]), own[0].dtype)])[None]
 
-    first = positions - rule.window + 1 if rule.window else None
+    mask = reference.MaskInputs(segments, positions, prefixes, positions - rule.window + 1 if rule.window else None)
     q, k, v = map(row, "qkv")
 
     def attend_as(how: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if attend is not None:
-            return attend(q, k, v, packed_rows.runs(segments, positions, prefixes, first), sinks=sinks)
-        tiles = how.tile_pairs(segments, positions, prefixes, q.dtype, first)
-        return how.attend(q, k, v, segments, positions, prefixes, tiles, first, sinks)
+            return attend(q, k, v, packed_rows.runs(mask), sinks=sinks)
+        return how.attend(q, k, v, mask, how.tile_pairs(mask, q.dtype), sinks)
 
     heads = Heads(HEADS, KV_HEADS, DIM, q.dtype, rule.softcap)
     ways = [choose_packed("auto", "cpu", heads, invariant_parts=number) for number in (parts, 0)]

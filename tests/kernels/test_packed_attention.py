@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.kernels import packed
 from jaxrl.kernels.packed import Tiling
-from jaxrl.kernels.reference import Keys, packed_attention
+from jaxrl.kernels.reference import Keys, MaskInputs, packed_attention
 from jaxrl.sharding.mesh import make_mesh
 
 oracle = jax.jit(packed_attention)
@@ -109,8 +109,8 @@ def in_tiles(rows, how):
     segments, positions, prefixes = rows
 
     def attend(q, k, v, segments=segments, positions=positions, prefixes=prefixes):
-        tiles = packed.visible_pairs(segments, prefixes, how, positions)
-        return packed.attention(q, k, v, segments, positions, prefixes, tiles, how)
+        mask = MaskInputs(segments, positions, prefixes)
+        return packed.attention(q, k, v, mask, packed.visible_pairs(mask, how), how)
 
     return attend
 
@@ -157,11 +157,10 @@ def in_slices(rows, attend, parts=3):
 @pytest.mark.parametrize("how", [None, APART, TOGETHER, PLAIN])
 def test_queries_of_some_tokens_and_keys_of_all_in_any_order(x64, how):
     def attend(q, k, v, rows, keys):
-        segments, positions, prefixes = rows
         if how is None:
             return packed_attention(q, k, v, *rows, keys=keys)
-        tiles = packed.visible_pairs(segments, prefixes, how, positions, None, keys)
-        return packed.attention(q, k, v, *rows, tiles, how, keys=keys)
+        mask = MaskInputs(*rows, keys=keys)
+        return packed.attention(q, k, v, mask, packed.visible_pairs(mask, how), how)
 
     arrays = inputs(5, 44, "float64")
     expected = out_and_gradients(dense, *arrays, ROWS[0])
@@ -170,8 +169,8 @@ def test_queries_of_some_tokens_and_keys_of_all_in_any_order(x64, how):
 
 
 def test_tiles_are_only_those_needed():
-    segments, positions, prefixes = ROWS
-    tiles = jax.jit(packed.visible_pairs, static_argnums=2)(segments, prefixes, APART, positions)
+    segments, _positions, prefixes = ROWS
+    tiles = jax.jit(packed.visible_pairs, static_argnums=1)(MaskInputs(*ROWS), APART)
     assert tiles is not None
     visible = (segments[:, :, None] == segments[:, None]) | (prefixes[:, :, None] == segments[:, None])
     visible &= (segments[:, None] > 0) & np.tril(np.ones((44, 44), bool))
@@ -180,7 +179,7 @@ def test_tiles_are_only_those_needed():
     count = int(tiles.num_pairs[0])
     assert {tuple(pair) for pair in np.asarray(tiles.pairs)[:count].tolist()} == expected
     assert len(expected) == count < len(tiles.pairs)
-    assert packed.visible_pairs(segments, prefixes, Tiling(64, 8), positions) is None
+    assert packed.visible_pairs(MaskInputs(*ROWS), Tiling(64, 8)) is None
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -15,6 +15,7 @@ from lowering import lowered_for_cuda
 
 from jaxrl.kernels import attention, packed, packed_pallas, reference
 from jaxrl.kernels.packed_pallas import PackedTileSizes
+from jaxrl.kernels.reference import MaskInputs
 
 from .test_packed_attention import in_slices
 
@@ -68,8 +69,8 @@ def test_values_and_gradients(dtype):
     segments, positions, prefixes = rows_of(100)
 
     def kernel(q, k, v):
-        options = {"prefix_ids": prefixes, "tiles": SMALL, "interpret": True}
-        return packed_pallas.packed_attention(q, k, v, segments, positions, **options)
+        mask = MaskInputs(segments, positions, prefixes)
+        return packed_pallas.packed_attention(q, k, v, mask, tiles=SMALL, interpret=True)
 
     def with_gradients(attend, d_out):
         out, pull = jax.vjp(attend, q, k, v)
@@ -92,8 +93,9 @@ def test_queries_of_some_tokens_and_keys_of_all_in_any_order(window):
     def kernel(q, k, v, rows, keys):
         segments, positions, prefixes = rows
         first = positions - window + 1 if window else None
-        own = {**options, "prefix_ids": prefixes, "first": first, "keys": keys}
-        return packed_pallas.packed_attention(q, k, v, segments, positions, **own)
+        return packed_pallas.packed_attention(
+            q, k, v, MaskInputs(segments, positions, prefixes, first, keys), **options
+        )
 
     def with_gradients(attend):
         out, pull = jax.vjp(attend, q, k, v)
@@ -115,8 +117,8 @@ def test_tokens_that_are_not_seen_change_nothing():
     def kernel(k, v):
         # What a tile reads in vain is multiplied by zero, which nan survives; so tokens 64..79 are a tile of their own.
         tiles = (PackedTileSizes(16, 16, 4, 2),) * 3
-        options = {"prefix_ids": prefixes, "tiles": tiles, "interpret": True}
-        return packed_pallas.packed_attention(q, k, v, segments, positions, **options)
+        mask = MaskInputs(segments, positions, prefixes)
+        return packed_pallas.packed_attention(q, k, v, mask, tiles=tiles, interpret=True)
 
     clean = np.asarray(kernel(k, v))
     k[0, :48] = v[0, :48] = np.nan
@@ -133,8 +135,8 @@ def test_no_visible_tile_is_missed_most_invisible_ones_are_skipped_and_whole_one
     pairs = (own | shared) & (positions[:, :, None] >= positions[:, None])
     in_tiles = np.pad(pairs, ((0, 0), (0, 24), (0, 8))).reshape(3, 32, 32, 63, 16)
     needed, full = in_tiles.any((2, 4)), in_tiles.all((2, 4))
-    tiles_of = jax.jit(packed_pallas.visible_tiles, static_argnums=(3, 4))
-    visible, whole = map(np.asarray, tiles_of(segments, prefixes, positions, 32, 16))
+    tiles_of = jax.jit(packed_pallas.visible_tiles, static_argnums=(1, 2))
+    visible, whole = map(np.asarray, tiles_of(MaskInputs(segments, positions, prefixes), 32, 16))
     assert visible.shape == whole.shape == needed.shape
     assert not (needed & ~visible).any()
     assert visible.sum() <= 1.1 * needed.sum()
@@ -163,13 +165,14 @@ def test_the_interface(tokens, implementation):
     segments, positions, given = rows_of(tokens)
     given = np.where(given == 0, segments, given)  # as `pack` writes it
     packed = attention.choose_packed(implementation, "cpu", HEADS, interpret=True)
-    in_tiles = jax.eval_shape(partial(packed.tile_pairs, dtype="float32"), segments, positions, given) is not None
+    mask = MaskInputs(segments, positions, given)
+    in_tiles = jax.eval_shape(partial(packed.tile_pairs, dtype="float32"), mask) is not None
     assert in_tiles == (implementation == "pallas" or (implementation == "auto" and tokens == 100))
 
     @jax.jit
     def attended(q, k, v, segments, positions, prefixes):
-        tiles = packed.tile_pairs(segments, positions, prefixes, "float32")
-        return packed.attend(q, k, v, segments, positions, prefixes, tiles)
+        mask = MaskInputs(segments, positions, prefixes)
+        return packed.attend(q, k, v, mask, packed.tile_pairs(mask, "float32"))
 
     real, nothing = segments > 0, np.zeros_like(given)
     for prefixes, shared in ((segments, nothing), (nothing, nothing), (given, given)):
@@ -214,7 +217,7 @@ def test_what_the_kernel_refuses():
     q, k, v, _ = arrays_of(40, 4, 2, 16, "float16")
     segments, positions, _ = rows_of(40)
     with pytest.raises(ValueError, match=r"float16.*must be all bfloat16 or all float32; set actor.attention to auto"):
-        attention.PackedAttention("pallas").attend(q, k, v, segments, positions, segments, None)
+        attention.PackedAttention("pallas").attend(q, k, v, MaskInputs(segments, positions, segments), None)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -223,7 +226,7 @@ def test_what_the_kernel_refuses():
 def test_lowers_for_cuda(tokens, heads, kv_heads, dim, dtype):
     def gradients(q, k, v, d_out, segments, positions):
         def kernel(q, k, v):
-            return attention.PackedAttention("pallas").attend(q, k, v, segments, positions, segments, None)
+            return attention.PackedAttention("pallas").attend(q, k, v, MaskInputs(segments, positions, segments), None)
 
         return jax.vjp(kernel, q, k, v)[1](d_out)
 

@@ -16,7 +16,7 @@ from jaxrl.kernels import attention, gathered, packed, packed_pallas, paged_pall
 from jaxrl.kernels.packed import Tiling
 from jaxrl.kernels.packed_pallas import PackedTileSizes
 from jaxrl.kernels.paged_pallas import PagedTileSizes
-from jaxrl.kernels.reference import Rule
+from jaxrl.kernels.reference import MaskInputs, Rule
 
 from .test_decode_pallas import case, separate
 from .test_decode_pallas import run as decode
@@ -58,14 +58,14 @@ def seen_in_rows(rows, window):
 )
 def test_packed_rows(x64, how, window, cap):
     """Windows of one to three tiles; a window reaches over a segment's beginning into its prefix."""
-    segments, positions, prefixes = ROWS
+    segments, positions, _prefixes = ROWS
     first = positions - window + 1
 
     def attend(q, k, v):
         if how is None:
             return reference.packed_attention(q, k, v, *ROWS, first, cap)
-        tiles = packed.visible_pairs(segments, prefixes, how, positions, first)
-        return packed.attention(q, k, v, *ROWS, tiles, how, first, cap)
+        mask = MaskInputs(*ROWS, first)
+        return packed.attention(q, k, v, mask, packed.visible_pairs(mask, how), how, cap)
 
     arrays = inputs(5, 44, "float64")
     naive = partial(dense, seen=seen_in_rows(ROWS, window), cap=cap)
@@ -77,10 +77,11 @@ def test_packed_rows(x64, how, window, cap):
 def test_tiles_behind_the_window_are_left_out():
     segments, positions, prefixes = np.ones((1, 64), np.int32), np.arange(64)[None], np.ones((1, 64), np.int32)
     for window, count in ((1, 8), (8, 15), (9, 15), (10, 21), (64, 36)):
-        tiles = packed.visible_pairs(segments, prefixes, Tiling(0, 8), positions, positions - window + 1)
+        mask = MaskInputs(segments, positions, prefixes, positions - window + 1)
+        tiles = packed.visible_pairs(mask, Tiling(0, 8))
         assert tiles is not None
         assert int(tiles.num_pairs[0]) == count, window
-        visible, whole = packed_pallas.visible_tiles(segments, prefixes, positions, 8, 8, positions - window + 1)
+        visible, whole = packed_pallas.visible_tiles(mask, 8, 8)
         assert int(visible.sum()) == count
         pairs = seen_in_rows((segments, positions, prefixes), window)[0].reshape(8, 8, 8, 8)
         assert not (np.asarray(whole[0]) & ~pairs.all((1, 3))).any()
@@ -88,7 +89,7 @@ def test_tiles_behind_the_window_are_left_out():
 
 def test_packed_kernels():
     q, k, v, d_out = inputs(5, 44, "float32", dim=16)
-    segments, positions, prefixes = ROWS
+    segments, positions, _prefixes = ROWS
     sizes = (PackedTileSizes(16, 16, 4, 2),) * 3
     first = positions - 6
 
@@ -97,8 +98,7 @@ def test_packed_kernels():
         return out, *pull(jnp.where((segments > 0)[..., None, None], d_out, 0))
 
     def kernel(q, k, v):
-        options = {"prefix_ids": prefixes, "first": first, "tiles": sizes, "interpret": True}
-        return packed_pallas.packed_attention(q, k, v, segments, positions, **options)
+        return packed_pallas.packed_attention(q, k, v, MaskInputs(*ROWS, first), tiles=sizes, interpret=True)
 
     found = jax.jit(lambda: with_gradients(kernel))()
     expected = jax.jit(lambda: with_gradients(partial(dense, seen=seen_in_rows(ROWS, 7))))()

@@ -36,22 +36,21 @@ def differentiated(attend: Any, *arrays: Any, d_out: Any) -> Any:
 
 @pytest.mark.parametrize("how", [None, Tiling(0, 8), Tiling(0, 16, together=True), "kernels"])
 def test_packed_rows(how):
-    segments, positions, prefixes = ROWS
+    segments, positions, _prefixes = ROWS
     exact = how != "kernels"
     with jax.enable_x64(exact):
         dtype = "float64" if exact else "float32"
         q, k, v, d_out = inputs(5, 44, dtype, dim=16)
         first, real = positions - 6, (segments > 0)[..., None, None]
+        mask = reference.MaskInputs(*ROWS, first)
 
         def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
             if how is None:
                 return reference.packed_attention(q, k, v, *ROWS, first, sinks=sinks)
             if not isinstance(how, Tiling):
                 tiles = (PackedTileSizes(16, 16, 4, 2),) * 3
-                options = {"prefix_ids": prefixes, "first": first, "tiles": tiles, "interpret": True, "sinks": sinks}
-                return packed_pallas.packed_attention(q, k, v, segments, positions, **options)
-            pairs = packed.visible_pairs(segments, prefixes, how, positions, first)
-            return packed.attention(q, k, v, *ROWS, pairs, how, first, sinks=sinks)
+                return packed_pallas.packed_attention(q, k, v, mask, tiles=tiles, interpret=True, sinks=sinks)
+            return packed.attention(q, k, v, mask, packed.visible_pairs(mask, how), how, sinks=sinks)
 
         def naive(q: Any, k: Any, v: Any, sinks: Any) -> Any:
             return dense(q, k, v, seen_in_rows(ROWS, 7), sinks=sinks)

@@ -12,6 +12,7 @@ import pytest
 from lowering import lowered_for_cuda
 
 from jaxrl.kernels import attention, packed
+from jaxrl.kernels.reference import MaskInputs
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.safetensors import export_hf, load_hf
@@ -148,11 +149,12 @@ def test_remat_dots_runs_attention_and_products_once_each_way():
     params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     ids, positions = jnp.ones((1, 128), jnp.int32), jnp.arange(128)[None]
     how = packed.Tiling(longest_plain=32, block=32)
-    tiles = packed.visible_pairs(ids, ids, how, positions)
+    mask = MaskInputs(ids, positions, ids)
+    tiles = packed.visible_pairs(mask, how)
 
     def loss(params, remat):
         def attend(q, k, v):
-            return packed.attention(q, k, v, ids, positions, ids, tiles, how)
+            return packed.attention(q, k, v, mask, tiles, how)
 
         return jnp.sum(decoder.forward_scan(params, ids, ids, attend, config, dtype=jnp.float32, remat=remat))
 
@@ -174,10 +176,11 @@ def test_remat_dots_keeps_what_the_attention_kernels_gave(remat, calls):
 
     def loss(params, ids):
         kernels = attention.PackedAttention("pallas")
-        tiles = kernels.tile_pairs(ids, ids, ids, jnp.float32)  # outside of the layers, as the trainer does
+        mask = MaskInputs(ids, ids, ids)
+        tiles = kernels.tile_pairs(mask, jnp.float32)  # outside of the layers, as the trainer does
 
         def attend(q, k, v):
-            return kernels.attend(q, k, v, ids, ids, ids, tiles)
+            return kernels.attend(q, k, v, mask, tiles)
 
         return jnp.sum(decoder.forward_scan(params, ids, ids, attend, config, dtype=jnp.float32, remat=remat))
 

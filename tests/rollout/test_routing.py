@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels.attention import Heads, choose_packed
-from jaxrl.kernels.reference import operands
+from jaxrl.kernels.reference import MaskInputs, operands
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
@@ -79,12 +79,13 @@ def trained(params: Any, tokens: np.ndarray, dtype: str) -> tuple[np.ndarray, np
 
     @jax.jit
     def run(params: Any, tokens: jax.Array) -> Any:
-        tiles = packed.tile_pairs(ids, positions, ids, dtype)
+        mask = MaskInputs(ids, positions, ids)
+        tiles = packed.tile_pairs(mask, dtype)
         return decoder.forward_scan(
             params,
             tokens,
             jnp.asarray(positions),
-            lambda q, k, v: packed.attend(q, k, v, ids, positions, ids, tiles),
+            lambda q, k, v: packed.attend(q, k, v, mask, tiles),
             CONFIG,
             dtype=jnp.dtype(dtype),
             widen=packed.tiling.widen,

@@ -17,18 +17,18 @@ import jax
 import numpy as np
 
 from jaxrl.cli import main
+from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
 from jaxrl.mechanisms.stream_trainer.session import StreamSession
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.train import batch_preparation
-from jaxrl.train.microbatches import Passes
 
 calls = itertools.count()
-accumulate, collect, set_advantages = Passes.accumulate, MeshExecutor.collect, batch_preparation.set_advantages
+accumulate, collect, set_advantages = TrainStream._accumulate, MeshExecutor.collect, batch_preparation.set_advantages
 
 
-def without_memory(self: Passes, *arguments: Any) -> Any:
-    if self.programs.mesh.size < len(jax.devices()) and next(calls) == 2:
+def without_memory(self: TrainStream, *arguments: Any) -> Any:
+    if next(calls) == 2:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nthe allocator's table")
     return accumulate(self, *arguments)
 
@@ -62,7 +62,7 @@ if fault == "late":
     Verdicts.completed = late(Verdicts.completed, list)
     StreamSession.feed = late(StreamSession.feed, lambda: None)
 elif fault == "stream":
-    Passes.accumulate = without_memory
+    TrainStream._accumulate = without_memory
 elif fault == "device":
     MeshExecutor.collect = lost
 else:

@@ -30,7 +30,7 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.train import batch_preparation
-from jaxrl.train.learning import Models
+from jaxrl.train.training_step import Models
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
 Build = Callable[..., "House"]
@@ -144,6 +144,10 @@ class FakeTrainer:
         self.log.append(("logprobs", which))
         return [np.full((len(sample),), -1.0, np.float32) for sample in batch.samples]
 
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        self.accumulate(batch)
+        return self.apply()
+
     def accumulate(self, batch: TrainBatch) -> None:
         assert batch.old_logprobs is None or len(batch.old_logprobs) == len(batch)
         assert all(len(a) == len(s) for a, s in zip(batch.advantages, batch.samples, strict=True))
@@ -168,12 +172,10 @@ class FakeCritic:
     def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
         return [np.zeros(len(sample), np.float32) for sample in batch.samples]
 
-    def accumulate(self, batch: TrainBatch) -> None:
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
         assert batch.values is not None
         assert batch.returns is not None
         self.log.append(("critic", [s.key for s in batch.samples]))
-
-    def apply(self) -> dict[str, float]:
         return {"critic/vf_loss": 1.0, "critic/skipped_updates": float(self.skips)}
 
 

@@ -25,7 +25,7 @@ from jaxrl.models import decoder
 from jaxrl.runtime.build import build_workers
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 ENDS = (0, 1, 2, 3, 4)  # tokens that end a response: about one in thirteen

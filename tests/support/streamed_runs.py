@@ -33,7 +33,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.train import batch_preparation
-from jaxrl.train.learning import Models
+from jaxrl.train.training_step import Models
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
 
 PromptKey = tuple[int, int]
@@ -143,10 +143,8 @@ class Sums:
     def token_logprobs(self, batch: TrainBatch, which: str) -> list[np.ndarray]:
         return [np.full((len(sample),), -1.0, np.float32) for sample in batch.samples]
 
-    def accumulate(self, batch: TrainBatch) -> None:
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
         self.parts.append([sample.key for sample in batch.samples])
-
-    def apply(self) -> dict[str, float]:
         self.last, self.parts = self.parts, []
         self.last_streamed, self.streamed = self.streamed, []
         skipped = self.skips(self.last)

@@ -21,7 +21,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.packing import Shape, TokenBatch, microbatch_shapes
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
 
 

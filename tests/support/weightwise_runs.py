@@ -11,7 +11,7 @@ from small_models import TRAINED
 from trainer_fixtures import programs_of, weights_of
 
 from jaxrl.train.packing import Shape, row_length
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer
 
 LONG = (Shape(1, row_length(96)),)
 WIDE = dataclasses.replace(TRAINED, hidden_size=96, head_dim=16, intermediate_size=64)
@@ -32,7 +32,7 @@ def update(trainer: Trainer, seed: int, scale: float = 1.0) -> dict[str, float]:
 
     gradients = jax.tree.map(drawn, zeros.gradients)
     denominator = jax.device_put(np.asarray(7, zeros.denominator.dtype), zeros.denominator.sharding)
-    trainer._passes.accumulator = dataclasses.replace(zeros, gradients=gradients, denominator=denominator)
+    trainer._sums = dataclasses.replace(zeros, gradients=gradients, denominator=denominator)
     return trainer.apply()
 
 

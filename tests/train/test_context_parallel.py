@@ -20,12 +20,11 @@ from jaxrl.models.lora import Lora
 from jaxrl.models.shapes import named_shape
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState
-from jaxrl.train.critic import Critic
-from jaxrl.train.likelihood import LikelihoodObjective
+from jaxrl.train.objectives import LikelihoodObjective
 from jaxrl.train.packing import Shape, dealt, microbatch_shapes
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher, TeacherPrograms
+from jaxrl.train.trainer import Trainer, build_critic
 
 SLOW = pytest.mark.slow  # the same again in another combination
 WIDE: dict[str, Any] = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__remat": "dots"}
@@ -112,7 +111,7 @@ def assert_updates(alone, shared, batch, tolerance=1e-12):
 def test_gradients_and_log_probabilities(sharing, both, make_batch):
     alone, shared = both(EXACT, sharing)
     batch = make_batch(same=True)
-    micro = shared._passes.pack(batch).microbatches[0]
+    micro = shared.programs.pack(batch).microbatches[0]
     pieces = micro.segment_ids.reshape(len(micro.tokens), 2 * sharing, -1)
     crossing = [np.intersect1d(*pair) for row in pieces for pair in itertools.pairwise(row)]
     assert any(each.any() for each in crossing), "samples go on beyond pieces"
@@ -182,7 +181,7 @@ def test_a_critic(sharing, x64, make_config, make_batch):
     for devices, own in ((1, 1), (EIGHT, sharing)):
         options = {"algorithm__adv_estimator": "gae", "critic__loss_agg_mode": "seq-mean-token-mean"}
         config = make_config(**WIDE, **options, actor__context_parallel_size=own)
-        critic = Critic(config, ODD, weights_of(ODD, "float64"), make_mesh(jax.devices()[:devices]))
+        critic = build_critic(config, ODD, weights_of(ODD, "float64"), make_mesh(jax.devices()[:devices]))
         critic.programs.microbatches = ROW
         state = critic.state()
         critic.load_state(state | {"params": state["params"] | {"score": score}})

@@ -12,9 +12,11 @@ from small_models import TRAINED
 from trainer_fixtures import group_of, padded, weights_of, whole_hidden
 
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train import batch_preparation, learning
+from jaxrl.train import batch_preparation
 from jaxrl.train.checkpoint import Checkpointer
-from jaxrl.train.critic import Critic, critic_config
+from jaxrl.train.objectives import critic_config
+from jaxrl.train.trainer import build_critic
+from jaxrl.train.training_step import Models, training_step
 from jaxrl.types import Group
 
 GAE = {"algorithm__adv_estimator": "gae"}
@@ -35,7 +37,7 @@ UNTIED = replace(TRAINED, tie_word_embeddings=False)
 
 def new_critic(config, model, devices=1):
     params = weights_of(model, config.actor.param_dtype)
-    critic = Critic(config, model, params, make_mesh(jax.devices()[:devices]))
+    critic = build_critic(config, model, params, make_mesh(jax.devices()[:devices]))
     critic.programs.microbatches = critic.programs.microbatches[-1:]  # one shape: each is a program
     return critic
 
@@ -162,10 +164,8 @@ class FixedPolicy:
     def token_logprobs(self, batch, which):
         return [sample.rollout_logprobs for sample in batch.samples]
 
-    def accumulate(self, batch):
+    def train_step(self, batch):
         assert batch.returns is not None
-
-    def apply(self):
         self.updates += 1
         return {"actor/lr": 0.0}
 
@@ -192,7 +192,7 @@ def test_it_learns_what_a_prompt_is_worth(make_config, model_config):
 
     lines = []
     for step in range(1, 13):
-        learnt = learning.learn(config, learning.Models(policy, critic), [], groups_of(step), step, phase, lambda: None)
+        learnt = training_step(config, Models(policy, critic), [], groups_of(step), step, phase, lambda: None)
         assert len(learnt.updates["critic"]) == 4
         assert learnt.skipped() == {"critic": (4, 0)}
         lines.append(learnt.metrics())

@@ -24,9 +24,8 @@ from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
-from jaxrl.train.critic import Critic
 from jaxrl.train.packing import Shape, TokenBatch, row_length
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer, build_critic
 from jaxrl.train.update_memory import resident_parts, trained_numbers, update_phases
 from jaxrl.types import Prompt, SampleKey, SamplingParams, TrainBatch
 
@@ -168,7 +167,7 @@ def test_actor_and_critic_have_one_base(make_config):
     mesh = make_mesh(jax.devices()[:1])
     given = decoder.init(MODEL, jax.random.key(0), jnp.float32)
     params = trainer_of(config, MODEL, params=given).params
-    critic = Critic(config, MODEL, params, mesh)
+    critic = build_critic(config, MODEL, params, mesh)
     trainer = trainer_of(config, MODEL, params=params)
     for learner in (trainer, critic):
         for name, x in learner.params["layers"].items():

@@ -19,7 +19,7 @@ from jaxrl.models.lora import Lora
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.packing import Shape, row_length
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer
 from jaxrl.train.update_memory import resident_parts, update_phases
 
 BIASED = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", tie_word_embeddings=False)

@@ -14,7 +14,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.experts import Routing
 from jaxrl.models.lora import matrices
 from jaxrl.models.quantized import quantized
-from jaxrl.train import routing
+from jaxrl.train import losses
 from jaxrl.train.losses import LossTerms
 
 LAYERS, ROWS, TOKENS, EXPERTS, CHOSEN = 3, 2, 7, 5, 2
@@ -27,15 +27,15 @@ def case() -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(LAYERS, ROWS, TOKENS, EXPERTS)), random.uniform(size=(ROWS, TOKENS)) < 0.7
 
 
-def of_layers(logits: jax.Array, is_token: np.ndarray) -> routing.Load:
+def of_layers(logits: jax.Array, is_token: np.ndarray) -> losses.Load:
     probabilities = jax.nn.softmax(logits)
     experts = jax.lax.top_k(logits, CHOSEN)[1]
-    return jax.vmap(lambda *own: routing.load_of(Routing(own[0], own[1], own[1]), is_token))(experts, probabilities)
+    return jax.vmap(lambda *own: losses.load_of(Routing(own[0], own[1], own[1]), is_token))(experts, probabilities)
 
 
 def terms_of(logits: jax.Array, is_token: np.ndarray, coef: float) -> LossTerms:
     empty = LossTerms(jnp.float64(0), jnp.float64(11), {}, {})
-    return routing.with_load(empty, of_layers(logits, is_token), coef)
+    return losses.with_load(empty, of_layers(logits, is_token), coef)
 
 
 def test_the_loss_is_that_of_transformers_for_each_layer(x64):
@@ -64,8 +64,8 @@ def test_the_loss_is_that_of_transformers_for_each_layer(x64):
 def test_an_even_load_has_a_loss_of_the_experts_per_token(chosen, x64):
     experts = (np.arange(4)[None, :, None] + np.arange(chosen)) % 4
     probabilities = jnp.full((1, 4, 4), 0.25)
-    load = routing.load_of(Routing(jnp.asarray(experts), probabilities, probabilities), jnp.ones((1, 4), bool))
-    terms = routing.with_load(
+    load = losses.load_of(Routing(jnp.asarray(experts), probabilities, probabilities), jnp.ones((1, 4), bool))
+    terms = losses.with_load(
         LossTerms(jnp.float64(0), jnp.float64(1), {}, {}), jax.tree.map(lambda x: x[None], load), 1.0
     )
     assert float(terms.total) == pytest.approx(chosen)
@@ -73,14 +73,14 @@ def test_an_even_load_has_a_loss_of_the_experts_per_token(chosen, x64):
 
 def test_metrics(x64):
     logits, is_token = case()
-    total, count = terms_of(jnp.asarray(logits), is_token, 0.0).means[routing.LOAD]
+    total, count = terms_of(jnp.asarray(logits), is_token, 0.0).means[losses.LOAD]
     chosen = np.argsort(-logits, -1)[..., :CHOSEN]
     load = np.array(
         [[np.sum((chosen[i] == x).any(-1) & is_token) for x in range(EXPERTS)] for i in range(LAYERS)], float
     )
     np.testing.assert_allclose(total, load)
     assert float(count) == is_token.sum()
-    found = routing.load_metrics(total / count, CHOSEN)
+    found = losses.load_metrics(total / count, CHOSEN)
     mean = load.mean(-1, keepdims=True)
     assert float(found["moe/load_max"]) == pytest.approx((load / mean).max())
     assert float(found["moe/load_cv"]) == pytest.approx((load / mean).std(-1).mean())

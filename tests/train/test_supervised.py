@@ -23,11 +23,10 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import map_weights
-from jaxrl.train.likelihood import LikelihoodObjective
-from jaxrl.train.preferences import Pairs, preference_losses
+from jaxrl.train.objectives import LikelihoodObjective
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.step import Trainer
-from jaxrl.train.supervised import Demonstrations, Method, Preferences, batch_of
+from jaxrl.train.supervised import Demonstrations, Method, Pairs, Preferences, batch_of, preference_losses
+from jaxrl.train.trainer import Trainer
 
 FOUND = np.load(Path(__file__).parent / "data" / "trl.npz")
 
@@ -107,7 +106,7 @@ def test_sft_has_trls_loss_and_gradient_packed_or_not(written: Any, devices: int
     measured, tokens = method.evaluate(trainer, batch)
     assert tokens == (FOUND["sft/labels"] >= 0).sum()
     assert measured["loss"] == pytest.approx(FOUND["sft/loss"].item(), rel=1e-5)
-    assert method.learn(trainer, batch)["train/loss"] == pytest.approx(FOUND["packed/loss"].item(), rel=1e-5)
+    assert method.train_step(trainer, batch)["train/loss"] == pytest.approx(FOUND["packed/loss"].item(), rel=1e-5)
 
 
 def test_what_is_no_assistants_is_not_learnt_from(written: Any):
@@ -140,7 +139,7 @@ def test_dpo_has_trls_loss_metrics_and_gradient(written: Any, name: str, devices
     trainer.load_state({**state, "params": other.state()["params"]})
     kept: list[float] = []
     trainer.apply, apply = lambda: kept.append(1.0) or {}, trainer.apply  # what was accumulated stays
-    measured = method.learn(trainer, batch)
+    measured = method.train_step(trainer, batch)
     assert measured["train/loss"] == pytest.approx(FOUND[f"{name}/loss"].item(), rel=1e-5)
     assert_gradients(trainer, model, name)
     theirs = json.loads(FOUND[f"{name}/metrics"].item())

@@ -31,10 +31,10 @@ from jaxrl.runtime.teacher import build_teacher, read_teacher, refuse_context, w
 from jaxrl.runtime.weights import adapted, load_weights
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import batch_preparation
-from jaxrl.train.learning import teacher_metrics
 from jaxrl.train.losses import generalized_jsd
-from jaxrl.train.step import Trainer
 from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base
+from jaxrl.train.trainer import Trainer
+from jaxrl.train.training_step import teacher_metrics
 from jaxrl.train.update_memory import resident_parts, update_phases
 from jaxrl.types import ENVIRONMENT, Prompt, TrainBatch
 

@@ -16,8 +16,8 @@ from trainer_fixtures import weights_of
 from jaxrl.config import Config, ConfigError
 from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.learner import placed
 from jaxrl.train.teacher import Teacher, TeacherPrograms
+from jaxrl.train.trainer import placed
 from jaxrl.types import RunFailed
 
 TRIAL = (3, 4)

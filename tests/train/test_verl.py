@@ -15,7 +15,7 @@ from trainer_fixtures import group_of
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.train import advantages, losses
-from jaxrl.train.kl import kl_estimate
+from jaxrl.train.advantages import kl_estimate
 from jaxrl.train.packing import TokenBatch
 from jaxrl.types import Group
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,14 +37,12 @@ import numpy as np
 from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
-from jaxrl.train.microbatches import Passes
-from jaxrl.train.programs import Accumulator
-from jaxrl.train.step import Trainer
+from jaxrl.train.programs import Accumulator, TrainPrograms
 from jaxrl.train.teacher import Teacher, TeacherPrograms, shares_base
+from jaxrl.train.trainer import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any
-Which = Literal["actor", "ref", "teacher"]
 Work = Generator[jax.Array, None, None]
 """Yields what was handed to the devices."""
 
@@ -82,7 +80,7 @@ class TrainStream:
         self.programs = trainer.programs.without_updates(half.mesh)
         self.given: list[list[tuple[int, int]]] = []
         self._trainer = trainer
-        self._passes = Passes(self.programs)
+        self._sums: Accumulator | None = None
         self.teacher_programs: TeacherPrograms | None = None
         self._teacher = teacher
         if teacher is not None:
@@ -150,12 +148,12 @@ class TrainStream:
           What was given, with log-probabilities, masks and advantages: one batch per `give`.
         """
         self.finish()
-        sums = self._passes.take()
+        sums, self._sums = self._sums, None
         self._release()
         if sums is not None:
             with _failures():
                 returned = jax.block_until_ready(self._returned(sums))
-            self._trainer.take_over(returned)
+            self._trainer.begin_with(returned)
         batches, self._batches, self.given = self._batches, [], []
         return batches
 
@@ -163,7 +161,8 @@ class TrainStream:
         """Drops everything, as if nothing had been given: the round has been given up, or a device has failed."""
         self._work = None
         self._running.clear()
-        self._passes.discard()
+        _delete(self._sums)
+        self._sums = None
         self._release()
         self._batches, self.given = [], []
 
@@ -175,28 +174,40 @@ class TrainStream:
         self._ahead = 1  # log-probabilities come back to the host, which must not wait for them
         current = None
         if batch_preparation.needs_policy(config, batch, step):
-            current = yield from self._logprobs(weights, batch, "actor")
+            current = yield from self._forward(self.programs, "logprobs", weights.on_device("actor"), batch)
         batch.old_logprobs = batch_preparation.old_logprobs(config, batch, step, current)
         if config.needs_ref:
-            batch.ref_logprobs = yield from self._logprobs(weights, batch, "ref")
-        if self.teacher_programs is not None:
+            params = weights.on_device("ref")
+            batch.ref_logprobs = yield from self._forward(self.programs, "ref_logprobs", params, batch)
+        if (programs := self.teacher_programs) is not None:
             assert self._teacher is not None, "its programs are there"
             params = weights.on_device("teacher")
             if shares_base(config):
-                params = self.teacher_programs.of_base(params)
-            yield from self._teacher.annotating(Passes(self.teacher_programs), params, batch)
+                params = programs.of_base(params)
+            found = yield from self._forward(programs, programs.kind, params, self._teacher.read(batch))
+            self._teacher.write(batch, found)
         batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
         batch_preparation.set_advantages(config, groups, batch)
         self._ahead = AHEAD
-        trainable, frozen = self.programs.partition(weights.on_device("actor"))
-        yield from self._passes.accumulate(trainable, frozen, batch)
+        yield from self._accumulate(weights, batch)
         self._batches.append(batch)
 
-    def _logprobs(
-        self, weights: _Weights, batch: TrainBatch, which: Literal["actor", "ref"]
+    def _forward(
+        self, programs: TrainPrograms, kind: str, params: Tree, batch: TrainBatch
     ) -> Generator[jax.Array, None, list[np.ndarray]]:
-        kind = "logprobs" if which == "actor" else "ref_logprobs"
-        return (yield from self._passes.forward(weights.on_device(which), batch, kind))
+        """`TrainPrograms.forward`, one microbatch a turn."""
+        packed, results = programs.pack(batch), list[jax.Array]()
+        for microbatch in packed.microbatches:
+            results.append(programs.dispatch(kind, params, microbatch))
+            yield results[-1]
+        return programs.unpack(packed, results)
+
+    def _accumulate(self, weights: _Weights, batch: TrainBatch) -> Work:
+        """`Trainer.accumulate`, one microbatch a turn."""
+        trainable, frozen = self.programs.partition(weights.on_device("actor"))
+        for microbatch in self.programs.pack(batch, for_loss=True).microbatches:
+            self._sums, result = self.programs.add_gradients(trainable, frozen, self._sums, microbatch)
+            yield result
 
     def _returned(self, sums: Accumulator) -> Accumulator:
         shardings = jax.tree.map(lambda x: x.sharding, self._trainer.programs.sums)
@@ -215,7 +226,7 @@ class _Weights:
     def __init__(self, half: Half, actor: Tree, shardings: Tree, others: dict[str, tuple[Tree | None, Tree]]) -> None:
         self._shardings: dict[str, Tree] = {"actor": shardings}
         self._in_host: dict[str, Tree] = {}
-        self._resident: Which = "actor"
+        self._resident = "actor"
         for name, (params, own) in others.items():
             if params is not None:
                 self._shardings[name] = own
@@ -224,7 +235,7 @@ class _Weights:
         if self._in_host:
             self._in_host["actor"] = self._to_host(self._on_device, shardings, keep=True)
 
-    def on_device(self, which: Which) -> Tree:
+    def on_device(self, which: str) -> Tree:
         """Those weights, in place of the others."""
         if which not in self._shardings:
             return without_adapters(self.on_device("actor"))

@@ -25,7 +25,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.packing import Shape
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 SMALL: dict[str, Any] = {
@@ -302,7 +302,7 @@ def test_devices_that_fail_leave_the_trainer_as_it_was(shared: Shared, make_batc
         stream.give(groups[:2], STEP)
         stream.close()
 
-    for owner, name in ((stream._passes, "on_device"), (type(stream.half), "give_back"), (type(stream.half), "lend")):
+    for owner, name in ((stream.programs, "on_device"), (type(stream.half), "give_back"), (type(stream.half), "lend")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, full)
             with pytest.raises(StreamFailed, match=r"^RESOURCE_EXHAUSTED: no room for 4 GiB$"):

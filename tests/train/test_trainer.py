@@ -28,7 +28,7 @@ from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.packing import Shape, row_length
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.step import Trainer
+from jaxrl.train.trainer import Trainer
 from jaxrl.types import ENVIRONMENT, Prompt, RunFailed, Sample, SampleKey, TrainBatch
 
 SLOW = pytest.mark.slow  # the same again in another combination
@@ -201,7 +201,7 @@ def test_the_gradient_of_turns_is_torchs(x64, head, of_torch, make_config):
     turns = [1 + np.count_nonzero(np.diff(sample.drawn.astype(int)) > 0) for sample in batch.samples]
     assert {1, 2, 3, 4, 5} <= {*turns}
     assert any(not sample.drawn[-1] for sample in batch.samples), "some end with an answer"
-    micros = trainer._passes.pack(batch).microbatches
+    micros = trainer.programs.pack(batch).microbatches
     assert all(micro.num_sequences.max() > 1 for micro in micros)
     assert any((micro.prefix_ids != micro.segment_ids).any() for micro in micros), "prompts are shared"
     trainer.accumulate(batch)
@@ -235,10 +235,10 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
     rows, plain = (LONG, LONG) if budget == 96 else (one_row(budget), ())
     shared = make_trainer(make_config(**options), devices, ODD, rows)
     apart = make_trainer(make_config(**options, actor__share_prompts=False), devices, ODD, plain)
-    micros = shared._passes.pack(batch).microbatches
+    micros = shared.programs.pack(batch).microbatches
     assert any((m.prefix_ids != m.segment_ids).any() for m in micros)
     assert any(m.tokens.shape[1] > shared.programs.packed_attention.tiling.longest_plain for m in micros)
-    assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart._passes.pack(batch).microbatches)
+    assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart.programs.pack(batch).microbatches)
     apart.accumulate(batch)
     # the second way: a sample alone, part of a group, and the rest, in another order
     cuts = [[range(len(batch))], [[8], [3, 0], sorted(set(range(len(batch))) - {0, 3, 8})]]
@@ -266,10 +266,10 @@ def test_attention_is_what_the_option_says(option, make_config, make_batch, make
         make_trainer(make_config(**OF_KERNELS | attention), 2, WIDE_HEADS, LONG, interpret=True)
         for attention in ({}, {"actor__attention": option})
     )
-    micro = tiles._passes.pack(batch).microbatches[0]
+    micro = tiles.programs.pack(batch).microbatches[0]
     assert (micro.prefix_ids != micro.segment_ids).any()
     assert micro.tokens.shape[1] > tiles.programs.packed_attention.tiling.longest_plain
-    rows = other._passes.on_device(micro)
+    rows = other.programs.on_device(micro)
     text = str(jax.make_jaxpr(other.programs._gradients_of)(other._trainable, other._frozen, rows, other._trainable))
     assert ("pallas_call" in text) == (option == "pallas")
     for trainer in (tiles, other):
@@ -378,7 +378,7 @@ def test_each_microbatch_but_the_last_is_progress(make_config, make_batch, make_
     """The last one may be running: what follows waits for it."""
     told = []
     trainer, batch = make_trainer(make_config(), on_progress=lambda: told.append(1)), make_batch(size=8)
-    count = len(trainer._passes.pack(batch).microbatches)
+    count = len(trainer.programs.pack(batch).microbatches)
     assert count > 2
     for rounds, work in enumerate((trainer.token_logprobs, trainer.accumulate, trainer.accumulate), 1):
         work(batch)
@@ -517,7 +517,7 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
     config, batch = make_config(), make_batch(size=8)
     programs = TrainPrograms(config, TRAINED, make_mesh(jax.devices()[:1]))
     plain = make_trainer(config, rows=programs.microbatches)
-    shape = plain._passes.pack(batch).microbatches[0].tokens.shape
+    shape = plain.programs.pack(batch).microbatches[0].tokens.shape
     with ThreadPoolExecutor(1) as pool:
         for kind, *sizes in (("accumulate", *shape), ("zeros", 0, 0), ("init", 0, 0), ("update", 0, 0)):
             pool.submit(programs.program, (kind, *sizes))
@@ -527,7 +527,7 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
         trainer.accumulate(batch)
     gradients = [jax.tree.map(np.asarray, trainer.gradients()) for trainer in trainers]
     jax.tree.map(np.testing.assert_array_equal, *gradients)
-    others = {each.tokens.shape for each in plain._passes.pack(batch).microbatches} - {shape}
+    others = {each.tokens.shape for each in plain.programs.pack(batch).microbatches} - {shape}
     assert programs.recompiles == len(others)
     metrics = [trainer.apply() for trainer in trainers]
     assert [each.pop("actor/recompiles") for each in metrics] == [0, len(others)]
