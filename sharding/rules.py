@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,21 @@ class Model(Protocol):
     def base(self) -> Model: ...
     def weights(self) -> Mapping[str, Any]: ...
     def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array: ...
+
+
+class Form(TypedDict, total=False):
+    """How rollout weights lie, beside their layout.
+
+    Attributes:
+      features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
+      fused_projections: products of the same activations in one matrix (`jaxrl.sharding.fused_projections`), for a
+        decode step on GPUs.
+      quantization: of layers' matrices (`jaxrl.sharding.narrow_weights`).
+    """
+
+    features_first: bool
+    fused_projections: bool
+    quantization: Narrow
 
 
 M = TypeVar("M", bound=Model)
@@ -159,16 +174,9 @@ def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: 
     return layout.spec(*(entries.get(dims[i]) for i in order))
 
 
-def rollout_shardings(
-    config: Model,
-    layout: Layout,
-    max_tp: int | None = None,
-    *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
-) -> Tree:
+def rollout_shardings(config: Model, layout: Layout, max_tp: int | None = None, **form: Unpack[Form]) -> Tree:
     """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
+    features_first, fused_projections = form.get("features_first", False), form.get("fused_projections", False)
     max_tp = _checked(layout, max_tp)
     padded = padded_config(config, max_tp)
     if fused_projections and (features_first or not can_fuse(padded.num_kv_heads, max_tp)):
@@ -183,7 +191,7 @@ def rollout_shardings(
     table = config.base.weights()
     tree = map_weights(one, table)
     layer = tree["layers"]
-    if quantization != "none":
+    if form.get("quantization", "none") != "none":
         of_layer: Mapping[str, Weight] = table["layers"]
         last = {name: NamedSharding(layout.mesh, rollout_spec(w, layout, padded)) for name, w in of_layer.items()}
         layer = layer | scale_shardings(of_layer, last)
@@ -274,25 +282,14 @@ def rollout_params_fn(
     layout: Layout,
     dtype: Any,
     max_tp: int | None = None,
-    *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
+    **form: Unpack[Form],
 ) -> tuple[Callable[[Tree], Tree], Tree]:
     """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
 
     The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
     """
-    shardings = rollout_shardings(
-        config,
-        layout,
-        max_tp,
-        features_first=features_first,
-        fused_projections=fused_projections,
-        quantization=quantization,
-    )
-    form = features_first, fused_projections, quantization
-    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, *form)
+    shardings = rollout_shardings(config, layout, max_tp, **form)
+    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, **form)
 
     def function(params: Tree) -> Tree:
         rest = {name: value for name, value in params.items() if name != "layers"}
@@ -306,9 +303,10 @@ def _converters(
     mesh: Mesh,
     max_tp: int,
     dtype: Any,
-    features_first: bool,
-    fused_projections: bool,
-    quantization: Narrow,
+    *,
+    features_first: bool = False,
+    fused_projections: bool = False,
+    quantization: Narrow = "none",
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
     """The conversion of what is outside the layers, and of `count` layers from `start` on."""
     before, after = config.base.weights(), padded_config(config, max_tp).base.weights()
@@ -351,24 +349,10 @@ def _converters(
 
 @lru_cache(maxsize=64)
 def _compiled(
-    config: Any,
-    layout: Layout,
-    dtype: Any,
-    max_tp: int,
-    count: int,
-    features_first: bool,
-    fused_projections: bool,
-    quantization: Narrow,
+    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, **form: Unpack[Form]
 ) -> tuple[Any, Any]:
-    shardings = rollout_shardings(
-        config,
-        layout,
-        max_tp,
-        features_first=features_first,
-        fused_projections=fused_projections,
-        quantization=quantization,
-    )
-    outer, layers = _converters(config, layout.mesh, max_tp, dtype, features_first, fused_projections, quantization)
+    shardings = rollout_shardings(config, layout, max_tp, **form)
+    outer, layers = _converters(config, layout.mesh, max_tp, dtype, **form)
     rest = {name: value for name, value in shardings.items() if name != "layers"}
     chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
     return jax.jit(outer, out_shardings=rest), chunk
@@ -381,30 +365,22 @@ def to_rollout(
     dtype: Any,
     max_tp: int | None = None,
     *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
     layers_per_call: int = 4,
+    **form: Unpack[Form],
 ) -> Tree:
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
 
     Args:
       params: unpadded, on the devices of the layout's mesh; perhaps the layers alone.
-      config: hashable; its weights' table drives padding and shardings.
-      layout: where the result lives.
+      config: hashable.
       dtype: of the result's matrices and biases (norms: at least float32).
       max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
-      features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
-      fused_projections: products of the same activations in one matrix (`jaxrl.sharding.fused_projections`), for a
-        decode step on GPUs.
-      quantization: of layers' matrices (`jaxrl.sharding.narrow_weights`).
       layers_per_call: more means fewer dispatches and a higher peak.
     """
-    form: dict[str, Any] = {"features_first": features_first, "fused_projections": fused_projections}
-    form |= {"quantization": quantization}
     out, layers = {}, list[Tree]()
-    calls = rollout_calls(params, config, layout, dtype, max_tp, **form, layers_per_call=layers_per_call)
-    for program, arguments in calls:
+    for program, arguments in rollout_calls(
+        params, config, layout, dtype, max_tp, layers_per_call=layers_per_call, **form
+    ):
         made = program(*arguments)
         if len(arguments) == 1:
             out = made
@@ -420,17 +396,14 @@ def rollout_calls(
     dtype: Any,
     max_tp: int | None = None,
     *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
     layers_per_call: int = 4,
+    **form: Unpack[Form],
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """What `to_rollout` with the same arguments runs: each program with its arguments, first the one for what is
     outside the layers, then some layers each."""
 
     def programs(count: int) -> tuple[Any, Any]:
-        form = features_first, fused_projections, quantization
-        return _compiled(config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, *form)
+        return _compiled(config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, **form)
 
     if rest := {name: value for name, value in params.items() if name != "layers"}:
         yield programs(layers_per_call)[0], (rest,)
