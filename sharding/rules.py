@@ -36,7 +36,7 @@ split first, and `mlp` over the axes that are left."""
 Tree = dict[str, Any]
 
 
-class Weight(Shaped, Protocol):
+class DeclaredWeight(Shaped, Protocol):
     """The fields that the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
 
     @property
@@ -136,14 +136,14 @@ def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = F
     return found
 
 
-def train_spec(weight: Weight, mesh: Mesh) -> PartitionSpec:
+def train_spec(weight: DeclaredWeight, mesh: Mesh) -> PartitionSpec:
     """How training splits a weight over a mesh."""
     axes = nested_axes(mesh)
     splits = axes_of_dims(weight, [mesh.shape[axis] for axis in axes])
     return PartitionSpec(*(axes[own] or None for own in splits))
 
 
-def _splits_other_side(weight: Weight, mesh: Mesh) -> bool:
+def _splits_other_side(weight: DeclaredWeight, mesh: Mesh) -> bool:
     return any(entry and dim == "embed" for dim, entry in zip(weight.dims, train_spec(weight, mesh), strict=True))
 
 
@@ -154,7 +154,7 @@ def train_shardings(config: Model, mesh: Mesh, whole: Mesh | None = None) -> Tre
       whole: a mesh of which `mesh` is a part: the same dims are split as over it.
     """
 
-    def one(weight: Weight) -> NamedSharding:
+    def one(weight: DeclaredWeight) -> NamedSharding:
         entries = map(entry_axes, train_spec(weight, whole or mesh))
         own = [tuple(axis for axis in entry if axis in mesh.axis_names) or None for entry in entries]
         return NamedSharding(mesh, PartitionSpec(*own))
@@ -162,7 +162,7 @@ def train_shardings(config: Model, mesh: Mesh, whole: Mesh | None = None) -> Tre
     return map_weights(one, config.weights())
 
 
-def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: bool = False) -> PartitionSpec:
+def rollout_spec(weight: DeclaredWeight, layout: Layout, padded: Model, features_first: bool = False) -> PartitionSpec:
     """One layer's weight in rollout form: tensor dims over tp, key/value heads over as much as divides them."""
     kv_axes = layout.kv_axes(padded.num_kv_heads)
     entries: dict[str, str | tuple[str, ...]] = {**dict.fromkeys(TENSOR_DIMS, "tp"), "kv_heads": kv_axes}
@@ -185,14 +185,14 @@ def rollout_shardings(config: Model, layout: Layout, max_tp: int | None = None, 
             f"({padded.num_kv_heads}, padded) in whole groups on each of {max_tp} devices (rollout.max_tp)"
         )
 
-    def one(weight: Weight) -> NamedSharding:
+    def one(weight: DeclaredWeight) -> NamedSharding:
         return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
 
     table = config.base.weights()
     tree = map_weights(one, table)
     layer = tree["layers"]
     if form.get("quantization", "none") != "none":
-        of_layer: Mapping[str, Weight] = table["layers"]
+        of_layer: Mapping[str, DeclaredWeight] = table["layers"]
         last = {name: NamedSharding(layout.mesh, rollout_spec(w, layout, padded)) for name, w in of_layer.items()}
         layer = layer | scale_shardings(of_layer, last)
     layer = fused_shardings(layer, layout) if fused_projections else layer
@@ -226,8 +226,8 @@ def _grow(array: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 def _convert(
-    weight: Weight,
-    padded_weight: Weight,
+    weight: DeclaredWeight,
+    padded_weight: DeclaredWeight,
     group: tuple[int, int],
     array: jax.Array,
     dtype: Any,
@@ -312,11 +312,13 @@ def _converters(
     before, after = config.base.weights(), padded_config(config, max_tp).base.weights()
     group = _groups(config, max_tp)
 
-    def convert(weight: Weight, padded_weight: Weight, array: jax.Array, dtype: Any = dtype) -> jax.Array:
+    def convert(
+        weight: DeclaredWeight, padded_weight: DeclaredWeight, array: jax.Array, dtype: Any = dtype
+    ) -> jax.Array:
         array = _convert(weight, padded_weight, group, array, dtype, mesh)
         return jnp.transpose(array, weight.outputs_first) if features_first else array
 
-    def of_layer(name: str, weight: Weight, array: jax.Array) -> Tree:
+    def of_layer(name: str, weight: DeclaredWeight, array: jax.Array) -> Tree:
         padded = after["layers"][name]
         if quantization == "none" or not inputs(weight):
             return {name: convert(weight, padded, array)}

@@ -52,7 +52,7 @@ Turns = Literal["all", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LearningSpan:
     """Tokens of a conversation, one behind the other; `is_said`: they are learnt, a turn's with its end."""
 
     token_ids: list[int]
@@ -78,7 +78,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExampleRow:
     """A row of the data. `examples`: one conversation, or of a pair the preferred one and the other."""
 
     where: str
@@ -126,13 +126,13 @@ class ConversationTokens:
         said = [*self._tokenizer.encode(completion), *self._tokenizer.eos_token_ids[:1]]
         if not self._tokenizer.eos_token_ids:
             self.notes[f"the tokenizer names no eos_token: {_NEVER_STOPS}"] = None
-        return _example(ids, [Span(said, is_said=True)])
+        return _example(ids, [LearningSpan(said, is_said=True)])
 
-    def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[Span]:
+    def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[LearningSpan]:
         messages, asked = (*context, *said), len(context)
         between = self._between(json.dumps(tools) if tools else "")
         whole = self._tokenizer.encode(self._rendered(context, tools, begins=True))
-        yield Span([*whole], is_said=False)
+        yield LearningSpan([*whole], is_said=False)
         while asked < len(messages):
             is_learnt = messages[asked].get("weight") != 0
             turn, answer = self._turn(messages[: asked + 1], tools, between.end), list[int]()
@@ -144,9 +144,9 @@ class ConversationTokens:
                     turn[-1] = answer.pop(0)
                 else:
                     answer = [*between.answer(answers, turn)]
-            yield Span(turn, is_learnt)
+            yield LearningSpan(turn, is_learnt)
             if answer:
-                yield Span(answer, is_said=False)
+                yield LearningSpan(answer, is_said=False)
             whole += [*turn, *answer]
         at_once = self._tokenizer.encode(self._rendered(messages, tools, begins=False)) if len(said) > 1 else whole
         if not self._text(at_once).startswith(self._text(whole)):
@@ -197,7 +197,7 @@ class ConversationTokens:
         return Between(self._tokenizer, variables | ({TOOLS: json.loads(tools)} if tools else {}))
 
 
-def _example(prompt: Sequence[int], spans: Sequence[Span]) -> Example:
+def _example(prompt: Sequence[int], spans: Sequence[LearningSpan]) -> Example:
     response = np.concatenate([np.asarray(span.token_ids, np.int32) for span in spans])
     is_said = np.concatenate([np.full(len(span.token_ids), span.is_said) for span in spans])
     return Example(np.asarray(prompt, np.int32), response, is_said)
@@ -214,16 +214,16 @@ def _answers(messages: Messages, start: int) -> Messages:
 # ---------------------------------------------------------------- rows of files
 
 
-class Rows:
+class ExampleRows:
     """The rows of files, tokenised; those that are too long are left out and counted, or refused.
 
     Attributes:
       num_filtered: rows that were left out.
     """
 
-    def __init__(self, found: Iterator[Row], option: str, config: Config) -> None:
+    def __init__(self, found: Iterator[ExampleRow], option: str, config: Config) -> None:
         limit, data = config.max_model_length, config.data
-        self._rows: list[Row] = []
+        self._rows: list[ExampleRow] = []
         self.num_filtered = 0
         for row in found:
             longest = max(map(len, row.examples))
@@ -250,10 +250,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, row: int) -> Row:
+    def __getitem__(self, row: int) -> ExampleRow:
         return self._rows[row]
 
-    def batches(self, count: int, size: int) -> Iterator[list[tuple[int, Row]]]:
+    def batches(self, count: int, size: int) -> Iterator[list[tuple[int, ExampleRow]]]:
         """The first `count` rows (0: all), each with its number, `size` at a time."""
         numbered = list(enumerate(self._rows[: count or len(self)]))
         return (numbered[first : first + size] for first in range(0, len(numbered), size))
@@ -278,7 +278,7 @@ class RowSource:
       position: rows handed out so far, over all epochs.
     """
 
-    def __init__(self, rows: Rows, config: Config) -> None:
+    def __init__(self, rows: ExampleRows, config: Config) -> None:
         self.rows, self._seed = rows, config.data.seed if config.data.shuffle else None
         self.position = 0
 
@@ -290,7 +290,7 @@ class RowSource:
         """Of the last row that was handed out, from 0."""
         return max(self.position - 1, 0) // len(self)
 
-    def next(self, count: int) -> list[tuple[int, Row]]:
+    def next(self, count: int) -> list[tuple[int, ExampleRow]]:
         """The next rows, each with its number."""
         positions = range(self.position, self.position + count)
         self.position = positions.stop
@@ -313,14 +313,17 @@ class RowSource:
         self.position = int(state["position"])
 
 
-def read_demonstrations(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+def read_demonstrations(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
     """The conversations of `jaxrl sft`. Raises ValueError with file, line and rule."""
-    return Rows((_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config)
+    return ExampleRows(
+        (_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config
+    )
 
 
-def read_pairs(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+def read_pairs(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
     """The pairs of `jaxrl dpo`. Raises ValueError with file, line and rule."""
-    return Rows((_pair(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config)
+    found = (_pair(where, row, config, tokens) for where, row in _rows_of(names, option))
+    return ExampleRows(found, option, config)
 
 
 def _rows_of(names: Sequence[str], option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -337,7 +340,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
+def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> ExampleRow:
     sft = config.sft
     if row.get(sft.messages_key) is not None:
         named = f"{where}: {sft.messages_key!r} (sft.messages_key)"
@@ -358,13 +361,13 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
         prompt, completion = row[sft.prompt_key], row[sft.completion_key]
         if not config.data.apply_chat_template:
             text = _plain(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
-            return Row(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
+            return ExampleRow(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
         context = _context(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
         said = _said(completion, f"{where}: {sft.completion_key!r} (sft.completion_key)")
-    return Row(where, (_tokenised(where, context, said, row, tokens, sft.train_on),))
+    return ExampleRow(where, (_tokenised(where, context, said, row, tokens, sft.train_on),))
 
 
-def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
+def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> ExampleRow:
     dpo = config.dpo
     named = {
         key: f"{where}: {key!r} (dpo.{name})"
@@ -382,7 +385,7 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
     if not config.data.apply_chat_template:
         text = _plain(prompt, named[dpo.prompt_key], config)
         texts = zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)
-        return Row(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
+        return ExampleRow(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
     said = [_said_or_all(each, named[key]) for each, key in zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)]
     shared = _shared(*said)
     if shared and said[0][0]["role"] != "assistant":  # both are whole conversations, the prompt in them
@@ -399,7 +402,7 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
         context = _context(prompt, named[dpo.prompt_key], config)
     for each, key in zip(said, (dpo.chosen_key, dpo.rejected_key), strict=True):
         _check_said(each, named[key])
-    return Row(where, tuple(_tokenised(where, context, each, row, tokens) for each in said))
+    return ExampleRow(where, tuple(_tokenised(where, context, each, row, tokens) for each in said))
 
 
 def _tokenised(

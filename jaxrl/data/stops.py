@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.types import SamplingParams
 
 MAX_STOP_CHARACTERS = 1000
 """The longest stop string: it is looked for in every response, each time that tokens come."""
-
-
-class Asked(Protocol):
-    """What is read of a request (`jaxrl.scheduling.tokens.plan.Request`)."""
-
-    @property
-    def params(self) -> SamplingParams: ...
 
 
 def check_stop_strings(stops: Iterable[Any], option: str) -> None:
@@ -40,10 +32,11 @@ def stop_ids(tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> tuple[int,
     return tuple(sorted({*tokenizer.stop_token_ids, *eos_token_ids}))
 
 
-def stop_string_check(tokenizer: Tokenizer) -> Callable[[Asked, Any], int | None]:
-    """The engine's `stop_check`: the number of response tokens to keep once their text holds a stop string."""
+def stop_string_check(tokenizer: Tokenizer) -> Callable[[Any, Any], int | None]:
+    """The engine's `stop_check`: for a request (`jaxrl.scheduling.tokens.plan.Request`) and its response's tokens, how
+    many of them to keep once their text holds a stop string."""
 
-    def check(request: Asked, token_ids: Any) -> int | None:
+    def check(request: Any, token_ids: Any) -> int | None:
         ids = list(token_ids)
 
         def holds(count: int) -> bool:

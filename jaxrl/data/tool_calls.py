@@ -49,7 +49,7 @@ _BACKSLASH, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN0\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A function's name, its arguments as JSON text, and the id that the model gave it, if any."""
 
     name: str
@@ -76,7 +76,7 @@ def arguments_of(given: Any) -> dict[str, Any]:
     return given or {}
 
 
-def calls_in(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
+def calls_in(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]]:
     """(what stands around the calls, the calls); (text, []) where there is none, or one that cannot be read. `names`:
     of the functions that exist."""
     thought, said = _split(text)
@@ -92,7 +92,7 @@ def _split(text: str) -> tuple[str, str]:
     return (thought[0], text[thought.end() :]) if thought else ("", text)
 
 
-def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
+def _read(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]] | None:
     if (found := _bare(text, names)) is not None and found[1]:
         return found
     _, mark = min(((text.find(mark), mark) for mark in _MARKS if mark in text), default=(0, CODE))
@@ -129,8 +129,8 @@ def may_begin(text: str) -> int:
     return len(thought) + len(text) - max(ends, default=0)
 
 
-def _tagged(before: str, text: str) -> tuple[str, list[Call]] | None:
-    calls: list[Call] = []
+def _tagged(before: str, text: str) -> tuple[str, list[ToolCall]] | None:
+    calls: list[ToolCall] = []
     while True:
         value, rest = _first(text)
         call = _of_object(value)
@@ -143,7 +143,7 @@ def _tagged(before: str, text: str) -> tuple[str, list[Call]] | None:
             return before.rstrip(), calls
 
 
-def _listed(before: str, text: str, names: Collection[str] | None = None) -> tuple[str, list[Call]] | None:
+def _listed(before: str, text: str, names: Collection[str] | None = None) -> tuple[str, list[ToolCall]] | None:
     try:
         values = json.loads(text.strip().removesuffix(_LIST_CLOSES), parse_constant=_no_number)
     except (ValueError, RecursionError):
@@ -152,8 +152,8 @@ def _listed(before: str, text: str, names: Collection[str] | None = None) -> tup
     return (before.rstrip(), [call for call in calls if call is not None]) if calls and all(calls) else None
 
 
-def _named(before: str, text: str) -> tuple[str, list[Call]] | None:
-    calls: list[Call] = []
+def _named(before: str, text: str) -> tuple[str, list[ToolCall]] | None:
+    calls: list[ToolCall] = []
     while match := _NAMED_CALL.match(text):
         value, rest = _first(text[match.end() :])
         call = None if value is None else _made(match[1], value, match[2])
@@ -166,7 +166,7 @@ def _named(before: str, text: str) -> tuple[str, list[Call]] | None:
     return None
 
 
-def _python(before: str, text: str, closes: str) -> tuple[str, list[Call]] | None:
+def _python(before: str, text: str, closes: str) -> tuple[str, list[ToolCall]] | None:
     inside, _, after = text.partition(closes)
     # of a backslash that escapes nothing Python warns, and keeps it
     inside = _BACKSLASH.sub(lambda match: match[0] if match[1] in _ESCAPED else f"\\{match[0]}", inside)
@@ -178,7 +178,7 @@ def _python(before: str, text: str, closes: str) -> tuple[str, list[Call]] | Non
     return ((before + after).rstrip(), found) if len(found) == len(calls) else None
 
 
-def _python_call(statement: ast.stmt) -> Call | None:
+def _python_call(statement: ast.stmt) -> ToolCall | None:
     match statement:
         case ast.Expr(ast.Call(ast.Name(name), [], keywords)):
             given = {str(keyword.arg): _value(keyword.value) for keyword in keywords}
@@ -202,7 +202,7 @@ def _value(node: ast.expr | None) -> Any:
     raise ValueError(f"{node} is no value")
 
 
-def _bare(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
+def _bare(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]] | None:
     rest, calls = text.strip().removeprefix(PYTHON_TAG).strip(), []
     if rest.startswith(("[", _FUNCTOOLS)):
         return _listed("", rest.removeprefix(_FUNCTOOLS[:-1]), names)
@@ -235,7 +235,7 @@ def _first(text: str) -> tuple[Any, str]:
     return value, text[end:].lstrip()
 
 
-def _of_object(value: Any, names: Collection[str] | None = None) -> Call | None:
+def _of_object(value: Any, names: Collection[str] | None = None) -> ToolCall | None:
     """`names`: None where marks say that it is a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
@@ -245,7 +245,7 @@ def _of_object(value: Any, names: Collection[str] | None = None) -> Call | None:
     return _made(value["name"], given, value.get("id"))
 
 
-def _made(name: str, given: Any, own_id: Any = None) -> Call | None:
+def _made(name: str, given: Any, own_id: Any = None) -> ToolCall | None:
     """None where the arguments are no object, hold a number too large for JSON, or half a character, or are nested too
     deep."""
     try:
@@ -253,4 +253,4 @@ def _made(name: str, given: Any, own_id: Any = None) -> Call | None:
         arguments.encode()
     except (ValueError, RecursionError):
         return None
-    return Call(name, arguments, own_id if isinstance(own_id, str) and _ID.fullmatch(own_id) else "")
+    return ToolCall(name, arguments, own_id if isinstance(own_id, str) and _ID.fullmatch(own_id) else "")

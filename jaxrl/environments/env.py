@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from jaxrl.data.tool_calls import Call, calls_in, seems_to_call
+from jaxrl.data.tool_calls import ToolCall, calls_in, seems_to_call
 from jaxrl.rewards.request import as_reward
 
 Message = Mapping[str, Any]
@@ -33,7 +33,7 @@ class Action:
     """
 
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     is_unread: bool = False
 
     @classmethod

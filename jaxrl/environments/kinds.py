@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl.data.tool_calls import Call, call_id
+from jaxrl.data.tool_calls import ToolCall, call_id
 from jaxrl.environments import program_server
 from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
 from jaxrl.environments.schemas import signature_of, tool_schema
@@ -268,13 +268,13 @@ def answers(
     return StepResult(next_observation=messages, metrics=counts), not late
 
 
-def tool_message(text: str, number: int = 0, call: Call | None = None) -> Message:
+def tool_message(text: str, number: int = 0, call: ToolCall | None = None) -> Message:
     """The answer to a call, by its number in the turn; None: a call that cannot be read."""
     message = {"role": "tool", "content": text, "tool_call_id": call_id(number)}
     return message if call is None else message | {"name": call.name, "tool_call_id": call.id or call_id(number)}
 
 
-def _answer(function: Callable[..., Any] | None, call: Call, room: int) -> tuple[str, bool]:
+def _answer(function: Callable[..., Any] | None, call: ToolCall, room: int) -> tuple[str, bool]:
     """(the answer, `room` characters at most, whether the call succeeded)."""
     if function is None:
         return f"Error: {call.name} is no tool of this conversation", False

@@ -16,13 +16,13 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jaxrl.models.families import FAMILIES, SLIDING, Row, read_experts, write_experts
+from jaxrl.models.families import FAMILIES, SLIDING, Family, read_experts, write_experts
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
 from jaxrl.models.fp8 import read_blocks
 from jaxrl.models.lora import Lora, adapters, is_trained, merged
 from jaxrl.models.quantized import ABSMAX, dequantize, quantized
 from jaxrl.models.rope import DEFAULT_THETA, Rope, RopeScaling, read_rope, read_ropes
-from jaxrl.models.weights import Init, Rows, Weight, leaves
+from jaxrl.models.weights import FileRows, Init, Weight, leaves
 from jaxrl.schema.declared import shown
 from jaxrl.schema.limits import BYTES, Quantization
 
@@ -214,7 +214,7 @@ class ModelConfig:
         self._check_name(out)
         return out
 
-    def _layers_to_hf(self, row: Row, rope: Mapping[str, Any]) -> dict[str, Any]:
+    def _layers_to_hf(self, row: Family, rope: Mapping[str, Any]) -> dict[str, Any]:
         """What config.json says of rope and windows beyond what all families' files say."""
         out: dict[str, Any] = {}
         if row.partial_rope:
@@ -376,7 +376,7 @@ def _attention(sizes: ModelConfig) -> dict[str, Weight]:
     for name, dim, heads in (("q", "heads", H), ("k", "kv_heads", K), ("v", "kv_heads", K)):
         names = (f"{fused or f'self_attn.{name}_proj'}.weight", f"attn_{'qkv' if fused else name}.weight")
         one = _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
-        table[name] = replace(one, file_rows=Rows(row, whole)) if fused else one
+        table[name] = replace(one, file_rows=FileRows(row, whole)) if fused else one
         row += heads * D
     out_names = ("self_attn.o_proj.weight", "attn_output.weight")
     table["o"] = _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D))
@@ -405,7 +405,7 @@ def _mlp(sizes: ModelConfig) -> dict[str, Weight]:
             names = (f"{modules.get(name, f'mlp.{name}_proj')}.weight", f"ffn_{name}.weight")
             return _stacked(sizes, shape, dims, "normal", names, shape[::-1])
         one = _stacked(sizes, shape, dims, "normal", (f"{fused}.weight", "ffn_up.weight"), shape[::-1])
-        return replace(one, file_rows=Rows(F if name == "up" else 0, 2 * F))
+        return replace(one, file_rows=FileRows(F if name == "up" else 0, 2 * F))
 
     table, names = _mlp_norms(sizes), ("gate", "up", "down")
     table |= {name: matrix(name) for name in names}
@@ -435,7 +435,7 @@ def _experts(sizes: ModelConfig) -> dict[str, Weight]:
         hf_shape = shape if row.bare_experts else shape[::-1]
         init: Init = "normal" if len(dims) == 2 else "zeros"
         weight = _stacked(sizes, shape, dims, init, in_files, hf_shape)
-        rows = Rows(part, 2 * F, 2) if row.bare_experts else Rows(part * F, 2 * F)
+        rows = FileRows(part, 2 * F, 2) if row.bare_experts else FileRows(part * F, 2 * F)
         return replace(
             weight,
             shape=(sizes.num_layers, X, *shape),
@@ -557,7 +557,7 @@ def _number(fields: Fields, key: str, default: float) -> float:
     return fields.number(key, default, high=_LARGEST_FACTOR)
 
 
-def _activation(fields: Fields, row: Row) -> Any:
+def _activation(fields: Fields, row: Family) -> Any:
     usual = row.defaults.get("hidden_act", "silu")
     act = {"swish": "silu"}.get(found := fields.raw.get(row.activation, usual), found)
     if act not in ("silu", "gelu_pytorch_tanh"):
@@ -565,7 +565,7 @@ def _activation(fields: Fields, row: Row) -> Any:
     return act
 
 
-def _read_ropes(fields: Fields, row: Row, max_positions: int) -> dict[str, Any]:
+def _read_ropes(fields: Fields, row: Family, max_positions: int) -> dict[str, Any]:
     """The fields of `ModelConfig` about rope."""
     if row.local_rope is not None:
         rope, local = read_ropes(fields, max_positions, *row.local_rope)
@@ -609,7 +609,7 @@ def _family(fields: Fields) -> tuple[str, bool]:
     return family, scalar_head
 
 
-def _check(fields: Fields, family: str, row: Row) -> None:
+def _check(fields: Fields, family: str, row: Family) -> None:
     """Refuse what the decoder would otherwise silently leave out."""
     if fields.flag("attention_bias") and "attention_bias" not in row.biases and family != "qwen2":
         fields.refuse(f"attention_bias true with model_type {family!r}", "models of this type have none")

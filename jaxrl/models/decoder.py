@@ -48,14 +48,14 @@ from jaxrl.kernels.invariant import ByRows, Multiply, at_once
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models import experts
 from jaxrl.models.config import LayerKind, ModelConfig
-from jaxrl.models.lora import A, B, Lora
+from jaxrl.models.lora import A, B
 from jaxrl.models.rope import Rope
 from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.narrow_weights import SCALE
 
 Params = dict[str, Any]
-Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.Shape], jax.Array]
+Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.ExpertSettings], jax.Array]
 """(h [..., E], routing, weights of experts, how) -> [..., E]."""
 Remat = Literal["none", "full", "dots"]
 INIT_STD = 0.02
@@ -164,17 +164,14 @@ def _rotate(x: jax.Array, cos: jax.Array | None, sin: jax.Array | None, factor: 
     return (turned if factor == 1.0 else turned * factor).astype(x.dtype)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, features_first: bool = False) -> jax.Array:
-    wide = x.astype(_at_least_float32(x.dtype))
-    scale = _along(scale.astype(wide.dtype), x, features_first)
-    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=0 if features_first else -1, keepdims=True) + eps)
-    return (normed * scale).astype(x.dtype)
-
-
 def _norm(x: jax.Array, scale: jax.Array, config: ModelConfig, features_first: bool = False) -> jax.Array:
+    """The RMS norm over features."""
+    wide = x.astype(_at_least_float32(x.dtype))
     if config.norm_plus_one:
-        scale = scale.astype(_at_least_float32(x.dtype)) + 1
-    return _rms_norm(x, scale, config.rms_norm_eps, features_first)
+        scale = scale.astype(wide.dtype) + 1
+    scale = _along(scale.astype(wide.dtype), x, features_first)
+    mean = jnp.mean(jnp.square(wide), axis=0 if features_first else -1, keepdims=True)
+    return (wide * lax.rsqrt(mean + config.rms_norm_eps) * scale).astype(x.dtype)
 
 
 def _along(features: jax.Array, x: jax.Array, features_first: bool) -> jax.Array:
@@ -274,10 +271,6 @@ class _LayerWeights(NamedTuple):
     reduce_dtype: Any = jnp.float32
     multiply: Multiply | None = None
 
-    @property
-    def lora(self) -> Lora | None:
-        return self.config.lora
-
     def get(self, name: str) -> jax.Array:
         return self.lp[name].astype(self.dtype)
 
@@ -321,16 +314,17 @@ class _LayerWeights(NamedTuple):
 
         out = dense(x, name)
         if name + A in self.lp:
-            assert self.lora is not None
-            out = out + self.lora.scale * dense(dense(self._dropped(x, name), name + A), name + B)
+            assert self.config.lora is not None
+            out = out + self.config.lora.scale * dense(dense(self._dropped(x, name), name + A), name + B)
         # the remat policy finds what to keep by this name: of a matrix with its adapter the sum
         return checkpoint_name(out, _PRODUCT)
 
     def _dropped(self, x: jax.Array, name: str) -> jax.Array:
         """What the adapter of a matrix has of its inputs: each row's own draw, what is left scaled up."""
-        if self.keys is None or self.lora is None or not self.lora.dropout:
+        lora = self.config.lora
+        if self.keys is None or lora is None or not lora.dropout:
             return x
-        kept, salt = 1 - self.lora.dropout, zlib.crc32(name.encode())
+        kept, salt = 1 - lora.dropout, zlib.crc32(name.encode())
         draw = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, salt), kept, x.shape[1:]))
         return jnp.where(draw(self.keys), x / kept, 0).astype(x.dtype)
 
@@ -373,7 +367,11 @@ def _queries_keys_values(
 def _projected(weights: _LayerWeights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = weights.norm("attn_norm", x)
     if "qkv" in weights.lp:
-        q, k, v = _fused_heads(weights, h)
+        slab = weights.fused("...e,ekxd->...kxd", "qkv", h)
+        if "qkv_bias" in weights.lp:
+            slab = slab + weights.get("qkv_bias")
+        q = slab[..., :-2, :]
+        q, k, v = q.reshape(*h.shape[:-1], -1, q.shape[-1]), slab[..., -2, :], slab[..., -1, :]
     else:
         q, k, v = (weights.heads(name, h) for name in _HEADS)
     if "q_bias" in weights.lp:
@@ -397,15 +395,6 @@ def _turned(
     if clip := config.clip_qkv:
         q, k, v = (jnp.clip(each, -clip, clip) for each in (q, k, v))
     return _rotate(q, cos, sin, config.query_factor), _rotate(k, cos, sin), v
-
-
-def _fused_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[..., H, D] and twice [..., K, D], with their biases, from one product."""
-    slab = weights.fused("...e,ekxd->...kxd", "qkv", h)
-    if "qkv_bias" in weights.lp:
-        slab = slab + weights.get("qkv_bias")
-    q = slab[..., :-2, :]
-    return q.reshape(*h.shape[:-1], -1, q.shape[-1]), slab[..., -2, :], slab[..., -1, :]
 
 
 def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
@@ -451,7 +440,7 @@ def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing
     found = {name: weights.lp[name] for name in experts.WEIGHTS if name in weights.lp}
     # codes and factors stay as they are: of all experts, only those are read that have tokens
     own = found if f"down{SCALE}" in found else {name: weights.get(name) for name in found}
-    shape = experts.Shape(_gated(weights.config), weights.widen)
+    shape = experts.ExpertSettings(_gated(weights.config), weights.widen)
     if weights.multiply is not None:
         out = experts.mix_in_kernels(h, routing, own, shape, weights.lp[EXPERT_IDS], weights.multiply)
     elif mix is None:

@@ -153,7 +153,7 @@ def write_experts(config: Any, experts: Experts) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Family:
     """What a family does otherwise than Llama.
 
     Attributes:
@@ -217,10 +217,12 @@ _GEMMA_DEFAULTS = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
     "tie_word_embeddings": True,
 }
-FAMILIES: dict[str, Row] = {
-    "llama": Row("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
-    "qwen2": Row("Qwen2ForCausalLM", fixed={"qkv_bias": True}, defaults=_QWEN, layers=_qwen, write_layers=_write_qwen),
-    "qwen3": Row(
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", fixed={"qkv_bias": True}, defaults=_QWEN, layers=_qwen, write_layers=_write_qwen
+    ),
+    "qwen3": Family(
         "Qwen3ForCausalLM",
         fixed={"qk_norm": True},
         biases=("attention_bias",),
@@ -228,13 +230,13 @@ FAMILIES: dict[str, Row] = {
         layers=_qwen,
         write_layers=_write_qwen,
     ),
-    "olmo2": Row(
+    "olmo2": Family(
         "Olmo2ForCausalLM",
         fixed={"norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
         biases=("attention_bias",),
         defaults={"rms_norm_eps": 1e-5},
     ),
-    "olmo3": Row(
+    "olmo3": Family(
         "Olmo3ForCausalLM",
         fixed={"norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
         biases=("attention_bias",),
@@ -243,7 +245,7 @@ FAMILIES: dict[str, Row] = {
         write_layers=write_layer_types,
         local_rope=(5e5, 5e5, ""),
     ),
-    "smollm3": Row(
+    "smollm3": Family(
         "SmolLM3ForCausalLM",
         biases=("attention_bias", "mlp_bias"),
         defaults={
@@ -253,19 +255,19 @@ FAMILIES: dict[str, Row] = {
         layers=_smollm3,
         write_layers=_write_smollm3,
     ),
-    "mistral": Row(
+    "mistral": Family(
         "MistralForCausalLM",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072},
         layers=_everywhere(4096),
         write_layers=_write_window,
     ),
-    "ministral": Row(
+    "ministral": Family(
         "MinistralForCausalLM",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072},
         layers=lambda fields, n: layer_types(fields, n, lambda i: True, window_of(fields, 4096)),
         write_layers=write_layer_types,
     ),
-    "gemma2": Row(
+    "gemma2": Family(
         "Gemma2ForCausalLM",
         fixed=_GEMMA,
         keys={
@@ -279,7 +281,7 @@ FAMILIES: dict[str, Row] = {
         layers=lambda fields, n: layer_types(fields, n, lambda i: i % 2 == 0, window_of(fields, 4096)),
         write_layers=write_layer_types,
     ),
-    "gemma3_text": Row(
+    "gemma3_text": Family(
         "Gemma3ForCausalLM",
         reward_model="Gemma3TextForSequenceClassification",
         fixed=_GEMMA | {"qk_norm": True},
@@ -294,7 +296,7 @@ FAMILIES: dict[str, Row] = {
         write_layers=write_layer_types,
         local_rope=(1e6, 1e4, "rope_local_base_freq"),
     ),
-    "phi3": Row(  # Phi-3, 3.5 and 4
+    "phi3": Family(  # Phi-3, 3.5 and 4
         "Phi3ForCausalLM",
         defaults={
             **{"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
@@ -306,12 +308,12 @@ FAMILIES: dict[str, Row] = {
         longrope=True,
         modules={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
     ),
-    "granite": Row(
+    "granite": Family(
         "GraniteForCausalLM",
         keys={name: (name, 1.0) for name in _MULTIPLIERS},
         biases=("attention_bias", "mlp_bias"),
     ),
-    "granitemoehybrid": Row(
+    "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         keys={name: (name, 1.0) for name in _MULTIPLIERS},
         biases=("attention_bias",),
@@ -321,7 +323,7 @@ FAMILIES: dict[str, Row] = {
         extra={"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1},
         modules={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
     ),
-    "qwen3_moe": Row(
+    "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         fixed={"qk_norm": True},
         biases=("attention_bias",),
@@ -332,7 +334,7 @@ FAMILIES: dict[str, Row] = {
         modules=_EXPERTS,
         experts=Experts("num_experts", 128, 8, normalised=False),
     ),
-    "olmoe": Row(
+    "olmoe": Family(
         "OlmoeForCausalLM",
         fixed={"qk_norm": True, "qk_norm_over_heads": True},
         keys={"clip_qkv": ("clip_qkv", 0.0)},
@@ -341,7 +343,7 @@ FAMILIES: dict[str, Row] = {
         modules=_EXPERTS,
         experts=Experts("num_experts", 64, 8, normalised=False),
     ),
-    "mixtral": Row(
+    "mixtral": Family(
         "MixtralForCausalLM",
         defaults={
             **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
@@ -356,7 +358,7 @@ FAMILIES: dict[str, Row] = {
         },
         experts=Experts("num_local_experts", 8, 2, normalised=True),
     ),
-    "granitemoe": Row(
+    "granitemoe": Family(
         "GraniteMoeForCausalLM",
         keys={name: (name, 1.0) for name in _MULTIPLIERS},
         biases=("attention_bias",),
@@ -366,7 +368,7 @@ FAMILIES: dict[str, Row] = {
         },
         experts=Experts("num_local_experts", 8, 2, normalised=True),
     ),
-    "gpt_oss": Row(
+    "gpt_oss": Family(
         "GptOssForCausalLM",
         fixed={"attention_sinks": True, "expert_bias": True},
         keys={"swiglu_limit": ("swiglu_limit", 7.0), "swiglu_alpha": ("swiglu_alpha", 1.702)},

@@ -28,7 +28,7 @@ def is_meant(fields: Fields) -> bool:
     return isinstance(content, Mapping) and content.get("quant_method") == "mxfp4"
 
 
-class Packed(NamedTuple):
+class PackedExperts(NamedTuple):
     """Matrices of experts: the tensors of codes and of scales, each with `shape` and `read`."""
 
     codes: Any

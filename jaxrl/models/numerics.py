@@ -22,7 +22,7 @@ from jaxrl.models.lora import Lora, is_adapter, merged
 from jaxrl.schema.devices import prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes
-from jaxrl.sharding.rules import TENSOR_DIMS, Weight, padded_config, rollout_spec
+from jaxrl.sharding.rules import TENSOR_DIMS, DeclaredWeight, padded_config, rollout_spec
 
 
 def in_tiles(
@@ -52,7 +52,7 @@ def in_tiles(
         )
     padded = padded_config(model.base, parts)
 
-    def cut(name: str, weight: Weight) -> Cut | None:
+    def cut(name: str, weight: DeclaredWeight) -> Cut | None:
         dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
         found = next((i for i, dim in enumerate(dims) if dim in TENSOR_DIMS), None)
         if found is None:

@@ -64,7 +64,7 @@ class Tensor:
 
     def read(self, *part: slice) -> np.ndarray:
         """The tensor, or the part that slices of its first dims cut out, copied from the file."""
-        if isinstance(self.content, mxfp4.Packed):
+        if isinstance(self.content, mxfp4.PackedExperts):
             return self.content.read(*part)
         if self.scales is not None:
             return self.scales.times(self.content[part], self.shape, part)
@@ -313,7 +313,7 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stem = name.removesuffix("_blocks").removesuffix("_scales")
         codes, scales, plain = (found.pop(f"{stem}{part}", None) for part in ("_blocks", "_scales", ""))
         there = [each for each in (codes, scales, plain) if each is not None]
-        own = None if codes is None or scales is None or plain is not None else mxfp4.Packed(codes, scales)
+        own = None if codes is None or scales is None or plain is not None else mxfp4.PackedExperts(codes, scales)
         if own is None or not own.is_sound or any(each.dtype != mxfp4.DTYPE for each in there):
             raise ValueError(
                 f"{tensor.file}: tensor {name} is in MXFP4: {stem}_blocks must have four dims, the last of "

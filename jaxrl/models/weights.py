@@ -19,7 +19,7 @@ Kind = Literal["hf", "gguf"]
 Init = Literal["normal", "ones", "less_one", "zeros", "inputs"]
 
 
-class Rows(NamedTuple):
+class FileRows(NamedTuple):
     """Which of a tensor's outputs are a weight's: every `step`-th of `all`, from `first` on."""
 
     first: int
@@ -56,7 +56,7 @@ class Weight:
     hf_shape: tuple[int, ...]
     transpose: bool = False
     dtype: str = ""
-    file_rows: Rows | None = None
+    file_rows: FileRows | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.dims), (self.shape, self.dims)
@@ -130,7 +130,7 @@ class Weight:
         units = range(self.units_per_layer(kind))
         return [name.format(layer=i, expert=x) for i in range(self.shape[0]) for x in units] if self.stacked else [name]
 
-    def _rows(self, kind: Kind) -> Rows | None:
+    def _rows(self, kind: Kind) -> FileRows | None:
         return None if kind == "gguf" and self.has_experts else self.file_rows
 
     def _transpose(self, kind: Kind) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.data.conversations import ConversationTokens, Row, Rows, read_demonstrations, read_pairs
+from jaxrl.data.conversations import ConversationTokens, ExampleRow, ExampleRows, read_demonstrations, read_pairs
 from jaxrl.train.preferences import Pairs, preference_losses, preference_metrics
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
 
@@ -35,7 +35,7 @@ class Method(Protocol):
         """The configuration for the trainer of `jaxrl.train.step`, from one as the command reads it."""
         ...
 
-    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
         """The rows of files."""
         ...
 
@@ -69,14 +69,14 @@ class Method(Protocol):
         ...
 
 
-def batch_of(rows: Sequence[tuple[int, Row]]) -> TrainBatch:
+def batch_of(rows: Sequence[tuple[int, ExampleRow]]) -> TrainBatch:
     """The examples of rows, each with its number; of a row they are the samples of one prompt."""
     batch = TrainBatch.of([_group(place, number, row) for place, (number, row) in enumerate(rows)])
     batch.loss_masks = [sample.drawn.astype(np.float32) for sample in batch.samples]
     return batch
 
 
-def _group(place: int, number: int, row: Row) -> Group:
+def _group(place: int, number: int, row: ExampleRow) -> Group:
     """`place`: in the batch, in which a row may be twice where an epoch ends."""
     prompt = Prompt(place, number, tuple(row.examples[0].prompt.tolist()), "", "")
     samples: list[Sample] = []
@@ -98,7 +98,7 @@ class Demonstrations:
     def trained(self, config: Config) -> Config:
         return config
 
-    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
         return read_demonstrations(names, option, config, tokens)
 
     def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
@@ -150,7 +150,7 @@ class Preferences:
         algorithm = replace(config.algorithm, loss_agg_mode="seq-mean-token-sum")
         return replace(config, actor=replace(config.actor, use_kl_loss=resident), algorithm=algorithm)
 
-    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
         return read_pairs(names, option, config, tokens)
 
     def learn(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None) -> dict[str, float]:

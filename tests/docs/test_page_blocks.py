@@ -33,7 +33,7 @@ from jaxrl.config.files import load
 from jaxrl.config.functions import read_user_file, user_module
 from jaxrl.config.options import DataSection
 from jaxrl.data.problems import read_problems
-from jaxrl.data.tool_calls import Call
+from jaxrl.data.tool_calls import ToolCall
 from jaxrl.environments.env import Action, StepResult, Trajectory
 from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
 from jaxrl.environments.worker import EpisodeScorer, GroupRequest
@@ -253,10 +253,13 @@ def environment_of(kind: Callable[[Any], Episodes], row: dict[str, Any], *turns:
 
 
 COUNTS = environment_of(
-    lambda module: FunctionTools(module, ""), {}, Action("", (Call("word_count", '{"text": "one and two"}'),))
+    lambda module: FunctionTools(module, ""), {}, Action("", (ToolCall("word_count", '{"text": "one and two"}'),))
 )
 BOX = environment_of(
-    lambda module: MethodTools(module.Box), {"size": 3}, Action("", (Call("take", '{"count": 3}'),)), Action("Empty.")
+    lambda module: MethodTools(module.Box),
+    {"size": 3},
+    Action("", (ToolCall("take", '{"count": 3}'),)),
+    Action("Empty."),
 )
 GUESS = environment_of(
     lambda module: NativeEpisodes(module.Guess, "Guess"),
